@@ -1,0 +1,76 @@
+"""engram: class-incremental learning you can use.
+
+    from engram import ImageStore, recipe, train
+    result = train(recipe("afc-mini-b10-s5"))
+    print(result["average_incremental_accuracy"])
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from engram.config import RunConfig
+    from engram.data.cifar import read_cifar100
+    from engram.data.folder import read_folder
+    from engram.data.memory import MemoryConfig
+    from engram.data.mini import read_mini
+    from engram.data.store import ImageStore
+    from engram.errors import EngramError
+    from engram.methods import Method, Phase, Step, Training, register
+    from engram.recipes import recipe, recipe_names
+    from engram.report import write_report
+    from engram.result import Result
+    from engram.runner import resume, run, train
+
+_HOME = {
+    "EngramError": "engram.errors",
+    "ImageStore": "engram.data.store",
+    "MemoryConfig": "engram.data.memory",
+    "Method": "engram.methods",
+    "Phase": "engram.methods",
+    "Result": "engram.result",
+    "RunConfig": "engram.config",
+    "Step": "engram.methods",
+    "Training": "engram.methods",
+    "read_cifar100": "engram.data.cifar",
+    "read_folder": "engram.data.folder",
+    "read_mini": "engram.data.mini",
+    "recipe": "engram.recipes",
+    "recipe_names": "engram.recipes",
+    "register": "engram.methods",
+    "resume": "engram.runner",
+    "run": "engram.runner",
+    "train": "engram.runner",
+    "write_report": "engram.report",
+}
+
+__all__ = [
+    "EngramError",
+    "ImageStore",
+    "MemoryConfig",
+    "Method",
+    "Phase",
+    "Result",
+    "RunConfig",
+    "Step",
+    "Training",
+    "read_cifar100",
+    "read_folder",
+    "read_mini",
+    "recipe",
+    "recipe_names",
+    "register",
+    "resume",
+    "run",
+    "train",
+    "write_report",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Names are imported when first used, so that `engram --help` does not wait for torch.
+    if name not in _HOME:
+        raise AttributeError(f"module 'engram' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)

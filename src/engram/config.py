@@ -1,0 +1,142 @@
+"""RunConfig: all that determines a run, as plain data that is saved with it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from engram.data.augment import Augmentation
+from engram.data.load import DataConfig
+from engram.data.memory import MemoryConfig
+from engram.data.store import ImageStore
+from engram.data.stream import Stream, class_order, describe_order
+from engram.errors import EngramError, suggest
+from engram.methods import Settings, find_method
+from engram.models.resnet import BACKBONES
+from engram.plain import from_plain, replace_at, to_plain
+
+Device = Literal["auto", "cpu", "cuda"]
+Precision = Literal["auto", "float32", "bf16"]
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One run: a method on a stream of classes.
+
+    settings are the method's own, of the class it registered. base: None is half of the classes. order: see `class_order`. predictor: the one the recipe reports; all
+    of the method's are evaluated. recipe: the name it started from.
+    """
+
+    method: str
+    settings: Settings
+    data: DataConfig = field(default_factory=DataConfig)
+    base: int | None = None
+    increment: int = 1
+    order: str = "1"
+    seed: int = 1
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    backbone: str = "resnet32"
+    augmentation: Augmentation = field(default_factory=Augmentation)
+    predictor: Literal["cnn", "nme"] = "cnn"
+    device: Device = "auto"
+    precision: Precision = "auto"
+    recipe: str = "custom"
+
+    def __post_init__(self) -> None:
+        method = find_method(self.method)
+        if not isinstance(self.settings, method.settings):
+            raise EngramError(
+                f"{self.method} takes {method.settings.__name__} as its settings, got {type(self.settings).__name__}"
+            )
+        if self.backbone not in BACKBONES:
+            raise EngramError(f"no backbone {self.backbone!r}: {suggest(self.backbone, BACKBONES)}")
+        if method.memory in ("none", "all") and self.memory.budget != method.memory:
+            raise EngramError(
+                f"{self.method} is defined with memory={method.memory}, got {self.memory}; choose another method for another memory"
+            )
+        if method.memory == "needed" and self.memory.budget == "none":
+            raise EngramError(f"{self.method} needs a memory, got none; 'naive' is the method without one")
+        if self.seed < 0:
+            raise EngramError(f"the seed must be 0 or more, got {self.seed}")
+        for name in ("base", "increment"):
+            count = getattr(self, name)
+            if count is not None and count < 1:
+                raise EngramError(f"{name} must be at least 1 class, got {count}")
+
+    def with_settings(self, **changes: Any) -> RunConfig:
+        """A copy with settings changed by dotted path, with "__" for the dot: `with_settings(train__epochs=10)`."""
+        config = self
+        for path, value in changes.items():
+            config = config.with_value("settings." + path.replace("__", "."), value)
+        return config
+
+    def with_value(self, path: str, value: Any) -> RunConfig:
+        """A copy with the value at a dotted path changed, such as `settings.train.epochs`."""
+        if path.startswith("settings."):
+            rest = path.removeprefix("settings.")
+            return replace(self, settings=replace_at(self.settings, rest, value, "settings"))
+        return replace_at(self, path, value)
+
+    def to_plain(self) -> dict[str, Any]:
+        """The configuration as plain data."""
+        return to_plain(self)
+
+    @classmethod
+    def from_plain(cls, data: dict[str, Any]) -> RunConfig:
+        """The configuration that plain data describes."""
+        if not isinstance(data, dict) or not isinstance(data.get("method"), str):
+            raise EngramError("a run's configuration must name its method")
+        settings = from_plain(find_method(data["method"]).settings, data.get("settings", {}), "settings")
+        return from_plain(cls, {**data, "settings": settings})
+
+    def fingerprint(self) -> str:
+        """A short digest of everything here but the recipe's name."""
+        data = {key: value for key, value in self.to_plain().items() if key != "recipe"}
+        return hashlib.blake2b(json.dumps(data, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+    def stream(self, store: ImageStore) -> Stream:
+        """The stages that this run cuts the store's classes into."""
+        order = class_order(self.order, self.data.name, store.class_names)
+        base = -(-store.num_classes // 2) if self.base is None else self.base
+        stream = Stream.build(order, base, self.increment)
+        self.memory.check(store.num_classes)
+        return stream
+
+    def card(self, store: ImageStore) -> dict[str, str]:
+        """The protocol card: what a reader must know to compare this run with another, label to text."""
+        stream = self.stream(store)
+        later = stream.sizes[1:]
+        increments = "none" if not later else f"{len(later)} of {later[0]}"
+        if later and later[-1] != later[0]:
+            increments += f" (the last of {later[-1]})"
+        height, width = store.image_size
+        memory = {"all": "every image", "none": "none"}.get(self.memory.budget, f"{self.memory}, {self.memory.selection}")
+        variant = getattr(self.settings, "variant", None)
+        card = {
+            "Recipe": self.recipe,
+            "Method": f"{self.method}: {find_method(self.method).title}",
+            "Data set": f"{store.name}: {store.num_classes} classes, {len(store.train)} training and {len(store.test)} "
+            f"test images, {width}x{height}",
+            "Base": f"{stream.sizes[0]} classes",
+            "Stages": increments,
+            "Class order": describe_order(self.order, self.data.name),
+            "Memory": memory,
+            "Variant": variant or "-",
+            "Predictor": self.predictor,
+            "Backbone": self.backbone,
+            "Epochs": self._describe_epochs(),
+            "Seed": str(self.seed),
+            "Device": f"{self.device}, {self.precision}",
+        }
+        return {label: text for label, text in card.items() if text != "-"}
+
+    def _describe_epochs(self) -> str:
+        train, finetune = getattr(self.settings, "train", None), getattr(self.settings, "finetune", None)
+        if train is None:
+            return "-"
+        text = f"{train.epochs} a stage"
+        if finetune is not None and finetune.epochs and find_method(self.method).memory == "needed":
+            text += f", {finetune.epochs} of balanced fine-tuning"
+        return text

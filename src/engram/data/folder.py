@@ -1,0 +1,298 @@
+"""A folder of class folders as an ImageStore."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, NoReturn
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from engram.data.store import Images, ImageStore, Split, some, stratified_split
+from engram.errors import EngramError
+
+EXTENSIONS: Final = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+_FORMATS: Final = ("PNG", "JPEG", "WEBP", "BMP")
+_TEST_FOLDERS: Final = ("test", "val")
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class _Folder:
+    """The image files of one split, each with its class id, by class and then by name."""
+
+    files: list[Path]
+    class_ids: list[int]
+
+
+def read_folder(
+    path: str | Path,
+    *,
+    name: str | None = None,
+    size: int | None = None,
+    test_fraction: float = 0.2,
+    seed: int = 0,
+    skip_bad: bool = False,
+    progress: Progress | None = None,
+) -> ImageStore:
+    """The images under a folder as RGB; the classes are its folders, sorted by name.
+
+    Either `train/` and `test/` (or, without it, `val/`) hold the class folders, or the folder itself does and
+    `test_fraction` of each class is held out, drawn with `seed` from the sorted file names.
+    With `size`, the central square of each image is resized to size x size pixels. Transparent pixels
+    become white. `skip_bad` passes over files that cannot be decoded and lists them in `skipped`.
+    `progress` is called with the number of images read and of all images.
+    """
+    root = Path(path).expanduser()
+    if size is not None and size < 1:
+        raise EngramError(f"the image size must be at least 1 pixel, not {size}")
+    try:
+        folders, names = _find_images(root)
+    except OSError as error:
+        raise EngramError(
+            f"{error.filename or root} cannot be read ({error.strerror}); check its permissions"
+        ) from None
+    if len(folders) == 1:  # what cannot be split is refused before the images are decoded, not after
+        stratified_split(np.array(folders[0].class_ids), names, test_fraction, seed)
+    reader = _Reader(root, size, skip_bad, progress)
+    if len(folders) == 1:
+        (whole,) = reader.read(folders)
+        kept, held = stratified_split(whole.class_ids, names, test_fraction, seed)
+        train = Split(whole.images[kept], whole.class_ids[kept])
+        test = Split(whole.images[held], whole.class_ids[held])
+    else:
+        train, test = reader.read(folders)
+    return ImageStore(
+        name or root.resolve().name or "images", train, test, names, skipped=tuple(reader.skipped)
+    )
+
+
+def _find_images(root: Path) -> tuple[list[_Folder], tuple[str, ...]]:
+    """The files of the training and the test split, or of the one folder to be split, and the class names."""
+    if not root.is_dir():
+        raise EngramError(f"there is no folder {root}; give a folder with a folder of images for each class")
+    if not _has_splits(root):
+        names = tuple(_class_folders(root))
+        return [_list_images(root, names)], names
+    train, test = root / "train", _test_folder(root)
+    names = _common_classes(train, test)
+    return [_list_images(train, names), _list_images(test, names)], names
+
+
+def _has_splits(root: Path) -> bool:
+    # "train" is also a word for a class: a folder of that name is a split only if it holds no image itself.
+    train = root / "train"
+    if not train.is_dir() or any(_is_image(entry) for entry in _entries(train)):
+        return False
+    return any(entry.is_dir() for entry in _entries(train)) or any(
+        (root / test).is_dir() for test in _TEST_FOLDERS
+    )
+
+
+def _test_folder(root: Path) -> Path:
+    for test in _TEST_FOLDERS:
+        if (root / test).is_dir():
+            return root / test
+    raise EngramError(
+        f"{root} has train/ but neither test/ nor val/; add one, "
+        f"or give {root / 'train'} to hold out a share of it"
+    )
+
+
+def _common_classes(train: Path, test: Path) -> tuple[str, ...]:
+    trained, tested = _class_folders(train), _class_folders(test)
+    only = [name for name in tested if name not in trained]
+    if only:
+        raise EngramError(
+            f"class {some(only)} is in {test} but not in {train}; add its training images or remove it"
+        )
+    only = [name for name in trained if name not in tested]
+    if only:
+        raise EngramError(
+            f"class {some(only)} is in {train} but not in {test}, so its accuracy could not be measured; "
+            "add its test images or remove it"
+        )
+    return tuple(trained)
+
+
+def _class_folders(folder: Path) -> list[str]:
+    """The names of the class folders, sorted."""
+    names: list[str] = []
+    for entry in _entries(folder):
+        if entry.is_symlink() and not entry.exists():
+            raise EngramError(f"{entry} is a link that leads nowhere; remove or mend it")
+        if entry.is_dir():
+            names.append(entry.name)
+    if not names:
+        raise EngramError(
+            f"{folder} has no class folder; put the images of each class into a folder named after it"
+        )
+    return sorted(names)
+
+
+def _list_images(folder: Path, class_names: Sequence[str]) -> _Folder:
+    files: list[Path] = []
+    class_ids: list[int] = []
+    for class_id, class_name in enumerate(class_names):
+        found = sorted(_walk(folder / class_name), key=lambda file: file.relative_to(folder).parts)
+        if not found:
+            raise EngramError(
+                f"the class folder {folder / class_name} has no image; "
+                f"add some ({', '.join(EXTENSIONS)}) or remove it"
+            )
+        files += found
+        class_ids += [class_id] * len(found)
+    return _Folder(files, class_ids)
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    """The image files in a folder and its subfolders, following links but never in a circle."""
+    pending, seen = [folder], {folder.resolve()}
+    while pending:
+        current = pending.pop()
+        for entry in _entries(current):
+            if entry.is_dir():
+                real = entry.resolve()
+                # A link to a folder that holds this one would bring in the images of other classes.
+                if real not in seen and not current.resolve().is_relative_to(real):
+                    seen.add(real)
+                    pending.append(entry)
+            elif _is_image(entry):
+                yield entry
+
+
+def _entries(folder: Path) -> list[Path]:
+    """What a folder holds, sorted, hidden entries aside."""
+    with os.scandir(folder) as entries:
+        return sorted(Path(entry) for entry in entries if not entry.name.startswith("."))
+
+
+def _is_image(path: Path) -> bool:
+    return path.suffix.lower() in EXTENSIONS and not path.is_dir()
+
+
+class _Reader:
+    """Decodes the files of all splits to one size and keeps account of those passed over."""
+
+    def __init__(self, root: Path, size: int | None, skip_bad: bool, progress: Progress | None) -> None:
+        self.root = root
+        self.size = size
+        self.skip_bad = skip_bad
+        self.progress = progress
+        self.skipped: list[str] = []
+        self._first: tuple[Path, tuple[int, int]] | None = None
+
+    def read(self, folders: Sequence[_Folder]) -> list[Split]:
+        """The images of each folder, all of one size."""
+        total = sum(len(folder.files) for folder in folders)
+        done = 0
+        splits: list[Split] = []
+        for folder in folders:
+            splits.append(self._read_split(folder, done, total))
+            done += len(folder.files)
+        return splits
+
+    def _read_split(self, folder: _Folder, done: int, total: int) -> Split:
+        images: Images | None = None
+        class_ids: list[int] = []
+        for position, (file, class_id) in enumerate(
+            zip(folder.files, folder.class_ids, strict=True), start=1
+        ):
+            image = self._decode(file)
+            if image is not None:
+                self._check_size(file, (image.shape[0], image.shape[1]))
+                if images is None:
+                    images = _allocate(len(folder.files), image.shape)
+                images[len(class_ids)] = image
+                class_ids.append(class_id)
+            if self.progress is not None:
+                self.progress(done + position, total)
+        if images is None:
+            raise EngramError(
+                f"none of the {len(folder.files)} images in {self.root} could be read; check the files"
+            )
+        return Split(images[: len(class_ids)], np.array(class_ids, dtype=np.int64))
+
+    def _decode(self, file: Path) -> Images | None:
+        try:
+            return decode_image(file, self.size)
+        except EngramError as error:
+            if not self.skip_bad:
+                raise EngramError(
+                    f"{error}; mend or remove it, or go on without such files with --skip-bad"
+                ) from None
+            self.skipped.append(str(file.relative_to(self.root)))
+            return None
+
+    def _check_size(self, file: Path, found: tuple[int, int]) -> None:
+        if self._first is None:
+            self._first = (file, found)
+        first, expected = self._first
+        if found != expected:
+            raise EngramError(
+                f"the images differ in size: {first} has {expected[1]}x{expected[0]} pixels and {file} "
+                f"{found[1]}x{found[0]}; give --image-size to bring all to one size"
+            )
+
+
+def _allocate(count: int, shape: tuple[int, ...]) -> Images:
+    try:
+        return np.empty((count, *shape), dtype=np.uint8)
+    except MemoryError:
+        _refuse_memory(count, shape)
+
+
+def _refuse_memory(count: int, shape: tuple[int, ...]) -> NoReturn:
+    gigabytes = count * shape[0] * shape[1] * 3 / 1e9
+    raise EngramError(
+        f"{count} images of {shape[1]}x{shape[0]} pixels need {gigabytes:.1f} GB of memory; "
+        "give a smaller --image-size"
+    )
+
+
+def decode_image(file: str | Path, size: int | None = None) -> Images:
+    """One image file as upright RGB (H, W, 3), transparency on white; with `size` its central square."""
+    file = Path(file)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # damaged EXIF data, say, does not make the pixels wrong
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with file.open("rb") as stream, Image.open(stream, formats=_FORMATS) as image:
+                image.load()
+                rgb = _to_rgb(ImageOps.exif_transpose(image))
+                return np.array(rgb if size is None else _central_square(rgb, size), dtype=np.uint8)
+    except Exception as error:  # each decoder has its own kinds
+        raise EngramError(f"the image {file} cannot be read ({_reason(error)})") from None
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, Image.UnidentifiedImageError):
+        return "it is no PNG, JPEG, WebP or BMP file"
+    if isinstance(error, Image.DecompressionBombWarning | Image.DecompressionBombError):
+        return f"it claims more pixels than the {Image.MAX_IMAGE_PIXELS} allowed"
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return (text.splitlines() or [""])[0].rstrip(".") or type(error).__name__
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I"):
+        # 16-bit grey: conversion by Pillow would clip at 255 instead of scaling. 65535 / 257 is 255.
+        grey = (np.asarray(image).astype(np.int64).clip(0, 65535) + 128) // 257
+        return Image.fromarray(grey.astype(np.uint8)).convert("RGB")
+    if image.has_transparency_data:
+        rgba = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", rgba.size, (255, 255, 255, 255)), rgba).convert("RGB")
+    return image.convert("RGB")
+
+
+def _central_square(image: Image.Image, size: int) -> Image.Image:
+    # The same as resizing the shorter side and cropping the centre, without ever making the long side.
+    side = min(image.size)
+    left, top = (image.width - side) / 2, (image.height - side) / 2
+    box = (left, top, left + side, top + side)
+    return image.resize((size, size), Image.Resampling.BICUBIC, box=box)

@@ -1,0 +1,73 @@
+"""From a data set's name, or a path, to an ImageStore."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from engram.data.cifar import read_cifar100
+from engram.data.fetch import data_home
+from engram.data.folder import read_folder
+from engram.data.mini import read_mini
+from engram.data.store import ImageStore
+from engram.errors import EngramError, suggest
+
+DATASETS = ("mini", "cifar100", "folder", "arrays")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where the images come from.
+
+    name: "mini" is in the package; "cifar100" is the official archive or its folder; "folder" is a folder of class folders at `path`;
+    "arrays" are given in Python. image_size, test_fraction and skip_bad are for folders. holdout: evaluate on that share of the
+    training images instead of the test split, for choosing settings without looking at it.
+    """
+
+    name: str = "mini"
+    path: str | None = None
+    image_size: int | None = None
+    test_fraction: float = 0.2
+    skip_bad: bool = False
+    holdout: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.name not in DATASETS:
+            raise EngramError(f"no data set {self.name!r}: {suggest(self.name, DATASETS)}")
+        for name in ("test_fraction", "holdout"):
+            share = getattr(self, name)
+            if share is not None and not 0 < share < 1:
+                raise EngramError(f"{name} must be between 0 and 1, got {share}")
+        if self.image_size is not None and self.image_size < 8:
+            raise EngramError(f"image_size must be at least 8 pixels, got {self.image_size}")
+
+
+def load_store(config: DataConfig, progress: Callable[[int, int], None] | None = None) -> ImageStore:
+    """The images that the configuration names."""
+    if config.name == "arrays":
+        raise EngramError("this run was given arrays in Python; give the same ImageStore again")
+    if config.name == "mini":
+        store = read_mini()
+    elif config.name == "cifar100":
+        store = read_cifar100(config.path or _default_cifar100())
+    else:
+        if config.path is None:
+            raise EngramError("a folder of images needs its path: give --data PATH")
+        store = read_folder(
+            config.path,
+            size=config.image_size,
+            test_fraction=config.test_fraction,
+            skip_bad=config.skip_bad,
+            progress=progress,
+        )
+    return store if config.holdout is None else store.holdout(config.holdout, seed=0)
+
+
+def _default_cifar100() -> Path:
+    for path in (data_home() / "cifar-100-python.tar.gz", data_home() / "cifar-100-python"):
+        if path.exists():
+            return path
+    raise EngramError(
+        f"CIFAR-100 is not in {data_home()}: run 'engram prepare cifar100', or give the archive or its folder with --data PATH"
+    )

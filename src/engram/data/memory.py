@@ -1,0 +1,126 @@
+"""The memory: a few exemplars of each class seen, within a budget."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from engram.data.samples import Samples
+from engram.data.selection import SELECTORS, Selection
+from engram.errors import EngramError, suggest
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """How many exemplars to keep, and how they are chosen.
+
+    budget: "per_class" keeps `size` of every class; "total" shares `size` among the classes seen; "all" keeps every
+    image; "none" keeps nothing.
+    """
+
+    budget: Literal["per_class", "total", "all", "none"] = "per_class"
+    size: int = 20
+    selection: Selection = "herding"
+
+    def __post_init__(self) -> None:
+        if self.budget not in ("per_class", "total", "all", "none"):
+            raise EngramError(f"no memory budget {self.budget!r}: {suggest(str(self.budget), ['per_class', 'total'])}")
+        if self.selection not in SELECTORS:
+            raise EngramError(f"no exemplar selection {self.selection!r}: {suggest(self.selection, SELECTORS)}")
+        if self.budget in ("per_class", "total") and self.size < 1:
+            raise EngramError(
+                f"the memory must hold at least one exemplar a class, got {self.budget}={self.size}; "
+                "use 'none' to keep nothing"
+            )
+
+    @classmethod
+    def parse(cls, text: str, selection: Selection = "herding") -> MemoryConfig:
+        """The configuration written as `per_class=20`, `total=2000`, `all` or `none`."""
+        if text in ("all", "none"):
+            return cls(budget=text, size=0, selection=selection)
+        match = re.fullmatch(r"(per_class|total)=(-?\d+)", text)
+        if not match:
+            raise EngramError(f"the memory {text!r} is none of: per_class=K, total=N, all, none")
+        budget: Literal["per_class", "total"] = "per_class" if match[1] == "per_class" else "total"
+        return cls(budget=budget, size=int(match[2]), selection=selection)
+
+    def __str__(self) -> str:
+        return self.budget if self.budget in ("all", "none") else f"{self.budget}={self.size}"
+
+    def per_class(self, num_classes: int) -> int | None:
+        """The exemplars each class may have when `num_classes` are seen; None is no limit."""
+        if self.budget == "all":
+            return None
+        if self.budget == "none":
+            return 0
+        return self.size if self.budget == "per_class" else self.size // num_classes
+
+    def check(self, num_classes: int) -> None:
+        """Refuses a budget that leaves some of `num_classes` classes without an exemplar."""
+        if self.budget == "total" and self.size < num_classes:
+            raise EngramError(
+                f"a memory of {self.size} exemplars in total is less than one for each of {num_classes} classes; "
+                f"give at least total={num_classes}"
+            )
+
+
+class Memory:
+    """The exemplars of each class seen, best first.
+
+    They are copies of the images, so that a model goes on learning when the data it first saw is gone.
+    """
+
+    def __init__(self, config: MemoryConfig) -> None:
+        self.config = config
+        self._by_label: dict[int, Samples] = {}
+
+    def __len__(self) -> int:
+        return sum(len(samples) for samples in self._by_label.values())
+
+    @property
+    def labels(self) -> list[int]:
+        """The labels that have exemplars, in the order they were learned."""
+        return list(self._by_label)
+
+    def of(self, label: int) -> Samples:
+        """The exemplars of one class, best first."""
+        return self._by_label[label]
+
+    def samples(self) -> Samples | None:
+        """All exemplars, class by class; None where there are none."""
+        return Samples.concatenate(list(self._by_label.values())) if self._by_label else None
+
+    def update(self, pool: Samples, chosen: dict[int, Tensor], num_classes: int) -> None:
+        """Adds the chosen rows of the pool, by label, and shrinks every class to its share."""
+        quota = self.config.per_class(num_classes)
+        if quota == 0:
+            return
+        for label, rows in chosen.items():
+            kept = pool[rows]
+            exemplar = torch.ones(len(rows), dtype=torch.bool)
+            self._by_label[label] = Samples(kept.images, kept.labels, kept.sources, exemplar)
+        if quota is not None:
+            self._by_label = {
+                label: samples[torch.arange(min(quota, len(samples)))] for label, samples in self._by_label.items()
+            }
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The exemplars as tensors, ready to be saved."""
+        samples = self.samples()
+        if samples is None:
+            return {}
+        return {"images": samples.images, "labels": samples.labels, "sources": samples.sources}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Takes over saved exemplars."""
+        self._by_label = {}
+        if not state:
+            return
+        exemplar = torch.ones(len(state["labels"]), dtype=torch.bool)
+        samples = Samples(state["images"], state["labels"], state["sources"], exemplar)
+        for label in dict.fromkeys(samples.labels.tolist()):
+            self._by_label[label] = samples[samples.rows_of(label)]

@@ -1,0 +1,51 @@
+"""Stage: what one arrival of new classes trains on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from engram.data.samples import Samples
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """One arrival of new classes.
+
+    pool: the images of the new classes, then the exemplars of the old ones. Phases name rows of it.
+    """
+
+    index: int
+    num_old: int
+    num_new: int
+    pool: Samples
+
+    @property
+    def is_base(self) -> bool:
+        return self.index == 0
+
+    @property
+    def num_seen(self) -> int:
+        """The classes seen, the new ones included."""
+        return self.num_old + self.num_new
+
+    @property
+    def new_labels(self) -> range:
+        return range(self.num_old, self.num_seen)
+
+    @cached_property
+    def all_rows(self) -> Tensor:
+        """Every row of the pool."""
+        return torch.arange(len(self.pool))
+
+    @cached_property
+    def exemplar_rows(self) -> Tensor:
+        """The rows of the pool that came from the memory."""
+        return torch.nonzero(self.pool.exemplar).squeeze(1)
+
+    def rows_of(self, label: int) -> Tensor:
+        """The rows of the pool that hold images of one class."""
+        return self.pool.rows_of(label)

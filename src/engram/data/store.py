@@ -1,0 +1,373 @@
+"""Images in memory: the one shape that every reader returns and everything above reads.
+
+Legend: N images, H height, W width.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from engram.errors import EngramError, suggest
+
+Images = npt.NDArray[np.uint8]
+ClassIds = npt.NDArray[np.int64]
+RGB = tuple[float, float, float]
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """Images (N, H, W, 3) in uint8 and the class id of each (N,) in int64."""
+
+    images: Images
+    class_ids: ClassIds
+
+    def __post_init__(self) -> None:
+        for field, value, dtype in (
+            ("images", self.images, np.uint8),
+            ("class_ids", self.class_ids, np.int64),
+        ):
+            if not isinstance(value, np.ndarray) or value.dtype != dtype:
+                kind = value.dtype if isinstance(value, np.ndarray) else type(value).__name__
+                raise EngramError(
+                    f"the {field} of a split must be a NumPy array of {np.dtype(dtype)}, not {kind}; "
+                    "ImageStore.from_arrays converts what it can"
+                )
+        if self.images.ndim != 4 or self.images.shape[3] != 3 or 0 in self.images.shape[1:]:
+            raise EngramError(
+                f"images must have the shape (N, height, width, 3), not {self.images.shape}; "
+                "ImageStore.from_arrays makes it from grey images"
+            )
+        if self.class_ids.shape != (len(self.images),):
+            raise EngramError(
+                f"{len(self.images)} images need {len(self.images)} class ids in one dimension, "
+                f"but class_ids has the shape {self.class_ids.shape}"
+            )
+
+    def __len__(self) -> int:
+        return len(self.class_ids)
+
+
+@dataclass(frozen=True, eq=False)
+class ImageStore:
+    """A data set: a training and a test split, the names of the classes, and what is known of its pixels.
+
+    `mean` and `std` are the normalisation published for the set, for pixels scaled to 0..1; None where
+    there is none. `skipped` names the unreadable files that the reader was told to pass over.
+    """
+
+    name: str
+    train: Split
+    test: Split
+    class_names: tuple[str, ...]
+    mean: RGB | None = None
+    std: RGB | None = None
+    skipped: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_names(self.name, self.class_names)
+        _check_normalisation(self.mean, self.std)
+        for what, split in (("training", self.train), ("test", self.test)):
+            if not len(split):
+                raise EngramError(f"the data set {self.name!r} has no {what} image; add some")
+            low, high = int(split.class_ids.min()), int(split.class_ids.max())
+            if low < 0 or high >= self.num_classes:
+                raise EngramError(
+                    f"class id {low if low < 0 else high} of a {what} image is out of range: "
+                    f"{self.num_classes} class names allow 0 to {self.num_classes - 1}"
+                )
+        _check_sizes(self.train.images, self.test.images)
+        _check_classes(self)
+
+    @property
+    def num_classes(self) -> int:
+        """The number of classes."""
+        return len(self.class_names)
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        """Height and width in pixels, the same for every image."""
+        return int(self.train.images.shape[1]), int(self.train.images.shape[2])
+
+    def fingerprint(self) -> str:
+        """32 hex digits that change when a class name, a class id or a pixel of either split does."""
+        digest = hashlib.blake2b(digest_size=16)
+        digest.update(repr(self.class_names).encode())
+        for split in (self.train, self.test):
+            digest.update(repr(split.images.shape).encode())
+            digest.update(np.ascontiguousarray(split.class_ids, dtype="<i8").data)
+            digest.update(np.ascontiguousarray(split.images).data)
+        return digest.hexdigest()
+
+    def holdout(self, fraction: float, seed: int) -> ImageStore:
+        """The training split alone, a share of each class as its test split; the real test split is dropped.
+
+        For choosing settings: what is measured on the result has not looked at the test images.
+        """
+        kept, held = stratified_split(self.train.class_ids, self.class_names, fraction, seed)
+        return replace(
+            self,
+            name=f"{self.name}:holdout{fraction:g}",
+            train=_take(self.train, kept),
+            test=_take(self.train, held),
+        )
+
+    @classmethod
+    def from_arrays(
+        cls,
+        x_train: Any,
+        y_train: Any,
+        x_test: Any = None,
+        y_test: Any = None,
+        *,
+        class_names: Sequence[str] | None = None,
+        name: str = "arrays",
+        test_fraction: float = 0.2,
+        seed: int = 0,
+    ) -> ImageStore:
+        """A store that owns a copy of the given images (uint8) and labels (whole numbers or strings).
+
+        Images are (N, H, W), (N, H, W, 1) or (N, H, W, 3). With `class_names`, a whole number is a
+        position in them and a string is one of them; without, the classes are the labels of `y_train`
+        in sorted order. Without a test set, `test_fraction` of each class is held out as one.
+        """
+        if (x_test is None) != (y_test is None):
+            given, missing = ("x_test", "y_test") if y_test is None else ("y_test", "x_test")
+            raise EngramError(
+                f"{given} was given without {missing}; give both, or neither to hold out a share"
+            )
+        images, labels = _as_images(x_train, "x_train"), _as_labels(y_train, "y_train")
+        _check_lengths(images, labels, "train")
+        names = _class_names(labels, class_names)
+        train = Split(images, _class_ids(labels, "y_train", names, named=class_names is not None))
+        if x_test is None:
+            kept, held = stratified_split(train.class_ids, names, test_fraction, seed)
+            return cls(name, _take(train, kept), _take(train, held), names)
+        images, labels = _as_images(x_test, "x_test"), _as_labels(y_test, "y_test")
+        _check_lengths(images, labels, "test")
+        test = Split(images, _class_ids(labels, "y_test", names, named=class_names is not None))
+        return cls(name, train, test, names)
+
+
+def stratified_split(
+    class_ids: ClassIds, class_names: Sequence[str], fraction: float, seed: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Two sorted arrays of positions, kept and held out: of each class `fraction` is held out, at least
+    one image and never all of them.
+
+    What is drawn of a class depends on the seed, its name and its number of images, and on nothing else:
+    neither on the other classes nor on the version of a random number library.
+    """
+    if not 0 < fraction < 1:
+        raise EngramError(
+            f"the share of images to hold out must lie between 0 and 1, not {fraction:g}; try 0.2"
+        )
+    by_class = np.argsort(class_ids, kind="stable")
+    groups = np.split(by_class, np.cumsum(np.bincount(class_ids, minlength=len(class_names)))[:-1])
+    kept: list[npt.NDArray[np.int64]] = []
+    held: list[npt.NDArray[np.int64]] = []
+    for name, group in zip(class_names, groups, strict=True):
+        if len(group) == 1:
+            raise EngramError(
+                f"class {name!r} has one image only, so none can be held out as a test image; "
+                "add images of it or give a test split"
+            )
+        if not len(group):
+            continue  # the store that is made of the halves names a class without images
+        count = min(max(math.floor(len(group) * fraction + 0.5), 1), len(group) - 1)
+        shuffled = group[_permutation(len(group), f"{seed}/{name}")]
+        held.append(shuffled[:count])
+        kept.append(shuffled[count:])
+    if not held:
+        raise EngramError(
+            "there is no image to hold out as a test image; give at least two images of each class"
+        )
+    return np.sort(np.concatenate(kept)), np.sort(np.concatenate(held))
+
+
+def _permutation(n: int, key: str) -> npt.NDArray[np.int64]:
+    # An extendable hash rather than NumPy's generators, whose streams may change between releases:
+    # the test images of a folder must still be its test images after an upgrade.
+    ranks = np.frombuffer(hashlib.shake_128(key.encode("utf-8", "surrogatepass")).digest(8 * n), dtype="<u8")
+    return np.argsort(ranks, kind="stable").astype(np.int64, copy=False)
+
+
+def _take(split: Split, positions: npt.NDArray[np.int64]) -> Split:
+    return Split(split.images[positions], split.class_ids[positions])
+
+
+def some(names: Iterable[str], limit: int = 5) -> str:
+    """The first few names, quoted, and how many more there are."""
+    quoted = [repr(name) for name in names]
+    more = f" and {len(quoted) - limit} more" if len(quoted) > limit else ""
+    return ", ".join(quoted[:limit]) + more
+
+
+def _check_names(name: str, class_names: tuple[str, ...]) -> None:
+    if not isinstance(class_names, tuple) or not all(isinstance(item, str) for item in class_names):
+        raise EngramError(f"the class names must be a tuple of strings, not {class_names!r:.80}")
+    if len(class_names) < 2:
+        raise EngramError(
+            f"the data set {name!r} has {len(class_names)} class{'' if class_names else 'es'}; "
+            "learning classes one after another needs at least 2"
+        )
+    repeated = [item for item, count in Counter(class_names).items() if count > 1]
+    if repeated:
+        raise EngramError(f"class names must differ, but {some(repeated)} occurs more than once")
+    for item in class_names:
+        if not item.strip():
+            raise EngramError(f"class {class_names.index(item)} has the empty name {item!r}; give it a name")
+        try:
+            item.encode()
+        except UnicodeEncodeError:
+            raise EngramError(f"the class name {item!r} is not valid Unicode; rename the class") from None
+
+
+def _check_normalisation(mean: RGB | None, std: RGB | None) -> None:
+    if mean is None and std is None:
+        return
+    if mean is None or std is None:
+        raise EngramError(
+            "the mean and the standard deviation of the pixels go together; give both or neither"
+        )
+    if len(mean) != 3 or len(std) != 3 or not np.isfinite([*mean, *std]).all() or min(std) <= 0:
+        raise EngramError(
+            f"mean {mean} and std {std} must each be three finite numbers, for red, green and blue, "
+            "and std positive"
+        )
+
+
+def _check_sizes(train: Images, test: Images) -> None:
+    if train.shape[1:] != test.shape[1:]:
+        (height, width), (other_height, other_width) = train.shape[1:3], test.shape[1:3]
+        raise EngramError(
+            f"training images are {height}x{width} pixels and test images {other_height}x{other_width}; "
+            "resize one of them"
+        )
+
+
+def _check_classes(store: ImageStore) -> None:
+    trained = np.bincount(store.train.class_ids, minlength=store.num_classes) > 0
+    tested = np.bincount(store.test.class_ids, minlength=store.num_classes) > 0
+    for wrong, sentence in (
+        (tested & ~trained, "test images but no training image; add some or remove it from the test split"),
+        (~trained, "no training image; add some or remove the class"),
+        # A stage may hold a single class, and its accuracy would be a share of nothing.
+        (~tested, "no test image, so its accuracy could not be measured; add some or remove the class"),
+    ):
+        if wrong.any():
+            names = [store.class_names[i] for i in np.flatnonzero(wrong)]
+            others = f" (like {len(names) - 1} more)" if len(names) > 1 else ""
+            raise EngramError(f"class {names[0]!r}{others} has {sentence}")
+
+
+def _asarray(value: Any, what: str) -> npt.NDArray[Any]:
+    try:
+        return np.asarray(value)
+    except (TypeError, ValueError, RuntimeError) as error:  # ragged lists, tensors on a GPU or in a graph
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise EngramError(
+            f"{what} could not be read as one array ({reason}); "
+            "give a NumPy array or a detached tensor on the CPU"
+        ) from None
+
+
+def _as_images(value: Any, what: str) -> Images:
+    images = _asarray(value, what)
+    if images.dtype != np.uint8:
+        how = (
+            "if the values lie between 0 and 1, (x * 255).round().astype('uint8') converts them"
+            if images.dtype.kind == "f"
+            else "if the values lie between 0 and 255, x.astype('uint8') converts them"
+        )
+        raise EngramError(f"{what} holds {images.dtype} values, but images are uint8 from 0 to 255; {how}")
+    shape = images.shape
+    if 0 in shape:
+        raise EngramError(
+            f"{what} has the shape {shape} and holds no image; give at least two images a class"
+        )
+    if images.ndim == 3:
+        images = images[..., None]
+    if images.ndim != 4:
+        raise EngramError(
+            f"{what} has the shape {shape}, but images are (N, height, width) or (N, height, width, 3)"
+        )
+    if images.shape[3] not in (1, 3):
+        _refuse_channels(what, shape)
+    # A copy in memory order, so that the caller's later changes do not reach the store.
+    return np.array(np.broadcast_to(images, (*images.shape[:3], 3)), order="C")
+
+
+def _refuse_channels(what: str, shape: tuple[int, ...]) -> NoReturn:
+    if shape[1] in (1, 3):
+        raise EngramError(
+            f"{what} has its channels first {shape}; move them last with x.transpose(0, 2, 3, 1) "
+            "(permute for a tensor)"
+        )
+    if shape[3] == 4:
+        raise EngramError(f"{what} has four channels {shape}; drop the alpha channel with x[..., :3]")
+    raise EngramError(
+        f"{what} has {shape[3]} channels {shape}; images have 3 (colour) or 1 (grey) as last axis"
+    )
+
+
+def _as_labels(value: Any, what: str) -> npt.NDArray[Any]:
+    """Labels (N,) as strings, int64 or booleans."""
+    labels = _asarray(value, what)
+    if labels.ndim != 1:
+        raise EngramError(f"{what} has the shape {labels.shape}, but labels are one for each image: (N,)")
+    if labels.dtype.kind == "O" and all(isinstance(label, str) for label in labels):
+        labels = labels.astype(str)
+    if labels.dtype.kind == "f":
+        with np.errstate(invalid="ignore"):
+            fractional = ~(np.isfinite(labels) & (labels == np.round(labels)) & (np.abs(labels) < 2**53))
+        if fractional.any():
+            raise EngramError(f"{what} holds {labels[fractional][0]:g}; labels are whole numbers or strings")
+        labels = labels.astype(np.int64)
+    if labels.dtype.kind not in "iubU":
+        raise EngramError(f"{what} holds {labels.dtype} values; labels are whole numbers or strings")
+    return labels
+
+
+def _check_lengths(images: Images, labels: npt.NDArray[Any], which: str) -> None:
+    if len(images) != len(labels):
+        raise EngramError(
+            f"x_{which} has {len(images)} images and y_{which} has {len(labels)} labels; give one each"
+        )
+
+
+def _class_names(labels: npt.NDArray[Any], given: Sequence[str] | None) -> tuple[str, ...]:
+    if given is None:
+        return tuple(str(label) for label in np.unique(labels))
+    if isinstance(given, str):
+        raise EngramError(f"class_names must be a list of names, not the string {given!r}")
+    names = tuple(given)
+    _check_names("arrays", names)
+    return names
+
+
+def _class_ids(labels: npt.NDArray[Any], what: str, names: tuple[str, ...], *, named: bool) -> ClassIds:
+    """The class id (N,) of each label: its position among the names."""
+    if named and labels.dtype.kind != "U":
+        outside = (labels < 0) | (labels >= len(names))
+        if outside.any():
+            raise EngramError(
+                f"label {labels[outside][0]} of {what} is out of range: {len(names)} class names "
+                f"allow 0 to {len(names) - 1}"
+            )
+        return labels.astype(np.int64)
+    unique, inverse = np.unique(labels, return_inverse=True)
+    ids = {name: class_id for class_id, name in enumerate(names)}
+    for label in map(str, unique):
+        if label not in ids:
+            where = "among the class names" if named else "in y_train"
+            hint = suggest(label, names) if len(names) <= 20 else "check its spelling"
+            raise EngramError(f"class {label!r} of {what} is not {where}; {hint}")
+    return np.array([ids[label] for label in map(str, unique)], dtype=np.int64)[inverse]

@@ -1,0 +1,118 @@
+"""The stream: which classes arrive at which stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from engram.data.cifar import published_orders
+from engram.errors import EngramError, suggest
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The classes of a data set in order of arrival, cut into stages; stage 0 is the base.
+
+    order: class ids by label, so that label i is class order[i]. sizes: new classes per stage.
+    """
+
+    order: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def build(cls, order: Sequence[int], base: int, increment: int) -> Stream:
+        """Stages of `increment` classes after a base of `base`; the last one takes what is left."""
+        count = len(order)
+        if sorted(order) != list(range(count)):
+            raise EngramError(f"a class order must name each of the {count} classes once")
+        if not 1 <= base <= count:
+            raise EngramError(f"the base must have 1 to {count} classes (the data set's number), got {base}")
+        if increment < 1:
+            raise EngramError(f"the increment must be at least 1 class a stage, got {increment}")
+        full, rest = divmod(count - base, increment)
+        return cls(tuple(order), (base, *[increment] * full, *([rest] if rest else [])))
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def num_seen(self, stage: int) -> int:
+        """The classes seen once this stage is learned."""
+        return sum(self.sizes[: stage + 1])
+
+    def new_labels(self, stage: int) -> range:
+        """The labels that arrive at this stage."""
+        return range(self.num_seen(stage) - self.sizes[stage], self.num_seen(stage))
+
+    def labels_of(self, class_ids: np.ndarray) -> np.ndarray:
+        """The label (position in the order) of each class id."""
+        label_of = np.empty(len(self.order), dtype=np.int64)
+        label_of[list(self.order)] = np.arange(len(self.order))
+        return label_of[class_ids]
+
+
+def class_order(spec: str, dataset: str, class_names: Sequence[str]) -> tuple[int, ...]:
+    """The class ids in the order that `spec` asks for.
+
+    `"1"`, `"2"`, ...: the data set's published order of that number, or, where none is published, a shuffle with
+    that number as its seed. `"natural"`: by class id. `"seed:N"`: a shuffle with seed N. Else the classes
+    themselves, by id or name, separated by commas.
+    """
+    count = len(class_names)
+    spec = spec.strip()
+    if spec == "natural":
+        return tuple(range(count))
+    if spec.startswith("seed:") and spec[5:].isdigit():
+        return _shuffled(int(spec[5:]), count)
+    if spec.isdigit():
+        number, published = int(spec), published_orders(dataset)
+        if not published:
+            return _shuffled(number, count)
+        if not 1 <= number <= len(published):
+            raise EngramError(
+                f"{dataset} has published class orders 1 to {len(published)}, got {number}; "
+                f"'seed:{number}' gives a shuffle with that seed"
+            )
+        return published[number - 1]
+    if "," in spec:
+        return _listed([item.strip() for item in spec.split(",")], class_names)
+    raise EngramError(
+        f"the class order {spec!r} is none of: a number, 'natural', 'seed:N', or all classes separated by commas"
+    )
+
+
+def describe_order(spec: str, dataset: str) -> str:
+    """What a class order is, for people."""
+    if spec == "natural":
+        return "by class id"
+    if spec.startswith("seed:"):
+        return f"shuffled with seed {spec[5:]}"
+    if spec.isdigit():
+        return f"{spec} (published)" if published_orders(dataset) else f"{spec} (shuffled with seed {spec})"
+    return "given class by class"
+
+
+def _shuffled(seed: int, count: int) -> tuple[int, ...]:
+    return tuple(int(i) for i in np.random.default_rng(seed).permutation(count))
+
+
+def _listed(items: list[str], class_names: Sequence[str]) -> tuple[int, ...]:
+    count = len(class_names)
+    ids_by_name = {name: i for i, name in enumerate(class_names)}
+    order: list[int] = []
+    for item in items:
+        if item in ids_by_name:
+            order.append(ids_by_name[item])
+        elif item.isdigit() and int(item) < count:
+            order.append(int(item))
+        else:
+            raise EngramError(f"the class order names {item!r}, which is no class here: {suggest(item, class_names)}")
+    repeated = sorted({class_names[i] for i in order if order.count(i) > 1})
+    if repeated:
+        raise EngramError(f"the class order names {', '.join(repeated)} more than once; each class comes once")
+    if len(order) < count:
+        absent = [name for i, name in enumerate(class_names) if i not in set(order)]
+        shown = ", ".join(absent[:5]) + (", ..." if len(absent) > 5 else "")
+        raise EngramError(f"the class order lacks {len(absent)} of the {count} classes: {shown}")
+    return tuple(order)

@@ -1,0 +1,112 @@
+"""Engine: runs phases, sweeps and inference on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from engram.data.augment import Augmentation, augment, draw, pad_images, to_unit
+from engram.data.stage import Stage
+from engram.engine.loop import PhaseLoop, PhaseState
+from engram.engine.sgd import FlatSGD
+from engram.learner import Learner
+from engram.methods import Phase, Step
+from engram.models.network import Network
+from engram.random import generator
+
+Precision = Literal["float32", "bf16"]
+
+INFERENCE_BATCH = 512
+
+
+@dataclass(frozen=True, eq=False)
+class Pool:
+    """A stage's pool on the device: images with their border, labels, and which are exemplars."""
+
+    padded: Tensor
+    labels: Tensor
+    exemplar: Tensor
+
+
+class Engine:
+    """Executes phases and passes on one device at one precision."""
+
+    def __init__(
+        self, device: torch.device, precision: Precision, augmentation: Augmentation, image_size: tuple[int, int]
+    ) -> None:
+        self.device = device
+        self.precision: Precision = precision
+        self.augmentation = augmentation
+        self.image_size = image_size
+        self._optimiser: tuple[Network, FlatSGD] | None = None
+        self._pool: tuple[Stage, Pool] | None = None
+
+    def autocast(self) -> torch.autocast:
+        """The context that forward passes run in."""
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.precision == "bf16")
+
+    def optimiser(self, network: Network) -> FlatSGD:
+        """The optimiser bound to a network; made once, since its tensors must keep their place."""
+        if self._optimiser is None or self._optimiser[0] is not network:
+            self._optimiser = (network, FlatSGD(network))
+        return self._optimiser[1]
+
+    def pool(self, stage: Stage) -> Pool:
+        """The stage's pool on the device; made once a stage."""
+        if self._pool is None or self._pool[0] is not stage:
+            samples = stage.pool
+            padded = pad_images(samples.images.to(self.device), self.augmentation.pad)
+            self._pool = (stage, Pool(padded, samples.labels.to(self.device), samples.exemplar.to(self.device)))
+        return self._pool[1]
+
+    def start(
+        self, learner: Learner, stage: Stage, phase: Phase, index: int, resume: PhaseState | None = None
+    ) -> PhaseLoop:
+        """A loop over the steps of a phase, from its beginning or from where it stood. index: the phase's number in the stage."""
+        return PhaseLoop(self, learner, stage, phase, index, resume)
+
+    @torch.no_grad()
+    def infer(self, network: Network, images: Tensor, mirror: bool = False) -> tuple[Tensor, Tensor]:
+        """Embeddings (N, D) and scores (N, K) of uint8 images (N, H, W, 3) in eval mode."""
+        was_training = network.training
+        network.eval()
+        embeddings: list[Tensor] = []
+        scores: list[Tensor] = []
+        for part in images.split(INFERENCE_BATCH):
+            with self.autocast():
+                output = network(to_unit(part.to(self.device), mirror))
+            embeddings.append(output.embedding)
+            scores.append(output.scores)
+        network.train(was_training)
+        return torch.cat(embeddings), torch.cat(scores)
+
+    def embed(self, network: Network, images: Tensor, mirror: bool = False) -> Tensor:
+        """Embeddings (N, D) of uint8 images (N, H, W, 3) in eval mode, not normalised."""
+        return self.infer(network, images, mirror)[0]
+
+    def sweep(
+        self, learner: Learner, stage: Stage, rows: Tensor, visit: Callable[[Step], Sequence[Tensor]], batch_size: int
+    ) -> list[Tensor]:
+        """The sums of what `visit` returns over one augmented pass in train mode; no parameter moves.
+
+        Every image counts once, the last batch being as small as it must. Batch statistics do move, as in the released code.
+        """
+        pool = self.pool(stage)
+        learner.network.train()
+        draws = draw(self.augmentation, (len(rows),), generator(learner.seed, "augment", "sweep", stage.index))
+        order = torch.randperm(len(rows), generator=generator(learner.seed, "shuffle", "sweep", stage.index))
+        rows, draws = rows.to(self.device), draws.to(self.device)
+        totals: list[Tensor] | None = None
+        for part in order.to(self.device).split(batch_size):
+            images = augment(pool.padded, rows[part], draws[part], self.image_size)
+            with self.autocast():
+                output = learner.network(images)
+            labels, exemplar = pool.labels[rows[part]], pool.exemplar[rows[part]]
+            sums = visit(Step(labels, exemplar, output, None, {}, learner.buffers))
+            totals = list(sums) if totals is None else [a + b for a, b in zip(totals, sums, strict=True)]
+        assert totals is not None, "a sweep over no rows"
+        return totals

@@ -1,0 +1,60 @@
+"""SGD over one flat buffer: a handful of operations for the whole network, and a mask for what may move."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engram.models.network import Network
+
+
+class FlatSGD:
+    """Momentum SGD on all of a network's parameters at once.
+
+    The parameters become views of one buffer and so do their gradients; the mask says, element by element, what a phase trains.
+    The arithmetic is that of torch.optim.SGD after clamping each gradient.
+    """
+
+    def __init__(self, network: Network) -> None:
+        named = list(network.named_parameters())
+        sizes = [parameter.numel() for _, parameter in named]
+        device = named[0][1].device
+        self.values = torch.empty(sum(sizes), device=device)
+        self.gradients = torch.zeros_like(self.values)
+        self.momentum = torch.zeros_like(self.values)
+        self.mask = torch.ones_like(self.values)
+        self._places: dict[str, tuple[int, torch.Size]] = {}
+        offset = 0
+        for (name, parameter), size in zip(named, sizes, strict=True):
+            self._places[name] = (offset, parameter.shape)
+            view = self._view(self.values, name)
+            view.copy_(parameter.data)
+            parameter.data = view
+            parameter.grad = self._view(self.gradients, name)
+            offset += size
+
+    def _view(self, flat: Tensor, name: str) -> Tensor:
+        offset, shape = self._places[name]
+        return flat[offset : offset + shape.numel()].view(shape)
+
+    def begin(self, trainable: dict[str, Tensor], momentum: Tensor | None = None) -> None:
+        """Starts a phase: which elements may move, and the momentum to go on with (none: from rest)."""
+        for name, mask in trainable.items():
+            self._view(self.mask, name).copy_(mask)
+        if momentum is None:
+            self.momentum.zero_()
+        else:
+            self.momentum.copy_(momentum)
+
+    def zero_grad(self) -> None:
+        """Forgets the gradients; backward adds to them in place."""
+        self.gradients.zero_()
+
+    @torch.no_grad()
+    def step(self, lr: Tensor, momentum: float, weight_decay: float, clip: float | None) -> None:
+        """One update from the gradients as they are. lr: (1,), on the device."""
+        if clip is not None:
+            self.gradients.clamp_(-clip, clip)
+        self.gradients.add_(self.values, alpha=weight_decay)
+        self.momentum.mul_(momentum).add_(self.gradients)
+        self.values.addcmul_(self.momentum * self.mask, lr, value=-1)

@@ -1,0 +1,141 @@
+"""Events: what a run says as it goes. They are plain data; whoever consumes them cannot change training."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened in a run."""
+
+    @property
+    def name(self) -> str:
+        """The event's name in files: `StageFinished` is `stage_finished`."""
+        return re.sub(r"(?<!^)(?=[A-Z])", "_", type(self).__name__).lower()
+
+    def to_json(self) -> dict[str, Any]:
+        """The event as plain data."""
+        return {"event": self.name, **asdict(self)}
+
+
+@dataclass(frozen=True)
+class RunStarted(Event):
+    """directory is None for a run that writes nothing. stages counts evaluations, the base included."""
+
+    recipe: str
+    method: str
+    directory: str | None
+    stages: int
+    card: dict[str, str]
+    resumed: bool
+
+
+@dataclass(frozen=True)
+class StageStarted(Event):
+    """images: what the stage trains on, of which so many are exemplars."""
+
+    stage: int
+    stages: int
+    new_classes: list[str]
+    num_seen: int
+    images: int
+    exemplars: int
+
+
+@dataclass(frozen=True)
+class PhaseStarted(Event):
+    """images and steps are those of one epoch."""
+
+    stage: int
+    phase: str
+    epochs: int
+    images: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class Progress(Event):
+    """Where training stands, a few times a second. done is the share of the whole run's training work, 0 to 1."""
+
+    stage: int
+    stages: int
+    phase: str
+    epoch: int
+    epochs: int
+    step: int
+    steps: int
+    terms: dict[str, float]
+    images_per_second: float
+    done: float
+    seconds_left: float | None
+
+
+@dataclass(frozen=True)
+class EpochFinished(Event):
+    """terms: the mean of each loss term over the epoch's steps."""
+
+    stage: int
+    phase: str
+    epoch: int
+    terms: dict[str, float]
+    lr: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Working(Event):
+    """A piece of work between training and evaluation has begun: importance, exemplars, evaluate."""
+
+    stage: int
+    stages: int
+    what: str
+
+
+@dataclass(frozen=True)
+class StageFinished(Event):
+    """accuracy: percent over the classes seen, by predictor. average: the mean of it over the stages so far."""
+
+    stage: int
+    stages: int
+    classes: int
+    accuracy: dict[str, float]
+    accuracy_by_stage: dict[str, list[float]]
+    average: dict[str, float]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Checkpointed(Event):
+    """The run can be resumed from here; phase is None between stages."""
+
+    stage: int
+    phase: str | None
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Warned(Event):
+    """Something the user should know that did not stop the run."""
+
+    message: str
+
+
+@dataclass(frozen=True)
+class Stopped(Event):
+    """The run was asked to stop and can be resumed."""
+
+    stage: int
+    stages: int
+    reason: str
+    directory: str | None
+
+
+@dataclass(frozen=True)
+class RunFinished(Event):
+    """result is the content of result.json."""
+
+    result: dict[str, Any]
+    directory: str | None

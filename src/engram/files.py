@@ -1,0 +1,65 @@
+"""Writing files so that a reader never sees half of one, and reading JSON with errors for people."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from engram.errors import EngramError
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """A context that turns the system's refusals to write into one sentence."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            what = "the disk is full"
+        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            what = "there is no permission to write there"
+        else:
+            what = error.strerror or str(error)
+        raise EngramError(f"cannot write {path}: {what}; what was written before is intact") from error
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Puts the content at the path, whole and on disk, or leaves what was there."""
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, path)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(temporary)
+            raise
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Puts the data at the path as JSON, whole or not at all."""
+    write_bytes(path, (json.dumps(data, indent=1, allow_nan=False) + "\n").encode())
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise EngramError(f"there is no {path}") from error
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise EngramError(f"{path} cannot be read as JSON: it is half-written or damaged ({error})") from error
+    if not isinstance(data, dict):
+        raise EngramError(f"{path} should hold a JSON object and holds a {type(data).__name__}")
+    return data

@@ -1,0 +1,69 @@
+"""Learner: everything that crosses from one stage to the next."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from engram.data.memory import Memory
+from engram.models.network import Network
+
+
+class Learner:
+    """A network, its teacher, the memory of exemplars, the class means and the method's own tensors.
+
+    stages_done counts the stages learned. teacher is a second network that holds the weights of the stage before once
+    there is one; it exists from the start so that its tensors keep their place in memory. notes: what a method wants the user
+    told; the run passes them on.
+    """
+
+    def __init__(self, network: Network, teacher: Network, memory: Memory, seed: int) -> None:
+        self.network = network
+        self.teacher = teacher.eval().requires_grad_(False)
+        self.memory = memory
+        self.seed = seed
+        self.stages_done = 0
+        self.class_means: Tensor | None = None
+        self.buffers: dict[str, Tensor] = {}
+        self.notes: list[str] = []
+
+    @property
+    def num_classes(self) -> int:
+        """The classes seen so far."""
+        return self.network.head.num_classes
+
+    def store(self, name: str, value: Tensor) -> None:
+        """Keeps a tensor of the method's under a name, in place where one of that shape is there already."""
+        held = self.buffers.get(name)
+        if held is not None and held.shape == value.shape:
+            held.copy_(value)
+        else:
+            self.buffers[name] = value.detach().clone()
+
+    def snapshot_teacher(self) -> None:
+        """Makes the network as it is now the teacher of the next stage."""
+        self.teacher.load_state_dict(self.network.state_dict())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All of it as named tensors (the stage count and the seed are the checkpoint's)."""
+        state = {f"network.{name}": value for name, value in self.network.state_dict().items()}
+        state |= {f"teacher.{name}": value for name, value in self.teacher.state_dict().items()}
+        state |= {f"memory.{name}": value for name, value in self.memory.state_dict().items()}
+        state |= {f"buffers.{name}": value for name, value in self.buffers.items()}
+        if self.class_means is not None:
+            state["class_means"] = self.class_means
+        return state
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Takes over a saved state, tensors in place where they exist."""
+
+        def part(prefix: str) -> dict[str, Tensor]:
+            return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+
+        device = self.network.mean.device
+        self.network.load_state_dict(part("network."))
+        self.teacher.load_state_dict(part("teacher."))
+        self.memory.load_state_dict(part("memory."))
+        for name, value in part("buffers.").items():
+            self.store(name, value.to(device))
+        means = state.get("class_means")
+        self.class_means = None if means is None else means.to(device)

@@ -1,0 +1,179 @@
+"""The contract between a method and the engine, and the registry of methods.
+
+A method describes; the engine executes. A method never owns an optimiser, a loader, a device, a file or a progress bar.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, Literal, Protocol, TypeVar
+
+from torch import Tensor
+
+from engram.data.stage import Stage
+from engram.errors import EngramError, suggest
+from engram.learner import Learner
+from engram.models.heads import Head
+from engram.models.network import Network, Output, Part
+
+Terms = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Training:
+    """How one phase trains: SGD with momentum over so many epochs.
+
+    clip: each gradient is clamped element-wise to [-clip, clip]. schedule "cosine" falls to 0 over the phase.
+    remainder: what is left of an epoch after the full batches is dropped (a fresh permutation each epoch) or kept as a
+    smaller batch. A phase with fewer images than batch_size trains on batches of what there is.
+    """
+
+    epochs: int = 160
+    batch_size: int = 128
+    lr: float = 0.1
+    schedule: Literal["cosine", "constant"] = "cosine"
+    momentum: float = 0.9
+    weight_decay: float = 5e-4
+    clip: float | None = 5.0
+    remainder: Literal["drop", "keep"] = "drop"
+
+    def __post_init__(self) -> None:
+        for name, least in (("epochs", 0), ("batch_size", 1), ("lr", 0), ("momentum", 0), ("weight_decay", 0)):
+            if getattr(self, name) < least:
+                raise EngramError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if self.clip is not None and self.clip <= 0:
+            raise EngramError(f"clip must be above 0, or none, got {self.clip}")
+
+    def batches(self, images: int) -> tuple[int, int]:
+        """The steps of an epoch over so many images, and the size of its batches (the last may be smaller)."""
+        size = min(self.batch_size, images)
+        steps = images // size if self.remainder == "drop" else -(-images // size)
+        return steps, size
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a loss sees of one training step: tensors only, at fixed shapes.
+
+    labels: (B,). exemplar: (B,) bool, true for images out of the memory. teacher: None in phases without one. weights: the
+    phase's loss weights by name, (). buffers: the method's tensors by name, as kept in the learner.
+    """
+
+    labels: Tensor
+    exemplar: Tensor
+    student: Output
+    teacher: Output | None
+    weights: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One training loop inside a stage.
+
+    rows gives the rows of the stage's pool to train on; it is asked when the phase starts, after the phases before. images is how many
+    they will be, for plans made beforehand. loss returns named terms, whose sum is minimised. train says which parts of the network move.
+    """
+
+    name: str
+    images: int
+    rows: Callable[[], Tensor]
+    loss: Callable[[Step], Terms]
+    train: Part
+    training: Training
+    teacher: bool = False
+    weights: Mapping[str, float] = field(default_factory=dict)
+
+
+class Passes(Protocol):
+    """What a method may ask of the engine outside a training loop."""
+
+    def embed(self, network: Network, images: Tensor, mirror: bool = False) -> Tensor:
+        """Embeddings (N, D) of uint8 images (N, H, W, 3), in eval mode, not normalised."""
+        ...
+
+    def sweep(
+        self, learner: Learner, stage: Stage, rows: Tensor, visit: Callable[[Step], Sequence[Tensor]], batch_size: int
+    ) -> list[Tensor]:
+        """The sums of what `visit` returns over one augmented pass in train mode; no parameter moves."""
+        ...
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A method's settings: a frozen dataclass with a default for everything, checked where it is made."""
+
+
+SettingsT = TypeVar("SettingsT", bound=Settings)
+
+
+class Method(ABC, Generic[SettingsT]):
+    """What a method says of itself. Subclasses are final."""
+
+    predictors: tuple[str, ...] = ("cnn", "nme")
+
+    def __init__(self, settings: SettingsT) -> None:
+        self.settings = settings
+
+    @abstractmethod
+    def head(self, dim: int, capacity: int) -> Head:
+        """A new head over embeddings of that size with room for so many classes."""
+
+    @abstractmethod
+    def grow(self, learner: Learner, stage: Stage, passes: Passes) -> None:
+        """Opens the head's rows for the stage's new classes."""
+
+    @abstractmethod
+    def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
+        """The training loops of the stage, in order."""
+
+    def finish(self, learner: Learner, stage: Stage, passes: Passes) -> None:  # noqa: B027
+        """What the method computes for the next stage once this one is trained; nothing by default."""
+
+
+@dataclass(frozen=True)
+class MethodInfo:
+    """A registered method: how to make it and what to tell of it."""
+
+    name: str
+    title: str
+    paper: str
+    memory: Literal["needed", "none", "all"]
+    settings: type[Settings]
+    make: Callable[..., Method]
+
+
+METHODS: dict[str, MethodInfo] = {}
+
+MethodT = TypeVar("MethodT", bound=type[Method])
+
+
+def register(
+    name: str,
+    *,
+    settings: type[Settings],
+    title: str,
+    paper: str = "",
+    memory: Literal["needed", "none", "all"] = "needed",
+) -> Callable[[MethodT], MethodT]:
+    """A class decorator that makes a method known by name.
+
+    memory says what the method is defined with: a budget of exemplars, none, or every image.
+    """
+
+    def decorate(cls: MethodT) -> MethodT:
+        if name in METHODS:
+            raise EngramError(f"a method named {name!r} is registered already ({METHODS[name].make.__qualname__})")
+        METHODS[name] = MethodInfo(name, title, paper, memory, settings, cls)
+        return cls
+
+    return decorate
+
+
+def find_method(name: str) -> MethodInfo:
+    """The registered method of that name."""
+    if name not in METHODS:
+        raise EngramError(f"no method {name!r}: {suggest(name, METHODS)}")
+    return METHODS[name]

@@ -1,0 +1,118 @@
+"""AFC: Class-Incremental Learning by Knowledge Distillation with Adaptive Feature Consolidation (Kang, Park, Han, CVPR 2022).
+
+The student may change a feature channel of the previous model the less, the more a change in it would raise the loss. After
+each stage one pass estimates that importance for every channel of every distillation map; in the next stage the distance of
+student and teacher is weighted by it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from engram.data.stage import Stage
+from engram.errors import EngramError
+from engram.learner import Learner
+from engram.methods import losses
+from engram.methods._base import Method, Passes, Phase, Step, Terms, register
+from engram.methods.host import (
+    HostSettings,
+    Variant,
+    classification_loss,
+    host_phases,
+    imprint_proxies,
+    lsc_head,
+)
+from engram.models.heads import Head
+from engram.random import generator
+
+
+@dataclass(frozen=True)
+class AFCSettings(HostSettings):
+    """AFC's settings beside the host's; the defaults are those of CIFAR-100.
+
+    discrepancy: which reading of the distillation loss, None for "as the variant says". exemplars_only: distil on the
+    exemplars alone (eq. upper_bound_3, Table 3). importance_samples: the images the estimate sees, None for all (Figure 2).
+    """
+
+    discrepancy: Variant | None = None
+    lambda_disc: float = 4.0
+    exemplars_only: bool = False
+    importance_samples: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.lambda_disc < 0:
+            raise EngramError(f"lambda_disc must be 0 or more, got {self.lambda_disc}")
+        if self.importance_samples is not None and self.importance_samples < 1:
+            raise EngramError(f"importance_samples must be at least 1, got {self.importance_samples}")
+
+
+def discrepancy_weight(lambda_disc: float, stage: Stage) -> float:
+    """lambda_disc * sqrt(n / m): n classes seen, the m new ones included (eq. final_loss)."""
+    return lambda_disc * math.sqrt(stage.num_seen / stage.num_new)
+
+
+def discrepancy(settings: AFCSettings, step: Step, importance: Sequence[Tensor]) -> Tensor:
+    """The distillation loss in the reading these settings ask for, without its weight."""
+    assert step.teacher is not None
+    counted = step.exemplar if settings.exemplars_only else None
+    measure = losses.discrepancy_paper if settings.reading("discrepancy") == "paper" else losses.discrepancy_released
+    return measure(step.student.maps, step.teacher.maps, importance, counted)
+
+
+def read_importance(step: Step) -> list[Tensor]:
+    """The importance of each map's channels as estimated after the stage before."""
+    return [step.buffers[f"importance.{i}"] for i in range(len(step.student.maps))]
+
+
+@final
+@register(
+    "afc",
+    settings=AFCSettings,
+    title="Adaptive Feature Consolidation",
+    paper="Kang, Park, Han, CVPR 2022",
+)
+class AFC(Method[AFCSettings]):
+    """Distils feature maps, each channel weighted by its importance."""
+
+    def head(self, dim: int, capacity: int) -> Head:
+        return lsc_head(self.settings, dim, capacity)
+
+    def grow(self, learner: Learner, stage: Stage, passes: Passes) -> None:
+        imprint_proxies(learner, stage, passes)
+
+    def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
+        weights = {"discrepancy": discrepancy_weight(self.settings.lambda_disc, stage)}
+        return host_phases(self.settings, learner, stage, passes, self.loss, weights)
+
+    def loss(self, step: Step) -> Terms:
+        """Eq. final_loss: classification plus weighted discrepancy."""
+        return {
+            "classification": classification_loss(self.settings, step).mean(),
+            "discrepancy": step.weights["discrepancy"] * discrepancy(self.settings, step, read_importance(step)),
+        }
+
+    def finish(self, learner: Learner, stage: Stage, passes: Passes) -> None:
+        """Algorithm 1: the importance of each channel, every sample counting the same."""
+        rows = stage.all_rows
+        if self.settings.importance_samples is not None:
+            shuffled = torch.randperm(len(rows), generator=generator(learner.seed, "importance", stage.index))
+            rows = rows[shuffled[: self.settings.importance_samples]]
+
+        def visit(step: Step) -> list[Tensor]:
+            return losses.channel_importance(classification_loss(self.settings, step).sum(), step.student.maps)
+
+        sums = passes.sweep(learner, stage, rows, visit, self.settings.train.batch_size)
+        if any(not bool(importance.any()) for importance in sums):
+            learner.notes.append(
+                f"after stage {stage.index} no channel had any importance (the loss has no gradient, as with one class alone): "
+                "all channels of such a map count the same"
+            )
+        for i, importance in enumerate(sums):
+            learner.store(f"importance.{i}", losses.normalise_importance(importance))

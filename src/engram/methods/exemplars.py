@@ -1,0 +1,48 @@
+"""What every method with a memory does with it: choose exemplars, and take the class means of them for NME."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engram.data.selection import SELECTORS
+from engram.data.stage import Stage
+from engram.learner import Learner
+from engram.methods._base import Passes
+from engram.random import generator
+
+
+def choose_exemplars(learner: Learner, stage: Stage, passes: Passes) -> dict[int, Tensor]:
+    """Rows of the pool to keep of each new class, best first, as the memory's budget and selection say."""
+    quota = learner.memory.config.per_class(stage.num_seen)
+    if quota == 0:
+        return {}
+    select = SELECTORS[learner.memory.config.selection]
+    chosen: dict[int, Tensor] = {}
+    for label in stage.new_labels:
+        rows = stage.rows_of(label)
+        if quota is None:
+            chosen[label] = rows
+            continue
+        unit = F.normalize(passes.embed(learner.network, stage.pool.images[rows]), dim=1)
+        chosen[label] = rows[select(unit, quota, generator(learner.seed, "exemplars", label)).cpu()]
+    return chosen
+
+
+def class_means(learner: Learner, passes: Passes) -> Tensor | None:
+    """The unit mean (K, D) of each class's unit embeddings, of its exemplars and of their mirror images.
+
+    None where a class seen has no exemplar.
+    """
+    samples = learner.memory.samples()
+    if samples is None or len(learner.memory.labels) < learner.num_classes:
+        return None
+    unit = sum(
+        F.normalize(passes.embed(learner.network, samples.images, mirror=mirror), dim=1) for mirror in (False, True)
+    )
+    assert isinstance(unit, Tensor)
+    labels = samples.labels.to(unit.device)
+    totals = torch.zeros(learner.num_classes, unit.shape[1], device=unit.device).index_add_(0, labels, unit)
+    # The mean's length does not matter once it is brought to 1.
+    return F.normalize(totals, dim=1)

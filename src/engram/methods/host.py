@@ -1,0 +1,161 @@
+"""The host shared by AFC, its ablations and its bounds: LSC head, NCA loss, balanced fine-tuning.
+
+PODNet brought this host and AFC changed only what is distilled, so each method on it is a loss and little else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engram.data.stage import Stage
+from engram.errors import EngramError, suggest
+from engram.learner import Learner
+from engram.methods import losses
+from engram.methods._base import Passes, Phase, Settings, Step, Terms, Training
+from engram.methods.exemplars import choose_exemplars
+from engram.models.heads import LSCHead, Similarity
+from engram.models.kmeans import kmeans
+from engram.models.network import Part
+from engram.random import generator
+
+Variant = Literal["released", "paper"]
+VARIANTS: tuple[Variant, ...] = ("released", "paper")
+
+# Where the paper and the released code differ, and what each says. docs/afc.md has a line on each.
+DIFFERENCES: dict[str, dict[Variant, Any]] = {
+    "similarity": {"released": "distance", "paper": "cosine"},
+    "classification": {"released": "released", "paper": "paper"},
+    "discrepancy": {"released": "released", "paper": "paper"},
+    "balanced": {"released": True, "paper": False},
+}
+
+
+@dataclass(frozen=True)
+class HostSettings(Settings):
+    """The settings of the host; the defaults are those of the CNN recipe on CIFAR-100.
+
+    variant chooses a reading where the paper and the released code differ: "released" gave the paper's tables. Each
+    difference can be set apart: similarity, classification and balanced are None for "as the variant says".
+    sharpness is a and learned_scale is eta; the NME recipe has sharpness 3 and no learned scale.
+    """
+
+    variant: Variant = "released"
+    similarity: Similarity | None = None
+    classification: Variant | None = None
+    balanced: bool | None = None
+    proxies: int = 10
+    sharpness: float = 1.0
+    learned_scale: bool = True
+    margin: float = 0.6
+    train: Training = field(default_factory=Training)
+    finetune: Training = field(default_factory=lambda: Training(epochs=20, lr=0.05, schedule="constant"))
+
+    def __post_init__(self) -> None:
+        if self.variant not in VARIANTS:
+            raise EngramError(f"no variant {self.variant!r}: {suggest(str(self.variant), VARIANTS)}")
+        for name, choices in DIFFERENCES.items():
+            value = getattr(self, name, None)
+            if value is not None and value not in choices.values():
+                raise EngramError(f"{name} must be one of {sorted(map(str, choices.values()))}, got {value!r}")
+        if self.proxies < 1:
+            raise EngramError(f"a class needs at least 1 proxy, got {self.proxies}")
+        if self.sharpness <= 0:
+            raise EngramError(f"sharpness must be above 0, got {self.sharpness}")
+
+    def reading(self, difference: str) -> Any:
+        """What holds for one of the DIFFERENCES: the setting itself, or what the variant says where it is None."""
+        value = getattr(self, difference)
+        return DIFFERENCES[difference][self.variant] if value is None else value
+
+
+def lsc_head(settings: HostSettings, dim: int, capacity: int) -> LSCHead:
+    """The head that these settings ask for."""
+    similarity = settings.reading("similarity")
+    return LSCHead(dim, capacity, settings.proxies, settings.sharpness, similarity, settings.learned_scale)
+
+
+def classification_loss(settings: HostSettings, step: Step) -> Tensor:
+    """The NCA loss of each sample (B,), in the reading these settings ask for."""
+    student = step.student
+    if settings.reading("classification") == "released":
+        return losses.nca_released(student.logits, step.labels)
+    return losses.nca_paper(student.logits, step.labels, student.scale, settings.margin)
+
+
+def classify(settings: HostSettings) -> Callable[[Step], Terms]:
+    """A loss that is the classification term alone."""
+    return lambda step: {"classification": classification_loss(settings, step).mean()}
+
+
+def imprint_proxies(learner: Learner, stage: Stage, passes: Passes) -> None:
+    """Opens rows for the new classes and, after the base stage, places their proxies.
+
+    For each new class: k-means on the unit embeddings of all its training images under the old model; the centres times the
+    mean norm of the existing proxies.
+    """
+    head = learner.network.head
+    assert isinstance(head, LSCHead)
+    head.grow(stage.num_new, generator(learner.seed, "head", stage.index))
+    if stage.is_base:
+        return
+    with torch.no_grad():
+        norm = head.weight[: stage.num_old].norm(dim=2).mean()
+        for label in stage.new_labels:
+            images = stage.pool.images[stage.rows_of(label)]
+            unit = F.normalize(passes.embed(learner.network, images), dim=1)
+            centres = kmeans(unit, head.proxies, generator(learner.seed, "kmeans", label))
+            head.weight[label] = centres * norm
+
+
+def main_phase(
+    settings: HostSettings,
+    stage: Stage,
+    loss: Callable[[Step], Terms],
+    *,
+    teacher: bool = False,
+    weights: Mapping[str, float] | None = None,
+) -> Phase:
+    """Everything in the pool; backbone, the new classes' proxies and the scale move, the old proxies do not."""
+    parts = Part.BACKBONE | Part.NEW_CLASSES | Part.SCALE
+    return Phase("main", len(stage.pool), lambda: stage.all_rows, loss, parts, settings.train, teacher, weights or {})
+
+
+def balanced_phase(settings: HostSettings, learner: Learner, stage: Stage, passes: Passes) -> Phase:
+    """Fine-tuning on as many images of each class, new ones chosen by the model as it is then: all proxies move, nothing else."""
+
+    quota = learner.memory.config.per_class(stage.num_seen)
+
+    def rows() -> Tensor:
+        chosen = choose_exemplars(learner, stage, passes)
+        old = [stage.rows_of(label)[:quota] for label in range(stage.num_old)]
+        return torch.cat([*old, *chosen.values()])
+
+    images = sum(len(stage.rows_of(label)[:quota]) for label in range(stage.num_seen))
+    parts = Part.OLD_CLASSES | Part.NEW_CLASSES
+    return Phase("balance", images, rows, classify(settings), parts, settings.finetune)
+
+
+def host_phases(
+    settings: HostSettings,
+    learner: Learner,
+    stage: Stage,
+    passes: Passes,
+    distil: Callable[[Step], Terms] | None = None,
+    weights: Mapping[str, float] | None = None,
+) -> list[Phase]:
+    """The base stage classifies; later ones train with `distil` and the teacher, if given, and then balance the head."""
+    if stage.is_base:
+        return [main_phase(settings, stage, classify(settings))]
+    if distil is None:
+        phases = [main_phase(settings, stage, classify(settings))]
+    else:
+        phases = [main_phase(settings, stage, distil, teacher=True, weights=weights)]
+    if settings.reading("balanced") and settings.finetune.epochs:
+        phases.append(balanced_phase(settings, learner, stage, passes))
+    return phases

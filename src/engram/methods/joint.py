@@ -1,0 +1,31 @@
+"""Joint training: every image of every class seen, from scratch at each stage; the upper bound."""
+
+from __future__ import annotations
+
+from typing import final
+
+from engram.data.stage import Stage
+from engram.learner import Learner
+from engram.methods._base import Method, Passes, Phase, register
+from engram.methods.host import HostSettings, classify, lsc_head
+from engram.models.heads import Head
+from engram.models.network import Part
+from engram.random import generator
+
+
+@final
+@register("joint", settings=HostSettings, title="All images of all classes seen (upper bound)", memory="all")
+class Joint(Method[HostSettings]):
+    """Forgets its weights, not its data: each stage trains a fresh network on everything."""
+
+    def head(self, dim: int, capacity: int) -> Head:
+        return lsc_head(self.settings, dim, capacity)
+
+    def grow(self, learner: Learner, stage: Stage, passes: Passes) -> None:
+        learner.network.reset(generator(learner.seed, "restart", stage.index))
+        learner.network.head.grow(stage.num_new, generator(learner.seed, "head", stage.index))
+
+    def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
+        everything = Part.BACKBONE | Part.OLD_CLASSES | Part.NEW_CLASSES | Part.SCALE
+        loss = classify(self.settings)
+        return [Phase("main", len(stage.pool), lambda: stage.all_rows, loss, everything, self.settings.train)]

@@ -1,0 +1,41 @@
+"""Uniform importance: AFC's distillation with every channel weighted the same (the ablation in the paper's Table 4)."""
+
+from __future__ import annotations
+
+from typing import final
+
+from engram.data.stage import Stage
+from engram.learner import Learner
+from engram.methods._base import Method, Passes, Phase, Step, Terms, register
+from engram.methods.afc import AFCSettings, discrepancy, discrepancy_weight
+from engram.methods.host import classification_loss, host_phases, imprint_proxies, lsc_head
+from engram.models.heads import Head
+
+
+@final
+@register(
+    "uniform",
+    settings=AFCSettings,
+    title="AFC with uniform importance",
+    paper="Kang, Park, Han, CVPR 2022 (Table 4)",
+)
+class Uniform(Method[AFCSettings]):
+    """Distils feature maps, all channels alike."""
+
+    def head(self, dim: int, capacity: int) -> Head:
+        return lsc_head(self.settings, dim, capacity)
+
+    def grow(self, learner: Learner, stage: Stage, passes: Passes) -> None:
+        imprint_proxies(learner, stage, passes)
+
+    def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
+        weights = {"discrepancy": discrepancy_weight(self.settings.lambda_disc, stage)}
+        return host_phases(self.settings, learner, stage, passes, self.loss, weights)
+
+    def loss(self, step: Step) -> Terms:
+        """Classification plus the discrepancy with importance 1."""
+        ones = [step.weights["discrepancy"].new_ones(()) for _ in step.student.maps]
+        return {
+            "classification": classification_loss(self.settings, step).mean(),
+            "discrepancy": step.weights["discrepancy"] * discrepancy(self.settings, step, ones),
+        }

@@ -1,0 +1,59 @@
+"""Metrics: pure functions of the accuracy matrix.
+
+R[t][i] is the accuracy, in percent, on the classes that arrived at stage i of the model after stage t; row t has t + 1 entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+Matrix = Sequence[Sequence[float]]
+
+
+def accuracy(targets: np.ndarray, predictions: np.ndarray) -> float:
+    """The share of predictions that are right, in percent."""
+    if len(targets) == 0:
+        raise ValueError("accuracy needs at least one prediction")
+    return 100.0 * float(np.mean(targets == predictions))
+
+
+def accuracy_by_stage(targets: np.ndarray, predictions: np.ndarray, sizes: Sequence[int]) -> list[float]:
+    """The accuracy on the classes of each stage, for labels that count up through the stages' sizes."""
+    bounds = np.cumsum([0, *sizes])
+    rows: list[float] = []
+    for first, last in zip(bounds[:-1], bounds[1:], strict=True):
+        chosen = (targets >= first) & (targets < last)
+        rows.append(accuracy(targets[chosen], predictions[chosen]))
+    return rows
+
+
+def average_incremental_accuracy(per_stage: Sequence[float]) -> float:
+    """The mean over all stages, the base included, of the accuracy over the classes seen then."""
+    if not per_stage:
+        raise ValueError("average incremental accuracy needs at least one stage")
+    return float(np.mean(per_stage))
+
+
+def backward_transfer(matrix: Matrix) -> float | None:
+    """The mean over stages i < T of R[T][i] - R[i][i]; None with one stage only."""
+    last = len(matrix) - 1
+    if last < 1:
+        return None
+    return float(np.mean([matrix[last][i] - matrix[i][i] for i in range(last)]))
+
+
+def forgetting(matrix: Matrix) -> float | None:
+    """The mean over stages i < T of the best R[t][i] with t < T, less R[T][i]; None with one stage only."""
+    last = len(matrix) - 1
+    if last < 1:
+        return None
+    drops = [max(matrix[t][i] for t in range(i, last)) - matrix[last][i] for i in range(last)]
+    return float(np.mean(drops))
+
+
+def confusion(targets: np.ndarray, predictions: np.ndarray, num_classes: int) -> np.ndarray:
+    """Counts (K, K): row is the true label, column the predicted one."""
+    pairs = targets.astype(np.int64) * num_classes + predictions.astype(np.int64)
+    return np.bincount(pairs, minlength=num_classes**2).reshape(num_classes, num_classes)

@@ -1,0 +1,159 @@
+"""Heads: embeddings to class scores, with room for classes to come.
+
+A head is made with a capacity and a mask of the classes seen, so its shapes stay the same when it grows and a captured
+step stays valid. `grow` opens the next rows; the scores of the classes before do not change.
+
+Legend: B batch, D embedding, K capacity in classes, P proxies a class.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Similarity = Literal["distance", "cosine"]
+
+
+class Head(nn.Module):
+    """What all heads share: the rows in use, their growth, and the scale that the loss sees the scores through.
+
+    `class_parameters` names the parameters whose first dimension is the class; everything else in the head (the scale)
+    belongs to no class.
+    """
+
+    class_parameters: tuple[str, ...] = ("weight",)
+    seen: Tensor
+
+    def __init__(self, capacity: int, learned_scale: bool) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(capacity, dtype=torch.bool))
+        self.scale = nn.Parameter(torch.ones(())) if learned_scale else None
+
+    @property
+    def capacity(self) -> int:
+        """The classes the head has room for."""
+        return len(self.seen)
+
+    @property
+    def num_classes(self) -> int:
+        """The classes seen so far; a host read, not for use inside a step."""
+        return int(self.seen.sum())
+
+    def grow(self, count: int, generator: torch.Generator) -> range:
+        """Opens the next `count` rows with random values; returns their labels."""
+        first = self.num_classes
+        labels = range(first, first + count)
+        if labels.stop > self.capacity:
+            self._reserve(labels.stop)
+        self._randomise(labels, generator)
+        self.seen[labels.start : labels.stop] = True
+        return labels
+
+    def initialise(self, generator: torch.Generator) -> None:
+        """Random values for all rows in use, and a scale of 1."""
+        self._randomise(range(self.num_classes), generator)
+        if self.scale is not None:
+            nn.init.ones_(self.scale)
+
+    def _randomise(self, labels: range, generator: torch.Generator) -> None:
+        with torch.no_grad():
+            for name in self.class_parameters:
+                rows = self.get_parameter(name)[labels.start : labels.stop]
+                rows.copy_(self._fresh(name, tuple(rows.shape), generator))
+
+    def _reserve(self, capacity: int) -> None:
+        """Makes room for more classes. The tensors are new: whoever holds the old ones must bind again."""
+        for name in self.class_parameters:
+            old = self.get_parameter(name)
+            room = torch.zeros(capacity, *old.shape[1:], dtype=old.dtype, device=old.device)
+            room[: len(old)] = old.detach()
+            setattr(self, name, nn.Parameter(room))
+        seen = torch.zeros(capacity, dtype=torch.bool, device=self.seen.device)
+        seen[: len(self.seen)] = self.seen
+        self.seen = seen
+
+    def _fresh(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, embedding: Tensor) -> Tensor:
+        """Scores (B, K) of every row, seen or not."""
+        raise NotImplementedError
+
+
+class LSCHead(Head):
+    """Local similarity classifier: P proxies a class, and a class's score is the softmax-weighted mean of their similarities.
+
+    With unit embedding f and unit proxy w, similarity "distance" is 2 a^2 (cos - 1), as in the released code; "cosine" is
+    a^2 cos, as in the paper (eq. podnet_local_similarity). The order of the classes is nearly the same, the temperature is not.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        capacity: int,
+        proxies: int = 10,
+        sharpness: float = 1.0,
+        similarity: Similarity = "distance",
+        learned_scale: bool = True,
+    ) -> None:
+        super().__init__(capacity, learned_scale)
+        self.weight = nn.Parameter(torch.zeros(capacity, proxies, dim))
+        self.sharpness = sharpness
+        self.similarity = similarity
+
+    @property
+    def proxies(self) -> int:
+        """The proxies of a class."""
+        return self.weight.shape[1]
+
+    def _fresh(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        return torch.randn(shape, generator=generator) / math.sqrt(shape[-1])
+
+    def forward(self, embedding: Tensor) -> Tensor:
+        unit, proxies = F.normalize(embedding, dim=1), F.normalize(self.weight, dim=2)
+        cosine = (unit @ proxies.flatten(0, 1).T).unflatten(1, self.weight.shape[:2])  # (B, K, P)
+        factor = self.sharpness**2
+        similarity = 2 * factor * (cosine - 1) if self.similarity == "distance" else factor * cosine
+        return (similarity.softmax(dim=2) * similarity).sum(dim=2)
+
+
+class CosineHead(Head):
+    """One weight a class; the score is its cosine with the embedding, and the loss sees it through a learned scale."""
+
+    def __init__(self, dim: int, capacity: int, learned_scale: bool = True) -> None:
+        super().__init__(capacity, learned_scale)
+        self.weight = nn.Parameter(torch.zeros(capacity, dim))
+
+    def _fresh(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        return torch.randn(shape, generator=generator) / math.sqrt(shape[-1])
+
+    def forward(self, embedding: Tensor) -> Tensor:
+        return F.normalize(embedding, dim=1) @ F.normalize(self.weight, dim=1).T
+
+
+class LinearHead(Head):
+    """A weight and a bias a class."""
+
+    class_parameters = ("weight", "bias")
+
+    def __init__(self, dim: int, capacity: int, bias: bool = True) -> None:
+        super().__init__(capacity, learned_scale=False)
+        self.weight = nn.Parameter(torch.zeros(capacity, dim))
+        if bias:
+            self.bias = nn.Parameter(torch.zeros(capacity))
+        else:
+            self.bias = None
+            self.class_parameters = ("weight",)
+
+    def _fresh(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        if name == "bias":
+            return torch.zeros(shape)
+        # He initialisation (fan-in), as for the last layer of the networks it is compared with.
+        return torch.randn(shape, generator=generator) * math.sqrt(2 / shape[-1])
+
+    def forward(self, embedding: Tensor) -> Tensor:
+        return F.linear(embedding, self.weight, self.bias)

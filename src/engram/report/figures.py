@@ -1,0 +1,291 @@
+"""The report's figures, drawn with matplotlib's object interface (no global state) as SVG."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from engram.report.groups import Group, row_percent
+from engram.report.svg import CARD, GRID, INK, MARKERS, MUTED, ON_STRONG, SERIES, Drawing, finish, plain
+from engram.report.tables import predictor_name, time_parts
+
+WIDTH = 5.6  # inches; at 72 units an inch the text is near its nominal size on a phone and on a desk
+NAMED_CLASSES = 25
+NUMBERED_STAGES = 12
+_BARS = 18
+
+# From nearly clear to dark blue: it blends with the page, and the page inverts it in the dark.
+_RAMP = LinearSegmentedColormap.from_list(
+    "engram", [(0.33, 0.62, 0.86, 0.07), (0.20, 0.52, 0.80, 0.55), (0.06, 0.33, 0.62, 0.88), (0.02, 0.13, 0.33, 1.0)]
+)
+_RAMP.set_bad((0, 0, 0, 0))
+
+
+def colour(index: int) -> str:
+    """The colour of the series at this index."""
+    return SERIES[index % len(SERIES)]
+
+
+def accuracy_curves(groups: Sequence[Group], predictor: str) -> Drawing:
+    """Accuracy against classes seen: a line a group, its sample standard deviation as a band, and chance."""
+    figure = Figure(figsize=(WIDTH, 3.9), layout="constrained")
+    axes = figure.add_subplot()
+    shown = [(i, group) for i, group in enumerate(groups) if predictor in group.predictors]
+    ends: list[tuple[float, str, str]] = []
+    for index, group in shown:
+        values = group.accuracy(predictor)
+        x, mean = np.array(group.classes), np.array([value.mean for value in values])
+        style = _line_style(index, len(x))
+        text = f"{plain(group.label, 40)}, n = {group.n}"
+        axes.plot(x, mean, label=text, zorder=3, **style)
+        if group.n > 1:
+            std = np.array([value.std for value in values])
+            axes.fill_between(x, mean - std, mean + std, color=colour(index), alpha=0.16, linewidth=0, zorder=2)
+        ends.append((float(mean[-1]), plain(group.label), colour(index)))
+    seen = np.array(sorted({count for _, group in shown for count in group.classes}))
+    axes.plot(seen, 100 / seen, color=MUTED, linestyle=(0, (1, 2)), linewidth=1.3, label="chance", zorder=1)
+    ends.append((100 / float(seen[-1]), "chance", MUTED))
+    _percent_axis(axes, max(value.mean + (value.std or 0) for _, g in shown for value in g.accuracy(predictor)))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    axes.set_xlabel("classes seen")
+    axes.set_ylabel("top-1 accuracy, %")
+    axes.set_title(predictor_name(predictor))
+    axes.margins(x=0.02)
+    if len(shown) <= 6 and max(len(name) for _, name, _ in ends) <= 12:
+        _end_labels(axes, ends)
+    else:
+        figure.legend(loc="outside lower left", ncols=1 if len(shown) < 7 else 2)
+    alt = f"Accuracy in percent against classes seen, {predictor_name(predictor)} predictor, one line a group."
+    return finish(figure, f"accuracy_per_stage_{predictor}", alt)
+
+
+def _line_style(index: int, points: int) -> dict[str, object]:
+    return {
+        "color": colour(index),
+        "linestyle": ("-", (0, (5, 1.5)), (0, (2, 1.2)))[index // len(SERIES) % 3],
+        "marker": MARKERS[index % len(MARKERS)],
+        "markersize": 5.5,
+        "markeredgecolor": CARD,
+        "markeredgewidth": 0.9,
+        "markevery": max(1, math.ceil(points / 18)),
+    }
+
+
+def _percent_axis(axes: Axes, highest: float) -> None:
+    top = min(100.0, 10 * math.ceil(highest / 10 + 0.2))
+    axes.set_ylim(0, top)
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 2.5, 5, 10]))
+    axes.grid(False, axis="x")
+
+
+def _end_labels(axes: Axes, ends: list[tuple[float, str, str]]) -> None:
+    """Names beside the ends of their lines, moved apart where lines end close together."""
+    low, high = axes.get_ylim()
+    gap = (high - low) * 0.062
+    placed: list[float] = []
+    ordered = sorted(ends)
+    for value, _, _ in ordered:
+        placed.append(max(value, placed[-1] + gap) if placed else value)
+    excess = max(0.0, placed[-1] - high)
+    for (value, name, shade), y in zip(ordered, placed, strict=True):
+        number = f"  {value:.1f}"
+        axes.annotate(
+            name + number,
+            xy=(1.015, y - excess),
+            xycoords=("axes fraction", "data"),
+            va="center",
+            color=shade,
+            fontsize=9.5,
+            annotation_clip=False,
+        )
+
+
+def accuracy_matrix(group: Group, predictor: str) -> Drawing:
+    """R[t][i]: accuracy after stage t (row) on the classes of stage i (column)."""
+    matrix = group.matrix(predictor)
+    size = len(matrix)
+    figure = Figure(figsize=(4.5, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    _heat_map(figure, axes, matrix, "accuracy, %")
+    if size <= NUMBERED_STAGES:
+        for t in range(size):
+            for i in range(t + 1):
+                shade = ON_STRONG if matrix[t, i] > 50 else INK
+                axes.text(i, t, f"{matrix[t, i]:.0f}", ha="center", va="center", fontsize=8, color=shade)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=12))
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=12))
+    axes.set_xlabel("classes of stage")
+    axes.set_ylabel("after stage")
+    axes.set_title(_title(group, predictor))
+    alt = f"Accuracy matrix of {plain(group.label)}: rows are stages, columns the classes that came in each stage."
+    return finish(figure, f"accuracy_matrix_{group.slug}_{predictor}", alt)
+
+
+def _heat_map(figure: Figure, axes: Axes, values: np.ndarray, label: str) -> None:
+    axes.imshow(values, cmap=_RAMP, vmin=0, vmax=100, interpolation="none")
+    axes.grid(False)
+    axes.tick_params(length=0)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    bar = axes.inset_axes((1.03, 0.0, 0.03, 1.0))
+    bar.imshow(np.linspace(100, 0, 101)[:, None], cmap=_RAMP, vmin=0, vmax=100, aspect="auto", extent=(0, 1, 0, 100))
+    bar.set_xticks([])
+    bar.set_yticks([0, 50, 100])
+    bar.yaxis.tick_right()
+    bar.grid(False)
+    bar.tick_params(length=0, labelsize=8)
+    bar.spines[:].set_visible(False)
+    bar.set_ylabel(label, fontsize=8.5, labelpad=2)
+    bar.yaxis.set_label_position("right")
+
+
+def _title(group: Group, predictor: str | None = None) -> str:
+    parts = [plain(group.label, 34)]
+    if predictor is not None:
+        parts.append(predictor_name(predictor))
+    if group.n > 1:
+        parts.append(f"mean of {group.n} runs")
+    return ", ".join(parts)
+
+
+def learned_and_kept(group: Group, index: int, predictor: str) -> Drawing:
+    """For the classes of each stage: accuracy when they were learned (ring) and at the end (dot)."""
+    matrix = group.matrix(predictor)
+    x, learned, kept = np.arange(len(matrix)), np.diag(matrix), matrix[-1]
+    figure = Figure(figsize=(4.5, 3.2), layout="constrained")
+    axes = figure.add_subplot()
+    size = 5.5 if len(x) <= 20 else 3.6
+    axes.vlines(x, learned, kept, color=colour(index), alpha=0.4, linewidth=2, zorder=2)
+    ring = {"markerfacecolor": CARD, "markeredgecolor": colour(index), "markersize": size}
+    dot = {"markerfacecolor": colour(index), "markeredgecolor": colour(index), "markersize": size}
+    axes.plot(x, learned, "o", label="when learned", zorder=3, clip_on=False, **ring)
+    axes.plot(x, kept, "o", label="after the last stage", zorder=4, clip_on=False, **dot)
+    axes.set_ylim(0, 100)
+    axes.grid(False, axis="x")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=11))
+    axes.set_xlabel("classes of stage")
+    axes.set_ylabel("accuracy, %")
+    axes.set_title(_title(group, predictor))
+    figure.legend(loc="outside lower left", ncols=2, handletextpad=0.2, columnspacing=1.2)
+    alt = f"{plain(group.label)}: accuracy of each stage's classes when they were learned and after the last stage."
+    return finish(figure, f"learned_and_kept_{group.slug}_{predictor}", alt)
+
+
+def confusion(group: Group, predictor: str) -> Drawing:
+    """Row-normalised confusion matrix after the last stage, with class names where there is room for them."""
+    percent = row_percent(group.confusion(predictor))
+    size = len(percent)
+    figure = Figure(figsize=(6.4, 6.2), layout="constrained")
+    axes = figure.add_subplot()
+    _heat_map(figure, axes, percent, "share of the true class's test images, %")
+    if size <= NAMED_CLASSES:
+        names = [plain(name, 18) for name in group.class_names]
+        axes.set_xticks(range(size), names, rotation=90, fontsize=9)
+        axes.set_yticks(range(size), names, fontsize=9)
+        if size <= NUMBERED_STAGES:
+            for row, column in np.argwhere(np.nan_to_num(percent) >= 0.5):
+                shade = ON_STRONG if percent[row, column] > 50 else INK
+                text = f"{percent[row, column]:.0f}"
+                axes.text(column, row, text, ha="center", va="center", fontsize=9, color=shade)
+    order = "in order of arrival" if group.has_one_order else "in the data set's order"
+    axes.set_xlabel("predicted class" if size <= NAMED_CLASSES else f"predicted class, {order}")
+    axes.set_ylabel("true class" if size <= NAMED_CLASSES else f"true class, {order}")
+    axes.set_title(_title(group, predictor).replace("mean of", "sum of"))
+    alt = f"Confusion matrix of {plain(group.label)} after the last stage: rows true classes, columns predicted."
+    return finish(figure, f"confusion_{group.slug}_{predictor}", alt)
+
+
+def importance(group: Group) -> Drawing:
+    """Importance of each map's channels from the highest to the lowest, against the share of channels."""
+    figure = Figure(figsize=(WIDTH, 3.6), layout="constrained")
+    axes = figure.add_subplot()
+    maps = group.importance()
+    means = [values.mean(axis=0) for values in maps]
+    low, high = min(float(m.min()) for m in means), max(float(m.max()) for m in means)
+    for index, (values, mean) in enumerate(zip(maps, means, strict=True)):
+        x = 100 * (np.arange(len(mean)) + 0.5) / len(mean)
+        style = _line_style(index, len(mean)) | {"markevery": max(1, len(mean) // 8)}
+        axes.plot(x, mean, label=f"Z_{index + 1} ({len(mean)} channels)", **style)
+        if group.n > 1:
+            axes.fill_between(x, values.min(axis=0), values.max(axis=0), color=colour(index), alpha=0.13, linewidth=0)
+    if low > 0 and high / low > 40:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    else:
+        axes.set_ylim(0, high * 1.05)
+    axes.axhline(1, color=MUTED, linestyle=(0, (1, 2)), linewidth=1.2, label="average channel")
+    axes.grid(False, axis="x")
+    axes.set_xlim(0, 100)
+    axes.set_xlabel("channels of the map, most important first, %")
+    axes.set_ylabel("importance (map mean = 1)")
+    axes.set_title(_title(group))
+    figure.legend(loc="outside lower left", ncols=3, columnspacing=1.2)
+    alt = f"Sorted channel importance of {plain(group.label)} after its last stage, one curve a map."
+    return finish(figure, f"importance_{group.slug}", alt)
+
+
+def time_spent(groups: Sequence[Group]) -> Drawing:
+    """Stacked bars of seconds: a bar a run, or a bar a group (mean) where there are many runs."""
+    parts = [*time_parts(groups), "other"]
+    by_run = sum(group.n for group in groups) <= _BARS
+    rows: list[tuple[str, np.ndarray]] = []
+    for group in groups:
+        spent = [[run.seconds_by.get(part, 0.0) for part in parts[:-1]] for run in group.runs]
+        full = [[*row, max(0.0, run.seconds - sum(row))] for row, run in zip(spent, group.runs, strict=True)]
+        name = plain(group.label, 26)
+        if by_run and group.n > 1:
+            rows += [
+                (f"{name}, {run.order}/{run.seed}", np.array(r)) for run, r in zip(group.runs, full, strict=True)
+            ]
+        else:
+            mean = "" if group.n == 1 else f", mean of {group.n}"
+            rows.append((name + mean, np.mean(full, axis=0)))
+    figure = Figure(figsize=(WIDTH, 1.35 + 0.3 * len(rows)), layout="constrained")
+    axes = figure.add_subplot()
+    left = np.zeros(len(rows))
+    for index, part in enumerate(parts):
+        widths = np.array([row[index] for _, row in rows])
+        if widths.sum() > 0:
+            shade = colour(index) if part != "other" else GRID
+            axes.barh(range(len(rows)), widths, left=left, height=0.62, color=shade, edgecolor=CARD, label=part)
+        left += widths
+    for y, total in enumerate(left):
+        axes.text(total, y, f"  {total:.1f} s", va="center", fontsize=9, color=MUTED)
+    axes.set_xlim(0, float(left.max()) * 1.16 or 1.0)
+    axes.set_yticks(range(len(rows)), [name for name, _ in rows])
+    axes.tick_params(axis="y", labelcolor=INK)
+    axes.invert_yaxis()
+    axes.grid(False, axis="y")
+    axes.set_xlabel("seconds")
+    figure.legend(loc="outside upper left", ncols=5, handlelength=0.9, columnspacing=1.1, handletextpad=0.5)
+    return finish(figure, "seconds", "Seconds of each run, split into the kinds of work.")
+
+
+def training_loss(group: Group) -> Drawing:
+    """Loss terms of the main phase of the group's first run, epoch by epoch, with a line where a stage begins."""
+    points = group.first.losses
+    figure = Figure(figsize=(WIDTH, 3.1), layout="constrained")
+    axes = figure.add_subplot()
+    x = np.arange(1, len(points) + 1)
+    for index, term in enumerate(dict.fromkeys(name for point in points for name in point.terms)):
+        values = np.array([point.terms.get(term, np.nan) for point in points])
+        axes.plot(x, values, color=colour(index), linestyle="-" if index % 2 == 0 else (0, (4, 1.4)), label=plain(term))
+    starts = [i for i in range(1, len(points)) if points[i].stage != points[i - 1].stage]
+    for start in starts:
+        axes.axvline(start + 0.5, color=GRID, linewidth=0.8, zorder=0)
+    axes.set_ylim(bottom=0)
+    axes.margins(x=0.01)
+    axes.grid(False, axis="x")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    axes.set_xlabel("epochs of the main phase, all stages")
+    axes.set_ylabel("mean loss of the epoch")
+    axes.set_title(plain(group.label, 40))
+    figure.legend(loc="outside lower left", ncols=4, columnspacing=1.2)
+    alt = f"Training loss of {plain(group.label)}, epoch by epoch; upright lines mark the stages."
+    return finish(figure, f"loss_{group.slug}", alt)

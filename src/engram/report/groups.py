@@ -1,0 +1,189 @@
+"""Runs that differ only in class order and seed, brought together, and the statistics over them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from engram.report.load import Run
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Mean, sample standard deviation (None for a single run) and number of runs."""
+
+    mean: float
+    std: float | None
+    n: int
+
+
+def estimate(values: Sequence[float | None]) -> Estimate | None:
+    """The estimate over runs, or None where a value is not defined (one stage: nothing to forget)."""
+    numbers = [value for value in values if value is not None]
+    if not numbers or len(numbers) < len(values):
+        return None
+    std = float(np.std(numbers, ddof=1)) if len(numbers) > 1 else None
+    return Estimate(float(np.mean(numbers)), std, len(numbers))
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Runs of one recipe and configuration, and of the same progress, so that their stages line up."""
+
+    label: str
+    slug: str
+    runs: tuple[Run, ...]
+
+    @property
+    def first(self) -> Run:
+        """The run that stands for what all runs of the group share."""
+        return self.runs[0]
+
+    @property
+    def n(self) -> int:
+        """How many runs the group has."""
+        return len(self.runs)
+
+    @property
+    def predictors(self) -> tuple[str, ...]:
+        """The predictors every run of the group was evaluated with, the reported one first."""
+        reported = self.first.reported
+        return (reported, *(name for name in self.first.predictors if name != reported))
+
+    @property
+    def classes(self) -> tuple[int, ...]:
+        """Classes seen after each finished stage."""
+        return tuple(stage.classes for stage in self.first.stages)
+
+    def metric(self, name: str, predictor: str) -> Estimate | None:
+        """One of result.json's metrics over the runs."""
+        return estimate([run.metrics[name][predictor] for run in self.runs])
+
+    def accuracy(self, predictor: str) -> list[Estimate]:
+        """Accuracy after each stage over the runs."""
+        columns = zip(*([s.accuracy[predictor] for s in run.stages] for run in self.runs), strict=True)
+        return [value for column in columns if (value := estimate(column)) is not None]
+
+    def matrix(self, predictor: str) -> np.ndarray:
+        """(T, T) mean R[t][i] over the runs; NaN where stage i had not come yet."""
+        size = len(self.first.stages)
+        matrix = np.full((size, size), np.nan)
+        for t in range(size):
+            matrix[t, : t + 1] = np.mean([run.stages[t].by_stage[predictor] for run in self.runs], axis=0)
+        return matrix
+
+    @property
+    def seconds(self) -> Estimate:
+        """Wall-clock seconds of a run."""
+        total = estimate([run.seconds for run in self.runs])
+        assert total is not None
+        return total
+
+    @cached_property
+    def class_ids(self) -> tuple[int, ...]:
+        """Classes seen by any run: in order of arrival if the runs agree on it, else in the data set's order."""
+        seen = [run.class_order[: run.stages[-1].classes] for run in self.runs]
+        return seen[0] if self.has_one_order else tuple(sorted(set().union(*seen)))
+
+    @property
+    def has_one_order(self) -> bool:
+        """True when every run met the classes in the same order."""
+        return len({run.class_order[: run.stages[-1].classes] for run in self.runs}) == 1
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """Names of `class_ids`."""
+        return tuple(self.first.class_names[i] for i in self.class_ids)
+
+    def confusion(self, predictor: str) -> np.ndarray:
+        """(K, K) test images of true class (row) given each class (column) after the last stage, summed over runs."""
+        position = {class_id: row for row, class_id in enumerate(self.class_ids)}
+        counts = np.zeros((len(position), len(position)), dtype=np.int64)
+        for run in self.runs:
+            rows = np.array([position[i] for i in run.class_order[: run.stages[-1].classes]])
+            np.add.at(counts, (rows[run.targets], rows[run.predictions[predictor]]), 1)
+        return counts
+
+    def importance(self) -> list[np.ndarray]:
+        """For each map (runs, C): importance after the last stage, sorted from high to low; empty if there is none."""
+        maps = [run.importance for run in self.runs]
+        if not maps[0] or len({tuple(len(values) for values in run) for run in maps}) > 1:
+            return []
+        return [np.stack([np.sort(run[m])[::-1] for run in maps]) for m in range(len(maps[0]))]
+
+
+def row_percent(counts: np.ndarray) -> np.ndarray:
+    """Each row as percent of its sum; a class without test images gives a row of NaN."""
+    totals = counts.sum(axis=1, keepdims=True).astype(np.float64)
+    return 100 * np.divide(counts, totals, out=np.full(counts.shape, np.nan), where=totals > 0)
+
+
+def make_groups(runs: Sequence[Run]) -> list[Group]:
+    """The runs grouped by all that was set except order and seed, in the order in which groups first appear."""
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        found.setdefault(_key(run), []).append(run)
+    members = list(found.values())
+    labels = _labels([group[0] for group in members])
+    slugs: list[str] = []
+    for label in labels:
+        slug = re.sub(r"[^a-z0-9]+", "-", label.lower()).strip("-")[:60] or "group"
+        slugs.append(next(s for i in count(1) if (s := slug if i == 1 else f"{slug}-{i}") not in slugs))
+    return [
+        Group(label, slug, tuple(sorted(group, key=lambda run: (_natural(run.order), _natural(run.seed)))))
+        for label, slug, group in zip(labels, slugs, members, strict=True)
+    ]
+
+
+def _key(run: Run) -> str:
+    # Unfinished runs stand apart: a mean over different numbers of classes would mean nothing.
+    config = {name: value for name, value in run.config.items() if name not in ("order", "seed")}
+    parts = [run.recipe, run.method, config, run.fingerprint, run.class_names, run.stage_sizes, len(run.stages)]
+    return json.dumps([*parts, run.predictors], sort_keys=True)
+
+
+def _labels(firsts: list[Run]) -> list[str]:
+    """The shortest telling name of each group: method, else recipe, else recipe and the settings that differ."""
+    for names in ([run.method for run in firsts], [run.recipe for run in firsts]):
+        if len(set(names)) == len(names):
+            break
+    else:
+        names = [_with_settings(run, [other for other in firsts if other.recipe == run.recipe]) for run in firsts]
+    names = [f"{name} ({run.stopped})" if run.stopped else name for name, run in zip(names, firsts, strict=True)]
+    repeated = {name for name, times in Counter(names).items() if times > 1}
+    numbers = {name: count(1) for name in repeated}
+    return [f"{name} [{next(numbers[name])}]" if name in repeated else name for name in names]
+
+
+def _with_settings(run: Run, peers: list[Run]) -> str:
+    flat = [dict(_flatten(peer.config)) for peer in peers]
+    mine = dict(_flatten(run.config))
+    differing = [
+        f"{key.rsplit('.', 1)[-1]}={value}"
+        for key, value in mine.items()
+        if key not in ("order", "seed") and any(other.get(key) != value for other in flat)
+    ]
+    return f"{run.recipe} {', '.join(differing[:3])}".strip()
+
+
+def _flatten(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    pairs: list[tuple[str, str]] = []
+    for key, value in config.items():
+        if isinstance(value, dict):
+            pairs += _flatten(value, f"{prefix}{key}.")
+        else:
+            pairs.append((f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value)))
+    return pairs
+
+
+def _natural(text: str) -> list[tuple[int, int, str]]:
+    """A sort key by which '10' comes after '9'."""
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.findall(r"\d+|\D+", text)]

@@ -1,0 +1,114 @@
+"""Matplotlib figures as SVG text: the same bytes every time, on paper colours alone and on the page's colours inside it.
+
+A figure is drawn once with the hex colours below. On the page each of them becomes a CSS variable, so the figure
+follows the reader's light or dark setting; the file beside the page keeps the hex colours and stands on its own.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from html import escape
+
+import matplotlib as mpl
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+
+INK, MUTED, GRID, CARD, ON_STRONG = "#1d2630", "#5b6775", "#dde2e8", "#fffffe", "#fefefe"
+SERIES = ("#0b6bb3", "#c8501e", "#00875f", "#94489a", "#a37500", "#2193bd", "#6d737c", "#7b3f22")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "h")
+
+_VARIABLES = {INK: "ink", MUTED: "muted", GRID: "line", CARD: "card", ON_STRONG: "on-strong"} | {
+    colour: f"s{i}" for i, colour in enumerate(SERIES)
+}
+_STYLE = {
+    "svg.fonttype": "none",  # real text: it takes the reader's font, can be searched, and stays small
+    "text.parse_math": False,  # a class may be called "$5"
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],  # ships with matplotlib, so the layout is the same everywhere
+    "font.size": 10,
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlecolor": INK,
+    "axes.labelcolor": MUTED,
+    "axes.labelsize": 9.5,
+    "axes.edgecolor": GRID,
+    "axes.facecolor": "none",
+    "axes.linewidth": 1,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+    "grid.color": GRID,
+    "grid.linewidth": 0.8,
+    "xtick.color": GRID,
+    "ytick.color": GRID,
+    "xtick.labelcolor": MUTED,
+    "ytick.labelcolor": MUTED,
+    "xtick.labelsize": 9,
+    "ytick.labelsize": 9,
+    "ytick.major.size": 0,
+    "text.color": INK,
+    "legend.frameon": False,
+    "legend.fontsize": 9.5,
+    "legend.handlelength": 1.6,
+    "lines.linewidth": 1.9,
+    "lines.solid_capstyle": "round",
+    "figure.facecolor": CARD,
+    "savefig.facecolor": CARD,
+}
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A finished figure: file name without suffix, SVG text, and what it shows in one sentence."""
+
+    name: str
+    svg: str
+    alt: str
+
+    @property
+    def inline(self) -> str:
+        """The figure as an element of an HTML page, in the page's colours."""
+        body = re.sub(r' xmlns(:\w+)?="[^"]*"', "", self.svg[self.svg.index("<svg") :], count=2)
+        body = re.sub(
+            r"(fill|stroke): (#[0-9a-f]{6})",
+            lambda found: f"{found[1]}: var(--{_VARIABLES[found[2]]})" if found[2] in _VARIABLES else found[0],
+            body,
+        )
+        return body.replace("<svg ", f'<svg role="img" aria-label="{escape(self.alt)}" ', 1)
+
+
+@contextmanager
+def drawing_style() -> Iterator[None]:
+    """A context in which figures take the report's look, and names in any script are drawn without a warning."""
+    with warnings.catch_warnings(), mpl.rc_context({**mpl.rcParamsDefault, **_STYLE}):
+        # The font used for measuring lacks some scripts; the reader's browser draws the text and has them.
+        warnings.filterwarnings("ignore", message=r"Glyph .* missing from font")
+        warnings.filterwarnings("ignore", message=r"Matplotlib currently does not support .* natively")
+        yield
+
+
+def finish(figure: Figure, name: str, alt: str) -> Drawing:
+    """The figure as SVG text that depends on nothing but what was drawn."""
+    text = io.StringIO()
+    # Ids inside the file are hashes; the salt makes them differ between figures that share a page.
+    with mpl.rc_context({"svg.hashsalt": name}):
+        nothing = {"Date": None, "Creator": None, "Format": None, "Type": None}
+        FigureCanvasSVG(figure).print_svg(text, metadata=nothing)
+    svg = re.sub(r"<!DOCTYPE[^>]*>\s*", "", text.getvalue())
+    svg = re.sub(r'<g id="[^"]*">', "<g>", svg)
+    svg = re.sub(r'(<svg [^>]*?) width="[^"]*pt" height="[^"]*pt"', r"\1", svg) if "viewBox" in svg else svg
+    return Drawing(name, svg, alt)
+
+
+def plain(text: str, limit: int = 10_000) -> str:
+    """The text on one line without control characters (XML has no way to write them), cut to `limit`."""
+    clean = "".join(c if c.isprintable() else " " for c in text).strip() or "(no name)"
+    return clean if len(clean) <= limit else clean[: limit - 1].rstrip() + "…"

@@ -1,0 +1,189 @@
+"""The report's numbers: rows for the page (rounded, with spread) and CSV files (unrounded)."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from engram.report.groups import Estimate, Group, row_percent
+from engram.report.load import METRICS, TIME_PARTS
+
+PREDICTOR_NAMES = {"cnn": "CNN", "nme": "NME"}
+_CONFUSED_PAIRS = 10
+
+
+@dataclass(frozen=True)
+class Confused:
+    """A pair of classes taken for one another: `percent` of the images of `true` were called `predicted`."""
+
+    true: str
+    predicted: str
+    count: int
+    percent: float
+
+
+def predictor_name(predictor: str) -> str:
+    """The predictor as people write it."""
+    return PREDICTOR_NAMES.get(predictor, predictor)
+
+
+def number(value: Estimate | None, digits: int = 2) -> str:
+    """'43.21 ± 0.40', '43.21' for a single run, or a dash where there is no such number."""
+    if value is None:
+        return "–"
+    text = _signed(value.mean, digits)
+    return text if value.std is None else f"{text} ± {value.std:.{digits}f}"
+
+
+def _signed(value: float, digits: int) -> str:
+    text = f"{value:.{digits}f}"
+    if float(text) == 0:
+        return text.lstrip("-")  # a rounded zero has no sign
+    return text.replace("-", "\N{MINUS SIGN}")
+
+
+def duration(value: Estimate) -> str:
+    """Seconds as people say them: '42.0 s', '3 min 05 s', '2 h 07 min'; with the spread where there is one."""
+    text = _clock(value.mean)
+    return text if value.std is None else f"{text} ± {_clock(value.std)}"
+
+
+def _clock(seconds: float) -> str:
+    if seconds < 99.5:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def confused_pairs(group: Group, predictor: str) -> list[Confused]:
+    """The most frequent mistakes after the last stage, by share of the true class's test images."""
+    counts = group.confusion(predictor)
+    percent = row_percent(counts)
+    mistakes = np.argwhere((counts > 0) & ~np.eye(len(counts), dtype=bool))
+    ranked = sorted(mistakes.tolist(), key=lambda cell: (-percent[cell[0], cell[1]], cell))
+    names = group.class_names
+    return [
+        Confused(names[row], names[column], int(counts[row, column]), float(percent[row, column]))
+        for row, column in ranked[:_CONFUSED_PAIRS]
+    ]
+
+
+def csv_files(groups: Sequence[Group]) -> dict[str, str]:
+    """File name -> CSV text of every table of the report; one header line, numbers unrounded."""
+    files = {
+        "summary.csv": _summary(groups),
+        "accuracy_per_stage.csv": _accuracy_per_stage(groups),
+        "runs.csv": _runs(groups),
+        "seconds.csv": _seconds(groups),
+    }
+    for group in groups:
+        for predictor in group.predictors:
+            files[f"accuracy_matrix_{group.slug}_{predictor}.csv"] = _matrix(group, predictor)
+            files[f"confusion_{group.slug}_{predictor}.csv"] = _confusion(group, predictor)
+        if group.importance():
+            files[f"importance_{group.slug}.csv"] = _importance(group)
+        if group.first.losses:
+            files[f"loss_{group.slug}.csv"] = _loss(group)
+    return files
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(header)
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def _cells(value: Estimate | None) -> list[object]:
+    return ["", ""] if value is None else [value.mean, "" if value.std is None else value.std]
+
+
+def _summary(groups: Sequence[Group]) -> str:
+    names = [*METRICS, "seconds"]
+    header = ["group", "recipe", "method", "predictor", "n", "stages", "classes"]
+    header += [f"{name}_{part}" for name in names for part in ("mean", "std")]
+    rows = []
+    for group in groups:
+        for predictor in group.predictors:
+            values = [group.metric(name, predictor) for name in METRICS]
+            cells = [cell for value in [*values, group.seconds] for cell in _cells(value)]
+            lead = [group.label, group.first.recipe, group.first.method, predictor, group.n]
+            rows.append([*lead, len(group.classes) - 1, group.classes[-1], *cells])
+    return _table(header, rows)
+
+
+def _accuracy_per_stage(groups: Sequence[Group]) -> str:
+    header = ["group", "predictor", "stage", "classes", "n", "accuracy_mean", "accuracy_std"]
+    rows = [
+        [group.label, predictor, stage, classes, group.n, *_cells(value)]
+        for group in groups
+        for predictor in group.predictors
+        for stage, (classes, value) in enumerate(zip(group.classes, group.accuracy(predictor), strict=True))
+    ]
+    return _table(header, rows)
+
+
+def _runs(groups: Sequence[Group]) -> str:
+    header = ["group", "run", "order", "seed", "predictor", "stage", "classes", "accuracy", "seconds"]
+    rows = [
+        [group.label, run.directory.name, run.order, run.seed, predictor, index, stage.classes]
+        + [stage.accuracy[predictor], stage.seconds]
+        for group in groups
+        for run in group.runs
+        for predictor in group.predictors
+        for index, stage in enumerate(run.stages)
+    ]
+    return _table(header, rows)
+
+
+def time_parts(groups: Sequence[Group]) -> list[str]:
+    """The parts of a run's time that any run names, in the order of the work."""
+    named = {part for group in groups for run in group.runs for part in run.seconds_by}
+    return [*TIME_PARTS, *sorted(named.difference(TIME_PARTS))]
+
+
+def _seconds(groups: Sequence[Group]) -> str:
+    parts = time_parts(groups)
+    rows = []
+    for group in groups:
+        for run in group.runs:
+            spent = [run.seconds_by.get(part, 0.0) for part in parts]
+            other = max(0.0, run.seconds - sum(spent))
+            rows.append([group.label, run.directory.name, run.order, run.seed, *spent, other, run.seconds])
+    return _table(["group", "run", "order", "seed", *parts, "other", "total"], rows)
+
+
+def _matrix(group: Group, predictor: str) -> str:
+    matrix = group.matrix(predictor)
+    header = ["after_stage", *(f"classes_of_stage_{i}" for i in range(len(matrix)))]
+    rows = ([t, *("" if np.isnan(value) else float(value) for value in row)] for t, row in enumerate(matrix))
+    return _table(header, rows)
+
+
+def _confusion(group: Group, predictor: str) -> str:
+    names = group.class_names
+    counts = group.confusion(predictor).tolist()
+    return _table(["true_class", *names], ([name, *row] for name, row in zip(names, counts, strict=True)))
+
+
+def _importance(group: Group) -> str:
+    rows = []
+    for m, values in enumerate(group.importance(), start=1):
+        spread = values.std(axis=0, ddof=1) if group.n > 1 else [""] * values.shape[1]
+        for rank, (mean, std) in enumerate(zip(values.mean(axis=0), spread, strict=True), start=1):
+            rows.append([f"Z_{m}", rank, group.n, float(mean), std if std == "" else float(std)])
+    return _table(["map", "rank", "n", "importance_mean", "importance_std"], rows)
+
+
+def _loss(group: Group) -> str:
+    run = group.first
+    terms = list(dict.fromkeys(term for point in run.losses for term in point.terms))
+    rows = ([point.stage, point.epoch, *(point.terms.get(term, "") for term in terms)] for point in run.losses)
+    return _table(["stage", "epoch", *terms], rows)

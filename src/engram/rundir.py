@@ -1,0 +1,136 @@
+"""A run is a directory: run.json, events.jsonl, result.json, stages/, checkpoint/."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from safetensors.numpy import save
+
+from engram.errors import EngramError
+from engram.events import Event
+from engram.files import read_json, write_bytes, write_json, writing
+
+FORMAT = 1
+MANIFEST, RESULT, EVENTS = "run.json", "result.json", "events.jsonl"
+
+
+class RunDirectory:
+    """The files of one run. One process at a time may write to it."""
+
+    def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
+        self.path = path
+        self.manifest = manifest
+        self._lock: IO[str] | None = None
+
+    @classmethod
+    def create(cls, path: Path, manifest: Mapping[str, Any]) -> RunDirectory:
+        """A new run directory; refuses one that already holds something."""
+        with writing(path):
+            if path.exists() and (not path.is_dir() or any(path.iterdir())):
+                raise EngramError(
+                    f"{path} already exists and is not empty; 'engram resume {path}' goes on with a run, "
+                    "or choose another directory with --out"
+                )
+            path.mkdir(parents=True, exist_ok=True)
+        content = {"engram": version(), "format": FORMAT, "created": datetime.now(UTC).isoformat(timespec="seconds")}
+        run = cls(path, {**content, **manifest, "versions": versions()})
+        run._acquire()
+        write_json(path / MANIFEST, run.manifest)
+        return run
+
+    @classmethod
+    def open(cls, path: Path) -> RunDirectory:
+        """The run directory at that path, for going on with it."""
+        run = cls(path, read_manifest(path))
+        run._acquire()
+        return run
+
+    @property
+    def checkpoint(self) -> Path:
+        """The file that the run resumes from."""
+        return self.path / "checkpoint" / "state.safetensors"
+
+    def append(self, event: Event) -> None:
+        """Adds an event to events.jsonl."""
+        line = json.dumps({"time": round(time.time(), 3), **event.to_json()})
+        path = self.path / EVENTS
+        with writing(path), path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+    def write_result(self, result: dict[str, Any]) -> None:
+        """Puts result.json in place of the one before."""
+        write_json(self.path / RESULT, result)
+
+    def write_stage(self, stage: int, arrays: Mapping[str, np.ndarray]) -> None:
+        """Keeps a stage's predictions and importance in stages/."""
+        write_bytes(self.path / "stages" / f"{stage:03d}.safetensors", save(dict(arrays)))
+
+    def close(self) -> None:
+        """Lets another process write."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def _acquire(self) -> None:
+        path = self.path / ".lock"
+        with writing(path):
+            lock = path.open("w", encoding="utf-8")
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                lock.close()
+                raise EngramError(f"another process is writing to {self.path}; wait for it or stop it") from error
+        self._lock = lock
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The run.json of a run directory, refused with a sentence where it is not one of ours."""
+    if not path.is_dir():
+        raise EngramError(f"there is no run directory at {path}")
+    if not (path / MANIFEST).is_file():
+        raise EngramError(f"{path} is not a run directory: it has no {MANIFEST}")
+    manifest = read_json(path / MANIFEST)
+    if manifest.get("format") != FORMAT:
+        raise EngramError(
+            f"{path} was written by engram {manifest.get('engram', '?')} in format {manifest.get('format')}, and this is engram "
+            f"{version()}, which reads format {FORMAT}; use the version that wrote it"
+        )
+    missing = [key for key in ("config", "config_hash", "order", "stage_sizes", "data") if key not in manifest]
+    if missing:
+        raise EngramError(f"{path / MANIFEST} lacks {', '.join(missing)}: it is damaged; start the run again")
+    return manifest
+
+
+def free_directory(parent: Path, name: str) -> Path:
+    """A path under the parent that no run has yet: the name, or the name with a number."""
+    path, number = parent / name, 1
+    while path.exists():
+        number += 1
+        path = parent / f"{name}-{number}"
+    return path
+
+
+def version() -> str:
+    """engram's version."""
+    return metadata.version("engram")
+
+
+def versions() -> dict[str, str]:
+    """The versions of what a result depends on."""
+    packages = {name: metadata.version(name) for name in ("torch", "numpy", "pillow", "safetensors")}
+    return {"engram": version(), "python": platform.python_version(), **packages}
+
+
+def hardware(device: str, device_name: str) -> dict[str, Any]:
+    """What the run ran on."""
+    return {"device": device, "name": device_name, "cores": os.cpu_count(), "system": platform.platform()}

@@ -1,0 +1,167 @@
+"""Session: the parts of one run, made from its configuration and its images."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+import torch
+
+from engram import metrics
+from engram.config import RunConfig
+from engram.data.memory import Memory
+from engram.data.samples import Samples
+from engram.data.stage import Stage
+from engram.data.store import ImageStore
+from engram.engine import Engine
+from engram.errors import EngramError
+from engram.evaluation import predict
+from engram.learner import Learner
+from engram.methods import Method, Phase, find_method
+from engram.models.network import Network, Part
+from engram.models.resnet import build_backbone
+from engram.random import generator
+
+# What an image costs, against training without a teacher; only for the estimate of the time left.
+TEACHER_COST, FROZEN_COST = 1.5, 0.3
+
+
+@dataclass(frozen=True)
+class PhasePlan:
+    """A phase as it will be: images and steps of one epoch, and its work in images trained."""
+
+    name: str
+    epochs: int
+    images: int
+    steps: int
+    batch_size: int
+    work: float
+
+    @classmethod
+    def of(cls, phase: Phase) -> PhasePlan:
+        """The plan of a phase."""
+        steps, size = phase.training.batches(phase.images)
+        cost = TEACHER_COST if phase.teacher else 1.0 if Part.BACKBONE in phase.train else FROZEN_COST
+        work = cost * phase.training.epochs * min(steps * size, phase.images)
+        return cls(phase.name, phase.training.epochs, phase.images, steps, size, work)
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """A stage as it will be."""
+
+    stage: int
+    new_classes: tuple[str, ...]
+    num_seen: int
+    images: int
+    exemplars: int
+    phases: tuple[PhasePlan, ...]
+
+
+class Session:
+    """Everything a run works with: stream, method, learner, engine. The test images are here and never reach the engine's training."""
+
+    def __init__(self, config: RunConfig, store: ImageStore) -> None:
+        self.config = config
+        self.store = store
+        self.stream = config.stream(store)
+        if min(store.image_size) < 8:
+            height, width = store.image_size
+            raise EngramError(f"images must be at least 8 pixels on each side, got {width}x{height}")
+        self.method: Method = find_method(config.method).make(config.settings)
+        self._train_labels = self.stream.labels_of(store.train.class_ids)
+        self._test_labels = self.stream.labels_of(store.test.class_ids)
+        device, precision = resolve_device(config)
+        self.engine = Engine(device, precision, config.augmentation, store.image_size)
+        memory = Memory(config.memory)
+        self.learner = Learner(self._network().to(device), self._network().to(device), memory, config.seed)
+
+    @property
+    def device_name(self) -> str:
+        """The processor or graphics card, as it calls itself."""
+        if self.engine.device.type == "cuda":
+            return torch.cuda.get_device_name(self.engine.device)
+        return platform.processor() or platform.machine()
+
+    @cached_property
+    def normalisation(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """The mean and standard deviation of each channel: the published ones, or those of the base stage's training images."""
+        if self.store.mean is not None and self.store.std is not None:
+            return self.store.mean, self.store.std
+        base = self.store.train.images[self._train_labels < self.stream.sizes[0]] / np.float32(255)
+        std = np.maximum(base.std(axis=(0, 1, 2), dtype=np.float64), 1e-3)
+        return tuple(base.mean(axis=(0, 1, 2), dtype=np.float64).tolist()), tuple(std.tolist())
+
+    def _network(self) -> Network:
+        backbone = build_backbone(self.config.backbone, generator(self.config.seed, "backbone"))
+        head = self.method.head(backbone.dim, self.store.num_classes)
+        return Network(backbone, head, *self.normalisation)
+
+    def stage(self, index: int) -> Stage:
+        """A stage to train on: the images of its new classes, and the memory as it is now."""
+        labels = self.stream.new_labels(index)
+        rows = np.flatnonzero((self._train_labels >= labels.start) & (self._train_labels < labels.stop))
+        new = Samples(
+            torch.from_numpy(np.ascontiguousarray(self.store.train.images[rows])),
+            torch.from_numpy(self._train_labels[rows]),
+            torch.from_numpy(rows.astype(np.int64)),
+            torch.zeros(len(rows), dtype=torch.bool),
+        )
+        kept = self.learner.memory.samples()
+        pool = new if kept is None else Samples.concatenate([new, kept])
+        return Stage(index, labels.start, len(labels), pool)
+
+    def plan(self) -> list[StagePlan]:
+        """What the run will do, stage by stage, without doing any of it."""
+        counts = np.bincount(self._train_labels, minlength=self.store.num_classes)
+        plans: list[StagePlan] = []
+        for index in range(len(self.stream)):
+            new = self.stream.new_labels(index)
+            quota = self.config.memory.per_class(new.start) if new.start else 0
+            kept = [int(min(counts[label], counts[label] if quota is None else quota)) for label in range(new.start)]
+            phases = self.method.phases(self.learner, _outline(index, new, counts, kept), self.engine)
+            names = tuple(self.store.class_names[self.stream.order[label]] for label in new)
+            images = int(counts[new.start : new.stop].sum()) + sum(kept)
+            planned = tuple(PhasePlan.of(phase) for phase in phases)
+            plans.append(StagePlan(index, names, new.stop, images, sum(kept), planned))
+        return plans
+
+    def evaluate(self, index: int) -> tuple[dict[str, float], dict[str, list[float]], dict[str, np.ndarray]]:
+        """Accuracy over the classes seen, accuracy by stage, and the arrays to keep: targets, predictions, importance."""
+        rows = np.flatnonzero(self._test_labels < self.stream.num_seen(index))
+        targets = self._test_labels[rows].astype(np.int16)
+        images = torch.from_numpy(np.ascontiguousarray(self.store.test.images[rows]))
+        predictions = predict(self.learner, self.engine, images)
+        predictions = {name: predictions[name] for name in self.method.predictors}
+        sizes = self.stream.sizes[: index + 1]
+        arrays = {"targets": targets} | {f"predictions.{name}": labels for name, labels in predictions.items()}
+        arrays |= {name: value.cpu().numpy() for name, value in self.learner.buffers.items()}
+        accuracy = {name: metrics.accuracy(targets, labels) for name, labels in predictions.items()}
+        by_stage = {name: metrics.accuracy_by_stage(targets, labels, sizes) for name, labels in predictions.items()}
+        return accuracy, by_stage, arrays
+
+
+def resolve_device(config: RunConfig) -> tuple[torch.device, Literal["float32", "bf16"]]:
+    """The device and precision that "auto" stands for here; refuses what this machine cannot do."""
+    available = torch.cuda.is_available()
+    if config.device == "cuda" and not available:
+        raise EngramError("no CUDA device is available here; use --device cpu or --device auto")
+    device = torch.device("cuda" if available and config.device != "cpu" else "cpu")
+    if config.precision == "auto":
+        return device, "bf16" if device.type == "cuda" else "float32"
+    if config.precision == "bf16" and device.type == "cpu":
+        raise EngramError("bf16 is for CUDA devices; on a CPU use --precision float32")
+    return device, config.precision
+
+
+def _outline(index: int, new: range, counts: np.ndarray, kept: list[int]) -> Stage:
+    """A stage of the right size and labels whose images are empty, for planning."""
+    labels = np.concatenate([np.repeat(np.arange(new.start, new.stop), counts[new.start : new.stop]), np.repeat(np.arange(new.start), kept)])
+    exemplar = torch.from_numpy(labels < new.start)
+    total = len(labels)
+    empty = torch.empty(total, 0, 0, 3, dtype=torch.uint8)
+    pool = Samples(empty, torch.from_numpy(labels.astype(np.int64)), torch.arange(total), exemplar)
+    return Stage(index, new.start, len(new), pool)
