@@ -1,8 +1,8 @@
 """engram: class-incremental learning you can use.
 
-    from engram import ImageStore, recipe, train
-    result = train(recipe("afc-mini-b10-s5"))
-    print(result["average_incremental_accuracy"])
+from engram import ImageStore, recipe, train
+result = train(recipe("afc-mini-b10-s5"))
+print(result["average_incremental_accuracy"])
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checkpoints: the whole state of a run in one file, written so that a reader finds the old one or the new one, never half of either."""
+"""Checkpoints: the state of a run in one file; a reader finds the old one or the new one, never half of either."""
 
 from __future__ import annotations
 

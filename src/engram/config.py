@@ -25,8 +25,9 @@ Precision = Literal["auto", "float32", "bf16"]
 class RunConfig:
     """One run: a method on a stream of classes.
 
-    settings are the method's own, of the class it registered. base: None is half of the classes. order: see `class_order`. predictor: the one the recipe reports; all
-    of the method's are evaluated. recipe: the name it started from.
+    settings are the method's own, of the class it registered. base: None is half of the classes. order: see
+    `class_order`. predictor: the one the recipe reports; all of the method's are evaluated. recipe: the name it
+    started from.
     """
 
     method: str
@@ -54,7 +55,8 @@ class RunConfig:
             raise EngramError(f"no backbone {self.backbone!r}: {suggest(self.backbone, BACKBONES)}")
         if method.memory in ("none", "all") and self.memory.budget != method.memory:
             raise EngramError(
-                f"{self.method} is defined with memory={method.memory}, got {self.memory}; choose another method for another memory"
+                f"{self.method} is defined with memory={method.memory}, got {self.memory}; "
+                "choose another method for another memory"
             )
         if method.memory == "needed" and self.memory.budget == "none":
             raise EngramError(f"{self.method} needs a memory, got none; 'naive' is the method without one")
@@ -112,7 +114,9 @@ class RunConfig:
         if later and later[-1] != later[0]:
             increments += f" (the last of {later[-1]})"
         height, width = store.image_size
-        memory = {"all": "every image", "none": "none"}.get(self.memory.budget, f"{self.memory}, {self.memory.selection}")
+        memory = {"all": "every image", "none": "none"}.get(
+            self.memory.budget, f"{self.memory}, {self.memory.selection}"
+        )
         variant = getattr(self.settings, "variant", None)
         card = {
             "Recipe": self.recipe,

@@ -14,7 +14,8 @@ from engram.learner import Learner
 def predict(learner: Learner, engine: Engine, images: Tensor) -> dict[str, np.ndarray]:
     """The predicted label of each uint8 image (N, H, W, 3), by predictor.
 
-    cnn: the class with the highest score. nme: the class whose mean of exemplars is nearest; only where there are class means.
+    cnn: the class with the highest score. nme: the class whose mean of exemplars is nearest; only where there are
+    class means.
     """
     embedding, scores = engine.infer(learner.network, images)
     predictions = {"cnn": scores.argmax(dim=1)}

@@ -12,8 +12,8 @@ class Learner:
     """A network, its teacher, the memory of exemplars, the class means and the method's own tensors.
 
     stages_done counts the stages learned. teacher is a second network that holds the weights of the stage before once
-    there is one; it exists from the start so that its tensors keep their place in memory. notes: what a method wants the user
-    told; the run passes them on.
+    there is one; it exists from the start so that its tensors keep their place in memory. notes: what a method wants
+    the user told; the run passes them on.
     """
 
     def __init__(self, network: Network, teacher: Network, memory: Memory, seed: int) -> None:

@@ -1,10 +1,12 @@
 """Metrics: pure functions of the accuracy matrix.
 
-R[t][i] is the accuracy, in percent, on the classes that arrived at stage i of the model after stage t; row t has t + 1 entries.
+R[t][i] is the accuracy, in percent, on the classes that arrived at stage i of the model after stage t; row t has t +
+1 entries.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -23,7 +25,7 @@ def accuracy_by_stage(targets: np.ndarray, predictions: np.ndarray, sizes: Seque
     """The accuracy on the classes of each stage, for labels that count up through the stages' sizes."""
     bounds = np.cumsum([0, *sizes])
     rows: list[float] = []
-    for first, last in zip(bounds[:-1], bounds[1:], strict=True):
+    for first, last in itertools.pairwise(bounds):
         chosen = (targets >= first) & (targets < last)
         rows.append(accuracy(targets[chosen], predictions[chosen]))
     return rows

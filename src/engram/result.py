@@ -39,7 +39,7 @@ class Result(TypedDict):
 
 @dataclass(frozen=True)
 class StageRecord:
-    """What one stage came to. accuracy: percent over the classes seen, by predictor; accuracy_by_stage: one entry per stage so far."""
+    """What one stage came to; accuracies in percent, by predictor, accuracy_by_stage with an entry per stage so far."""
 
     stage: int
     classes: int

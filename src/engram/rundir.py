@@ -8,6 +8,7 @@ import os
 import platform
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -21,7 +22,7 @@ from engram.events import Event
 from engram.files import read_json, write_bytes, write_json, writing
 
 FORMAT = 1
-MANIFEST, RESULT, EVENTS = "run.json", "result.json", "events.jsonl"
+MANIFEST, RESULT, EVENTS, LOCK = "run.json", "result.json", "events.jsonl", ".lock"
 
 
 class RunDirectory:
@@ -42,10 +43,21 @@ class RunDirectory:
                     "or choose another directory with --out"
                 )
             path.mkdir(parents=True, exist_ok=True)
-        content = {"engram": version(), "format": FORMAT, "created": datetime.now(UTC).isoformat(timespec="seconds")}
+        content = {
+            "engram": version(),
+            "format": FORMAT,
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
         run = cls(path, {**content, **manifest, "versions": versions()})
         run._acquire()
-        write_json(path / MANIFEST, run.manifest)
+        try:
+            write_json(path / MANIFEST, run.manifest)
+        except BaseException:
+            run.close()
+            with suppress(OSError):
+                (path / LOCK).unlink()
+                path.rmdir()
+            raise
         return run
 
     @classmethod
@@ -82,7 +94,7 @@ class RunDirectory:
             self._lock = None
 
     def _acquire(self) -> None:
-        path = self.path / ".lock"
+        path = self.path / LOCK
         with writing(path):
             lock = path.open("w", encoding="utf-8")
             try:
@@ -102,8 +114,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
     manifest = read_json(path / MANIFEST)
     if manifest.get("format") != FORMAT:
         raise EngramError(
-            f"{path} was written by engram {manifest.get('engram', '?')} in format {manifest.get('format')}, and this is engram "
-            f"{version()}, which reads format {FORMAT}; use the version that wrote it"
+            f"{path} was written by engram {manifest.get('engram', '?')} in format {manifest.get('format')}, "
+            f"and this is engram {version()}, which reads format {FORMAT}; use the version that wrote it"
         )
     missing = [key for key in ("config", "config_hash", "order", "stage_sizes", "data") if key not in manifest]
     if missing:

@@ -1,4 +1,4 @@
-"""Runs: the only place that wires data, method, engine, evaluation and files together. It yields events and draws nothing."""
+"""Runs: a session, step by step, with its files. They yield events and draw nothing."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def run(
 ) -> Iterator[Event]:
     """The events of a run, which takes place as they are consumed.
 
-    directory: where the run keeps its files; None writes nothing. store: the images, where the configuration does not name them. stop is
-    asked after every step; when it says yes the run saves itself and ends.
+    directory: where the run keeps its files; None writes nothing. store: the images, where the configuration does not
+    name them. stop is asked after every step; when it says yes the run saves itself and ends.
     """
     session = Session(config, load_store(config.data) if store is None else store)
     files = None
@@ -70,7 +70,10 @@ def resume(
     checkpoint_minutes: float = 10.0,
     data_path: str | None = None,
 ) -> Iterator[Event]:
-    """The events of going on with the run in a directory from its last checkpoint. data_path: where the images are now, if they moved."""
+    """The events of going on with the run in a directory from its last checkpoint.
+
+    data_path: where the images are now, if they moved.
+    """
     path = Path(directory)
     manifest = read_manifest(path)
     config = RunConfig.from_plain(manifest["config"])
@@ -85,7 +88,9 @@ def resume(
         if checkpoint is not None and checkpoint.data.get("config_hash") != manifest["config_hash"]:
             raise EngramError(f"the checkpoint in {path} belongs to another configuration than its run.json")
         if store.fingerprint() != manifest["data"]["fingerprint"]:
-            raise EngramError(f"the images are not those that the run in {path} began with; give the same data with --data")
+            raise EngramError(
+                f"the images are not those that the run in {path} began with; give the same data with --data"
+            )
         session = Session(config, store)
         going = _Run(session, files, stop, stop_after_stage, checkpoint_minutes)
         if checkpoint is not None:
@@ -246,7 +251,9 @@ class _Run:
             self.clock["train"] = self.clock.get("train", 0.0) + seconds
             self.work_here, self.seconds_here = self.work_here + per_step, self.seconds_here + seconds
             if loop.step == loop.steps:
-                yield EpochFinished(index, phase.name, loop.epoch + 1, loop.terms(), loop.learning_rate(), meter.epoch())
+                yield EpochFinished(
+                    index, phase.name, loop.epoch + 1, loop.terms(), loop.learning_rate(), meter.epoch()
+                )
             if meter.due():
                 yield self._progress(index, number, loop, meter.images_per_second())
             if self.files is not None and time.monotonic() - self.saved_at > self.checkpoint_seconds:
@@ -325,7 +332,8 @@ class _Run:
         self.session.learner.stages_done = len(self.records)
         self.clock = dict(data["clock"])
         if phase is not None:
-            assert rows is not None and momentum is not None
+            assert rows is not None
+            assert momentum is not None
             momentum = momentum.to(self.session.engine.device)
             self.phase_at = (phase["number"], PhaseState(rows, momentum, phase["epoch"], phase["step"]))
 

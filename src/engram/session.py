@@ -62,7 +62,10 @@ class StagePlan:
 
 
 class Session:
-    """Everything a run works with: stream, method, learner, engine. The test images are here and never reach the engine's training."""
+    """Everything a run works with: stream, method, learner, engine.
+
+    The test images stay here: nothing that trains takes them as an argument.
+    """
 
     def __init__(self, config: RunConfig, store: ImageStore) -> None:
         self.config = config
@@ -88,7 +91,7 @@ class Session:
 
     @cached_property
     def normalisation(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """The mean and standard deviation of each channel: the published ones, or those of the base stage's training images."""
+        """Each channel's mean and standard deviation: the published ones, or the base stage's training images'."""
         if self.store.mean is not None and self.store.std is not None:
             return self.store.mean, self.store.std
         base = self.store.train.images[self._train_labels < self.stream.sizes[0]] / np.float32(255)
@@ -130,7 +133,7 @@ class Session:
         return plans
 
     def evaluate(self, index: int) -> tuple[dict[str, float], dict[str, list[float]], dict[str, np.ndarray]]:
-        """Accuracy over the classes seen, accuracy by stage, and the arrays to keep: targets, predictions, importance."""
+        """Accuracy over the classes seen, accuracy by stage, and the arrays to keep (predictions, importance)."""
         rows = np.flatnonzero(self._test_labels < self.stream.num_seen(index))
         targets = self._test_labels[rows].astype(np.int16)
         images = torch.from_numpy(np.ascontiguousarray(self.store.test.images[rows]))
@@ -159,7 +162,12 @@ def resolve_device(config: RunConfig) -> tuple[torch.device, Literal["float32", 
 
 def _outline(index: int, new: range, counts: np.ndarray, kept: list[int]) -> Stage:
     """A stage of the right size and labels whose images are empty, for planning."""
-    labels = np.concatenate([np.repeat(np.arange(new.start, new.stop), counts[new.start : new.stop]), np.repeat(np.arange(new.start), kept)])
+    labels = np.concatenate(
+        [
+            np.repeat(np.arange(new.start, new.stop), counts[new.start : new.stop]),
+            np.repeat(np.arange(new.start), kept),
+        ]
+    )
     exemplar = torch.from_numpy(labels < new.start)
     total = len(labels)
     empty = torch.empty(total, 0, 0, 3, dtype=torch.uint8)

@@ -89,9 +89,7 @@ def _locate(path: Path) -> Path:
             return path / ARCHIVE_NAME
     except OSError as error:
         raise EngramError(f"{path} cannot be read ({error.strerror}); check its permissions") from None
-    raise EngramError(
-        f"{path} holds neither {ARCHIVE_NAME} nor the folder {FOLDER_NAME}; give the path of one of them"
-    )
+    raise EngramError(f"{path} holds neither {ARCHIVE_NAME} nor the folder {FOLDER_NAME}; give the path of one of them")
 
 
 def _read_member(path: Path) -> tuple[str, dict[str, Any]]:
@@ -101,9 +99,7 @@ def _read_member(path: Path) -> tuple[str, dict[str, Any]]:
         with path.open("rb") as file:
             return str(path), _unpickle(file, str(path))
     except FileNotFoundError:
-        raise EngramError(
-            f"{path} is missing; extract {ARCHIVE_NAME} again or give the archive itself"
-        ) from None
+        raise EngramError(f"{path} is missing; extract {ARCHIVE_NAME} again or give the archive itself") from None
     except OSError as error:
         raise EngramError(f"{path} cannot be read ({error.strerror or error}); check the file") from None
 
@@ -133,8 +129,7 @@ def _read_archive(path: Path) -> dict[str, tuple[str, dict[str, Any]]]:
             raise EngramError(f"{path} cannot be read ({error.strerror}); check the file") from None
         reason = str(error).rstrip(".") or type(error).__name__
         raise EngramError(
-            f"{path} is truncated, damaged or no tar archive ({reason}); "
-            "download it again (engram prepare cifar100)"
+            f"{path} is truncated, damaged or no tar archive ({reason}); download it again (engram prepare cifar100)"
         ) from None
     missing = [name for name in _MEMBERS if name not in found]
     if missing:
@@ -212,9 +207,7 @@ def _class_names(place: str, content: dict[str, Any]) -> tuple[str, ...]:
     names = content.get("fine_label_names")
     if not isinstance(names, list) or len(names) != 100:
         found = f"{len(names)}" if isinstance(names, list) else "no"
-        raise EngramError(
-            f"{place} has {found} fine class names where CIFAR-100 has 100; give the official files"
-        )
+        raise EngramError(f"{place} has {found} fine class names where CIFAR-100 has 100; give the official files")
     return tuple(_text(name) for name in names)
 
 
@@ -222,22 +215,14 @@ def _split(place: str, content: dict[str, Any], num_classes: int, count: int | N
     pixels, labels = content.get("data"), content.get("fine_labels")
     if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8 or pixels.shape[1:] != (3072,):
         found = f"{pixels.dtype} {pixels.shape}" if isinstance(pixels, np.ndarray) else type(pixels).__name__
-        raise EngramError(
-            f"{place} has pixels of the form {found}, not uint8 (N, 3072); give the official files"
-        )
+        raise EngramError(f"{place} has pixels of the form {found}, not uint8 (N, 3072); give the official files")
     if count is not None and len(pixels) != count:
-        raise EngramError(
-            f"{place} has {len(pixels)} images where CIFAR-100 has {count}; give the official files"
-        )
+        raise EngramError(f"{place} has {len(pixels)} images where CIFAR-100 has {count}; give the official files")
     if not isinstance(labels, list) or len(labels) != len(pixels):
         found = f"{len(labels)}" if isinstance(labels, list) else "no"
-        raise EngramError(
-            f"{place} has {found} fine labels for {len(pixels)} images; give the official files"
-        )
+        raise EngramError(f"{place} has {found} fine labels for {len(pixels)} images; give the official files")
     if not all(isinstance(label, int) and 0 <= label < num_classes for label in labels):
-        raise EngramError(
-            f"{place} has a fine label that is not 0 to {num_classes - 1}; give the official files"
-        )
+        raise EngramError(f"{place} has a fine label that is not 0 to {num_classes - 1}; give the official files")
     # Each row is the red, then the green, then the blue plane.
     images = np.ascontiguousarray(pixels.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
     return Split(images, np.array(labels, dtype=np.int64))

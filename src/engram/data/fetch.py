@@ -87,8 +87,7 @@ class _Download:
             wrong = self._fault(self.target)
             if wrong:
                 raise EngramError(
-                    f"{self.target} is not the official archive ({wrong}); "
-                    "move it away or delete it, then try again"
+                    f"{self.target} is not the official archive ({wrong}); move it away or delete it, then try again"
                 )
             self._tell(self.size)
             return self.target
@@ -113,9 +112,7 @@ class _Download:
         while (have := self._have()) < self.size:
             if have <= best:
                 kept = f", {have} of {self.size} bytes are kept for the next try" if have else ""
-                raise EngramError(
-                    f"{self.url} cannot be downloaded ({reason}{kept}); try again, or {self._by_hand()}"
-                )
+                raise EngramError(f"{self.url} cannot be downloaded ({reason}{kept}); try again, or {self._by_hand()}")
             best, reason = have, "the connection broke off"
             try:
                 if not self._attempt(have):
@@ -134,9 +131,7 @@ class _Download:
             return True
 
     def _open(self, have: int) -> http.client.HTTPResponse:
-        request = urllib.request.Request(
-            self.url, headers={"User-Agent": "engram", "Accept-Encoding": "identity"}
-        )
+        request = urllib.request.Request(self.url, headers={"User-Agent": "engram", "Accept-Encoding": "identity"})
         if have:
             request.add_header("Range", f"bytes={have}-")
             tag = self._saved_tag()
@@ -158,9 +153,7 @@ class _Download:
     def _start_of(self, response: http.client.HTTPResponse, have: int) -> int | None:
         """The position of the first byte of the answer; None where it does not fit the part."""
         if response.status == 206:
-            match = re.fullmatch(
-                r"bytes (\d+)-\d+/(\d+|\*)", response.headers.get("Content-Range", "").strip()
-            )
+            match = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", response.headers.get("Content-Range", "").strip())
             tag, saved = response.headers.get("ETag"), self._saved_tag()
             if match is None or int(match[1]) != have or (tag and saved and tag != saved):
                 return None
@@ -258,9 +251,5 @@ def _disk_error(error: OSError, download: _Download) -> EngramError:
             "what has come is kept, so make room and try again"
         )
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return EngramError(
-            f"{folder} cannot be written to ({error.strerror}); choose another folder with ENGRAM_DATA"
-        )
-    return EngramError(
-        f"{error.filename or folder} cannot be used ({error.strerror or error}); choose another folder"
-    )
+        return EngramError(f"{folder} cannot be written to ({error.strerror}); choose another folder with ENGRAM_DATA")
+    return EngramError(f"{error.filename or folder} cannot be used ({error.strerror or error}); choose another folder")

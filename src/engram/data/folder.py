@@ -67,9 +67,7 @@ def read_folder(
         test = Split(whole.images[held], whole.class_ids[held])
     else:
         train, test = reader.read(folders)
-    return ImageStore(
-        name or root.resolve().name or "images", train, test, names, skipped=tuple(reader.skipped)
-    )
+    return ImageStore(name or root.resolve().name or "images", train, test, names, skipped=tuple(reader.skipped))
 
 
 def _find_images(root: Path) -> tuple[list[_Folder], tuple[str, ...]]:
@@ -89,9 +87,7 @@ def _has_splits(root: Path) -> bool:
     train = root / "train"
     if not train.is_dir() or any(_is_image(entry) for entry in _entries(train)):
         return False
-    return any(entry.is_dir() for entry in _entries(train)) or any(
-        (root / test).is_dir() for test in _TEST_FOLDERS
-    )
+    return any(entry.is_dir() for entry in _entries(train)) or any((root / test).is_dir() for test in _TEST_FOLDERS)
 
 
 def _test_folder(root: Path) -> Path:
@@ -99,8 +95,7 @@ def _test_folder(root: Path) -> Path:
         if (root / test).is_dir():
             return root / test
     raise EngramError(
-        f"{root} has train/ but neither test/ nor val/; add one, "
-        f"or give {root / 'train'} to hold out a share of it"
+        f"{root} has train/ but neither test/ nor val/; add one, or give {root / 'train'} to hold out a share of it"
     )
 
 
@@ -108,9 +103,7 @@ def _common_classes(train: Path, test: Path) -> tuple[str, ...]:
     trained, tested = _class_folders(train), _class_folders(test)
     only = [name for name in tested if name not in trained]
     if only:
-        raise EngramError(
-            f"class {some(only)} is in {test} but not in {train}; add its training images or remove it"
-        )
+        raise EngramError(f"class {some(only)} is in {test} but not in {train}; add its training images or remove it")
     only = [name for name in trained if name not in tested]
     if only:
         raise EngramError(
@@ -129,9 +122,7 @@ def _class_folders(folder: Path) -> list[str]:
         if entry.is_dir():
             names.append(entry.name)
     if not names:
-        raise EngramError(
-            f"{folder} has no class folder; put the images of each class into a folder named after it"
-        )
+        raise EngramError(f"{folder} has no class folder; put the images of each class into a folder named after it")
     return sorted(names)
 
 
@@ -142,8 +133,7 @@ def _list_images(folder: Path, class_names: Sequence[str]) -> _Folder:
         found = sorted(_walk(folder / class_name), key=lambda file: file.relative_to(folder).parts)
         if not found:
             raise EngramError(
-                f"the class folder {folder / class_name} has no image; "
-                f"add some ({', '.join(EXTENSIONS)}) or remove it"
+                f"the class folder {folder / class_name} has no image; add some ({', '.join(EXTENSIONS)}) or remove it"
             )
         files += found
         class_ids += [class_id] * len(found)
@@ -200,9 +190,7 @@ class _Reader:
     def _read_split(self, folder: _Folder, done: int, total: int) -> Split:
         images: Images | None = None
         class_ids: list[int] = []
-        for position, (file, class_id) in enumerate(
-            zip(folder.files, folder.class_ids, strict=True), start=1
-        ):
+        for position, (file, class_id) in enumerate(zip(folder.files, folder.class_ids, strict=True), start=1):
             image = self._decode(file)
             if image is not None:
                 self._check_size(file, (image.shape[0], image.shape[1]))
@@ -213,9 +201,7 @@ class _Reader:
             if self.progress is not None:
                 self.progress(done + position, total)
         if images is None:
-            raise EngramError(
-                f"none of the {len(folder.files)} images in {self.root} could be read; check the files"
-            )
+            raise EngramError(f"none of the {len(folder.files)} images in {self.root} could be read; check the files")
         return Split(images[: len(class_ids)], np.array(class_ids, dtype=np.int64))
 
     def _decode(self, file: Path) -> Images | None:
@@ -223,9 +209,7 @@ class _Reader:
             return decode_image(file, self.size)
         except EngramError as error:
             if not self.skip_bad:
-                raise EngramError(
-                    f"{error}; mend or remove it, or go on without such files with --skip-bad"
-                ) from None
+                raise EngramError(f"{error}; mend or remove it, or go on without such files with --skip-bad") from None
             self.skipped.append(str(file.relative_to(self.root)))
             return None
 
@@ -250,8 +234,7 @@ def _allocate(count: int, shape: tuple[int, ...]) -> Images:
 def _refuse_memory(count: int, shape: tuple[int, ...]) -> NoReturn:
     gigabytes = count * shape[0] * shape[1] * 3 / 1e9
     raise EngramError(
-        f"{count} images of {shape[1]}x{shape[0]} pixels need {gigabytes:.1f} GB of memory; "
-        "give a smaller --image-size"
+        f"{count} images of {shape[1]}x{shape[0]} pixels need {gigabytes:.1f} GB of memory; give a smaller --image-size"
     )
 
 

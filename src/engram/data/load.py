@@ -20,9 +20,10 @@ DATASETS = ("mini", "cifar100", "folder", "arrays")
 class DataConfig:
     """Where the images come from.
 
-    name: "mini" is in the package; "cifar100" is the official archive or its folder; "folder" is a folder of class folders at `path`;
-    "arrays" are given in Python. image_size, test_fraction and skip_bad are for folders. holdout: evaluate on that share of the
-    training images instead of the test split, for choosing settings without looking at it.
+    name: "mini" is in the package; "cifar100" is the official archive or its folder; "folder" is a folder of class
+    folders at `path`; "arrays" are given in Python. image_size, test_fraction and skip_bad are for folders. holdout:
+    evaluate on that share of the training images instead of the test split, for choosing settings without looking at
+    it.
     """
 
     name: str = "mini"
@@ -69,5 +70,6 @@ def _default_cifar100() -> Path:
         if path.exists():
             return path
     raise EngramError(
-        f"CIFAR-100 is not in {data_home()}: run 'engram prepare cifar100', or give the archive or its folder with --data PATH"
+        f"CIFAR-100 is not in {data_home()}: run 'engram prepare cifar100', "
+        "or give the archive or its folder with --data PATH"
     )

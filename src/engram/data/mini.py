@@ -24,9 +24,7 @@ def read_mini() -> ImageStore:
     assets = resources.files("engram.data").joinpath("assets", "mini")
     try:
         meta = json.loads(assets.joinpath("meta.json").read_text(encoding="utf-8"))
-        splits = [
-            _split(assets.joinpath(f"{name}.webp").read_bytes(), name, meta) for name in ("train", "test")
-        ]
+        splits = [_split(assets.joinpath(f"{name}.webp").read_bytes(), name, meta) for name in ("train", "test")]
     except (OSError, KeyError, json.JSONDecodeError, UnidentifiedImageError) as error:
         raise EngramError(f"the embedded data set cannot be read ({error}); install engram again") from None
     return ImageStore("mini", splits[0], splits[1], tuple(meta["class_names"]), mean=MEAN, std=STD)

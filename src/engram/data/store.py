@@ -140,9 +140,7 @@ class ImageStore:
         """
         if (x_test is None) != (y_test is None):
             given, missing = ("x_test", "y_test") if y_test is None else ("y_test", "x_test")
-            raise EngramError(
-                f"{given} was given without {missing}; give both, or neither to hold out a share"
-            )
+            raise EngramError(f"{given} was given without {missing}; give both, or neither to hold out a share")
         images, labels = _as_images(x_train, "x_train"), _as_labels(y_train, "y_train")
         _check_lengths(images, labels, "train")
         names = _class_names(labels, class_names)
@@ -166,9 +164,7 @@ def stratified_split(
     neither on the other classes nor on the version of a random number library.
     """
     if not 0 < fraction < 1:
-        raise EngramError(
-            f"the share of images to hold out must lie between 0 and 1, not {fraction:g}; try 0.2"
-        )
+        raise EngramError(f"the share of images to hold out must lie between 0 and 1, not {fraction:g}; try 0.2")
     by_class = np.argsort(class_ids, kind="stable")
     groups = np.split(by_class, np.cumsum(np.bincount(class_ids, minlength=len(class_names)))[:-1])
     kept: list[npt.NDArray[np.int64]] = []
@@ -186,9 +182,7 @@ def stratified_split(
         held.append(shuffled[:count])
         kept.append(shuffled[count:])
     if not held:
-        raise EngramError(
-            "there is no image to hold out as a test image; give at least two images of each class"
-        )
+        raise EngramError("there is no image to hold out as a test image; give at least two images of each class")
     return np.sort(np.concatenate(kept)), np.sort(np.concatenate(held))
 
 
@@ -234,13 +228,10 @@ def _check_normalisation(mean: RGB | None, std: RGB | None) -> None:
     if mean is None and std is None:
         return
     if mean is None or std is None:
-        raise EngramError(
-            "the mean and the standard deviation of the pixels go together; give both or neither"
-        )
+        raise EngramError("the mean and the standard deviation of the pixels go together; give both or neither")
     if len(mean) != 3 or len(std) != 3 or not np.isfinite([*mean, *std]).all() or min(std) <= 0:
         raise EngramError(
-            f"mean {mean} and std {std} must each be three finite numbers, for red, green and blue, "
-            "and std positive"
+            f"mean {mean} and std {std} must each be three finite numbers, for red, green and blue, and std positive"
         )
 
 
@@ -274,8 +265,7 @@ def _asarray(value: Any, what: str) -> npt.NDArray[Any]:
     except (TypeError, ValueError, RuntimeError) as error:  # ragged lists, tensors on a GPU or in a graph
         reason = str(error).splitlines()[0].rstrip(".")
         raise EngramError(
-            f"{what} could not be read as one array ({reason}); "
-            "give a NumPy array or a detached tensor on the CPU"
+            f"{what} could not be read as one array ({reason}); give a NumPy array or a detached tensor on the CPU"
         ) from None
 
 
@@ -290,15 +280,11 @@ def _as_images(value: Any, what: str) -> Images:
         raise EngramError(f"{what} holds {images.dtype} values, but images are uint8 from 0 to 255; {how}")
     shape = images.shape
     if 0 in shape:
-        raise EngramError(
-            f"{what} has the shape {shape} and holds no image; give at least two images a class"
-        )
+        raise EngramError(f"{what} has the shape {shape} and holds no image; give at least two images a class")
     if images.ndim == 3:
         images = images[..., None]
     if images.ndim != 4:
-        raise EngramError(
-            f"{what} has the shape {shape}, but images are (N, height, width) or (N, height, width, 3)"
-        )
+        raise EngramError(f"{what} has the shape {shape}, but images are (N, height, width) or (N, height, width, 3)")
     if images.shape[3] not in (1, 3):
         _refuse_channels(what, shape)
     # A copy in memory order, so that the caller's later changes do not reach the store.
@@ -308,14 +294,11 @@ def _as_images(value: Any, what: str) -> Images:
 def _refuse_channels(what: str, shape: tuple[int, ...]) -> NoReturn:
     if shape[1] in (1, 3):
         raise EngramError(
-            f"{what} has its channels first {shape}; move them last with x.transpose(0, 2, 3, 1) "
-            "(permute for a tensor)"
+            f"{what} has its channels first {shape}; move them last with x.transpose(0, 2, 3, 1) (permute for a tensor)"
         )
     if shape[3] == 4:
         raise EngramError(f"{what} has four channels {shape}; drop the alpha channel with x[..., :3]")
-    raise EngramError(
-        f"{what} has {shape[3]} channels {shape}; images have 3 (colour) or 1 (grey) as last axis"
-    )
+    raise EngramError(f"{what} has {shape[3]} channels {shape}; images have 3 (colour) or 1 (grey) as last axis")
 
 
 def _as_labels(value: Any, what: str) -> npt.NDArray[Any]:
@@ -338,9 +321,7 @@ def _as_labels(value: Any, what: str) -> npt.NDArray[Any]:
 
 def _check_lengths(images: Images, labels: npt.NDArray[Any], which: str) -> None:
     if len(images) != len(labels):
-        raise EngramError(
-            f"x_{which} has {len(images)} images and y_{which} has {len(labels)} labels; give one each"
-        )
+        raise EngramError(f"x_{which} has {len(images)} images and y_{which} has {len(labels)} labels; give one each")
 
 
 def _class_names(labels: npt.NDArray[Any], given: Sequence[str] | None) -> tuple[str, ...]:

@@ -36,7 +36,11 @@ class Engine:
     """Executes phases and passes on one device at one precision."""
 
     def __init__(
-        self, device: torch.device, precision: Precision, augmentation: Augmentation, image_size: tuple[int, int]
+        self,
+        device: torch.device,
+        precision: Precision,
+        augmentation: Augmentation,
+        image_size: tuple[int, int],
     ) -> None:
         self.device = device
         self.precision: Precision = precision
@@ -60,13 +64,16 @@ class Engine:
         if self._pool is None or self._pool[0] is not stage:
             samples = stage.pool
             padded = pad_images(samples.images.to(self.device), self.augmentation.pad)
-            self._pool = (stage, Pool(padded, samples.labels.to(self.device), samples.exemplar.to(self.device)))
+            self._pool = (
+                stage,
+                Pool(padded, samples.labels.to(self.device), samples.exemplar.to(self.device)),
+            )
         return self._pool[1]
 
     def start(
         self, learner: Learner, stage: Stage, phase: Phase, index: int, resume: PhaseState | None = None
     ) -> PhaseLoop:
-        """A loop over the steps of a phase, from its beginning or from where it stood. index: the phase's number in the stage."""
+        """A loop over the steps of a phase (the stage's number `index`), from its beginning or from where it stood."""
         return PhaseLoop(self, learner, stage, phase, index, resume)
 
     @torch.no_grad()
@@ -89,11 +96,17 @@ class Engine:
         return self.infer(network, images, mirror)[0]
 
     def sweep(
-        self, learner: Learner, stage: Stage, rows: Tensor, visit: Callable[[Step], Sequence[Tensor]], batch_size: int
+        self,
+        learner: Learner,
+        stage: Stage,
+        rows: Tensor,
+        visit: Callable[[Step], Sequence[Tensor]],
+        batch_size: int,
     ) -> list[Tensor]:
         """The sums of what `visit` returns over one augmented pass in train mode; no parameter moves.
 
-        Every image counts once, the last batch being as small as it must. Batch statistics do move, as in the released code.
+        Every image counts once, the last batch being as small as it must. Batch statistics do move, as in the
+        released code.
         """
         pool = self.pool(stage)
         learner.network.train()

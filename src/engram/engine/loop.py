@@ -41,12 +41,18 @@ class PhaseState:
 class PhaseLoop:
     """The steps of one phase. Iterating takes them one by one; between two of them `state` says where the phase stands.
 
-    The step itself reads everything from tensors that keep their place (plan, counter, weights, buffers) and branches on nothing
-    that changes from step to step, so that it can be captured and replayed as it is.
+    The step itself reads everything from tensors that keep their place (plan, counter, weights, buffers) and branches
+    on nothing that changes from step to step, so that it can be captured and replayed as it is.
     """
 
     def __init__(
-        self, engine: Engine, learner: Learner, stage: Stage, phase: Phase, index: int, resume: PhaseState | None
+        self,
+        engine: Engine,
+        learner: Learner,
+        stage: Stage,
+        phase: Phase,
+        index: int,
+        resume: PhaseState | None,
     ) -> None:
         self.phase = phase
         self.rows = phase.rows() if resume is None else resume.rows
@@ -96,8 +102,9 @@ class PhaseLoop:
         values = self._history[step].tolist()
         terms = ", ".join(f"{name} = {value:g}" for name, value in zip(self._term_names, values, strict=True))
         raise NonFiniteLoss(
-            f"the loss stopped being finite in stage {self._stage.index}, phase {self.phase.name}, epoch {self.epoch + 1}, "
-            f"step {step + 1} of {self.steps} ({terms}); the last checkpoint is intact: try a lower learning rate"
+            f"the loss stopped being finite in stage {self._stage.index}, phase {self.phase.name}, "
+            f"epoch {self.epoch + 1}, step {step + 1} of {self.steps} ({terms}); "
+            "the last checkpoint is intact: try a lower learning rate"
         )
 
     def learning_rate(self) -> float:

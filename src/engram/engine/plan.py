@@ -52,9 +52,7 @@ def plan_epoch(
     grid[:used] = shuffled[:used]
     draws = draw(augmentation, (steps, size), generator(seed, "augment", *purpose, epoch))
     lr = learning_rates(training, steps)[epoch * steps : (epoch + 1) * steps]
-    return EpochPlan(
-        grid.view(steps, size).to(device), draws.to(device), lr.to(device), last=used - (steps - 1) * size
-    )
+    return EpochPlan(grid.view(steps, size).to(device), draws.to(device), lr.to(device), last=used - (steps - 1) * size)
 
 
 def learning_rates(training: Training, steps_per_epoch: int) -> Tensor:

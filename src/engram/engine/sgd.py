@@ -11,8 +11,8 @@ from engram.models.network import Network
 class FlatSGD:
     """Momentum SGD on all of a network's parameters at once.
 
-    The parameters become views of one buffer and so do their gradients; the mask says, element by element, what a phase trains.
-    The arithmetic is that of torch.optim.SGD after clamping each gradient.
+    The parameters become views of one buffer and so do their gradients; the mask says, element by element, what a
+    phase trains. The arithmetic is that of torch.optim.SGD after clamping each gradient.
     """
 
     def __init__(self, network: Network) -> None:

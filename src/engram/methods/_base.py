@@ -40,7 +40,13 @@ class Training:
     remainder: Literal["drop", "keep"] = "drop"
 
     def __post_init__(self) -> None:
-        for name, least in (("epochs", 0), ("batch_size", 1), ("lr", 0), ("momentum", 0), ("weight_decay", 0)):
+        for name, least in (
+            ("epochs", 0),
+            ("batch_size", 1),
+            ("lr", 0),
+            ("momentum", 0),
+            ("weight_decay", 0),
+        ):
             if getattr(self, name) < least:
                 raise EngramError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if self.clip is not None and self.clip <= 0:
@@ -57,8 +63,8 @@ class Training:
 class Step:
     """What a loss sees of one training step: tensors only, at fixed shapes.
 
-    labels: (B,). exemplar: (B,) bool, true for images out of the memory. teacher: None in phases without one. weights: the
-    phase's loss weights by name, (). buffers: the method's tensors by name, as kept in the learner.
+    labels: (B,). exemplar: (B,) bool, true for images out of the memory. teacher: None in phases without one.
+    weights: the phase's loss weights by name, (). buffers: the method's tensors by name, as kept in the learner.
     """
 
     labels: Tensor
@@ -73,8 +79,9 @@ class Step:
 class Phase:
     """One training loop inside a stage.
 
-    rows gives the rows of the stage's pool to train on; it is asked when the phase starts, after the phases before. images is how many
-    they will be, for plans made beforehand. loss returns named terms, whose sum is minimised. train says which parts of the network move.
+    rows gives the rows of the stage's pool to train on; it is asked when the phase starts, after the phases before.
+    images is how many they will be, for plans made beforehand. loss returns named terms, whose sum is minimised.
+    train says which parts of the network move.
     """
 
     name: str
@@ -95,7 +102,12 @@ class Passes(Protocol):
         ...
 
     def sweep(
-        self, learner: Learner, stage: Stage, rows: Tensor, visit: Callable[[Step], Sequence[Tensor]], batch_size: int
+        self,
+        learner: Learner,
+        stage: Stage,
+        rows: Tensor,
+        visit: Callable[[Step], Sequence[Tensor]],
+        batch_size: int,
     ) -> list[Tensor]:
         """The sums of what `visit` returns over one augmented pass in train mode; no parameter moves."""
         ...
@@ -129,7 +141,7 @@ class Method(ABC, Generic[SettingsT]):
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
         """The training loops of the stage, in order."""
 
-    def finish(self, learner: Learner, stage: Stage, passes: Passes) -> None:  # noqa: B027
+    def finish(self, learner: Learner, stage: Stage, passes: Passes) -> None:
         """What the method computes for the next stage once this one is trained; nothing by default."""
 
 
@@ -147,7 +159,7 @@ class MethodInfo:
 
 METHODS: dict[str, MethodInfo] = {}
 
-MethodT = TypeVar("MethodT", bound=type[Method])
+MethodT = TypeVar("MethodT", bound=Method)
 
 
 def register(
@@ -157,13 +169,13 @@ def register(
     title: str,
     paper: str = "",
     memory: Literal["needed", "none", "all"] = "needed",
-) -> Callable[[MethodT], MethodT]:
+) -> Callable[[type[MethodT]], type[MethodT]]:
     """A class decorator that makes a method known by name.
 
     memory says what the method is defined with: a budget of exemplars, none, or every image.
     """
 
-    def decorate(cls: MethodT) -> MethodT:
+    def decorate(cls: type[MethodT]) -> type[MethodT]:
         if name in METHODS:
             raise EngramError(f"a method named {name!r} is registered already ({METHODS[name].make.__qualname__})")
         METHODS[name] = MethodInfo(name, title, paper, memory, settings, cls)

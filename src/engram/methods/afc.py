@@ -1,8 +1,8 @@
-"""AFC: Class-Incremental Learning by Knowledge Distillation with Adaptive Feature Consolidation (Kang, Park, Han, CVPR 2022).
+"""AFC: adaptive feature consolidation (Kang, Park, Han, CVPR 2022).
 
-The student may change a feature channel of the previous model the less, the more a change in it would raise the loss. After
-each stage one pass estimates that importance for every channel of every distillation map; in the next stage the distance of
-student and teacher is weighted by it.
+The student may change a feature channel of the previous model the less, the more a change in it would raise the loss.
+After each stage one pass estimates that importance for every channel of every distillation map; in the next stage the
+distance of student and teacher is weighted by it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class AFCSettings(HostSettings):
     """AFC's settings beside the host's; the defaults are those of CIFAR-100.
 
     discrepancy: which reading of the distillation loss, None for "as the variant says". exemplars_only: distil on the
-    exemplars alone (eq. upper_bound_3, Table 3). importance_samples: the images the estimate sees, None for all (Figure 2).
+    exemplars alone (eq. upper_bound_3, Table 3). importance_samples: the images the estimate sees, None for all
+    (Figure 2).
     """
 
     discrepancy: Variant | None = None
@@ -111,8 +112,8 @@ class AFC(Method[AFCSettings]):
         sums = passes.sweep(learner, stage, rows, visit, self.settings.train.batch_size)
         if any(not bool(importance.any()) for importance in sums):
             learner.notes.append(
-                f"after stage {stage.index} no channel had any importance (the loss has no gradient, as with one class alone): "
-                "all channels of such a map count the same"
+                f"after stage {stage.index} no channel had any importance "
+                "(the loss has no gradient, as with one class alone): all channels of such a map count the same"
             )
         for i, importance in enumerate(sums):
             learner.store(f"importance.{i}", losses.normalise_importance(importance))

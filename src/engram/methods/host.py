@@ -96,8 +96,8 @@ def classify(settings: HostSettings) -> Callable[[Step], Terms]:
 def imprint_proxies(learner: Learner, stage: Stage, passes: Passes) -> None:
     """Opens rows for the new classes and, after the base stage, places their proxies.
 
-    For each new class: k-means on the unit embeddings of all its training images under the old model; the centres times the
-    mean norm of the existing proxies.
+    For each new class: k-means on the unit embeddings of all its training images under the old model; the centres
+    times the mean norm of the existing proxies.
     """
     head = learner.network.head
     assert isinstance(head, LSCHead)
@@ -127,7 +127,10 @@ def main_phase(
 
 
 def balanced_phase(settings: HostSettings, learner: Learner, stage: Stage, passes: Passes) -> Phase:
-    """Fine-tuning on as many images of each class, new ones chosen by the model as it is then: all proxies move, nothing else."""
+    """Fine-tuning on as many images of each class as the memory keeps; all proxies move and nothing else.
+
+    The new classes' images are chosen by the model as it is when the phase starts.
+    """
 
     quota = learner.memory.config.per_class(stage.num_seen)
 
@@ -149,7 +152,7 @@ def host_phases(
     distil: Callable[[Step], Terms] | None = None,
     weights: Mapping[str, float] | None = None,
 ) -> list[Phase]:
-    """The base stage classifies; later ones train with `distil` and the teacher, if given, and then balance the head."""
+    """The base stage classifies; later ones train with `distil` and the teacher, if given, then balance the head."""
     if stage.is_base:
         return [main_phase(settings, stage, classify(settings))]
     if distil is None:

@@ -48,7 +48,10 @@ def _mean_over(per_sample: Tensor, counted: Tensor | None) -> Tensor:
 
 
 def discrepancy_released(
-    student: Sequence[Tensor], teacher: Sequence[Tensor], importance: Sequence[Tensor], counted: Tensor | None = None
+    student: Sequence[Tensor],
+    teacher: Sequence[Tensor],
+    importance: Sequence[Tensor],
+    counted: Tensor | None = None,
 ) -> Tensor:
     """The discrepancy loss of the released code, a scalar.
 
@@ -66,12 +69,15 @@ def discrepancy_released(
 
 
 def discrepancy_paper(
-    student: Sequence[Tensor], teacher: Sequence[Tensor], importance: Sequence[Tensor], counted: Tensor | None = None
+    student: Sequence[Tensor],
+    teacher: Sequence[Tensor],
+    importance: Sequence[Tensor],
+    counted: Tensor | None = None,
 ) -> Tensor:
     """The discrepancy loss of the paper (eq. old_new_example), a scalar.
 
-    The squared Frobenius distance of each feature map, itself divided by its Frobenius norm, times its importance, summed over
-    channels and maps and averaged over the batch. Arguments as for the released form.
+    The squared Frobenius distance of each feature map, itself divided by its Frobenius norm, times its importance,
+    summed over channels and maps and averaged over the batch. Arguments as for the released form.
     """
     total = student[0].new_zeros((), dtype=torch.float32)
     for ours, theirs, weight in zip(student, teacher, importance, strict=True):

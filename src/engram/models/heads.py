@@ -85,10 +85,11 @@ class Head(nn.Module):
 
 
 class LSCHead(Head):
-    """Local similarity classifier: P proxies a class, and a class's score is the softmax-weighted mean of their similarities.
+    """Local similarity classifier: a class's score is the softmax-weighted mean of its P proxies' similarities.
 
-    With unit embedding f and unit proxy w, similarity "distance" is 2 a^2 (cos - 1), as in the released code; "cosine" is
-    a^2 cos, as in the paper (eq. podnet_local_similarity). The order of the classes is nearly the same, the temperature is not.
+    With unit embedding f and unit proxy w, similarity "distance" is 2 a^2 (cos - 1), as in the released code;
+    "cosine" is a^2 cos, as in the paper (eq. podnet_local_similarity). The order of the classes is nearly the same,
+    the temperature is not.
     """
 
     def __init__(

@@ -25,8 +25,8 @@ class Part(enum.Flag):
 class Output(NamedTuple):
     """What a network says of a batch.
 
-    maps: one (B, C, H, W) per group. embedding: (B, D). scores: (B, K), minus infinity for classes not seen.
-    logits: the scores as the loss sees them (times the learned scale, if any), masked in the same way. scale: that scale, ().
+    maps: one (B, C, H, W) per group. embedding: (B, D). scores: (B, K), minus infinity for classes not seen. logits:
+    the scores as the loss sees them (times the learned scale, if any), masked in the same way. scale: that scale, ().
     """
 
     maps: tuple[Tensor, ...]

@@ -1,7 +1,7 @@
 """Recipes: named, complete configurations, such as `afc-cifar100-b50-s10`.
 
-A name is method, data set, base classes and the number of stages after the base: the protocol's numbers are in the name. The `-nme`
-recipes of AFC train the head the way the paper's NME rows did.
+A name is method, data set, base classes and the number of stages after the base: the protocol's numbers are in the
+name. The `-nme` recipes of AFC train the head the way the paper's NME rows did.
 """
 
 from __future__ import annotations
@@ -35,14 +35,10 @@ def cifar100(method: str, stages: int) -> RunConfig:
 
 
 def mini(method: str, stages: int) -> RunConfig:
-    """The embedded set on a CPU: 10 base classes, then 10 or 5 stages; 10 exemplars a class, a small network, few epochs."""
-    settings = find_method(method).settings(
-        train=Training(epochs=12, batch_size=64, remainder="keep"),
-        finetune=Training(epochs=10, batch_size=64, lr=0.05, schedule="constant", remainder="keep"),
-    )
-    return RunConfig(
+    """The embedded set on a CPU: 10 base classes, then 10 or 5 stages; 10 exemplars a class, a small network."""
+    config = RunConfig(
         method=method,
-        settings=settings,
+        settings=find_method(method).settings(),
         data=DataConfig("mini"),
         base=10,
         increment=MINI_STAGES[stages],
@@ -51,17 +47,22 @@ def mini(method: str, stages: int) -> RunConfig:
         augmentation=Augmentation(pad=2),
         recipe=f"{method}-mini-b10-s{stages}",
     )
+    return config.with_settings(
+        train=Training(epochs=12, batch_size=64, remainder="keep"),
+        finetune=Training(epochs=10, batch_size=64, lr=0.05, schedule="constant", remainder="keep"),
+    )
 
 
 def folder(method: str) -> RunConfig:
     """A folder of class folders: half of the classes first, then one at a time; 20 exemplars a class."""
-    return RunConfig(
+    config = RunConfig(
         method=method,
-        settings=find_method(method).settings(train=Training(epochs=60, remainder="keep")),
+        settings=find_method(method).settings(),
         data=DataConfig("folder"),
         memory=_memory(method, 20),
         recipe=f"{method}-folder",
     )
+    return config.with_settings(train__epochs=60, train__remainder="keep", finetune__remainder="keep")
 
 
 def _memory(method: str, per_class: int) -> MemoryConfig:

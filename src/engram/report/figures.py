@@ -22,7 +22,8 @@ _BARS = 18
 
 # From nearly clear to dark blue: it blends with the page, and the page inverts it in the dark.
 _RAMP = LinearSegmentedColormap.from_list(
-    "engram", [(0.33, 0.62, 0.86, 0.07), (0.20, 0.52, 0.80, 0.55), (0.06, 0.33, 0.62, 0.88), (0.02, 0.13, 0.33, 1.0)]
+    "engram",
+    [(0.33, 0.62, 0.86, 0.07), (0.20, 0.52, 0.80, 0.55), (0.06, 0.33, 0.62, 0.88), (0.02, 0.13, 0.33, 1.0)],
 )
 _RAMP.set_bad((0, 0, 0, 0))
 
@@ -240,9 +241,7 @@ def time_spent(groups: Sequence[Group]) -> Drawing:
         full = [[*row, max(0.0, run.seconds - sum(row))] for row, run in zip(spent, group.runs, strict=True)]
         name = plain(group.label, 26)
         if by_run and group.n > 1:
-            rows += [
-                (f"{name}, {run.order}/{run.seed}", np.array(r)) for run, r in zip(group.runs, full, strict=True)
-            ]
+            rows += [(f"{name}, {run.order}/{run.seed}", np.array(r)) for run, r in zip(group.runs, full, strict=True)]
         else:
             mean = "" if group.n == 1 else f", mean of {group.n}"
             rows.append((name + mean, np.mean(full, axis=0)))
@@ -275,7 +274,13 @@ def training_loss(group: Group) -> Drawing:
     x = np.arange(1, len(points) + 1)
     for index, term in enumerate(dict.fromkeys(name for point in points for name in point.terms)):
         values = np.array([point.terms.get(term, np.nan) for point in points])
-        axes.plot(x, values, color=colour(index), linestyle="-" if index % 2 == 0 else (0, (4, 1.4)), label=plain(term))
+        axes.plot(
+            x,
+            values,
+            color=colour(index),
+            linestyle="-" if index % 2 == 0 else (0, (4, 1.4)),
+            label=plain(term),
+        )
     starts = [i for i in range(1, len(points)) if points[i].stage != points[i - 1].stage]
     for start in starts:
         axes.axvline(start + 0.5, color=GRID, linewidth=0.8, zorder=0)

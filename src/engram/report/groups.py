@@ -146,7 +146,15 @@ def make_groups(runs: Sequence[Run]) -> list[Group]:
 def _key(run: Run) -> str:
     # Unfinished runs stand apart: a mean over different numbers of classes would mean nothing.
     config = {name: value for name, value in run.config.items() if name not in ("order", "seed")}
-    parts = [run.recipe, run.method, config, run.fingerprint, run.class_names, run.stage_sizes, len(run.stages)]
+    parts = [
+        run.recipe,
+        run.method,
+        config,
+        run.fingerprint,
+        run.class_names,
+        run.stage_sizes,
+        len(run.stages),
+    ]
     return json.dumps([*parts, run.predictors], sort_keys=True)
 
 

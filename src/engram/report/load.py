@@ -252,7 +252,9 @@ def _stages(result: _Record, sizes: tuple[int, ...], predictors: tuple[str, ...]
             row = by_stage.get(predictor, list)
             if len(row) != index + 1:
                 by_stage.fail(f"{predictor!r} should hold {index + 1} numbers, not {len(row)}")
-            numbers = _Record({str(i): value for i, value in enumerate(row)}, result.file, f"{by_stage.where}.{predictor}")
+            numbers = _Record(
+                {str(i): value for i, value in enumerate(row)}, result.file, f"{by_stage.where}.{predictor}"
+            )
             rows[predictor] = tuple(numbers.percent(str(i)) for i in range(index + 1))
         percents = {predictor: accuracy.percent(predictor) for predictor in predictors}
         stages.append(StageResult(seen, percents, rows, record.get("seconds", float)))
@@ -271,7 +273,10 @@ def _tensors(
     record = _Record(tensors, file)
     targets = record.get("targets", np.ndarray)
     predictions = {name: record.get(f"predictions.{name}", np.ndarray) for name in predictors}
-    for name, labels in {"targets": targets, **{f"predictions.{k}": v for k, v in predictions.items()}}.items():
+    for name, labels in {
+        "targets": targets,
+        **{f"predictions.{k}": v for k, v in predictions.items()},
+    }.items():
         if labels.ndim != 1 or labels.shape != targets.shape or not len(labels) or labels.dtype.kind not in "iu":
             record.fail(f"{name!r} should be a list of one whole number per test image")
         if labels.min() < 0 or labels.max() >= stage.classes:
@@ -287,7 +292,11 @@ def _tensors(
         if values.ndim != 1 or not len(values) or not np.isfinite(values).all() or values.min() < 0:
             record.fail(f"'importance.{len(importance)}' should be one finite number >= 0 per channel")
         importance.append(values.astype(np.float64))
-    return targets.astype(np.int64), {k: v.astype(np.int64) for k, v in predictions.items()}, tuple(importance)
+    return (
+        targets.astype(np.int64),
+        {k: v.astype(np.int64) for k, v in predictions.items()},
+        tuple(importance),
+    )
 
 
 def _metric(record: _Record, predictors: tuple[str, ...]) -> dict[str, float | None]:
@@ -301,7 +310,11 @@ def _metric(record: _Record, predictors: tuple[str, ...]) -> dict[str, float | N
 def _reported(config: Mapping[str, Any], card: Mapping[str, str], predictors: tuple[str, ...]) -> str:
     """The predictor the recipe is judged by: what its configuration or its card names, else the first."""
     settings = config.get("settings")
-    for source in (config, settings if isinstance(settings, dict) else {}, {k.lower(): v for k, v in card.items()}):
+    for source in (
+        config,
+        settings if isinstance(settings, dict) else {},
+        {k.lower(): v for k, v in card.items()},
+    ):
         named = str(source.get("predictor", "")).lower()
         if named in predictors:
             return named

@@ -1,0 +1,98 @@
+"""The command line: `engram demo | run | resume | list | report | prepare | doctor`."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import io
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from engram.errors import EngramError
+
+# Where each command is carried out; imported when it is asked for, because most of them need torch.
+_MODULES = {
+    "demo": "demo",
+    "run": "run",
+    "resume": "run",
+    "list": "listing",
+    "report": "report",
+    "prepare": "prepare",
+    "doctor": "doctor",
+}
+INTERRUPTED, BROKEN_PIPE = 130, 141
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status of a command: 0 for success, 2 for a mistake in what was asked, 130 after Ctrl-C."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    for stream in (sys.stdout, sys.stderr):
+        # A class name that the terminal's encoding does not have must not end a run.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        status = _dispatch(given)
+        sys.stdout.flush()
+    except SystemExit as request:
+        status = request.code if isinstance(request.code, int) else 1
+    except KeyboardInterrupt:
+        status = INTERRUPTED
+    except BrokenPipeError:
+        status = _leave_pipe()
+    except Exception as error:
+        status = _explain(error)
+    return status
+
+
+def _dispatch(given: list[str]) -> int:
+    if given in (["--version"], ["-V"]):
+        from importlib import metadata
+
+        print(f"engram {metadata.version('engram')}")
+        return 0
+    from engram.cli.arguments import parse
+
+    if not given:
+        try:
+            parse(["--help"])
+        except SystemExit:
+            return 2
+    name, options = parse(given)
+    module = importlib.import_module(f"engram.cli.commands.{_MODULES[name]}")
+    return getattr(module, f"{name}_command")(options, given)
+
+
+def _leave_pipe() -> int:
+    # Python flushes stdout once more at exit, which would fail again and print a traceback.
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (OSError, io.UnsupportedOperation):
+        pass
+    return BROKEN_PIPE
+
+
+def _explain(error: Exception) -> int:
+    """Prints one sentence about the error; returns the exit status."""
+    if os.environ.get("ENGRAM_DEBUG") == "1":
+        traceback.print_exception(error)
+    status = 2
+    if isinstance(error, EngramError):
+        message = str(error)
+    elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        place = f" where {error.filename} should go" if error.filename else ""
+        message = f"the disk is full{place}; make room and try again, what was written before is intact"
+    elif _is_out_of_memory(error):
+        message = "there is not enough memory for this; try a smaller --batch-size or --image-size"
+    else:
+        status = 1
+        message = f"unexpected error: {type(error).__name__}: {error}; run again with ENGRAM_DEBUG=1 for the details"
+    print("engram: " + " ".join(message.split()), file=sys.stderr)
+    return status
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    # torch has a class of its own for GPUs and a plain RuntimeError for the CPU; it may not be imported here.
+    named = type(error).__name__ == "OutOfMemoryError"
+    return isinstance(error, MemoryError) or named or "can't allocate memory" in str(error)

@@ -1,0 +1,230 @@
+"""What can be typed: one frozen dataclass per command, read by tyro for parsing and for help.
+
+Nothing here imports torch or numpy, so that help is quick.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Final, Literal
+
+from tyro.conf import Positional, UseAppendAction, arg
+
+OF_RECIPE: Final = "(default: the recipe's)"
+
+
+@dataclass(frozen=True)
+class DataFlags:
+    """Where the images come from."""
+
+    data: Annotated[str | None, arg(metavar="PATH", help_behavior_hint=OF_RECIPE)] = None
+    """A folder of class folders; for cifar100 recipes the official archive or its extracted folder."""
+    image_size: Annotated[int | None, arg(metavar="PIXELS", help_behavior_hint="(default: as they are)")] = None
+    """Bring the images of a folder to this size: the central square, resized."""
+    skip_bad: Annotated[bool, arg(help_behavior_hint="")] = False
+    """Leave out images of a folder that cannot be read, and say which."""
+    test_fraction: Annotated[float | None, arg(metavar="SHARE", help_behavior_hint="(default: 0.2)")] = None
+    """Share of a folder's images to test on, where it has no test/ or val/."""
+    holdout: Annotated[float | None, arg(metavar="SHARE", help_behavior_hint="")] = None
+    """Evaluate on this share of the training images instead of the test split, for choosing settings."""
+
+
+@dataclass(frozen=True)
+class StreamFlags:
+    """Which classes arrive when, and what is remembered of them."""
+
+    base: Annotated[int | None, arg(metavar="N", help_behavior_hint=OF_RECIPE)] = None
+    """Classes of the base stage."""
+    increment: Annotated[int | None, arg(metavar="N", help_behavior_hint=OF_RECIPE)] = None
+    """New classes of each later stage."""
+    order: Annotated[str | None, arg(metavar="ORDER", help_behavior_hint=OF_RECIPE)] = None
+    """Class order: a number, seed:N, natural, or every class by name with commas between."""
+    memory: Annotated[str | None, arg(metavar="BUDGET", help_behavior_hint=OF_RECIPE)] = None
+    """Exemplars to keep: per_class=20, total=2000, all or none."""
+    selection: Annotated[
+        Literal["herding", "closest", "random"] | None,
+        arg(metavar="HOW", help_behavior_hint=OF_RECIPE),
+    ] = None
+    """How exemplars are chosen: herding, closest (to the class mean) or random."""
+
+
+@dataclass(frozen=True)
+class TrainingFlags:
+    """How it trains."""
+
+    seed: Annotated[int | None, arg(metavar="N", help_behavior_hint=OF_RECIPE)] = None
+    """Seed of weights, batches and augmentation."""
+    epochs: Annotated[int | None, arg(metavar="N", help_behavior_hint=OF_RECIPE)] = None
+    """Epochs of a stage's main phase."""
+    finetune_epochs: Annotated[int | None, arg(metavar="N", help_behavior_hint=OF_RECIPE)] = None
+    """Epochs of the balanced fine-tuning after it."""
+    batch_size: Annotated[int | None, arg(metavar="N", help_behavior_hint=OF_RECIPE)] = None
+    """Images in a batch, in both phases."""
+    lr: Annotated[float | None, arg(metavar="RATE", help_behavior_hint=OF_RECIPE)] = None
+    """Learning rate of the main phase."""
+    variant: Annotated[
+        Literal["released", "paper"] | None, arg(metavar="WHICH", help_behavior_hint=OF_RECIPE)
+    ] = None
+    """Where the paper and its released code differ, follow which: released or paper."""
+    lambda_disc: Annotated[float | None, arg(metavar="WEIGHT", help_behavior_hint=OF_RECIPE)] = None
+    """Weight of the distillation (AFC and its ablations)."""
+    backbone: Annotated[str | None, arg(metavar="NAME", help_behavior_hint=OF_RECIPE)] = None
+    """Network; 'engram list backbones' has them."""
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"] | None, arg(metavar="WHERE", help_behavior_hint=OF_RECIPE)
+    ] = None
+    """auto, cpu or cuda."""
+    precision: Annotated[
+        Literal["auto", "float32", "bf16"] | None, arg(metavar="KIND", help_behavior_hint=OF_RECIPE)
+    ] = None
+    """auto, float32 or bf16; auto is bf16 on a GPU and float32 elsewhere."""
+    set: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="KEY=VALUE", help_behavior_hint="(repeatable)")] = ()
+    """Any other setting, such as settings.importance_samples=1000 or augmentation.pad=2."""
+
+
+@dataclass(frozen=True)
+class RunningFlags:
+    """How the run goes, and what it says."""
+
+    stop_after_stage: Annotated[int | None, arg(metavar="K", help_behavior_hint="")] = None
+    """Stop once stage K is finished (0 is the base); 'engram resume' goes on."""
+    checkpoint_minutes: Annotated[float, arg(metavar="M", help_behavior_hint="(default: 10)")] = 10.0
+    """Save inside a stage every M minutes; after each stage it is always saved."""
+    threads: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: one a core)")] = None
+    """CPU threads to use."""
+    quiet: Annotated[bool, arg(help_behavior_hint="")] = False
+    """Print one line at the end, and errors."""
+    json: Annotated[bool, arg(help_behavior_hint="")] = False
+    """Print every event as one line of JSON, and nothing else."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Train a recipe, stage by stage, into a run directory.
+
+    For example:
+        engram run afc-mini-b10-s5
+        engram run afc-cifar100-b50-s10 --order 2 --seed 3
+        engram run afc-folder --data photos --base 5 --memory per_class=10
+        engram run afc-cifar100-b50-s10 --dry-run
+    """
+
+    data: DataFlags
+    stream: StreamFlags
+    training: TrainingFlags
+    running: RunningFlags
+    recipe: Annotated[Positional[str], arg(metavar="RECIPE", help_behavior_hint="")]
+    """The recipe, such as afc-mini-b10-s5; 'engram list' has them all."""
+    out: Annotated[str | None, arg(metavar="DIR", help_behavior_hint="(default: a new one under runs/)")] = None
+    """Run directory; one that holds something already is refused."""
+    dry_run: Annotated[bool, arg(help_behavior_hint="")] = False
+    """Print the protocol and what would be done, and write nothing."""
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Go on with a run from its last checkpoint.
+
+    For example:
+        engram resume runs/afc-mini-b10-s5-order1-seed1
+    """
+
+    running: RunningFlags
+    directory: Annotated[Positional[str], arg(metavar="DIR", help_behavior_hint="")]
+    """The run directory."""
+    data: Annotated[str | None, arg(metavar="PATH", help_behavior_hint="(default: where they were)")] = None
+    """Where the images are now, if they moved."""
+
+
+@dataclass(frozen=True)
+class Demo:
+    """Three ways of meeting new classes, on the images in the box, then a report: about a minute on a CPU.
+
+    For example:
+        engram demo
+        engram demo --seed 2
+    """
+
+    out: Annotated[str | None, arg(metavar="DIR", help_behavior_hint="(default: a new one under runs/)")] = None
+    """Directory for the three runs and the report."""
+    seed: Annotated[int, arg(metavar="N", help_behavior_hint="(default: 1)")] = 1
+    """Seed of the runs and of their class order."""
+    quiet: Annotated[bool, arg(help_behavior_hint="")] = False
+    """Print the table and the path of the report alone."""
+
+
+@dataclass(frozen=True)
+class List:
+    """What there is to choose from, and what has been run.
+
+    For example:
+        engram list
+        engram list methods
+        engram list runs --root experiments
+    """
+
+    what: Annotated[
+        Positional[Literal["recipes", "methods", "datasets", "backbones", "runs"]],
+        arg(metavar="WHAT", help_behavior_hint="(default: recipes)"),
+    ] = "recipes"
+    """recipes, methods, datasets, backbones or runs."""
+    root: Annotated[str, arg(metavar="DIR", help_behavior_hint="(default: runs)")] = "runs"
+    """Where to look for runs."""
+    json: Annotated[bool, arg(help_behavior_hint="")] = False
+    """Print JSON."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Write one HTML page about one or more runs, with its figures and numbers beside it.
+
+    For example:
+        engram report runs/afc-mini-b10-s5-order1-seed1
+        engram report runs/demo --open
+    """
+
+    directories: Annotated[Positional[tuple[str, ...]], arg(metavar="DIR", help_behavior_hint="")]
+    """Run directories, or directories of run directories."""
+    out: Annotated[str | None, arg(metavar="FILE", help_behavior_hint="(default: in the first run)")] = None
+    """The HTML file to write."""
+    open: Annotated[bool, arg(help_behavior_hint="")] = False
+    """Open it in a browser."""
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """Download a public data set and check it; a download that broke off is taken up again.
+
+    For example:
+        engram prepare cifar100
+    """
+
+    dataset: Annotated[Positional[str], arg(metavar="DATASET", help_behavior_hint="")]
+    """cifar100."""
+    out: Annotated[
+        str | None, arg(metavar="DIR", help_behavior_hint="(default: $ENGRAM_DATA, or engram in the cache folder)")
+    ] = None
+    """Where to put it."""
+
+
+@dataclass(frozen=True)
+class Doctor:
+    """Check that everything engram needs is here and works; the exit status is 1 if something is not.
+
+    For example:
+        engram doctor
+    """
+
+    json: Annotated[bool, arg(help_behavior_hint="")] = False
+    """Print JSON."""
+
+
+COMMANDS: Final[dict[str, type]] = {
+    "demo": Demo,
+    "run": Run,
+    "resume": Resume,
+    "list": List,
+    "report": Report,
+    "prepare": Prepare,
+    "doctor": Doctor,
+}

@@ -1,0 +1,64 @@
+"""Fixtures shared by all tests: tiny problems that train in a moment."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from engram import ImageStore, MemoryConfig, RunConfig, Training
+from engram.data.augment import Augmentation
+from engram.data.load import DataConfig
+from engram.methods import find_method
+
+
+def make_store(num_classes: int = 6, train: int = 14, test: int = 6, size: int = 8, seed: int = 0) -> ImageStore:
+    """Random images with a colour and a corner per class, so that there is something to learn."""
+    rng = np.random.default_rng(seed)
+
+    def split(count: int) -> tuple[np.ndarray, np.ndarray]:
+        labels = np.repeat(np.arange(num_classes), count)
+        images = rng.integers(0, 90, (len(labels), size, size, 3))
+        for image, label in zip(images, labels, strict=True):
+            corner = (label % 2) * size // 2
+            image[corner : corner + size // 2, :, label % 3] += 120
+            image[:, corner : corner + size // 2, (label + 1) % 3] += 40 * (label // 3)
+        return images.clip(0, 255).astype(np.uint8), labels
+
+    x_train, y_train = split(train)
+    x_test, y_test = split(test)
+    names = [f"class {chr(ord('a') + i)}" for i in range(num_classes)]
+    return ImageStore.from_arrays(x_train, y_train, x_test, y_test, class_names=names)
+
+
+def make_config(method: str = "afc", **changes: object) -> RunConfig:
+    """A run of that method in miniature: 2 base classes, then stages of 2, 3 epochs of batches of 8."""
+    budget = find_method(method).memory
+    memory = MemoryConfig(size=3) if budget == "needed" else MemoryConfig(budget=budget, size=0)
+    config = RunConfig(
+        method=method,
+        settings=find_method(method).settings(),
+        data=DataConfig("arrays"),
+        base=2,
+        increment=2,
+        memory=memory,
+        backbone="resnet10",
+        augmentation=Augmentation(pad=1),
+        device="cpu",
+    ).with_settings(
+        proxies=3,
+        train=Training(epochs=3, batch_size=8, lr=0.05, remainder="keep"),
+        finetune=Training(epochs=2, batch_size=8, lr=0.02, schedule="constant"),
+    )
+    for path, value in changes.items():
+        config = config.with_value(path.replace("__", "."), value)
+    return config
+
+
+@pytest.fixture
+def store() -> ImageStore:
+    return make_store()
+
+
+@pytest.fixture
+def config() -> RunConfig:
+    return make_config()

@@ -1,0 +1,198 @@
+"""A run that is killed and resumed ends with exactly the numbers of one that never was."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import make_config, make_store
+
+from engram import EngramError, resume, run
+from engram.events import Checkpointed, RunFinished, Stopped
+
+# A run that checkpoints after every step, and kills itself without warning at the given event, or never.
+SCRIPT = """
+import os, signal, sys
+sys.path.insert(0, {tests!r})
+from conftest import make_config, make_store
+from engram import run
+for number, _ in enumerate(run(make_config({method!r}), make_store(), {directory!r}, checkpoint_minutes=0)):
+    if number == {event}:
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def start(directory: Path, method: str = "afc", event: int = -1) -> subprocess.Popen[bytes]:
+    tests = str(Path(__file__).parent)
+    code = SCRIPT.format(tests=tests, method=method, directory=str(directory), event=event)
+    return subprocess.Popen([sys.executable, "-c", code])
+
+
+def finish(directory: Path) -> dict[str, Any]:
+    """The result of resuming, without its times."""
+    for _ in resume(directory, make_store()):
+        pass
+    return timeless(directory)
+
+
+def timeless(directory: Path) -> dict[str, Any]:
+    result = json.loads((directory / "result.json").read_text())
+    del result["seconds"], result["seconds_by"]
+    for stage in result["stages"]:
+        del stage["seconds"]
+    return result
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("runs") / "whole"
+    for _ in run(make_config(), make_store(), directory):
+        pass
+    return directory
+
+
+# Event numbers inside the base stage, a later main phase, the balanced phase, and between stages.
+@pytest.mark.parametrize("event", [4, 31, 61, 75, 110])
+def test_killed_run_resumes_to_the_same_result(event: int, tmp_path: Path, uninterrupted: Path) -> None:
+    directory = tmp_path / "killed"
+    assert start(directory, event=event).wait() == -signal.SIGKILL
+    assert not (directory / "result.json").exists() or len(timeless(directory)["stages"]) < 3
+    assert finish(directory) == timeless(uninterrupted)
+    for stage in ("000", "001", "002"):
+        theirs = (uninterrupted / "stages" / f"{stage}.safetensors").read_bytes()
+        assert (directory / "stages" / f"{stage}.safetensors").read_bytes() == theirs
+
+
+def test_run_killed_from_outside_at_random_moments(tmp_path: Path, uninterrupted: Path) -> None:
+    directory = tmp_path / "killed"
+    process = start(directory)
+    deadline = time.monotonic() + 60
+    while not (directory / "checkpoint" / "state.safetensors").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(random.random() * 2)
+    process.kill()
+    process.wait()
+    assert finish(directory) == timeless(uninterrupted)
+
+
+@pytest.mark.parametrize("method", ["replay", "naive", "uniform", "joint"])
+def test_every_method_stopped_inside_a_stage_resumes_exactly(method: str, tmp_path: Path) -> None:
+    whole = None
+    for event in run(make_config(method), make_store()):
+        if isinstance(event, RunFinished):
+            whole = event.result
+    assert whole is not None
+    steps = 0
+
+    def stop() -> bool:
+        nonlocal steps
+        steps += 1
+        return steps == 29  # in stage 1
+
+    directory = tmp_path / method
+    events = list(run(make_config(method), make_store(), directory, stop=stop))
+    assert isinstance(events[-1], Stopped)
+    assert isinstance(events[-2], Checkpointed)
+    assert events[-2].phase is not None
+    resumed = finish(directory)
+    assert resumed["average_incremental_accuracy"] == whole["average_incremental_accuracy"]
+    assert [s["accuracy_by_stage"] for s in resumed["stages"]] == [s["accuracy_by_stage"] for s in whole["stages"]]
+
+
+def test_resuming_a_finished_run_changes_nothing(uninterrupted: Path) -> None:
+    before = timeless(uninterrupted)
+    events = list(resume(uninterrupted, make_store()))
+    assert isinstance(events[-1], RunFinished)
+    assert len(events) == 2
+    assert timeless(uninterrupted) == before
+
+
+def test_stop_after_stage_then_resume(tmp_path: Path, uninterrupted: Path) -> None:
+    directory = tmp_path / "run"
+    events = list(run(make_config(), make_store(), directory, stop_after_stage=1))
+    assert isinstance(events[-1], Stopped)
+    assert len(timeless(directory)["stages"]) == 2
+    assert finish(directory) == timeless(uninterrupted)
+
+
+class TestRefusals:
+    @pytest.fixture
+    def stopped(self, tmp_path: Path) -> Path:
+        directory = tmp_path / "stopped"
+        list(run(make_config(), make_store(), directory, stop_after_stage=0))
+        return directory
+
+    def refused(self, directory: Path, match: str) -> None:
+        kept = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+        with pytest.raises(EngramError, match=match):
+            list(resume(directory, make_store()))
+        assert {path: path.read_bytes() for path in kept} == kept
+
+    def edit_manifest(self, directory: Path, **changes: Any) -> None:
+        path = directory / "run.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    def test_no_such_directory(self, tmp_path: Path) -> None:
+        with pytest.raises(EngramError, match="no run directory"):
+            list(resume(tmp_path / "nothing"))
+
+    def test_not_a_run_directory(self, tmp_path: Path) -> None:
+        self.refused(tmp_path, "no run.json")
+
+    def test_another_version(self, stopped: Path) -> None:
+        self.edit_manifest(stopped, format=99, engram="7.0.0")
+        self.refused(stopped, r"engram 7\.0\.0 in format 99")
+
+    def test_another_recipe(self, stopped: Path) -> None:
+        other = make_config("replay")
+        self.edit_manifest(stopped, config=other.to_plain(), config_hash=other.fingerprint())
+        self.refused(stopped, "belongs to another configuration")
+
+    def test_changed_configuration(self, stopped: Path) -> None:
+        self.edit_manifest(stopped, config=make_config(seed=7).to_plain())
+        self.refused(stopped, "was changed after the run began")
+
+    def test_half_written_manifest(self, stopped: Path) -> None:
+        path = stopped / "run.json"
+        path.write_bytes(path.read_bytes()[:100])
+        self.refused(stopped, r"run\.json cannot be read")
+
+    def test_misspelt_setting_in_manifest(self, stopped: Path) -> None:
+        plain = make_config().to_plain()
+        plain["settings"]["lambda_dics"] = plain["settings"].pop("lambda_disc")
+        self.edit_manifest(stopped, config=plain)
+        self.refused(stopped, "did you mean 'lambda_disc'")
+
+    @pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "foreign"])
+    def test_damaged_checkpoint(self, stopped: Path, damage: str) -> None:
+        path = stopped / "checkpoint" / "state.safetensors"
+        content = bytearray(path.read_bytes())
+        if damage == "truncated":
+            content = content[: len(content) // 2]
+        elif damage == "flipped":
+            content[-1000] ^= 1
+        elif damage == "empty":
+            content = bytearray()
+        else:
+            content = bytearray(b"not a checkpoint at all" * 100)
+        path.write_bytes(bytes(content))
+        self.refused(stopped, "is damaged")
+
+    def test_other_images(self, stopped: Path) -> None:
+        with pytest.raises(EngramError, match="not those that the run"):
+            list(resume(stopped, make_store(seed=1)))
+
+    def test_two_writers(self, stopped: Path) -> None:
+        first = resume(stopped, make_store())
+        next(first)
+        with pytest.raises(EngramError, match="another process is writing"):
+            list(resume(stopped, make_store()))
+        first.close()
+        assert isinstance(list(resume(stopped, make_store()))[-1], RunFinished)

@@ -1,0 +1,216 @@
+"""Runs: events in order, the contract of result.json, files, and what happens when things go wrong."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import make_config, make_store
+from safetensors.numpy import load_file
+
+from engram import EngramError, ImageStore, RunConfig, resume, run, train
+from engram.engine import NonFiniteLoss
+from engram.events import EpochFinished, Progress, RunFinished, RunStarted, StageFinished, StageStarted, Warned
+from engram.session import Session
+
+
+def test_result_is_the_contract(config: RunConfig, store: ImageStore, tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    returned = train(config, store, directory)
+    result = json.loads((directory / "result.json").read_text())
+    assert result == returned
+    assert list(result) == [
+        *("engram", "recipe", "method", "dataset", "order", "seed", "stages", "average_incremental_accuracy"),
+        *("final_accuracy", "backward_transfer", "forgetting", "seconds", "seconds_by"),
+    ]
+    assert result["order"] == 1
+    assert result["dataset"] == "arrays"
+    assert list(result["seconds_by"]) == ["train", "importance", "exemplars", "evaluate"]
+    assert [stage["classes"] for stage in result["stages"]] == [2, 4, 6]
+    for number, stage in enumerate(result["stages"]):
+        assert list(stage) == ["stage", "classes", "accuracy", "seconds", "accuracy_by_stage"]
+        assert set(stage["accuracy"]) == {"cnn", "nme"}
+        # The accuracy over the classes seen is the mean over stages of equal size.
+        for predictor, by_stage in stage["accuracy_by_stage"].items():
+            assert len(by_stage) == number + 1
+            assert np.mean(by_stage) == pytest.approx(stage["accuracy"][predictor])
+    matrix = [stage["accuracy_by_stage"]["cnn"] for stage in result["stages"]]
+    transfer = ((matrix[2][0] - matrix[0][0]) + (matrix[2][1] - matrix[1][1])) / 2
+    assert result["backward_transfer"]["cnn"] == pytest.approx(transfer)
+    assert result["seconds"] == pytest.approx(sum(result["seconds_by"].values()))
+
+
+def test_stage_files_hold_what_the_accuracy_was_computed_from(
+    config: RunConfig, store: ImageStore, tmp_path: Path
+) -> None:
+    result = train(config, store, tmp_path / "run")
+    for stage in result["stages"]:
+        arrays = load_file(tmp_path / "run" / "stages" / f"{stage['stage']:03d}.safetensors")
+        for predictor in ("cnn", "nme"):
+            right = arrays["targets"] == arrays[f"predictions.{predictor}"]
+            assert 100 * right.mean() == pytest.approx(stage["accuracy"][predictor])
+        assert [arrays[f"importance.{i}"].shape for i in range(4)] == [(16,), (32,), (64,), (64,)]
+        assert all(arrays[f"importance.{i}"].mean() == pytest.approx(1, rel=1e-4) for i in range(4))
+
+
+def test_events_tell_the_story_in_order(config: RunConfig, store: ImageStore, tmp_path: Path) -> None:
+    events = list(run(config, store, tmp_path / "run"))
+    assert isinstance(events[0], RunStarted)
+    assert isinstance(events[-1], RunFinished)
+    stages = [event.stage for event in events if isinstance(event, (StageStarted, StageFinished))]
+    assert stages == [0, 0, 1, 1, 2, 2]
+    epochs = [(e.stage, e.phase, e.epoch) for e in events if isinstance(e, EpochFinished)]
+    base = [(0, "main", 1), (0, "main", 2), (0, "main", 3)]
+    later = [(s, phase, e) for s in (1, 2) for phase, n in (("main", 3), ("balance", 2)) for e in range(1, n + 1)]
+    assert epochs == base + later
+    lines = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    logged = [event.name for event in events if event.name not in ("progress", "working")]
+    assert [line["event"] for line in lines] == logged
+    done = [event.done for event in events if isinstance(event, Progress)]
+    assert done == sorted(done)
+    assert all(0 < share <= 1 for share in done)
+
+
+def test_run_without_a_directory_writes_nothing(
+    config: RunConfig, store: ImageStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    train(config, store)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_old_runs_are_never_overwritten(config: RunConfig, store: ImageStore, tmp_path: Path) -> None:
+    train(config, store, tmp_path / "run")
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    with pytest.raises(EngramError, match="already exists and is not empty"):
+        list(run(config, store, tmp_path / "run"))
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_same_seed_same_numbers_other_seed_others(store: ImageStore) -> None:
+    def curve(seed: int) -> list[dict[str, list[float]]]:
+        return [stage["accuracy_by_stage"] for stage in train(make_config(seed=seed), store)["stages"]]
+
+    assert curve(3) == curve(3)
+    assert curve(3) != curve(4)
+
+
+def test_non_finite_loss_names_the_place_and_keeps_the_checkpoint(store: ImageStore, tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    list(run(make_config(), store, directory, stop_after_stage=0))
+    kept = (directory / "checkpoint" / "state.safetensors").read_bytes()
+
+    # The next stage's discrepancy is made infinite by an importance that is.
+    from engram.methods import afc
+
+    original = afc.read_importance
+
+    def poisoned(step: afc.Step) -> list[afc.Tensor]:
+        return [importance * float("inf") for importance in original(step)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(afc, "read_importance", poisoned)
+        with pytest.raises(
+            NonFiniteLoss, match=r"stage 1, phase main, epoch 1, step 1 of \d+ \(classification = .*discrepancy = (inf|nan)"
+        ):
+            list(resume(directory, store, checkpoint_minutes=0))
+    assert (directory / "checkpoint" / "state.safetensors").read_bytes() == kept
+    assert isinstance(list(resume(directory, store))[-1], RunFinished)
+
+
+@pytest.mark.parametrize("writes", [0, 1, 4, 9])
+def test_full_disk_loses_nothing(
+    writes: int, config: RunConfig, store: ImageStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After so many files the disk is full; the run says so, and with room again goes on to the same result."""
+    directory = tmp_path / "run"
+    real, count = os.fsync, 0
+
+    def fsync(handle: int) -> None:
+        nonlocal count
+        count += 1
+        if count > writes:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(EngramError, match="the disk is full"):
+        list(run(config, store, directory))
+    monkeypatch.undo()
+    assert not list(directory.rglob(".*.safetensors.*")), "a half-written file was left"
+    if writes == 0:
+        assert not directory.exists()
+        return
+    list(resume(directory, store))
+    expected = train(config, store)
+    result = json.loads((directory / "result.json").read_text())
+    assert result["average_incremental_accuracy"] == expected["average_incremental_accuracy"]
+
+
+def test_path_that_cannot_be_written(config: RunConfig, store: ImageStore, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(EngramError, match="cannot write"):
+        list(run(config, store, tmp_path / "file" / "run"))
+
+
+def test_stages_smaller_than_a_batch(store: ImageStore) -> None:
+    config = make_config(settings__train__batch_size=500, settings__train__remainder="drop")
+    assert len(train(config, store)["stages"]) == 3
+
+
+def test_one_class_base_is_uniform_importance_with_a_warning(store: ImageStore, tmp_path: Path) -> None:
+    events = list(run(make_config(base=1, increment=1), store, tmp_path / "run"))
+    warnings = [event.message for event in events if isinstance(event, Warned)]
+    assert len(warnings) == 1
+    assert "no channel had any importance" in warnings[0]
+    first = load_file(tmp_path / "run" / "stages" / "000.safetensors")
+    assert all((first[f"importance.{i}"] == 1).all() for i in range(4))
+    assert isinstance(events[-1], RunFinished)
+
+
+def test_plan_is_what_then_happens(config: RunConfig, store: ImageStore) -> None:
+    plan = Session(config, store).plan()
+    events = list(run(config, store))
+    started = [event for event in events if isinstance(event, StageStarted)]
+    assert [(p.images, p.exemplars, p.num_seen) for p in plan] == [(e.images, e.exemplars, e.num_seen) for e in started]
+    planned = [(stage.stage, phase.name, phase.images, phase.steps) for stage in plan for phase in stage.phases]
+    assert planned == [(e.stage, e.phase, e.images, e.steps) for e in events if e.name == "phase_started"]  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"base": 7}, "1 to 6 classes"),
+        ({"base": 0}, "at least 1"),
+        ({"increment": 0}, "at least 1"),
+        ({"order": "class a,class b"}, "lacks 4 of the 6"),
+        ({"order": "0,1,2,3,4,4"}, "more than once"),
+        ({"order": "class a,class b,class c,class d,class e,class x"}, "no class here"),
+        ({"order": "backwards"}, "none of"),
+        ({"settings.train.epochs": -1}, "epochs must be at least 0"),
+        ({"settings.lambda_dics": 3}, "did you mean 'lambda_disc'"),
+        ({"settings.variant": "papers"}, "must be one of released, paper"),
+        ({"backbone": "resnet23"}, "did you mean 'resnet32'"),
+        ({"method": "acf"}, "did you mean 'afc'"),
+        ({"seed": -1}, "seed"),
+        ({"seed": "one"}, "whole number"),
+        ({"device": "tpu"}, "must be one of auto, cpu, cuda"),
+        ({"precision": "bf16"}, "bf16 is for CUDA"),
+    ],
+)
+def test_wrong_configuration_is_refused_in_a_sentence(change: dict[str, object], match: str, store: ImageStore) -> None:
+    with pytest.raises(EngramError, match=match) as caught:
+        config = make_config()
+        for path, value in change.items():
+            config = config.with_value(path, value)
+        train(config, store)
+    assert "\n" not in str(caught.value)
+
+
+def test_images_are_checked_before_anything_is_trained() -> None:
+    with pytest.raises(EngramError, match="at least 8 pixels"):
+        train(make_config(), make_store(size=4))
