@@ -1,8 +1,12 @@
-"""What several test files share: a toy data set that can be learned, tiny runs of it, and the stages of a run by hand."""
+"""What several test files share: a toy data set that can be learned, tiny runs of it, stages by hand, and slow losses.
+
+The slow losses are written from the formulas: explicit loops over samples, classes, channels and pixels, in float64.
+"""
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,8 +40,8 @@ def toy_store(
 ) -> ImageStore:
     """Classes that differ in colour and pattern under noise: a few epochs learn them."""
     random = np.random.default_rng(seed)
-    patterns = random.integers(40, 216, (num_classes, size, size, 3))
-    colours = random.integers(-40, 41, (num_classes, 1, 1, 3))
+    patterns = random.integers(-40, 41, (num_classes, size, size, 3))
+    colours = random.permuted(np.linspace(30, 225, num_classes)[:, None].repeat(3, 1), axis=0)[:, None, None]
 
     def images(count: int) -> np.ndarray:
         noise = random.normal(0, 12, (num_classes, count, size, size, 3))
@@ -49,18 +53,16 @@ def toy_store(
     return ImageStore.from_arrays(images(per_class), train, images(test_per_class), test, class_names=names, name="toy")
 
 
-def tiny_config(method: str = "afc", *, epochs: int = 2, finetune: int = 1, batch_size: int = 8, **changes: Any) -> RunConfig:
+def tiny_config(
+    method: str = "afc", *, epochs: int = 2, finetune: int = 1, batch_size: int = 8, **changes: Any
+) -> RunConfig:
     """A run of the toy set that takes a fraction of a second: base 2, then 2 classes a stage."""
     info = find_method(method)
-    settings = info.settings(
-        **{
-            "train": Training(epochs=epochs, batch_size=batch_size, lr=0.05, remainder="keep"),
-            "finetune": Training(epochs=finetune, batch_size=batch_size, lr=0.05, schedule="constant", remainder="keep"),
-        }
-    )
+    train = Training(epochs=epochs, batch_size=batch_size, lr=0.05, remainder="keep")
+    settings = {"train": train, "finetune": replace(train, epochs=finetune, schedule="constant")}
     config = RunConfig(
         method=method,
-        settings=settings,
+        settings=info.settings(**settings),
         base=2,
         increment=2,
         order="natural",
@@ -179,3 +181,68 @@ def random_step(seed: int, batch: int = 5, classes: int = 6) -> RandomStep:
         scale=float(random.uniform(0.5, 4)),
         weight=float(random.uniform(0.5, 9)),
     )
+
+
+def slow_nca_released(scores: list[float], label: int) -> float:
+    """s <- s - max(s); log(sum_{i != y} exp(s_i) + 1) - s_y."""
+    top = max(scores)
+    others = 0.0
+    for i, score in enumerate(scores):
+        if i != label:
+            others += math.exp(score - top)
+    return math.log(others + 1) - (scores[label] - top)
+
+
+def slow_nca_paper(scores: list[float], label: int, scale: float, margin: float) -> float:
+    """The hinge of log sum_{i != y} exp(eta y_i) - eta (y_y - delta), from scores that are not scaled yet."""
+    others = 0.0
+    for i, score in enumerate(scores):
+        if i != label:
+            others += math.exp(scale * score)
+    return max(0.0, math.log(others) - scale * (scores[label] - margin))
+
+
+def slow_channel_released(student: np.ndarray, teacher: np.ndarray) -> float:
+    """The distance of two feature maps (H, W), each squared and then divided by its length."""
+    height, width = student.shape
+
+    def shape(values: np.ndarray) -> list[float]:
+        squares = [float(values[y, x]) ** 2 for y in range(height) for x in range(width)]
+        length = math.sqrt(sum(value**2 for value in squares))
+        return [value / length for value in squares]
+
+    return math.sqrt(sum((a - b) ** 2 for a, b in zip(shape(student), shape(teacher), strict=True)))
+
+
+def slow_channel_paper(student: np.ndarray, teacher: np.ndarray) -> float:
+    """The squared Frobenius distance of two feature maps (H, W), each divided by its Frobenius norm."""
+    height, width = student.shape
+    norm_student = math.sqrt(sum(student[y, x] ** 2 for y in range(height) for x in range(width)))
+    norm_teacher = math.sqrt(sum(teacher[y, x] ** 2 for y in range(height) for x in range(width)))
+    total = 0.0
+    for y in range(height):
+        for x in range(width):
+            total += (student[y, x] / norm_student - teacher[y, x] / norm_teacher) ** 2
+    return total
+
+
+def slow_discrepancy_released(case: RandomStep, counted: np.ndarray) -> float:
+    """Importance times distance, mean over the samples counted and the channels, mean over the maps."""
+    of_map: list[float] = []
+    for student, teacher, importance in zip(case.student, case.teacher, case.importance, strict=True):
+        values: list[float] = []
+        for b in np.flatnonzero(counted):
+            for c, weight in enumerate(importance):
+                values.append(float(weight) * slow_channel_released(student[b, c], teacher[b, c]))
+        of_map.append(sum(values) / len(values))
+    return sum(of_map) / len(of_map)
+
+
+def slow_discrepancy_paper(case: RandomStep, counted: np.ndarray) -> float:
+    """Importance times squared distance, summed over maps and channels, mean over the samples counted."""
+    total = 0.0
+    for b in np.flatnonzero(counted):
+        for student, teacher, importance in zip(case.student, case.teacher, case.importance, strict=True):
+            for c, weight in enumerate(importance):
+                total += float(weight) * slow_channel_paper(student[b, c], teacher[b, c])
+    return total / int(counted.sum())

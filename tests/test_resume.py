@@ -58,8 +58,8 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-# Event numbers inside the base stage, a later main phase, the balanced phase, and between stages.
-@pytest.mark.parametrize("event", [4, 31, 61, 75, 110])
+# Before the first checkpoint; inside the base stage, a later main phase, its balanced phase; between stages; after training.
+@pytest.mark.parametrize("event", [1, 4, 31, 46, 52, 77, 82])
 def test_killed_run_resumes_to_the_same_result(event: int, tmp_path: Path, uninterrupted: Path) -> None:
     directory = tmp_path / "killed"
     assert start(directory, event=event).wait() == -signal.SIGKILL

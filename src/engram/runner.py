@@ -248,7 +248,7 @@ class _Run:
         meter = _Meter(loop.batch_size)
         for _ in loop:
             seconds = meter.step()
-            self.clock["train"] = self.clock.get("train", 0.0) + seconds
+            self._add("train", seconds)
             self.work_here, self.seconds_here = self.work_here + per_step, self.seconds_here + seconds
             if loop.step == loop.steps:
                 yield EpochFinished(
@@ -264,7 +264,8 @@ class _Run:
                     self._save((number, loop.state()))
                     yield Checkpointed(index, phase.name, loop.epoch)
                 return True
-            meter.resume()
+        loop.check_finite()
+        self._add("train", meter.step())
         return False
 
     def _progress(self, index: int, number: int, loop: PhaseLoop, rate: float) -> Progress:
@@ -291,7 +292,10 @@ class _Run:
     def _clocked(self, kind: str) -> Iterator[None]:
         started = time.monotonic()
         yield
-        self.clock[kind] = self.clock.get(kind, 0.0) + time.monotonic() - started
+        self._add(kind, time.monotonic() - started)
+
+    def _add(self, kind: str, seconds: float) -> None:
+        self.clock[kind] = self.clock.get(kind, 0.0) + seconds
 
     def _result(self) -> Result:
         config = self.session.config
@@ -339,19 +343,19 @@ class _Run:
 
 
 class _Meter:
-    """Times the steps of a phase, leaving out the time its consumer takes between them."""
+    """Times the steps of a phase. On a GPU a step is only launched here; waiting for it shows in a later one."""
 
     def __init__(self, batch_size: int) -> None:
         self.batch_size = batch_size
-        self.resumed = self.shown = time.monotonic()
-        self.epoch_seconds = self.shown_seconds = 0.0
+        self.last = self.shown = time.monotonic()
+        self.epoch_seconds = 0.0
         self.shown_steps = 0
 
     def step(self) -> float:
-        """Seconds since the step began."""
-        seconds = time.monotonic() - self.resumed
+        """Seconds since the step before."""
+        now = time.monotonic()
+        seconds, self.last = now - self.last, now
         self.epoch_seconds += seconds
-        self.shown_seconds += seconds
         self.shown_steps += 1
         return seconds
 
@@ -366,10 +370,7 @@ class _Meter:
 
     def images_per_second(self) -> float:
         """The rate since it was last shown."""
-        rate = self.shown_steps * self.batch_size / max(self.shown_seconds, 1e-9)
-        self.shown, self.shown_seconds, self.shown_steps = time.monotonic(), 0.0, 0
+        now = time.monotonic()
+        rate = self.shown_steps * self.batch_size / max(now - self.shown, 1e-9)
+        self.shown, self.shown_steps = now, 0
         return rate
-
-    def resume(self) -> None:
-        """The next step begins now."""
-        self.resumed = time.monotonic()

@@ -9,6 +9,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 
 from engram.errors import EngramError
 
@@ -37,7 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except SystemExit as request:
         status = request.code if isinstance(request.code, int) else 1
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
+        print(f"engram: {interrupt or 'interrupted'}", file=sys.stderr)
         status = INTERRUPTED
     except BrokenPipeError:
         status = _leave_pipe()
@@ -66,10 +68,8 @@ def _dispatch(given: list[str]) -> int:
 
 def _leave_pipe() -> int:
     # Python flushes stdout once more at exit, which would fail again and print a traceback.
-    try:
+    with suppress(OSError, io.UnsupportedOperation):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (OSError, io.UnsupportedOperation):
-        pass
     return BROKEN_PIPE
 
 
@@ -83,6 +83,8 @@ def _explain(error: Exception) -> int:
     elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         place = f" where {error.filename} should go" if error.filename else ""
         message = f"the disk is full{place}; make room and try again, what was written before is intact"
+    elif isinstance(error, OSError) and error.filename:
+        message = f"{error.filename} cannot be used: {error.strerror}"
     elif _is_out_of_memory(error):
         message = "there is not enough memory for this; try a smaller --batch-size or --image-size"
     else:

@@ -63,7 +63,10 @@ def parse(arguments: Sequence[str]) -> tuple[str, Any]:
 
 def _all_commands() -> Any:
     """A type whose help lists every command."""
-    named = [Annotated[options, tyro.conf.subcommand(name)] for name, options in COMMANDS.items()]
+    named = [
+        Annotated[options, tyro.conf.subcommand(name, description=(options.__doc__ or "").partition("\n")[0])]
+        for name, options in COMMANDS.items()
+    ]
     return typing.Union[tuple(named)]  # noqa: UP007  (a union of as many as there are)
 
 
@@ -161,5 +164,3 @@ def _is_number(text: str) -> bool:
     except ValueError:
         return False
     return True
-
-

@@ -62,17 +62,13 @@ class TrainingFlags:
     """Images in a batch, in both phases."""
     lr: Annotated[float | None, arg(metavar="RATE", help_behavior_hint=OF_RECIPE)] = None
     """Learning rate of the main phase."""
-    variant: Annotated[
-        Literal["released", "paper"] | None, arg(metavar="WHICH", help_behavior_hint=OF_RECIPE)
-    ] = None
+    variant: Annotated[Literal["released", "paper"] | None, arg(metavar="WHICH", help_behavior_hint=OF_RECIPE)] = None
     """Where the paper and its released code differ, follow which: released or paper."""
     lambda_disc: Annotated[float | None, arg(metavar="WEIGHT", help_behavior_hint=OF_RECIPE)] = None
     """Weight of the distillation (AFC and its ablations)."""
     backbone: Annotated[str | None, arg(metavar="NAME", help_behavior_hint=OF_RECIPE)] = None
     """Network; 'engram list backbones' has them."""
-    device: Annotated[
-        Literal["auto", "cpu", "cuda"] | None, arg(metavar="WHERE", help_behavior_hint=OF_RECIPE)
-    ] = None
+    device: Annotated[Literal["auto", "cpu", "cuda"] | None, arg(metavar="WHERE", help_behavior_hint=OF_RECIPE)] = None
     """auto, cpu or cuda."""
     precision: Annotated[
         Literal["auto", "float32", "bf16"] | None, arg(metavar="KIND", help_behavior_hint=OF_RECIPE)

@@ -46,6 +46,9 @@ class Engine:
         self.precision: Precision = precision
         self.augmentation = augmentation
         self.image_size = image_size
+        if device.type == "cuda":
+            # The shapes of a run do not change, so trying each convolution's algorithms once pays.
+            torch.backends.cudnn.benchmark = True
         self._optimiser: tuple[Network, FlatSGD] | None = None
         self._pool: tuple[Stage, Pool] | None = None
 

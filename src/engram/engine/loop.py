@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from engram.data.augment import augment
 from engram.data.stage import Stage
+from engram.engine.capture import CapturedStep
 from engram.engine.plan import EpochPlan, plan_epoch
 from engram.errors import EngramError
 from engram.learner import Learner
@@ -71,13 +73,15 @@ class PhaseLoop:
         self._term_names: list[str] = []
         self._history = torch.zeros(0, 0, device=device)  # (S, terms) of this epoch
         self._first = 0  # the first step of this epoch that the history holds
+        self._plan: EpochPlan | None = None
+        self._steps: dict[int, Callable[[], None]] = {}  # by batch size
 
     def __iter__(self) -> Iterator[None]:
         self._learner.network.train()
         while self.epoch < self.phase.training.epochs:
             plan = self._begin_epoch()
             while self.step < self.steps:
-                self._take_step(plan, plan.last if self.step == self.steps - 1 else self.batch_size)
+                self._step_of(plan.last if self.step == self.steps - 1 else self.batch_size)()
                 self.step += 1
                 yield
             self.epoch, self.step = self.epoch + 1, 0
@@ -109,7 +113,8 @@ class PhaseLoop:
 
     def learning_rate(self) -> float:
         """The learning rate of the last step taken."""
-        return float(self._lr[self.step - 1])
+        assert self._plan is not None
+        return float(self._plan.lr[self.step - 1])
 
     def _begin_epoch(self) -> EpochPlan:
         plan = plan_epoch(
@@ -121,14 +126,28 @@ class PhaseLoop:
             self._learner.seed,
             self._engine.device,
         )
-        self._lr = plan.lr
+        if self._plan is None:
+            self._plan = plan
+        else:
+            self._plan.load(plan)
         self._counter.fill_(self.step)
         self._first = self.step
         self._history.zero_()
-        return plan
+        return self._plan
 
-    def _take_step(self, plan: EpochPlan, size: int) -> None:
-        engine, learner, phase = self._engine, self._learner, self.phase
+    def _step_of(self, size: int) -> Callable[[], None]:
+        """The step for batches of that size: captured on a GPU, as it is elsewhere."""
+        if size not in self._steps:
+            step = partial(self._take_step, size)
+            if self._engine.device.type == "cuda":
+                network, optimiser = self._learner.network, self._optimiser
+                step = CapturedStep(step, [optimiser.values, optimiser.momentum, self._counter, *network.buffers()])
+            self._steps[size] = step
+        return self._steps[size]
+
+    def _take_step(self, size: int) -> None:
+        engine, learner, phase, plan = self._engine, self._learner, self.phase, self._plan
+        assert plan is not None
         rows, draws, lr = plan.row(self._counter, size)
         images = augment(self._pool.padded, rows, draws, engine.image_size)
         with engine.autocast():

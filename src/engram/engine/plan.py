@@ -25,6 +25,13 @@ class EpochPlan:
     lr: Tensor
     last: int
 
+    def load(self, other: EpochPlan) -> None:
+        """Takes over another epoch's plan, in place."""
+        self.rows.copy_(other.rows, non_blocking=True)
+        self.lr.copy_(other.lr, non_blocking=True)
+        for name in ("top", "left", "mirror", "factor"):
+            getattr(self.draws, name).copy_(getattr(other.draws, name), non_blocking=True)
+
     def row(self, at: Tensor, size: int) -> tuple[Tensor, Draws, Tensor]:
         """The pool rows (size,), their draws and the learning rate (1,) of the step that the counter (1,) is at."""
         draws = self.draws

@@ -15,6 +15,11 @@ from torch import Tensor
 MASKED = -1e30
 
 
+def _one_hot(labels: Tensor, num_classes: int) -> Tensor:
+    """bool (B, K), true at each sample's label; unlike F.one_hot it never waits for the device."""
+    return labels[:, None] == torch.arange(num_classes, device=labels.device)
+
+
 def nca_released(logits: Tensor, labels: Tensor) -> Tensor:
     """The classification loss of the released code, one value a sample (B,).
 
@@ -24,7 +29,7 @@ def nca_released(logits: Tensor, labels: Tensor) -> Tensor:
     """
     shifted = logits - logits.amax(dim=1, keepdim=True)
     target = shifted.gather(1, labels[:, None]).squeeze(1)
-    is_target = F.one_hot(labels, logits.shape[1]).bool()
+    is_target = _one_hot(labels, logits.shape[1])
     others = shifted.exp().masked_fill(is_target, 0).sum(dim=1)
     return (others + 1).log() - target
 
@@ -35,7 +40,7 @@ def nca_paper(logits: Tensor, labels: Tensor, scale: Tensor, margin: float) -> T
     The hinge of log sum_{i != y} exp(s_i) - (s_y - scale * margin), with s = scale * scores.
     """
     target = logits.gather(1, labels[:, None]).squeeze(1)
-    is_target = F.one_hot(labels, logits.shape[1]).bool()
+    is_target = _one_hot(labels, logits.shape[1])
     others = logits.masked_fill(is_target, MASKED).clamp(min=MASKED).logsumexp(dim=1)
     return F.relu(others - (target - scale * margin))
 

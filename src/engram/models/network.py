@@ -56,11 +56,10 @@ class Network(nn.Module):
         with torch.autocast(images.device.type, enabled=False):
             embedding = embedding.float()
             scores = self.head(embedding)
-            # `where` after scaling, not a scaled infinity: the gradient of the scale must not see infinity times zero.
-            unseen = scores.new_tensor(-torch.inf)
+            # Masked after scaling: the gradient of the scale must not see infinity times zero.
             scale = scores.new_ones(()) if self.head.scale is None else self.head.scale
-            logits = torch.where(self.head.seen, scale * scores, unseen)
-            scores = torch.where(self.head.seen, scores, unseen)
+            logits = (scale * scores).masked_fill(~self.head.seen, -torch.inf)
+            scores = scores.masked_fill(~self.head.seen, -torch.inf)
         return Output(maps, embedding, scores, logits, scale)
 
     def reset(self, generator: torch.Generator) -> None:

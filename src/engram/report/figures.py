@@ -15,7 +15,7 @@ from engram.report.groups import Group, row_percent
 from engram.report.svg import CARD, GRID, INK, MARKERS, MUTED, ON_STRONG, SERIES, Drawing, finish, plain
 from engram.report.tables import predictor_name, time_parts
 
-WIDTH = 5.6  # inches; at 72 units an inch the text is near its nominal size on a phone and on a desk
+WIDTH = 5.0  # inches; at 72 units an inch the text is near its nominal size on a phone and on a desk
 NAMED_CLASSES = 25
 NUMBERED_STAGES = 12
 _BARS = 18
@@ -24,8 +24,7 @@ _BARS = 18
 _RAMP = LinearSegmentedColormap.from_list(
     "engram",
     [(0.33, 0.62, 0.86, 0.07), (0.20, 0.52, 0.80, 0.55), (0.06, 0.33, 0.62, 0.88), (0.02, 0.13, 0.33, 1.0)],
-)
-_RAMP.set_bad((0, 0, 0, 0))
+).with_extremes(bad=(0, 0, 0, 0))
 
 
 def colour(index: int) -> str:
@@ -35,7 +34,7 @@ def colour(index: int) -> str:
 
 def accuracy_curves(groups: Sequence[Group], predictor: str) -> Drawing:
     """Accuracy against classes seen: a line a group, its sample standard deviation as a band, and chance."""
-    figure = Figure(figsize=(WIDTH, 3.9), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 3.6), layout="constrained")
     axes = figure.add_subplot()
     shown = [(i, group) for i, group in enumerate(groups) if predictor in group.predictors]
     ends: list[tuple[float, str, str]] = []
@@ -95,7 +94,7 @@ def _end_labels(axes: Axes, ends: list[tuple[float, str, str]]) -> None:
         placed.append(max(value, placed[-1] + gap) if placed else value)
     excess = max(0.0, placed[-1] - high)
     for (value, name, shade), y in zip(ordered, placed, strict=True):
-        number = f"  {value:.1f}"
+        number = f"\N{NO-BREAK SPACE}{value:.1f}"
         axes.annotate(
             name + number,
             xy=(1.015, y - excess),
@@ -111,7 +110,7 @@ def accuracy_matrix(group: Group, predictor: str) -> Drawing:
     """R[t][i]: accuracy after stage t (row) on the classes of stage i (column)."""
     matrix = group.matrix(predictor)
     size = len(matrix)
-    figure = Figure(figsize=(4.5, 4.2), layout="constrained")
+    figure = Figure(figsize=(4.2, 3.9), layout="constrained")
     axes = figure.add_subplot()
     _heat_map(figure, axes, matrix, "accuracy, %")
     if size <= NUMBERED_STAGES:
@@ -159,7 +158,7 @@ def learned_and_kept(group: Group, index: int, predictor: str) -> Drawing:
     """For the classes of each stage: accuracy when they were learned (ring) and at the end (dot)."""
     matrix = group.matrix(predictor)
     x, learned, kept = np.arange(len(matrix)), np.diag(matrix), matrix[-1]
-    figure = Figure(figsize=(4.5, 3.2), layout="constrained")
+    figure = Figure(figsize=(4.2, 3.1), layout="constrained")
     axes = figure.add_subplot()
     size = 5.5 if len(x) <= 20 else 3.6
     axes.vlines(x, learned, kept, color=colour(index), alpha=0.4, linewidth=2, zorder=2)
@@ -262,7 +261,7 @@ def time_spent(groups: Sequence[Group]) -> Drawing:
     axes.invert_yaxis()
     axes.grid(False, axis="y")
     axes.set_xlabel("seconds")
-    figure.legend(loc="outside upper left", ncols=5, handlelength=0.9, columnspacing=1.1, handletextpad=0.5)
+    figure.legend(loc="outside upper left", ncols=5, handlelength=0.8, columnspacing=0.9, handletextpad=0.4, fontsize=9)
     return finish(figure, "seconds", "Seconds of each run, split into the kinds of work.")
 
 

@@ -35,6 +35,7 @@ _STYLE = {
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
     "axes.titlecolor": INK,
+    "axes.titlepad": 10,
     "axes.labelcolor": MUTED,
     "axes.labelsize": 9.5,
     "axes.edgecolor": GRID,

@@ -14,6 +14,7 @@ from engram.report.load import METRICS, TIME_PARTS
 
 PREDICTOR_NAMES = {"cnn": "CNN", "nme": "NME"}
 _CONFUSED_PAIRS = 10
+_GLUE = "\N{NO-BREAK SPACE}"
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ def number(value: Estimate | None, digits: int = 2) -> str:
     if value is None:
         return "–"
     text = _signed(value.mean, digits)
-    return text if value.std is None else f"{text} ± {value.std:.{digits}f}"
+    return text if value.std is None else f"{text}{_GLUE}±{_GLUE}{value.std:.{digits}f}"
 
 
 def _signed(value: float, digits: int) -> str:
@@ -49,7 +50,7 @@ def _signed(value: float, digits: int) -> str:
 def duration(value: Estimate) -> str:
     """Seconds as people say them: '42.0 s', '3 min 05 s', '2 h 07 min'; with the spread where there is one."""
     text = _clock(value.mean)
-    return text if value.std is None else f"{text} ± {_clock(value.std)}"
+    return text if value.std is None else f"{text}{_GLUE}±{_GLUE}{_clock(value.std)}"
 
 
 def _clock(seconds: float) -> str:

@@ -1,0 +1,107 @@
+"""What the commands that train have in common: reading the images, following the run, saying how it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from engram.cli.display import follow, make_display
+from engram.cli.interrupt import Interrupt
+from engram.cli.options import RunningFlags
+from engram.cli.text import bold, is_live, stage_name, summary_line, summary_table
+from engram.data.load import DataConfig, load_store
+from engram.data.store import ImageStore
+from engram.errors import EngramError
+from engram.events import Event, RunFinished, Stopped
+from engram.files import writing
+from engram.rundir import MANIFEST
+
+RUNS = Path("runs")
+
+
+def check_running(flags: RunningFlags) -> None:
+    """Refuses values that make no sense, before anything is read."""
+    if flags.quiet and flags.json:
+        raise EngramError("--quiet and --json exclude each other; give one of them")
+    if flags.stop_after_stage is not None and flags.stop_after_stage < 0:
+        raise EngramError(f"--stop-after-stage must be 0 (the base) or more, got {flags.stop_after_stage}")
+    if flags.checkpoint_minutes < 0:
+        raise EngramError(f"--checkpoint-minutes must be 0 or more, got {flags.checkpoint_minutes:g}")
+    if flags.threads is not None and flags.threads < 1:
+        raise EngramError(f"--threads must be at least 1, got {flags.threads}")
+
+
+def use_threads(threads: int | None) -> None:
+    """Limits the CPU threads of torch, where a number is given."""
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
+
+
+def refuse_used(path: Path) -> None:
+    """Refuses a directory that holds something, before the images are read rather than after."""
+    with writing(path):
+        used = path.is_dir() and any(path.iterdir())
+    if used:
+        hint = f"'engram resume {path}' goes on with it, or " if (path / MANIFEST).exists() else ""
+        raise EngramError(f"{path} exists and is not empty; {hint}choose another directory with --out")
+
+
+def read_images(data: DataConfig, console: Console, silent: bool) -> ImageStore:
+    """The images of a run; a folder is read with a progress bar where there is a terminal."""
+    if silent or not is_live(console):
+        return load_store(data)
+    if data.name != "folder":
+        with console.status(f"reading {data.name}"):
+            return load_store(data)
+    columns = (TextColumn("reading images"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=None)
+        return load_store(data, lambda done, total: progress.update(task, completed=done, total=total))
+
+
+def carry_out(events: Iterable[Event], console: Console, interrupt: Interrupt, flags: RunningFlags, place: Path) -> int:
+    """The exit status of a run whose events are followed to the end; says how it ended."""
+    display = make_display(console, interrupt, quiet=flags.quiet, as_json=flags.json)
+    try:
+        with interrupt:
+            last = follow(events, display)
+    except KeyboardInterrupt:
+        saved = (place / "checkpoint").is_dir()
+        rest = f"'engram resume {place}' goes on from the last checkpoint" if saved else "nothing was saved yet"
+        raise KeyboardInterrupt(f"quit at once; {rest}") from None
+    if isinstance(last, RunFinished):
+        if not flags.json:
+            tell_finished(console, last, flags.quiet)
+        return 0
+    assert isinstance(last, Stopped), f"a run ends finished or stopped, not with {last.name}"
+    if not flags.json:
+        tell_stopped(console, last)
+    return interrupt.status if interrupt() and last.reason == "interrupted" else 0
+
+
+def tell_finished(console: Console, last: RunFinished, quiet: bool) -> None:
+    """Prints what a run came to: a table, where its files are and what to do with them, or one line."""
+    if quiet:
+        print_line(console, summary_line(last.result, last.directory))
+        return
+    console.print(summary_table(last.result))
+    print_line(console, f"files in {last.directory}")
+    print_line(console, f"engram report {last.directory}")
+
+
+def tell_stopped(console: Console, last: Stopped) -> None:
+    """Prints where a run stopped and how to go on."""
+    where = stage_name(last.stage, last.stages)
+    how = "saved, interrupted in" if last.reason == "interrupted" else "stopped after"
+    print_line(console, f"{how} {where}; to go on:")
+    console.print(bold(f"engram resume {last.directory}"), soft_wrap=True)
+
+
+def print_line(console: Console, text: str) -> None:
+    """Prints a line as it is: a path is not broken where the terminal is narrow."""
+    console.print(text, soft_wrap=True)

@@ -1,0 +1,109 @@
+"""`engram demo`: three ways of meeting new classes, side by side."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from engram.cli.commands.common import RUNS, print_line, refuse_used
+from engram.cli.display import follow, make_display
+from engram.cli.interrupt import Interrupt
+from engram.cli.options import Demo
+from engram.cli.text import bold, make_console, make_table, percent
+from engram.data.load import load_store
+from engram.errors import EngramError
+from engram.events import RunFinished
+from engram.recipes import recipe
+from engram.report import write_report
+from engram.rundir import free_directory
+from engram.runner import run
+
+RECIPES = "{method}-mini-b10-s5"
+WAYS = {
+    "naive": "trains on the new images alone: no memory, no distillation",
+    "replay": "keeps 10 images of each old class and trains on them too",
+    "afc": "keeps the same 10 images, and holds on to the features that mattered (the paper's method)",
+}
+LEVEL = 0.5  # points; a smaller difference between single runs is not worth a claim
+
+
+def demo_command(options: Demo, typed: Sequence[str]) -> int:
+    """The exit status of `engram demo`."""
+    if options.seed < 0:
+        raise EngramError(f"the seed must be 0 or more, got {options.seed}")
+    place = free_directory(RUNS, "demo") if options.out is None else Path(options.out).expanduser()
+    refuse_used(place)
+    console = make_console()
+    if not options.quiet:
+        print_line(console, "Ten classes at first, then five stages of two more. At each stage only the new classes'")
+        print_line(console, "images are there; the test is always on every class seen so far.")
+    results = _run_all(options, place, console, shlex.join(["engram", *typed]))
+    if isinstance(results, int):
+        return results
+    console.print(comparison(results))
+    print_line(console, verdict(results))
+    path = write_report([place / method for method in WAYS], place / "report.html")
+    print_line(console, f"report: {path}")
+    return 0
+
+
+def _run_all(options: Demo, place: Path, console: Console, command: str) -> dict[str, dict[str, Any]] | int:
+    """The result of each way, or the exit status where it was interrupted."""
+    store = load_store(recipe(RECIPES.format(method="naive")).data)
+    results: dict[str, dict[str, Any]] = {}
+    with Interrupt() as interrupt:
+        for number, (method, explanation) in enumerate(WAYS.items(), start=1):
+            config = replace(recipe(RECIPES.format(method=method)), seed=options.seed, order=str(options.seed))
+            if not options.quiet:
+                console.print()
+                console.print(bold(f"{number} of {len(WAYS)}  {method}: {explanation}"))
+            display = make_display(console, interrupt, quiet=options.quiet)
+            last = follow(run(config, store, place / method, stop=interrupt, command=command), display)
+            if not isinstance(last, RunFinished):
+                again = f" --seed {options.seed}" if options.seed != 1 else ""
+                print_line(console, f"interrupted; the runs so far are in {place}. To start again:")
+                console.print(bold(f"engram demo{again}"))
+                return interrupt.status
+            results[method] = last.result
+    return results
+
+
+def comparison(results: Mapping[str, Mapping[str, Any]]) -> Table:
+    """The three runs side by side: accuracy of the classifier after each stage, the best in bold."""
+    columns = [f"{method} %" for method in results]
+    table = make_table(["stage", "classes", *columns], right=["stage", "classes", *columns])
+    stages = [result["stages"] for result in results.values()]
+    for rows in zip(*stages, strict=True):
+        name = "base" if rows[0]["stage"] == 0 else str(rows[0]["stage"])
+        table.add_row(name, str(rows[0]["classes"]), *_best_in_bold([row["accuracy"]["cnn"] for row in rows]))
+    averages = [result["average_incremental_accuracy"]["cnn"] for result in results.values()]
+    table.add_section()
+    table.add_row("average", "", *_best_in_bold(averages))
+    return table
+
+
+def _best_in_bold(values: Sequence[float]) -> list[Any]:
+    best = max(values)
+    return [bold(percent(value)) if value == best else percent(value) for value in values]
+
+
+def verdict(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """A verdict that says no more than the numbers of these runs do."""
+    average = {method: result["average_incremental_accuracy"]["cnn"] for method, result in results.items()}
+    final = {method: result["final_accuracy"]["cnn"] for method, result in results.items()}
+    gap = average["afc"] - average["replay"]
+    if abs(gap) < LEVEL:
+        compared = "AFC and replay are level"
+    else:
+        compared = f"AFC is {abs(gap):.1f} points {'ahead of' if gap > 0 else 'behind'} replay"
+    return (
+        f"Averaged over the stages {compared} ({percent(average['afc'])} and {percent(average['replay'])}); "
+        f"at the end naive is at {percent(final['naive'])}, replay at {percent(final['replay'])} and AFC at "
+        f"{percent(final['afc'])}. This is one seed; others differ somewhat."
+    )

@@ -1,0 +1,169 @@
+"""`engram list`: recipes, methods, data sets, backbones and runs."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from engram.cli.commands.common import print_line
+from engram.cli.options import List
+from engram.cli.text import make_console, make_table, percent
+from engram.errors import EngramError
+from engram.files import read_json
+from engram.rundir import MANIFEST, RESULT, read_manifest
+
+DATASETS = {
+    "mini": "in the package: 20 classes of CIFAR-100 at 16x16 pixels, 250 training and 100 test images each",
+    "cifar100": "100 classes at 32x32 pixels; 'engram prepare cifar100' downloads it, or give --data PATH",
+    "folder": "your own images: a folder of class folders, given with --data PATH",
+}
+# Which entries of a row are shown, in order; --json gives all of them.
+COLUMNS = {
+    "recipes": ("recipe", "base", "increment", "memory", "epochs", "predictor"),
+    "methods": ("method", "title", "paper", "memory"),
+    "datasets": ("dataset", "description"),
+    "backbones": ("backbone", "description"),
+    "runs": ("directory", "recipe", "order", "seed", "stages", "average", "status"),
+}
+NUMBERS = ("base", "increment", "epochs", "order", "seed", "stages", "average")
+TITLES = {"dataset": "data set", "description": "what it is", "average": "average %"}
+
+
+def list_command(options: List, typed: Sequence[str]) -> int:
+    """The exit status of `engram list`."""
+    del typed
+    console = make_console()
+    rows = {
+        "recipes": _recipes,
+        "methods": _methods,
+        "datasets": lambda: [{"dataset": name, "description": text} for name, text in DATASETS.items()],
+        "backbones": _backbones,
+        "runs": lambda: list_runs(Path(options.root)),
+    }[options.what]()
+    if options.json:
+        print_line(console, json.dumps(rows))
+    elif options.what == "runs" and not rows:
+        print_line(console, f"there is no run in {options.root}; 'engram demo' makes some")
+    elif options.what == "recipes":
+        for dataset in dict.fromkeys(row["dataset"] for row in rows):
+            _print(console, options.what, [row for row in rows if row["dataset"] == dataset], DATASETS.get(dataset))
+    else:
+        _print(console, options.what, rows)
+    return 0
+
+
+def _print(console: Console, what: str, rows: Sequence[dict[str, Any]], title: str | None = None) -> None:
+    columns = COLUMNS[what]
+    titles = [TITLES.get(column, column) for column in columns]
+    table = make_table(titles, right=[TITLES.get(column, column) for column in NUMBERS])
+    for row in rows:
+        cells = [row[column] for column in columns]
+        table.add_row(
+            *[percent(cell) if isinstance(cell, float) else "-" if cell is None else str(cell) for cell in cells]
+        )
+    if title is not None:
+        print_line(console, f"{rows[0]['dataset']}: {title}")
+    console.print(table)
+
+
+def _recipes() -> list[dict[str, Any]]:
+    from engram.recipes import recipe, recipe_names
+
+    rows: list[dict[str, Any]] = []
+    for name in recipe_names():
+        config = recipe(name)
+        training = getattr(config.settings, "train", None)
+        rows.append(
+            {
+                "recipe": name,
+                "dataset": config.data.name,
+                "base": "half" if config.base is None else config.base,
+                "increment": config.increment,
+                "memory": str(config.memory),
+                "epochs": None if training is None else training.epochs,
+                "predictor": config.predictor,
+            }
+        )
+    return rows
+
+
+def _methods() -> list[dict[str, Any]]:
+    from engram.methods import METHODS
+
+    needs = {"needed": "a budget of exemplars", "none": "none", "all": "every image"}
+    return [
+        {"method": info.name, "title": info.title, "paper": info.paper or None, "memory": needs[info.memory]}
+        for info in METHODS.values()
+    ]
+
+
+def _backbones() -> list[dict[str, Any]]:
+    from engram.models.resnet import BACKBONES
+
+    return [{"backbone": name, "description": (make.__doc__ or "").strip()} for name, make in BACKBONES.items()]
+
+
+def find_runs(root: Path) -> list[Path]:
+    """The run directories in a directory and one level below, sorted; none where it does not exist."""
+    found = {path.parent for pattern in ("*/", "*/*/") for path in root.glob(pattern + MANIFEST)}
+    return sorted(found)
+
+
+def list_runs(root: Path) -> list[dict[str, Any]]:
+    """One row for each run under the root; a damaged one has its row too, and says what is wrong."""
+    rows: list[dict[str, Any]] = []
+    for path in find_runs(root):
+        row: dict[str, Any] = {**dict.fromkeys(COLUMNS["runs"]), "directory": str(path)}
+        try:
+            row |= _describe_run(path)
+        except EngramError as error:
+            row["status"] = f"damaged: {error}"
+        except (KeyError, TypeError, AttributeError, IndexError) as error:
+            row["status"] = f"damaged: its files do not hold what they should ({type(error).__name__}: {error})"
+        rows.append(row)
+    return rows
+
+
+def _describe_run(path: Path) -> dict[str, Any]:
+    manifest = read_manifest(path)
+    config, total = manifest["config"], len(manifest["stage_sizes"])
+    done, average = 0, None
+    if (path / RESULT).exists():
+        result = read_json(path / RESULT)
+        done = len(result["stages"])
+        average = float(result["average_incremental_accuracy"][_predictor(config, result)])
+    status = "finished" if done == total else "not a stage yet" if not done else _stopped_after(done)
+    return {
+        "recipe": manifest["recipe"],
+        "order": manifest["order"]["name"] if "," not in manifest["order"]["name"] else "given",
+        "seed": config["seed"],
+        "stages": f"{done}/{total}",
+        "average": average,
+        "status": "running" if done < total and _is_running(path) else status,
+    }
+
+
+def _stopped_after(done: int) -> str:
+    return "stopped after the base" if done == 1 else f"stopped after stage {done - 1}"
+
+
+def _predictor(config: dict[str, Any], result: dict[str, Any]) -> str:
+    wanted = config.get("predictor", "cnn")
+    return wanted if wanted in result["average_incremental_accuracy"] else "cnn"
+
+
+def _is_running(path: Path) -> bool:
+    """Whether a process holds the run's lock."""
+    try:
+        with (path / ".lock").open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False

@@ -1,0 +1,66 @@
+"""`engram prepare`: public data sets, downloaded and checked."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from engram.cli.commands.common import print_line
+from engram.cli.options import Prepare
+from engram.cli.text import is_live, make_console
+from engram.data.cifar import read_cifar100
+from engram.data.fetch import data_home, fetch_cifar100
+from engram.errors import EngramError, suggest
+
+PREPARED = ("cifar100",)
+PLAIN_SECONDS = 5.0
+
+
+def prepare_command(options: Prepare, typed: Sequence[str]) -> int:
+    """The exit status of `engram prepare`."""
+    del typed
+    if options.dataset in ("mini", "folder"):
+        raise EngramError(f"{options.dataset} needs no preparation; 'cifar100' is what can be downloaded")
+    if options.dataset not in PREPARED:
+        raise EngramError(f"no data set {options.dataset!r} to prepare: {suggest(options.dataset, PREPARED)}")
+    folder = data_home() if options.out is None else Path(options.out).expanduser()
+    console = make_console()
+    try:
+        path = _fetch_live(folder, console) if is_live(console) else _fetch_plain(folder, console)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("interrupted; what has come is kept, and the same command goes on with it") from None
+    store = read_cifar100(path)
+    print_line(
+        console,
+        f"{path}: {store.num_classes} classes, {len(store.train):,} training and {len(store.test):,} test images; "
+        "it is whole and reads well",
+    )
+    if options.out is not None and folder.resolve() != data_home().resolve():
+        print_line(
+            console, f"it is not where engram looks by itself: give --data {path}, or set ENGRAM_DATA to {folder}"
+        )
+    return 0
+
+
+def _fetch_live(folder: Path, console: Console) -> Path:
+    columns = (TextColumn("cifar100"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=None)
+        return fetch_cifar100(folder, report=lambda done, total: progress.update(task, completed=done, total=total))
+
+
+def _fetch_plain(folder: Path, console: Console) -> Path:
+    said = time.monotonic()
+
+    def report(done: int, total: int | None) -> None:
+        nonlocal said
+        if time.monotonic() - said >= PLAIN_SECONDS:
+            said = time.monotonic()
+            share = f" ({done / total:.0%})" if total else ""
+            print_line(console, f"cifar100: {done / 1e6:.0f} MB{share}")
+
+    return fetch_cifar100(folder, report=report)

@@ -1,0 +1,141 @@
+"""`engram run` and `engram resume`."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from engram.cli.commands.common import (
+    RUNS,
+    carry_out,
+    check_running,
+    print_line,
+    read_images,
+    refuse_used,
+    tell_finished,
+    use_threads,
+)
+from engram.cli.interrupt import Interrupt
+from engram.cli.options import Resume, Run
+from engram.cli.overrides import configure, directory_name
+from engram.cli.text import card_table, make_console, make_table, shorten
+from engram.config import RunConfig
+from engram.data.store import ImageStore
+from engram.errors import EngramError
+from engram.events import RunFinished
+from engram.files import read_json
+from engram.rundir import RESULT, free_directory, read_manifest
+from engram.runner import resume, run
+from engram.session import Session, StagePlan
+
+
+def run_command(options: Run, typed: Sequence[str]) -> int:
+    """The exit status of `engram run`."""
+    flags = options.running
+    check_running(flags)
+    config = configure(options)
+    place = free_directory(RUNS, directory_name(config)) if options.out is None else Path(options.out).expanduser()
+    refuse_used(place)
+    use_threads(flags.threads)
+    console = make_console()
+    store = read_images(config.data, console, silent=flags.quiet or flags.json)
+    if options.dry_run:
+        _print_plan(config, store, place, console, flags.json)
+        return 0
+    interrupt = Interrupt()
+    events = run(
+        config,
+        store,
+        place,
+        stop=interrupt,
+        stop_after_stage=flags.stop_after_stage,
+        checkpoint_minutes=flags.checkpoint_minutes,
+        command=shlex.join(["engram", *typed]),
+    )
+    return carry_out(events, console, interrupt, flags, place)
+
+
+def resume_command(options: Resume, typed: Sequence[str]) -> int:
+    """The exit status of `engram resume`."""
+    del typed
+    flags = options.running
+    check_running(flags)
+    place = Path(options.directory).expanduser()
+    console = make_console()
+    manifest = read_manifest(place)
+    finished = _finished(place, manifest)
+    if finished is not None:
+        if flags.json:
+            print_line(console, json.dumps(finished.to_json()))
+        else:
+            print_line(console, f"{place} is finished already; nothing to do")
+            tell_finished(console, finished, flags.quiet)
+        return 0
+    config = RunConfig.from_plain(manifest["config"])
+    data = config.data
+    if options.data is not None:
+        path = Path(options.data).expanduser()
+        if not path.exists():
+            raise EngramError(f"there is no file or folder {options.data}; --data should say where the images are")
+        data = replace(data, path=str(path.resolve()))
+    use_threads(flags.threads)
+    store = read_images(data, console, silent=flags.quiet or flags.json)
+    interrupt = Interrupt()
+    events = resume(
+        place,
+        store,
+        stop=interrupt,
+        stop_after_stage=flags.stop_after_stage,
+        checkpoint_minutes=flags.checkpoint_minutes,
+    )
+    return carry_out(events, console, interrupt, flags, place)
+
+
+def _finished(place: Path, manifest: dict[str, Any]) -> RunFinished | None:
+    """The last event of a run all of whose stages are there already."""
+    if not (place / RESULT).exists():
+        return None
+    result = read_json(place / RESULT)
+    complete = len(result.get("stages", [])) == len(manifest["stage_sizes"])
+    return RunFinished(result, str(place)) if complete else None
+
+
+def _print_plan(config: RunConfig, store: ImageStore, place: Path, console: Console, as_json: bool) -> None:
+    """Prints the protocol card and what each stage would do."""
+    plans = Session(config, store).plan()
+    phases = [phase for plan in plans for phase in plan.phases]
+    epochs, steps = sum(phase.epochs for phase in phases), sum(phase.epochs * phase.steps for phase in phases)
+    if as_json:
+        plan = {
+            "directory": str(place),
+            "card": config.card(store),
+            "config": config.to_plain(),
+            "stages": [asdict(plan) for plan in plans],
+            "total_epochs": epochs,
+            "total_steps": steps,
+        }
+        print_line(console, json.dumps(plan))
+        return
+    console.print(card_table(config.card(store)))
+    console.print(_plan_table(plans))
+    print_line(
+        console, f"in all {epochs:,} epochs and {steps:,} steps, into {place}; this was a dry run: nothing was written"
+    )
+
+
+def _plan_table(plans: Sequence[StagePlan]) -> Table:
+    right = ("stage", "seen", "images", "exemplars")
+    table = make_table(["stage", "new classes", "seen", "images", "exemplars", "phases: epochs x steps"], right)
+    for plan in plans:
+        phases = ", ".join(f"{phase.name} {phase.epochs} x {phase.steps}" for phase in plan.phases)
+        stage = "base" if plan.stage == 0 else str(plan.stage)
+        cells = (f"{plan.num_seen:,}", f"{plan.images:,}", f"{plan.exemplars:,}")
+        table.add_row(stage, shorten(plan.new_classes), *cells, phases)
+    return table

@@ -1,0 +1,272 @@
+"""What a run looks like while it goes: live on a terminal, plain lines elsewhere, JSON for programs, or nothing.
+
+Displays consume events and have no way to influence the run.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing
+from types import TracebackType
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from engram.cli.interrupt import SAVING, Interrupt
+from engram.cli.text import clock, duration, is_live, percent, stage_name
+from engram.events import (
+    Event,
+    PhaseStarted,
+    Progress,
+    RunStarted,
+    StageFinished,
+    StageStarted,
+    Stopped,
+    Warned,
+    Working,
+)
+
+PLAIN_SECONDS = 30.0
+WORK = {
+    "importance": "measuring the importance of channels",
+    "exemplars": "choosing exemplars",
+    "evaluate": "evaluating on the test images",
+}
+
+
+class Display(ABC):
+    """Shows events; used as a context, which ends what moves."""
+
+    @abstractmethod
+    def show(self, event: Event) -> None:
+        """Takes note of an event."""
+
+    def __enter__(self) -> Display:
+        return self
+
+    def __exit__(  # noqa: B027
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Ends the display; nothing by default."""
+
+
+def follow(events: Iterable[Event], display: Display) -> Event:
+    """The last of the events, all of them shown."""
+    last: Event | None = None
+    with display:
+        if isinstance(events, Generator):
+            # Closed here, not when Python gets to it, so that the run directory is released.
+            with closing(events):
+                last = _show_all(events, display)
+        else:
+            last = _show_all(iter(events), display)
+    assert last is not None, "a run has at least one event"
+    return last
+
+
+def _show_all(events: Iterator[Event], display: Display) -> Event | None:
+    last = None
+    for last in events:
+        display.show(last)
+    return last
+
+
+def make_display(console: Console, interrupt: Interrupt, *, quiet: bool = False, as_json: bool = False) -> Display:
+    """The display that suits the console and the flags; tells the interrupt who announces it."""
+    interrupt.announce = True
+    if as_json:
+        return JsonDisplay(console)
+    if quiet:
+        return QuietDisplay()
+    if is_live(console):
+        interrupt.announce = False
+        return LiveDisplay(console, interrupt)
+    return PlainDisplay(console)
+
+
+class QuietDisplay(Display):
+    """Shows nothing."""
+
+    def show(self, event: Event) -> None:
+        pass
+
+
+class JsonDisplay(Display):
+    """One line of JSON for each event."""
+
+    def __init__(self, console: Console) -> None:
+        self._file = console.file
+
+    def show(self, event: Event) -> None:
+        self._file.write(json.dumps(event.to_json()) + "\n")
+        self._file.flush()
+
+
+class PlainDisplay(Display):
+    """Lines without control characters: one a stage, and now and then one on how far it is."""
+
+    def __init__(self, console: Console, seconds: float = PLAIN_SECONDS) -> None:
+        self._file = console.file
+        self._seconds = seconds
+        self._said = time.monotonic()
+        self._warnings: set[str] = set()
+
+    def show(self, event: Event) -> None:
+        if isinstance(event, RunStarted):
+            self._say(start_line(event))
+        elif isinstance(event, Progress):
+            if time.monotonic() - self._said >= self._seconds:
+                self._say(progress_line(event))
+        elif isinstance(event, StageFinished):
+            accuracy = ", ".join(f"{name} {percent(value)}" for name, value in event.accuracy.items())
+            average = ", ".join(f"{name} {percent(value)}" for name, value in event.average.items())
+            self._say(
+                f"{stage_name(event.stage, event.stages)}: {event.classes} classes, {accuracy}; "
+                f"average {average}; {duration(event.seconds)}"
+            )
+        elif isinstance(event, Warned) and event.message not in self._warnings:
+            self._warnings.add(event.message)
+            self._say(f"warning: {event.message}")
+
+    def _say(self, line: str) -> None:
+        self._file.write(line + "\n")
+        self._file.flush()
+        self._said = time.monotonic()
+
+
+def start_line(event: RunStarted) -> str:
+    """Which run this is and where its files are."""
+    increments = event.stages - 1
+    stages = "the base alone" if not increments else f"base and {increments} stage{'s' if increments > 1 else ''}"
+    verb = "going on with " if event.resumed else ""
+    place = f", in {event.directory}" if event.directory else ""
+    return f"{verb}{event.recipe}: {stages}{place}"
+
+
+def loss_text(terms: dict[str, float]) -> str:
+    """The loss and, where it has several, its terms."""
+    text = f"loss {sum(terms.values()):.3f}"
+    if len(terms) > 1:
+        text += " (" + ", ".join(f"{name} {value:.3f}" for name, value in terms.items()) + ")"
+    return text
+
+
+def progress_line(event: Progress) -> str:
+    """Where training stands, in one line."""
+    return (
+        f"{stage_name(event.stage, event.stages)}, {event.phase}, epoch {event.epoch}/{event.epochs}, "
+        f"{loss_text(event.terms)}, {event.images_per_second:,.0f} images/s, {event.done:.0%} done, "
+        f"{clock(event.seconds_left)} left"
+    )
+
+
+class LiveDisplay(Display):
+    """Finished stages as rows of a table that scrolls; below them a few lines that move: how far, where, how fast."""
+
+    def __init__(self, console: Console, interrupt: Interrupt, refresh: bool = True) -> None:
+        self.console = console
+        self._interrupt = interrupt
+        self._progress: Progress | None = None
+        self._where = "reading"
+        self._doing = ""
+        self._done = 0.0
+        self._left: float | None = None
+        self._columns: list[tuple[str, int]] = []
+        self._warnings: set[str] = set()
+        # Its own thread keeps the bar moving while the run is between events.
+        self._live = Live(
+            console=console, get_renderable=self.render, auto_refresh=refresh, refresh_per_second=8, transient=True
+        )
+
+    def __enter__(self) -> LiveDisplay:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+    def show(self, event: Event) -> None:
+        if isinstance(event, RunStarted):
+            self.console.print(Text(start_line(event), style="bold"))
+        elif isinstance(event, StageStarted):
+            count = len(event.new_classes)
+            self._where = stage_name(event.stage, event.stages)
+            self._doing = f"{count} new class{'es' if count > 1 else ''}"
+            self._progress = None
+        elif isinstance(event, PhaseStarted):
+            self._doing, self._progress = event.phase, None
+        elif isinstance(event, Progress):
+            self._where = stage_name(event.stage, event.stages)
+            self._progress, self._done, self._left = event, event.done, event.seconds_left
+        elif isinstance(event, Working):
+            self._doing, self._progress = WORK.get(event.what, event.what), None
+        elif isinstance(event, StageFinished):
+            self._print_row(event)
+        elif isinstance(event, Stopped):
+            self._doing, self._progress = event.reason, None
+        elif isinstance(event, Warned) and event.message not in self._warnings:
+            self._warnings.add(event.message)
+            self.console.print(Text(f"warning: {event.message}", style="yellow"))
+
+    def _print_row(self, event: StageFinished) -> None:
+        cells = row_cells(event)
+        if not self._columns:
+            self._columns = fit_columns(cells, self.console.width)
+            header = "  ".join(title.rjust(width) for title, width in self._columns)
+            self.console.print(Text(header, style="dim", no_wrap=True, overflow="crop"))
+        line = "  ".join(cells.get(title, "-").rjust(width) for title, width in self._columns)
+        self.console.print(Text(line, no_wrap=True, overflow="crop"))
+
+    def render(self) -> Group:
+        """The lines that move."""
+        bar = Table.grid(padding=(0, 1), expand=True)
+        bar.add_column(ratio=1)
+        bar.add_column(justify="right", no_wrap=True)
+        bar.add_column(justify="right", no_wrap=True)
+        left = "" if self._left is None else f"{clock(self._left)} left"
+        bar.add_row(ProgressBar(total=1.0, completed=self._done), f"{self._done:.0%}", left)
+        # Always three lines: an area that grows and shrinks flickers.
+        below = _line("")
+        if self._interrupt():
+            below = _line(SAVING, "bold yellow")
+        elif self._progress is not None:
+            below = _line(f"{self._progress.images_per_second:,.0f} images/s  {loss_text(self._progress.terms)}")
+        return Group(bar, _line(self._where_text()), below)
+
+    def _where_text(self) -> str:
+        now = self._progress
+        if now is None:
+            return f"{self._where}  {self._doing}".rstrip()
+        return f"{self._where}  {now.phase}  epoch {now.epoch}/{now.epochs}  step {now.step}/{now.steps}"
+
+
+def _line(text: str, style: str = "") -> Text:
+    return Text(text, style=style, no_wrap=True, overflow="ellipsis")
+
+
+def row_cells(event: StageFinished) -> dict[str, str]:
+    """The row of a finished stage, by column."""
+    cells = {"stage": "base" if event.stage == 0 else str(event.stage), "classes": str(event.classes)}
+    cells |= {f"{name} %": percent(value) for name, value in event.accuracy.items()}
+    several = len(event.average) > 1
+    cells |= {f"{name} average" if several else "average": percent(value) for name, value in event.average.items()}
+    return cells | {"seconds": f"{event.seconds:.1f}"}
+
+
+def fit_columns(cells: dict[str, str], width: int) -> list[tuple[str, int]]:
+    """The columns that fit into the width and the width of each, in order; what matters least goes first."""
+    columns = {title: max(len(title), 6 if title != "stage" else 5) for title in cells}
+    expendable = ["seconds", *reversed([title for title in cells if title.endswith("average")]), "classes"]
+    for title in expendable:
+        if sum(columns.values()) + 2 * (len(columns) - 1) <= width:
+            break
+        del columns[title]
+    return list(columns.items())

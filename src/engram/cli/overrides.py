@@ -1,0 +1,89 @@
+"""From a recipe's name and the flags beside it to the configuration of a run."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from engram.cli.options import DataFlags, Run, StreamFlags, TrainingFlags
+from engram.config import RunConfig
+from engram.data.memory import MemoryConfig
+from engram.errors import EngramError
+from engram.methods import find_method
+from engram.recipes import recipe
+
+
+def configure(options: Run) -> RunConfig:
+    """The configuration that was asked for: the recipe's, changed where a flag says so."""
+    config = recipe(options.recipe)
+    config = _with_data(config, options.data)
+    config = _with_stream(config, options.stream)
+    config = _with_training(config, options.training)
+    for setting in options.training.set:
+        key, equals, value = setting.partition("=")
+        if not equals or not key:
+            raise EngramError(f"--set takes KEY=VALUE, such as augmentation.pad=2, got {setting!r}")
+        config = config.with_value(key.strip(), value.strip())
+    return config
+
+
+def _with_data(config: RunConfig, flags: DataFlags) -> RunConfig:
+    data = config.data
+    if flags.data is not None:
+        path = Path(flags.data).expanduser()
+        if not path.exists():
+            raise EngramError(f"there is no file or folder {flags.data}; --data should say where the images are")
+        # Kept whole, so that the run can be resumed from another directory.
+        data = replace(data, name="cifar100" if data.name == "cifar100" else "folder", path=str(path.resolve()))
+    for flag, given in (
+        ("--image-size", flags.image_size is not None),
+        ("--test-fraction", flags.test_fraction is not None),
+        ("--skip-bad", flags.skip_bad),
+    ):
+        if given and data.name != "folder":
+            raise EngramError(f"{flag} is for a folder of images, and {config.recipe} reads {data.name}; leave it out")
+    changes = {"image_size": flags.image_size, "test_fraction": flags.test_fraction, "holdout": flags.holdout}
+    data = replace(data, **{name: value for name, value in changes.items() if value is not None})
+    return replace(config, data=replace(data, skip_bad=flags.skip_bad or data.skip_bad))
+
+
+def _with_stream(config: RunConfig, flags: StreamFlags) -> RunConfig:
+    memory = config.memory
+    if flags.memory is not None:
+        memory = MemoryConfig.parse(flags.memory, memory.selection)
+    if flags.selection is not None:
+        if memory.budget in ("all", "none"):
+            raise EngramError(f"--selection has nothing to choose from: the memory of {config.recipe} is {memory}")
+        memory = replace(memory, selection=flags.selection)
+    changes = {"base": flags.base, "increment": flags.increment, "order": flags.order}
+    return replace(config, memory=memory, **{name: value for name, value in changes.items() if value is not None})
+
+
+def _with_training(config: RunConfig, flags: TrainingFlags) -> RunConfig:
+    if flags.finetune_epochs is not None and find_method(config.method).memory != "needed":
+        raise EngramError(
+            f"--finetune-epochs is not for {config.method}, which has no balanced fine-tuning; leave it out"
+        )
+    for flag, path, value in (
+        ("--epochs", "train.epochs", flags.epochs),
+        ("--finetune-epochs", "finetune.epochs", flags.finetune_epochs),
+        ("--batch-size", "train.batch_size", flags.batch_size),
+        ("--batch-size", "finetune.batch_size", flags.batch_size),
+        ("--lr", "train.lr", flags.lr),
+        ("--variant", "variant", flags.variant),
+        ("--lambda-disc", "lambda_disc", flags.lambda_disc),
+    ):
+        if value is None:
+            continue
+        if not hasattr(config.settings, path.partition(".")[0]):
+            raise EngramError(f"{flag} is not a setting of {config.method}; leave it out or choose another recipe")
+        config = config.with_value(f"settings.{path}", value)
+    changes = {name: getattr(flags, name) for name in ("seed", "backbone", "device", "precision")}
+    return replace(config, **{name: value for name, value in changes.items() if value is not None})
+
+
+def directory_name(config: RunConfig) -> str:
+    """The name of the run's directory where none was given: recipe, order and seed."""
+    order = "given" if "," in config.order else re.sub(r"[^\w.]+", "-", config.order)
+    return f"{config.recipe}-order{order}-seed{config.seed}"

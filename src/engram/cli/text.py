@@ -1,0 +1,122 @@
+"""Consoles, and the words and tables that several commands print."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+PIPE_WIDTH = 200  # a pipe has no width; tables are as wide as they need to be
+
+
+class _Console(Console):
+    """A console that leaves a closed pipe to whoever runs the command."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
+def make_console() -> Console:
+    """A console on stdout that prints what it is given, without markup; wide when it is not a terminal."""
+    console = _Console(file=sys.stdout, markup=False, highlight=False, emoji=False)
+    if not console.is_terminal:
+        console = _Console(file=sys.stdout, markup=False, highlight=False, emoji=False, width=PIPE_WIDTH)
+    return console
+
+
+def is_live(console: Console) -> bool:
+    """Whether something can move on this console."""
+    return console.is_terminal and not console.is_dumb_terminal
+
+
+def percent(value: float | None) -> str:
+    """A percentage or a difference of two, one decimal; "-" for None."""
+    return "-" if value is None else f"{value:.1f}"
+
+
+def duration(seconds: float) -> str:
+    """How long something took: 4.2 s, 1:05 or 2:03:04."""
+    return f"{seconds:.1f} s" if seconds < 59.95 else clock(seconds)
+
+
+def clock(seconds: float | None) -> str:
+    """Seconds as 0:04, 1:05 or 2:03:04; "-" for None."""
+    if seconds is None:
+        return "-"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def stage_name(stage: int, stages: int) -> str:
+    """ "base", or "stage 3 of 10": increments are counted as the papers do."""
+    return "base" if stage == 0 else f"stage {stage} of {stages - 1}"
+
+
+def shorten(names: Sequence[str], width: int = 40) -> str:
+    """The names with commas between, cut off with how many more there are where that is too long."""
+    shown = ", ".join(names)
+    kept = len(names)
+    while len(shown) > width and kept > 1:
+        kept -= 1
+        shown = f"{', '.join(names[:kept])}, +{len(names) - kept}"
+    return shown
+
+
+def make_table(columns: Iterable[str], right: Sequence[str] = (), title: str | None = None) -> Table:
+    """An empty table in the plain style of the whole command line; the columns named in `right` hold numbers."""
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False)
+    for column in columns:
+        number = column in right
+        table.add_column(column, justify="right" if number else "left", no_wrap=number, overflow="fold")
+    return table
+
+
+def card_table(card: Mapping[str, str]) -> Table:
+    """The protocol card as two columns."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, text in card.items():
+        table.add_row(label, text)
+    return table
+
+
+MEASURES = {
+    "average_incremental_accuracy": "average incremental accuracy",
+    "final_accuracy": "final accuracy",
+    "forgetting": "forgetting",
+    "backward_transfer": "backward transfer",
+}
+
+
+def summary_table(result: Mapping[str, Any]) -> Table:
+    """What the run came to, by predictor, in percent."""
+    predictors = list(result["average_incremental_accuracy"])
+    columns = [f"{name} %" for name in predictors]
+    table = make_table(["", *columns], right=columns)
+    for key, label in MEASURES.items():
+        table.add_row(label, *[percent(result[key].get(name)) for name in predictors])
+    return table
+
+
+def summary_line(result: Mapping[str, Any], directory: str | Path | None) -> str:
+    """The result in one line."""
+    parts = [
+        f"{name} {percent(result['average_incremental_accuracy'][name])} on average, "
+        f"{percent(result['final_accuracy'][name])} at the end"
+        for name in result["average_incremental_accuracy"]
+    ]
+    place = f" ({directory})" if directory else ""
+    return f"{result['recipe']}: {'; '.join(parts)}; {duration(result['seconds'])}{place}"
+
+
+def bold(text: str) -> Text:
+    """The text in bold."""
+    return Text(text, style="bold")

@@ -1,0 +1,23 @@
+"""The report on finished runs: one self-contained HTML page, its figures as SVG and its numbers as CSV.
+
+It reads run directories and nothing else: no model, no data set, no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+__all__ = ["write_report"]
+
+
+def write_report(directories: Sequence[Path], out: Path | None = None) -> Path:
+    """The path of the HTML page made from these run directories.
+
+    `out` is the page's file name, or a folder for it; by default `report.html` in the run's own directory, or in the
+    folder that several runs share. Figures and CSV files go to a folder named like the page plus `_files`.
+    Raises EngramError, naming the file, where a directory is not a run, has no finished stage, or is damaged.
+    """
+    from engram.report import page  # matplotlib takes a second to import; `engram --help` must not pay for it
+
+    return page.write_report(directories, out)

@@ -1,0 +1,658 @@
+"""The command line as a user runs it: what it does, and what it says to a wrong input."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from engram import ImageStore, read_mini, recipe
+from engram.cli import main
+
+CLASSES = ("ant", "bee", "cat", "dog", "elk", "fox")
+SMALL = ("--backbone", "resnet10", "--epochs", "1", "--finetune-epochs", "1", "--batch-size", "16", "--increment", "2")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    status: int
+    out: str
+    err: str
+
+    def events(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.out.splitlines()]
+
+
+Engram = Callable[..., Outcome]
+
+
+@pytest.fixture
+def engram(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Engram:
+    """Runs a command in this process, in an empty directory of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ENGRAM_DATA", str(tmp_path / "no data here"))
+
+    def call(*arguments: str | Path) -> Outcome:
+        capsys.readouterr()
+        status = main([str(argument) for argument in arguments])
+        out, err = capsys.readouterr()
+        return Outcome(status, out, err)
+
+    return call
+
+
+def start(*arguments: str | Path, cwd: Path) -> subprocess.Popen[str]:
+    """A command in a process of its own."""
+    command = [sys.executable, "-m", "engram", *map(str, arguments)]
+    return subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def make_photos(folder: Path, classes: tuple[str, ...] = CLASSES, count: int = 12, size: int = 16) -> Path:
+    """A folder of class folders: noise, tinted by class."""
+    rng = np.random.default_rng(len(classes))
+    for number, name in enumerate(classes):
+        (folder / name).mkdir(parents=True)
+        for i in range(count):
+            pixels = rng.integers(0, 120, (size, size, 3))
+            pixels[..., number % 3] += 60 + 20 * number // 3
+            Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(folder / name / f"{i:02d}.png")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_photos(tmp_path_factory.mktemp("photos") / "animals")
+
+
+@pytest.fixture
+def mutable_photos(photos: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(photos, tmp_path / "photos"))
+
+
+@pytest.fixture(scope="session")
+def finished(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of three stages; tests copy it."""
+    place = tmp_path_factory.mktemp("finished") / "run"
+    assert (
+        main(["run", "afc-folder", "--data", str(photos), "--base", "2", *SMALL, "--out", str(place), "--quiet"]) == 0
+    )
+    return place
+
+
+@pytest.fixture(scope="session")
+def stopped(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run, stopped after stage 1; tests copy it."""
+    place = tmp_path_factory.mktemp("stopped") / "run"
+    arguments = ["run", "afc-folder", "--data", str(photos), "--base", "2", *SMALL, "--out", str(place), "--quiet"]
+    assert main([*arguments, "--stop-after-stage", "1"]) == 0
+    return place
+
+
+@pytest.fixture
+def stopped_copy(stopped: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(stopped, tmp_path / "stopped"))
+
+
+def timeless(place: Path) -> dict[str, Any]:
+    result = json.loads((place / "result.json").read_text())
+    del result["seconds"], result["seconds_by"]
+    for stage in result["stages"]:
+        del stage["seconds"]
+    return result
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def assert_refused(outcome: Outcome, *words: str) -> None:
+    assert outcome.status == 2, outcome
+    assert outcome.out == ""
+    assert outcome.err.startswith("engram: ")
+    assert outcome.err.count("\n") == 1, outcome.err
+    assert "Traceback" not in outcome.err
+    for word in words:
+        assert word in outcome.err
+
+
+# Help and slips of the keyboard.
+
+
+def test_help_is_quick_and_does_not_load_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; begun = time.perf_counter()\n"
+        "from engram.cli import main\n"
+        "status = main(['--help']), main(['run', '--help'])\n"
+        "seconds = time.perf_counter() - begun\n"
+        "heavy = sorted({'torch', 'numpy', 'matplotlib', 'PIL'} & set(sys.modules))\n"
+        "print(status, heavy, seconds, file=sys.stderr)\n"
+    )
+    seconds: list[float] = []
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+        status, _, rest = done.stderr.strip().partition(" [")
+        heavy, _, taken = rest.partition("] ")
+        assert (status, heavy) == ("(0, 0)", "")
+        seconds.append(float(taken))
+    assert min(seconds) < 0.5
+    assert "engram demo" in done.stdout
+    for flag in ("--data", "--order", "--memory", "--variant", "--dry-run", "--set", "--stop-after-stage"):
+        assert flag in done.stdout
+
+
+@pytest.mark.parametrize("command", ["demo", "run", "resume", "list", "report", "prepare", "doctor"])
+def test_every_command_has_help_with_an_example(command: str, engram: Engram) -> None:
+    outcome = engram(command, "--help")
+    assert outcome.status == 0
+    assert f"engram {command}" in outcome.out
+    assert "For example:" in outcome.out
+    assert command in engram("--help").out
+
+
+def test_version(engram: Engram) -> None:
+    assert engram("--version").out.startswith("engram 0.")
+
+
+def test_nothing_typed_prints_the_help(engram: Engram) -> None:
+    outcome = engram()
+    assert (outcome.status, outcome.err) == (2, "")
+    assert "usage: engram" in outcome.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["rnu"], ["'rnu'", "did you mean 'run'?"]),
+        (["--versoin"], ["did you mean '--version'?"]),
+        (["run"], ["needs RECIPE"]),
+        (["run", "afc-mini-b10-s5", "more"], ["'more'"]),
+        (["run", "afc-mini-b10-s5", "--epohs", "3"], ["'--epohs'", "did you mean '--epochs'?"]),
+        (["run", "afc-mini-b10-s5", "--epochs", "many"], ["--epochs", "whole number", "'many'"]),
+        (["run", "afc-mini-b10-s5", "--epochs"], ["--epochs needs a value"]),
+        (["run", "afc-mini-b10-s5", "--lr", "nan"], ["--lr", "a number", "'nan'"]),
+        (["run", "afc-mini-b10-s5", "--quiet=yes"], ["--quiet takes no value"]),
+        (["run", "afc-mini-b10-s5", "--variant", "papre"], ["--variant", "did you mean 'paper'?"]),
+        (["run", "acf-mini-b10-s5"], ["'acf-mini-b10-s5'", "did you mean 'afc-mini-b10-s5'?"]),
+        (["run", "afc-mini-b10-s5", "--quiet", "--json"], ["--quiet and --json"]),
+        (["run", "afc-mini-b10-s5", "--threads", "0"], ["--threads"]),
+        (["run", "afc-mini-b10-s5", "--stop-after-stage", "-1"], ["--stop-after-stage"]),
+        (["run", "afc-mini-b10-s5", "--epochs", "-3"], ["epochs", "-3"]),
+        (["run", "afc-mini-b10-s5", "--batch-size", "0"], ["batch_size", "0"]),
+        (["run", "afc-mini-b10-s5", "--backbone", "resnet23"], ["did you mean 'resnet32'?"]),
+        (["run", "replay-mini-b10-s5", "--lambda-disc", "2"], ["--lambda-disc", "replay"]),
+        (["run", "naive-mini-b10-s5", "--finetune-epochs", "2"], ["--finetune-epochs", "naive"]),
+        (["run", "naive-mini-b10-s5", "--memory", "per_class=5"], ["naive", "per_class=5"]),
+        (["run", "naive-mini-b10-s5", "--selection", "random"], ["--selection"]),
+        (["run", "afc-mini-b10-s5", "--memory", "none"], ["needs a memory", "naive"]),
+        (["run", "afc-mini-b10-s5", "--memory", "twenty"], ["'twenty'", "per_class=K"]),
+        (["run", "afc-mini-b10-s5", "--memory", "total=3"], ["3", "20 classes", "total=20"]),
+        (["run", "afc-mini-b10-s5", "--memory", "per_class=0"], ["at least one exemplar", "per_class=0"]),
+        (["run", "afc-mini-b10-s5", "--base", "21"], ["1 to 20", "21"]),
+        (["run", "afc-mini-b10-s5", "--order", "bed,castle,bed"], ["bed", "more than once"]),
+        (["run", "afc-mini-b10-s5", "--order", "bed,castle"], ["lacks 18 of the 20 classes"]),
+        (["run", "afc-mini-b10-s5", "--order", "bed,castel"], ["did you mean 'castle'?"]),
+        (["run", "afc-mini-b10-s5", "--set", "settings.importanse_samples=9"], ["did you mean 'importance_samples'?"]),
+        (["run", "afc-mini-b10-s5", "--set", "augmentation.pad"], ["KEY=VALUE"]),
+        (["run", "afc-mini-b10-s5", "--set", "augmentation.pad=wide"], ["augmentation.pad", "'wide'"]),
+        (["run", "afc-mini-b10-s5", "--skip-bad"], ["--skip-bad", "folder"]),
+        (["run", "afc-mini-b10-s5", "--holdout", "2"], ["holdout", "2"]),
+        (["run", "afc-folder"], ["--data"]),
+        (["run", "afc-folder", "--data", "nowhere"], ["nowhere", "--data"]),
+        (["run", "afc-cifar100-b50-s10"], ["engram prepare cifar100"]),
+        (["run", "afc-cifar100-b50-s10", "--data", "cifar.tar.gz"], ["cifar.tar.gz"]),
+        (["resume", "nowhere"], ["nowhere"]),
+        (["report", "nowhere"], ["nowhere"]),
+        (["report"], ["needs DIR"]),
+        (["list", "recipe"], ["did you mean 'recipes'?"]),
+        (["prepare", "cifar10"], ["did you mean 'cifar100'?"]),
+        (["demo", "--seed", "-1"], ["seed", "-1"]),
+    ],
+    ids=lambda value: " ".join(value[-2:]) if isinstance(value, list) else None,
+)
+def test_a_wrong_input_gets_one_sentence(
+    arguments: list[str], words: list[str], engram: Engram, tmp_path: Path
+) -> None:
+    assert_refused(engram(*arguments), *words)
+    assert list(tmp_path.iterdir()) == []
+
+
+# Wrong images.
+
+
+def test_truncated_archive(engram: Engram, tmp_path: Path) -> None:
+    archive = tmp_path / "cifar-100-python.tar.gz"
+    with tarfile.open(archive, "w:gz") as tar:
+        info = tarfile.TarInfo("cifar-100-python/train")
+        content = np.random.default_rng(0).bytes(100_000)
+        info.size = len(content)
+        tar.addfile(info, io.BytesIO(content))
+    archive.write_bytes(archive.read_bytes()[:50_000])
+    assert_refused(engram("run", "afc-cifar100-b50-s10", "--data", archive), str(archive))
+
+
+def test_corrupt_image_is_named_and_can_be_skipped(engram: Engram, mutable_photos: Path) -> None:
+    (mutable_photos / "bee" / "03.png").write_bytes(b"\x89PNG\r\n\x1a\n not really")
+    run = ("run", "afc-folder", "--data", mutable_photos, *SMALL)
+    assert_refused(engram(*run), "bee/03.png", "--skip-bad")
+    outcome = engram(*run, "--skip-bad", "--stop-after-stage", "0")
+    assert outcome.status == 0
+    assert "warning: 1 unreadable images were left out: bee/03.png" in outcome.out
+
+
+def test_empty_class_folder(engram: Engram, mutable_photos: Path) -> None:
+    (mutable_photos / "gnu").mkdir()
+    assert_refused(engram("run", "afc-folder", "--data", mutable_photos), "gnu", "no image")
+
+
+def test_class_in_test_but_not_in_train(engram: Engram, tmp_path: Path) -> None:
+    make_photos(tmp_path / "p" / "train", ("ant", "bee"), count=3)
+    make_photos(tmp_path / "p" / "test", ("ant", "bee", "cat"), count=2)
+    assert_refused(engram("run", "afc-folder", "--data", tmp_path / "p"), "cat", "not in")
+
+
+def test_mixed_sizes_are_refused_or_resized(engram: Engram, mutable_photos: Path) -> None:
+    Image.new("RGB", (20, 24)).save(mutable_photos / "cat" / "00.png")
+    run = ("run", "afc-folder", "--data", mutable_photos, "--dry-run")
+    assert_refused(engram(*run), "20x24", "16x16", "--image-size")
+    outcome = engram(*run, "--image-size", "12")
+    assert outcome.status == 0
+    assert "12x12" in outcome.out
+
+
+# Wrong run directories.
+
+
+def edit_manifest(place: Path, **changes: Any) -> None:
+    file = place / "run.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def break_checkpoint(place: Path) -> None:
+    file = place / "checkpoint" / "state.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-200] ^= 0xFF
+    file.write_bytes(content)
+
+
+def cut_checkpoint(place: Path) -> None:
+    file = place / "checkpoint" / "state.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+
+
+def cut_manifest(place: Path) -> None:
+    file = place / "run.json"
+    file.write_text(file.read_text()[:300])
+
+
+def change_config(place: Path) -> None:
+    config = json.loads((place / "run.json").read_text())["config"]
+    edit_manifest(place, config=config | {"seed": 77})
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda place: edit_manifest(place, format=99, engram="9.0"), ["9.0", "format 99"]),
+        (cut_manifest, ["run.json", "half-written or damaged"]),
+        (lambda place: (place / "run.json").unlink(), ["no run.json"]),
+        (break_checkpoint, ["checkpoint", "damaged"]),
+        (cut_checkpoint, ["checkpoint", "damaged"]),
+        (change_config, ["changed after the run began"]),
+        (lambda place: edit_manifest(place, config_hash="0" * 16), ["configuration"]),
+    ],
+    ids=["other version", "half-written", "no manifest", "flipped byte", "cut off", "edited", "other recipe"],
+)
+def test_resume_refuses_a_spoilt_directory_and_leaves_it_alone(
+    spoil: Callable[[Path], object], words: list[str], engram: Engram, stopped_copy: Path
+) -> None:
+    spoil(stopped_copy)
+    before = contents(stopped_copy)
+    assert_refused(engram("resume", stopped_copy), *words)
+    assert contents(stopped_copy) == before
+
+
+def test_resume_refuses_other_images(engram: Engram, stopped_copy: Path, mutable_photos: Path) -> None:
+    Image.new("RGB", (16, 16)).save(mutable_photos / "cat" / "00.png")
+    assert_refused(engram("resume", stopped_copy, "--data", mutable_photos), "not those", "--data")
+    assert_refused(engram("resume", stopped_copy, "--data", "nowhere"), "nowhere")
+
+
+def test_a_used_directory_is_never_overwritten(
+    engram: Engram, photos: Path, stopped_copy: Path, tmp_path: Path
+) -> None:
+    before = contents(stopped_copy)
+    run = ("run", "afc-folder", "--data", photos, *SMALL)
+    assert_refused(engram(*run, "--out", stopped_copy), "not empty", "engram resume", "--out")
+    assert_refused(engram("demo", "--out", stopped_copy), "not empty", "--out")
+    assert contents(stopped_copy) == before
+    (tmp_path / "file").write_text("mine")
+    assert_refused(engram(*run, "--out", tmp_path / "file"), "file")
+    assert_refused(engram(*run, "--out", tmp_path / "file" / "run"), "file")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@contextmanager
+def unprivileged() -> Iterator[None]:
+    """As somebody who is not root, because root may write everywhere."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def test_no_permission_to_write(engram: Engram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0o555)
+    run = ("run", "naive-mini-b10-s5", "--out", locked / "run")
+    assert engram(*run, "--dry-run").status == 0
+    # Somebody else may not be allowed to read the package either: all of it is loaded by now, but for the images.
+    store = read_mini()
+    monkeypatch.setattr("engram.cli.commands.run.read_images", lambda *_, **__: store)
+    with unprivileged():
+        outcome = engram(*run)
+    assert_refused(outcome, "cannot write", "permission")
+    assert list(locked.iterdir()) == []
+
+
+def test_full_disk_loses_nothing(
+    engram: Engram, stopped_copy: Path, finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = contents(stopped_copy)
+
+    def no_room(handle: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", no_room)
+        outcome = engram("resume", stopped_copy, "--quiet")
+    assert_refused(outcome, "the disk is full", "intact")
+    after = contents(stopped_copy)
+    assert {name: after[name] for name in before if name != "events.jsonl"} == {
+        name: before[name] for name in before if name != "events.jsonl"
+    }
+    assert engram("resume", stopped_copy, "--quiet").status == 0
+    assert timeless(stopped_copy) == timeless(finished)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "words"),
+    [
+        (MemoryError(), 2, "not enough memory"),
+        (OSError(errno.ENOSPC, "No space left on device", "x"), 2, "the disk is full"),
+        (ZeroDivisionError("oh\nno"), 1, "unexpected error: ZeroDivisionError: oh no; run again with ENGRAM_DEBUG=1"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (BrokenPipeError(), 141, ""),
+    ],
+)
+def test_what_fails_unexpectedly_is_said_in_one_line(
+    error: BaseException,
+    status: int,
+    words: str,
+    engram: Engram,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.delenv("ENGRAM_DEBUG", raising=False)
+    monkeypatch.setattr("engram.cli._leave_pipe", lambda: 141)
+    monkeypatch.setattr("engram.cli.commands.listing.list_command", fail)
+    outcome = engram("list")
+    assert outcome.status == status
+    assert words in outcome.err
+    assert outcome.err.count("\n") == (1 if words else 0)
+    monkeypatch.setenv("ENGRAM_DEBUG", "1")
+    assert ("Traceback" in engram("list").err) == (status in (1, 2))
+
+
+# Runs.
+
+
+def test_run_prints_stages_and_summary_and_says_what_is_next(engram: Engram, photos: Path, tmp_path: Path) -> None:
+    outcome = engram("run", "afc-folder", "--data", photos, *SMALL, "--seed", "2", "--order", "seed:3")
+    place = Path("runs/afc-folder-orderseed-3-seed2")
+    assert (outcome.status, outcome.err) == (0, "")
+    assert "\x1b" not in outcome.out
+    assert "base: 3 classes, cnn " in outcome.out
+    assert "stage 2 of 2: 6 classes, cnn " in outcome.out
+    for measure in ("average incremental accuracy", "final accuracy", "forgetting", "backward transfer"):
+        assert measure in outcome.out
+    assert outcome.out.rstrip().endswith(f"engram report {place}")
+    manifest = json.loads((tmp_path / place / "run.json").read_text())
+    assert manifest["command"].startswith("engram run afc-folder --data ")
+    assert manifest["config"]["order"] == "seed:3"
+    assert manifest["config"]["settings"]["finetune"]["batch_size"] == 16
+    assert len(json.loads((tmp_path / place / "result.json").read_text())["stages"]) == 3
+
+
+def test_flags_reach_the_configuration(engram: Engram, photos: Path) -> None:
+    outcome = engram(
+        *("run", "afc-folder", "--data", photos, "--dry-run", "--json", "--base", "4", "--increment", "2"),
+        *("--seed", "5", "--epochs", "7", "--finetune-epochs", "3", "--batch-size", "9", "--lr", "0.2"),
+        *("--memory", "total=60", "--selection", "random", "--variant", "paper", "--lambda-disc", "1.5"),
+        *("--backbone", "resnet10", "--device", "cpu", "--precision", "float32", "--test-fraction", "0.25"),
+        *("--set", "settings.importance_samples=10", "--set", "augmentation.pad=2", "--order", "natural"),
+    )
+    assert outcome.status == 0
+    plan = json.loads(outcome.out)
+    config, settings = plan["config"], plan["config"]["settings"]
+    assert config["data"]["path"] == str(photos.resolve())
+    assert config["data"]["test_fraction"] == 0.25
+    assert (config["base"], config["increment"], config["seed"], config["order"]) == (4, 2, 5, "natural")
+    assert config["memory"] == {"budget": "total", "size": 60, "selection": "random"}
+    assert (config["backbone"], config["device"], config["precision"]) == ("resnet10", "cpu", "float32")
+    assert config["augmentation"]["pad"] == 2
+    assert (settings["train"]["epochs"], settings["train"]["batch_size"], settings["train"]["lr"]) == (7, 9, 0.2)
+    assert (settings["finetune"]["epochs"], settings["finetune"]["batch_size"]) == (3, 9)
+    assert (settings["variant"], settings["lambda_disc"], settings["importance_samples"]) == ("paper", 1.5, 10)
+    assert [stage["num_seen"] for stage in plan["stages"]] == [4, 6]
+    phases = [phase for stage in plan["stages"] for phase in stage["phases"]]
+    assert plan["total_steps"] == sum(phase["epochs"] * phase["steps"] for phase in phases)
+
+
+def test_dry_run_shows_card_and_plan_and_writes_nothing(engram: Engram, tmp_path: Path) -> None:
+    outcome = engram("run", "afc-mini-b10-s5", "--dry-run")
+    assert outcome.status == 0
+    lines = outcome.out.splitlines()
+    for label, text in (("Data set", "mini: 20 classes"), ("Memory", "per_class=10, herding"), ("Variant", "released")):
+        assert any(line.startswith(label) and text in line for line in lines)
+    base = next(line for line in lines if " base " in line)
+    assert "2,500" in base
+    assert "+" in base, "ten names are shortened"
+    assert "nothing was written" in lines[-1]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_json_is_one_event_a_line(engram: Engram, photos: Path, tmp_path: Path) -> None:
+    outcome = engram("run", "replay-folder", "--data", photos, *SMALL, "--json", "--out", "here")
+    events = outcome.events()
+    assert events[0]["event"] == "run_started"
+    assert sum(event["event"] == "stage_finished" for event in events) == 3
+    assert events[-1]["event"] == "run_finished"
+    assert events[-1]["result"] == json.loads((tmp_path / "here" / "result.json").read_text())
+
+
+def test_resume_goes_on_and_then_has_nothing_to_do(engram: Engram, stopped_copy: Path, finished: Path) -> None:
+    outcome = engram("resume", stopped_copy)
+    assert outcome.status == 0
+    assert outcome.out.startswith("going on with afc-folder: base and 2 stages")
+    assert "stage 2 of 2: 6 classes" in outcome.out
+    assert "stage 1 of 2" not in outcome.out
+    assert timeless(stopped_copy) == timeless(finished)
+    before = contents(stopped_copy)
+    again = engram("resume", stopped_copy)
+    assert again.status == 0
+    assert "finished already" in again.out
+    assert json.loads(engram("resume", stopped_copy, "--json").out)["event"] == "run_finished"
+    assert contents(stopped_copy) == before
+
+
+def test_stopping_after_a_stage_says_how_to_go_on(engram: Engram, stopped_copy: Path, photos: Path) -> None:
+    outcome = engram("run", "naive-folder", "--data", photos, "--backbone", "resnet10", "--epochs", "1", "--quiet")
+    assert outcome.status == 0
+    assert outcome.out.count("\n") == 1
+    assert outcome.out.startswith("naive-folder: cnn ")
+    outcome = engram("resume", stopped_copy, "--stop-after-stage", "1")
+    assert outcome.status == 0
+    assert f"stopped after stage 1 of 2; to go on:\nengram resume {stopped_copy}\n" in outcome.out
+
+
+def test_ctrl_c_saves_and_resume_ends_with_the_same_result(engram: Engram, photos: Path, tmp_path: Path) -> None:
+    run = ["run", "afc-folder", "--data", photos, "--base", "2", *SMALL, "--epochs", "25", "--threads", "1", "--json"]
+    process = start(*run, "--out", "cut", cwd=tmp_path)
+    assert process.stdout is not None
+    for line in process.stdout:
+        event = json.loads(line)
+        if event["event"] == "epoch_finished" and event["stage"] == 1:
+            process.send_signal(signal.SIGINT)
+            break
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err == "engram: saving... (Ctrl-C again to quit at once)\n"
+    assert [json.loads(line)["event"] for line in out.splitlines()][-2:] == ["checkpointed", "stopped"]
+    with start("resume", "cut", "--threads", "1", cwd=tmp_path) as resumed:
+        assert resumed.communicate(timeout=60)[1] == ""
+    assert resumed.returncode == 0
+    assert start(*run, "--out", "whole", cwd=tmp_path).communicate(timeout=60)[1] == ""
+    assert timeless(tmp_path / "cut") == timeless(tmp_path / "whole")
+
+
+def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
+    with start("list", "datasets", cwd=tmp_path) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 141
+
+
+# The other commands.
+
+
+def test_list_recipes_methods_datasets_backbones(engram: Engram) -> None:
+    shown = engram("list")
+    assert shown.status == 0
+    assert shown.out.index("afc-cifar100-b50-s10") < shown.out.index("afc-mini-b10-s5") < shown.out.index("afc-folder")
+    names = [row["recipe"] for row in json.loads(engram("list", "recipes", "--json").out)]
+    assert all(name in shown.out for name in names)
+    methods = {row["method"]: row for row in json.loads(engram("list", "methods", "--json").out)}
+    assert methods["afc"]["paper"] == "Kang, Park, Han, CVPR 2022"
+    assert methods["naive"]["memory"] == "none"
+    assert "resnet32" in engram("list", "backbones").out
+    assert "cifar100" in engram("list", "datasets").out
+
+
+def test_list_runs_shows_damaged_ones_too(engram: Engram, stopped: Path, finished: Path, tmp_path: Path) -> None:
+    assert "there is no run in runs" in engram("list", "runs").out
+    shutil.copytree(finished, tmp_path / "runs" / "a")
+    shutil.copytree(stopped, tmp_path / "runs" / "b")
+    cut_manifest(Path(shutil.copytree(stopped, tmp_path / "runs" / "c")))
+    shutil.copytree(finished, tmp_path / "runs" / "demo" / "afc")
+    (tmp_path / "runs" / "a file").write_text("")
+    rows = {row["directory"]: row for row in json.loads(engram("list", "runs", "--json").out)}
+    assert list(rows) == ["runs/a", "runs/b", "runs/c", "runs/demo/afc"]
+    result = json.loads((finished / "result.json").read_text())
+    assert rows["runs/a"]["average"] == result["average_incremental_accuracy"]["cnn"]
+    assert (rows["runs/a"]["stages"], rows["runs/a"]["status"]) == ("3/3", "finished")
+    assert (rows["runs/b"]["stages"], rows["runs/b"]["status"]) == ("2/3", "stopped after stage 1")
+    assert rows["runs/c"]["status"].startswith("damaged: ")
+    shown = engram("list", "runs")
+    assert shown.status == 0
+    assert "stopped after stage 1" in shown.out
+
+
+def test_report_takes_runs_and_their_parents(engram: Engram, finished: Path, stopped: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished, tmp_path / "both" / "a")
+    shutil.copytree(stopped, tmp_path / "both" / "b")
+    (tmp_path / "empty").mkdir()
+    assert_refused(engram("report", "empty"), "empty", "run.json")
+    outcome = engram("report", "both", "--out", "page.html")
+    assert (outcome.status, outcome.err) == (0, "")
+    assert Path(outcome.out.strip()).resolve() == (tmp_path / "page.html").resolve()
+    assert (tmp_path / "page.html").read_text(encoding="utf-8").lstrip().lower().startswith("<!doctype html")
+
+
+def test_doctor_finds_this_installation_in_order(engram: Engram, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome = engram("doctor")
+    assert outcome.status == 0
+    assert "checksums match" in outcome.out
+    assert "warning cifar100" in outcome.out
+    assert "engram prepare cifar100" in outcome.out
+    findings = {finding["what"]: finding for finding in json.loads(engram("doctor", "--json").out)}
+    assert findings["torch"]["status"] == "ok"
+    assert all(finding["status"] in ("ok", "warning") for finding in findings.values())
+
+
+def test_doctor_reports_what_is_broken(engram: Engram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = tmp_path / "data"
+    home.mkdir()
+    (home / "cifar-100-python.tar.gz").write_bytes(b"not an archive")
+    monkeypatch.setenv("ENGRAM_DATA", str(home))
+    monkeypatch.setattr("PIL.features.check", lambda feature: False)
+    outcome = engram("doctor")
+    assert outcome.status == 1
+    assert "problem cifar100" in outcome.out
+    assert "problem images" in outcome.out
+
+
+def test_prepare_fetches_checks_and_says_where_it_is(
+    engram: Engram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(0)
+    store = ImageStore.from_arrays(rng.integers(0, 255, (8, 8, 8, 3), dtype=np.uint8), np.arange(8) % 2)
+
+    def fetch(folder: Path, report: Callable[[int, int | None], None]) -> Path:
+        report(5_000_000, 10_000_000)
+        return folder / "archive"
+
+    monkeypatch.setattr("engram.cli.commands.prepare.fetch_cifar100", fetch)
+    monkeypatch.setattr("engram.cli.commands.prepare.read_cifar100", lambda path: store)
+    monkeypatch.setattr("engram.cli.commands.prepare.PLAIN_SECONDS", 0)
+    outcome = engram("prepare", "cifar100", "--out", tmp_path / "there")
+    assert outcome.status == 0
+    assert "cifar100: 5 MB (50%)" in outcome.out
+    assert f"{tmp_path / 'there' / 'archive'}: 2 classes, 6 training and 2 test images" in outcome.out
+    assert f"ENGRAM_DATA to {tmp_path / 'there'}" in outcome.out
+
+
+def test_demo_compares_three_ways_and_ends_with_the_report(
+    engram: Engram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def quick(name: str) -> Any:
+        return recipe(name).with_settings(train__epochs=1, finetune__epochs=1)
+
+    monkeypatch.setattr("engram.cli.commands.demo.recipe", quick)
+    outcome = engram("demo", "--seed", "3")
+    assert (outcome.status, outcome.err) == (0, "")
+    results = {method: json.loads((tmp_path / "runs/demo" / method / "result.json").read_text()) for method in WAYS}
+    assert {(result["seed"], result["order"]) for result in results.values()} == {(3, 3)}
+    last = [f"{results[method]['final_accuracy']['cnn']:.1f}" for method in WAYS]
+    assert any(line.split() == ["5", "20", *last] for line in outcome.out.splitlines())
+    average = {method: results[method]["average_incremental_accuracy"]["cnn"] for method in WAYS}
+    gap = average["afc"] - average["replay"]
+    claim = "are level" if abs(gap) < 0.5 else f"{abs(gap):.1f} points {'ahead of' if gap > 0 else 'behind'} replay"
+    assert claim in outcome.out
+    assert outcome.out.rstrip().endswith("report: runs/demo/report.html")
+    assert (tmp_path / "runs/demo/report.html").stat().st_size > 10_000
+
+
+WAYS = ("naive", "replay", "afc")

@@ -1,0 +1,280 @@
+"""The displays, fed with events that no run produced."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+from collections.abc import Iterator
+
+import pytest
+from rich.console import Console
+
+from engram.cli.display import (
+    Display,
+    JsonDisplay,
+    LiveDisplay,
+    PlainDisplay,
+    QuietDisplay,
+    fit_columns,
+    follow,
+    make_display,
+    row_cells,
+)
+from engram.cli.interrupt import SAVING, Interrupt
+from engram.cli.text import clock, duration, shorten, stage_name, summary_line, summary_table
+from engram.events import (
+    Checkpointed,
+    EpochFinished,
+    Event,
+    PhaseStarted,
+    Progress,
+    RunFinished,
+    RunStarted,
+    StageFinished,
+    StageStarted,
+    Stopped,
+    Warned,
+    Working,
+)
+
+RESULT = {
+    "recipe": "afc-mini-b10-s5",
+    "average_incremental_accuracy": {"cnn": 51.26, "nme": 49.0},
+    "final_accuracy": {"cnn": 40.04, "nme": 41.0},
+    "forgetting": {"cnn": None, "nme": 10.0},
+    "backward_transfer": {"cnn": None, "nme": -9.5},
+    "seconds": 75.4,
+}
+
+
+def progress(stage: int = 1, stages: int = 3, done: float = 0.42) -> Progress:
+    terms = {"classification": 0.8, "discrepancy": 0.434}
+    return Progress(stage, stages, "main", 4, 12, 7, 40, terms, 3214.4, done, 72.0)
+
+
+def finished(stage: int, stages: int = 3) -> StageFinished:
+    accuracy = {"cnn": 60.0 - stage, "nme": 58.0 - stage}
+    average = {"cnn": 60.0 - stage / 2, "nme": 58.0 - stage / 2}
+    return StageFinished(stage, stages, 10 + 2 * stage, accuracy, {}, average, 4.25)
+
+
+def events(stages: int = 3) -> Iterator[Event]:
+    """What a run of so many stages would say."""
+    yield RunStarted("afc-mini-b10-s5", "afc", "runs/here", stages, {}, False)
+    for stage in range(stages):
+        yield StageStarted(stage, stages, ["cup", "clock"], 10 + 2 * stage, 600, 100)
+        yield PhaseStarted(stage, "main", 12, 600, 40)
+        yield progress(stage, stages, (stage + 0.5) / stages)
+        yield EpochFinished(stage, "main", 12, {"classification": 0.8}, 0.1, 1.0)
+        for what in ("importance", "exemplars", "evaluate"):
+            yield Working(stage, stages, what)
+        yield Warned("two of the images are odd")
+        yield finished(stage, stages)
+    yield RunFinished(RESULT, "runs/here")
+
+
+def terminal(width: int) -> Console:
+    # Height is given so that rich asks no real terminal; colours are off so that the text can be compared.
+    return Console(file=io.StringIO(), force_terminal=True, width=width, height=24, color_system=None, markup=False)
+
+
+def written(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def lines_of(display: LiveDisplay) -> list[str]:
+    """The moving lines as they stand, drawn apart from the live area."""
+    paper = Console(file=io.StringIO(), width=display.console.width, color_system=None)
+    paper.print(display.render())
+    return written(paper).splitlines()
+
+
+def pipe() -> Console:
+    return Console(file=io.StringIO(), width=200)
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_moving_lines_fit_and_stay_three(width: int) -> None:
+    display = LiveDisplay(terminal(width), Interrupt(), refresh=False)
+    with display:
+        for event in events():
+            display.show(event)
+            lines = lines_of(display)
+            assert len(lines) == 3
+            assert max(map(len, lines)) <= width
+
+
+def test_moving_lines_say_where_how_far_and_how_fast() -> None:
+    display = LiveDisplay(terminal(120), Interrupt(), refresh=False)
+    display.show(progress(stage=1, stages=11))
+    bar, where, rate = lines_of(display)
+    assert bar.endswith("42% 1:12 left")
+    assert where == "stage 1 of 10  main  epoch 4/12  step 7/40"
+    assert rate == "3,214 images/s  loss 1.234 (classification 0.800, discrepancy 0.434)"
+    display.show(Working(0, 11, "evaluate"))
+    display.show(StageStarted(0, 11, ["a"], 1, 5, 0))
+    assert lines_of(display)[1:] == ["base  1 new class", ""]
+    display.show(Working(0, 11, "importance"))
+    assert lines_of(display)[1] == "base  measuring the importance of channels"
+
+
+def test_an_interrupt_shows_at_once() -> None:
+    interrupt = Interrupt()
+    display = LiveDisplay(terminal(80), interrupt, refresh=False)
+    display.show(progress())
+    assert SAVING not in "\n".join(lines_of(display))
+    interrupt.signal = 2
+    assert lines_of(display)[2] == SAVING
+
+
+@pytest.mark.parametrize(
+    ("width", "header", "base", "last"),
+    [
+        (40, "stage  classes   cnn %   nme %", " base       10    60.0    58.0", "   50      110    10.0     8.0"),
+        (
+            120,
+            "stage  classes   cnn %   nme %  cnn average  nme average  seconds",
+            " base       10    60.0    58.0         60.0         58.0      4.2",
+            "   50      110    10.0     8.0         35.0         33.0      4.2",
+        ),
+    ],
+)
+def test_finished_stages_are_rows_that_stay(width: int, header: str, base: str, last: str) -> None:
+    console = terminal(width)
+    follow(events(51), LiveDisplay(console, Interrupt(), refresh=False))
+    # What a terminal shows of a line is what comes after its last command.
+    lines = [re.split(r"\x1b\[[0-9?]*[A-Za-z]|\r", line)[-1] for line in written(console).splitlines()]
+    rows = [line for line in lines if re.match(r" +(base|\d+)  +\d", line)]
+    assert lines.count(header) == 1
+    assert len(rows) == 51
+    assert (rows[0], rows[-1]) == (base, last)
+
+
+def test_a_second_signal_quits_at_once(capfd: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with Interrupt() as interrupt:
+        assert not interrupt()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert interrupt()
+        assert interrupt.status == 143
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert capfd.readouterr().err == f"engram: {SAVING}\n"
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_a_warning_is_shown_once() -> None:
+    for display, console in (
+        (LiveDisplay(c := terminal(80), Interrupt(), refresh=False), c),
+        (PlainDisplay(p := pipe()), p),
+    ):
+        follow(events(), display)
+        assert written(console).count("two of the images are odd") == 1
+
+
+def test_plain_lines_have_no_control_characters_and_are_few() -> None:
+    console = pipe()
+    follow(events(), PlainDisplay(console))
+    text = written(console)
+    assert all(character.isprintable() or character == "\n" for character in text)
+    assert text.splitlines() == [
+        "afc-mini-b10-s5: base and 2 stages, in runs/here",
+        "warning: two of the images are odd",
+        "base: 10 classes, cnn 60.0, nme 58.0; average cnn 60.0, nme 58.0; 4.2 s",
+        "stage 1 of 2: 12 classes, cnn 59.0, nme 57.0; average cnn 59.5, nme 57.5; 4.2 s",
+        "stage 2 of 2: 14 classes, cnn 58.0, nme 56.0; average cnn 59.0, nme 57.0; 4.2 s",
+    ]
+
+
+def test_plain_progress_comes_only_now_and_then() -> None:
+    often, seldom = pipe(), pipe()
+    for console, seconds in ((often, 0.0), (seldom, 30.0)):
+        display = PlainDisplay(console, seconds)
+        for _ in range(5):
+            display.show(progress())
+    assert written(seldom) == ""
+    line = "stage 1 of 2, main, epoch 4/12, loss 1.234 (classification 0.800, discrepancy 0.434), 3,214 images/s, "
+    assert written(often).splitlines() == [line + "42% done, 1:12 left"] * 5
+
+
+def test_json_has_every_event() -> None:
+    console = pipe()
+    follow(events(), JsonDisplay(console))
+    parsed = [json.loads(line) for line in written(console).splitlines()]
+    assert parsed == [event.to_json() for event in events()]
+    assert "progress" in {event["event"] for event in parsed}
+
+
+def test_quiet_shows_nothing_and_the_last_event_comes_back() -> None:
+    stopped = Stopped(1, 3, "interrupted", "runs/here")
+    assert follow([Checkpointed(1, "main", 2), stopped], QuietDisplay()) is stopped
+
+
+def test_an_error_ends_the_live_area_and_closes_the_run() -> None:
+    closed: list[bool] = []
+
+    def failing() -> Iterator[Event]:
+        try:
+            yield progress()
+            raise RuntimeError("no")
+        finally:
+            closed.append(True)
+
+    console = terminal(80)
+    with pytest.raises(RuntimeError, match="no"):
+        follow(failing(), LiveDisplay(console, Interrupt(), refresh=False))
+    assert closed == [True]
+    assert written(console).endswith("\x1b[2K"), "the moving lines are wiped"
+    assert "\x1b[?25h" in written(console), "the cursor is back"
+
+
+@pytest.mark.parametrize(
+    ("console", "flags", "kind", "announces"),
+    [
+        (terminal(80), {}, LiveDisplay, False),
+        (pipe(), {}, PlainDisplay, True),
+        (terminal(80), {"quiet": True}, QuietDisplay, True),
+        (terminal(80), {"as_json": True}, JsonDisplay, True),
+    ],
+)
+def test_the_display_suits_the_console(
+    console: Console, flags: dict[str, bool], kind: type[Display], announces: bool
+) -> None:
+    interrupt = Interrupt()
+    assert type(make_display(console, interrupt, **flags)) is kind
+    assert interrupt.announce is announces
+
+
+def test_columns_give_way_in_order() -> None:
+    cells = row_cells(finished(3, 6))
+    everything = ["stage", "classes", "cnn %", "nme %", "cnn average", "nme average", "seconds"]
+    assert [title for title, _ in fit_columns(cells, 120)] == everything
+    assert [title for title, _ in fit_columns(cells, 60)] == everything[:-1]
+    assert [title for title, _ in fit_columns(cells, 40)] == everything[:4]
+    assert [title for title, _ in fit_columns(cells, 10)] == ["stage", "cnn %", "nme %"]
+
+
+def test_words_and_numbers() -> None:
+    assert (stage_name(0, 11), stage_name(3, 11)) == ("base", "stage 3 of 10")
+    assert [duration(s) for s in (4.21, 59.96, 3723)] == ["4.2 s", "1:00", "1:02:03"]
+    assert [clock(s) for s in (4.21, 65, None)] == ["0:04", "1:05", "-"]
+    assert shorten(["bed", "castle"]) == "bed, castle"
+    assert shorten(["bed", "castle", "clock", "cup"], 16) == "bed, castle, +2"
+    assert shorten(["a name that is far too long"], 10) == "a name that is far too long"
+
+
+def test_summary_shows_a_dash_for_what_is_not_defined() -> None:
+    console = pipe()
+    console.print(summary_table(RESULT))
+    rows = {" ".join(line.split()[:-2]): line.split()[-2:] for line in written(console).splitlines() if line.strip()}
+    assert rows["average incremental accuracy"] == ["51.3", "49.0"]
+    assert rows["forgetting"] == ["-", "10.0"]
+    assert rows["backward transfer"] == ["-", "-9.5"]
+    line = summary_line(RESULT, "runs/here")
+    assert line == (
+        "afc-mini-b10-s5: cnn 51.3 on average, 40.0 at the end; nme 49.0 on average, 41.0 at the end; 1:15 (runs/here)"
+    )

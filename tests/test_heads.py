@@ -1,0 +1,337 @@
+"""Heads: their scores against plain loops, how they grow, and what a phase may move."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from engram.data.memory import Memory, MemoryConfig
+from engram.learner import Learner
+from engram.methods import Phase, Training
+from engram.methods.host import HostSettings, classify
+from engram.methods.losses import nca_paper, nca_released
+from engram.models.heads import CosineHead, Head, LinearHead, LSCHead
+from engram.models.network import Network, Part
+from engram.models.resnet import Group, ResNet
+from helpers import (
+    buffers_of,
+    cpu_engine,
+    learn_stage,
+    make_stage,
+    parameters_of,
+    tiny_config,
+    tiny_session,
+    train_phase,
+)
+
+HEADS: dict[str, Callable[[int, int], Head]] = {
+    "linear": LinearHead,
+    "linear without bias": lambda dim, capacity: LinearHead(dim, capacity, bias=False),
+    "cosine": CosineHead,
+    "lsc": lambda dim, capacity: LSCHead(dim, capacity, proxies=4),
+    "lsc of the paper": lambda dim, capacity: LSCHead(dim, capacity, proxies=4, similarity="cosine"),
+    "lsc of NME": lambda dim, capacity: LSCHead(dim, capacity, proxies=4, sharpness=3.0, learned_scale=False),
+}
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def tiny_network(head: Head, seed: int = 0) -> Network:
+    """A network with a backbone of two narrow groups."""
+    backbone = ResNet([Group(4, 1), Group(8, 1, 2)], seeded(seed))
+    return Network(backbone, head, (0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
+
+
+def slow_lsc_score(feature: np.ndarray, proxies: np.ndarray, sharpness: float, similarity: str) -> float:
+    """The score of one class (P, D) for one feature (D,): the softmax-weighted mean of the similarities."""
+    length = math.sqrt(sum(float(x) ** 2 for x in feature))
+    similarities: list[float] = []
+    for proxy in proxies:
+        norm = math.sqrt(sum(float(x) ** 2 for x in proxy))
+        cosine = sum(float(a) * float(b) for a, b in zip(feature, proxy, strict=True)) / (length * norm)
+        similarities.append(2 * sharpness**2 * (cosine - 1) if similarity == "distance" else sharpness**2 * cosine)
+    exponentials = [math.exp(value) for value in similarities]
+    return sum(e * value for e, value in zip(exponentials, similarities, strict=True)) / sum(exponentials)
+
+
+# Scores
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("sharpness", [1.0, 3.0])
+@pytest.mark.parametrize("similarity", ["distance", "cosine"])
+def test_lsc_scores_are_their_formula(seed: int, sharpness: float, similarity: str) -> None:
+    head = LSCHead(7, 4, 5, sharpness, similarity).double()  # pyright: ignore[reportArgumentType]
+    head.grow(4, seeded(seed))
+    embedding = np.random.default_rng(seed).normal(size=(6, 7))
+    weight = head.weight.detach().numpy()
+    expected = [[slow_lsc_score(f, proxies, sharpness, similarity) for proxies in weight] for f in embedding]
+    np.testing.assert_allclose(head(torch.tensor(embedding)).detach().numpy(), expected, rtol=1e-10)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_distance_similarity_is_minus_the_squared_distance_of_unit_vectors(seed: int) -> None:
+    head = LSCHead(7, 3, proxies=1, sharpness=3.0).double()
+    head.grow(3, seeded(seed))
+    embedding = np.random.default_rng(seed).normal(size=(5, 7))
+    unit = embedding / np.linalg.norm(embedding, axis=1, keepdims=True)
+    proxies = head.weight.detach().numpy()[:, 0]
+    proxies = proxies / np.linalg.norm(proxies, axis=1, keepdims=True)
+    expected = [[-9 * ((f - w) ** 2).sum() for w in proxies] for f in unit]
+    np.testing.assert_allclose(head(torch.tensor(embedding)).detach().numpy(), expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_cosine_and_linear_scores_are_their_formulas(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    embedding = random.normal(size=(5, 6))
+    cosine, linear = CosineHead(6, 3).double(), LinearHead(6, 3).double()
+    for head in (cosine, linear):
+        head.grow(3, seeded(seed))
+    with torch.no_grad():
+        assert linear.bias is not None
+        linear.bias.copy_(torch.tensor(random.normal(size=3)))
+        bias = linear.bias.numpy()
+    w = cosine.weight.detach().numpy()
+    expected = [[f @ k / (np.linalg.norm(f) * np.linalg.norm(k)) for k in w] for f in embedding]
+    np.testing.assert_allclose(cosine(torch.tensor(embedding)).detach().numpy(), expected, rtol=1e-9)
+    v = linear.weight.detach().numpy()
+    expected = [[f @ v[k] + bias[k] for k in range(3)] for f in embedding]
+    np.testing.assert_allclose(linear(torch.tensor(embedding)).detach().numpy(), expected, rtol=1e-9)
+
+
+def test_base_proxies_are_normal_with_a_standard_deviation_of_one_over_the_root_of_the_dimension() -> None:
+    head = LSCHead(64, 50)
+    head.grow(50, seeded())
+    assert head.weight.shape == (50, 10, 64)
+    assert head.weight.std().item() == pytest.approx(1 / 8, rel=0.02)
+    assert head.weight.mean().item() == pytest.approx(0, abs=0.005)
+
+
+def test_the_scale_is_one_scalar_that_starts_at_one_and_may_be_left_out() -> None:
+    learned = LSCHead(8, 3)
+    assert learned.scale is not None
+    assert learned.scale.shape == ()
+    assert learned.scale.item() == 1
+    assert LSCHead(8, 3, learned_scale=False).scale is None
+    assert LinearHead(8, 3).scale is None
+
+
+# Growth
+
+
+@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("capacity", [2, 3, 6, 9])
+def test_growing_keeps_the_scores_of_the_classes_before(kind: str, capacity: int) -> None:
+    # A capacity of 2 or 3 is outgrown (once or twice), 6 is just enough and 9 has room to spare.
+    head, random = HEADS[kind](8, capacity), seeded(1)
+    embedding = torch.randn(7, 8, generator=seeded(2))
+    assert head.num_classes == 0
+    seen = 0
+    for count in (2, 1, 3):
+        before = head(embedding)[:, :seen].detach()
+        assert head.grow(count, random) == range(seen, seen + count)
+        after = head(embedding).detach()
+        torch.testing.assert_close(after[:, :seen], before, rtol=1e-6, atol=1e-6)
+        seen += count
+        assert head.num_classes == seen
+        assert head.capacity == len(head.seen) == after.shape[1] >= seen
+        assert head.seen.tolist() == [i < seen for i in range(head.capacity)]
+
+
+@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("capacity", [2, 5])
+def test_growing_leaves_old_weights_bit_for_bit(kind: str, capacity: int) -> None:
+    head = HEADS[kind](8, capacity)
+    head.grow(2, seeded(1))
+    before = {name: head.get_parameter(name).detach().clone()[:2] for name in head.class_parameters}
+    head.grow(3, seeded(2))
+    for name, rows in before.items():
+        assert torch.equal(head.get_parameter(name)[:2], rows)
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_the_head_within_its_capacity_keeps_its_tensors(kind: str) -> None:
+    head = HEADS[kind](8, 5)
+    places = {name: parameter.data_ptr() for name, parameter in head.named_parameters()}
+    head.grow(2, seeded())
+    head.grow(3, seeded())
+    assert {name: parameter.data_ptr() for name, parameter in head.named_parameters()} == places
+
+
+def test_new_rows_are_random_and_follow_their_generator() -> None:
+    heads = [LSCHead(8, 4, 3) for _ in range(3)]
+    for head, seed in zip(heads, (1, 1, 2), strict=True):
+        head.grow(4, seeded(seed))
+    assert torch.equal(heads[0].weight, heads[1].weight)
+    assert not torch.equal(heads[0].weight, heads[2].weight)
+    assert len({tuple(row) for row in heads[0].weight.detach().flatten(0, 1).tolist()}) == 12
+
+
+def test_an_initialised_head_is_fresh_and_keeps_its_classes() -> None:
+    head = LSCHead(8, 4, 3)
+    head.grow(2, seeded(1))
+    before = head.weight.detach().clone()
+    assert head.scale is not None
+    with torch.no_grad():
+        head.scale.fill_(7)
+    head.initialise(seeded(2))
+    assert head.scale.item() == 1
+    assert head.num_classes == 2
+    assert not (head.weight[:2] == before[:2]).any()
+    assert (head.weight[2:] == 0).all()
+
+
+# Unseen classes, through a network
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_unseen_classes_score_minus_infinity_and_the_scale_acts_on_the_rest(kind: str) -> None:
+    head = HEADS[kind](8, 6)
+    network = tiny_network(head)
+    head.grow(2, seeded())
+    if head.scale is not None:
+        torch.nn.init.constant_(head.scale, 2.5)
+    output = network(torch.rand(3, 3, 8, 8, generator=seeded()))
+    scale = 1.0 if head.scale is None else 2.5
+    assert output.scale.item() == scale
+    torch.testing.assert_close(output.scores[:, :2], head(output.embedding)[:, :2])
+    torch.testing.assert_close(output.logits[:, :2], scale * output.scores[:, :2])
+    assert (output.scores[:, 2:] == -torch.inf).all()
+    assert (output.logits[:, 2:] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("reading", ["released", "paper"])
+@pytest.mark.parametrize("seen", [1, 3])
+def test_no_gradient_is_nan_while_classes_are_unseen(reading: str, seen: int) -> None:
+    head = LSCHead(8, 6, 3)
+    network = tiny_network(head)
+    head.grow(seen, seeded())
+    images, labels = torch.rand(4, 3, 8, 8, generator=seeded()), torch.tensor([0, seen - 1, 0, seen - 1])
+
+    def loss(scale: float | None = None) -> Tensor:
+        output = network(images)
+        assert head.scale is not None
+        if scale is not None:
+            torch.nn.init.constant_(head.scale, scale)
+            output = network(images)
+        if reading == "released":
+            return nca_released(output.logits, labels).mean()
+        return nca_paper(output.logits, labels, output.scale, 0.6).mean()
+
+    loss().backward()
+    for name, parameter in network.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+    assert (head.weight.grad[seen:] == 0).all()  # pyright: ignore[reportOptionalSubscript]
+    assert head.scale is not None
+    assert head.scale.grad is not None
+    with torch.no_grad():
+        numeric = (loss(1.01) - loss(0.99)).item() / 0.02
+    assert head.scale.grad.item() == pytest.approx(numeric, rel=2e-2, abs=2e-4)
+
+
+# What a phase may move
+
+
+@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize(
+    "parts", [Part(sum(p.value for p in chosen)) for n in range(5) for chosen in itertools.combinations(Part, n)]
+)
+def test_masks_open_exactly_the_parts_named(kind: str, parts: Part) -> None:
+    head = HEADS[kind](8, 7)
+    network = tiny_network(head)
+    head.grow(2, seeded())
+    head.grow(3, seeded())
+    masks = network.trainable(parts, num_old=2)
+    assert set(masks) == {name for name, _ in network.named_parameters()}
+    for name, parameter in network.named_parameters():
+        mask = masks[name]
+        assert mask.shape == parameter.shape
+        if name == "head.scale":
+            assert (mask == float(Part.SCALE in parts)).all()
+        elif name.startswith("head."):
+            assert (mask[:2] == float(Part.OLD_CLASSES in parts)).all()
+            assert (mask[2:5] == float(Part.NEW_CLASSES in parts)).all()
+            assert (mask[5:] == 0).all()
+        else:
+            assert (mask == float(Part.BACKBONE in parts)).all()
+
+
+def test_the_main_phase_moves_no_old_proxy_and_the_balanced_phase_moves_only_proxies() -> None:
+    session = tiny_session(tiny_config("afc"))
+    learn_stage(session, 0)
+    learner, engine = session.learner, session.engine
+    network = learner.network
+    stage = session.stage(1)
+    session.method.grow(learner, stage, engine)
+    main, balance = session.method.phases(learner, stage, engine)
+    assert (main.name, balance.name) == ("main", "balance")
+
+    before = parameters_of(network)
+    train_phase(session, stage, main, 0)
+    after = parameters_of(network)
+    assert torch.equal(after["head.weight"][:2], before["head.weight"][:2])
+    assert (after["head.weight"][2:4] != before["head.weight"][2:4]).any(dim=2).all()
+    assert torch.equal(after["head.weight"][4:], before["head.weight"][4:])
+    assert after["head.scale"] != before["head.scale"]
+    for name in before:
+        if name.startswith("backbone."):
+            assert not torch.equal(after[name], before[name]), name
+
+    before, statistics = after, buffers_of(network)
+    train_phase(session, stage, balance, 1)
+    after = parameters_of(network)
+    assert (after["head.weight"][:4] != before["head.weight"][:4]).any(dim=2).all()
+    assert torch.equal(after["head.weight"][4:], before["head.weight"][4:])
+    for name in before:
+        if name != "head.weight":
+            assert torch.equal(after[name], before[name]), name
+    # The network is in train mode, so the statistics of its BatchNorms follow the exemplars.
+    for name, value in buffers_of(network).items():
+        if "running" in name:
+            assert not torch.equal(value, statistics[name]), name
+
+
+def test_the_base_stage_moves_everything_that_is_in_use() -> None:
+    session = tiny_session(tiny_config("afc"))
+    stage = session.stage(0)
+    session.method.grow(session.learner, stage, session.engine)
+    before = parameters_of(session.learner.network)
+    (main,) = session.method.phases(session.learner, stage, session.engine)
+    train_phase(session, stage, main)
+    after = parameters_of(session.learner.network)
+    assert (after["head.weight"][:2] != before["head.weight"][:2]).any(dim=2).all()
+    assert (after["head.weight"][2:] == 0).all()
+    assert all(not torch.equal(after[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_rows_beyond_the_first_capacity_are_trained(kind: str) -> None:
+    heads = [HEADS[kind](8, 2) for _ in range(2)]
+    network, teacher = tiny_network(heads[0]), tiny_network(heads[1])
+    learner, engine = Learner(network, teacher, Memory(MemoryConfig()), seed=1), cpu_engine()
+    training = Training(epochs=1, batch_size=4, lr=0.1)
+    everything = Part.BACKBONE | Part.OLD_CLASSES | Part.NEW_CLASSES | Part.SCALE
+    for index, (num_old, labels) in enumerate([(0, [0, 1] * 4), (2, [2, 3, 0, 1] * 2)]):
+        stage = make_stage(index, num_old, labels)
+        network.head.grow(2, seeded(index))
+        before = parameters_of(network)
+        phase = Phase(
+            "main", len(labels), lambda stage=stage: stage.all_rows, classify(HostSettings()), everything, training
+        )
+        for _ in engine.start(learner, stage, phase, 0):
+            pass
+        after = parameters_of(network)
+        for row in range(num_old + 2):
+            assert not torch.equal(after["head.weight"][row], before["head.weight"][row]), (index, row)
+        learner.snapshot_teacher()
+    assert teacher.head.num_classes == 4

@@ -1,0 +1,244 @@
+"""What every registered method keeps to, whatever it does: the same short run of each, looked at from all sides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import engram.runner
+from engram.data.store import ImageStore, Split
+from engram.events import EpochFinished, RunFinished, StageFinished, StageStarted
+from engram.methods import METHODS, Method, Step, Training, find_method
+from engram.runner import run
+from engram.session import Session
+from helpers import parameters_of, tiny_config, tiny_session, toy_store
+
+# Beyond what every tiny run has; a method that needs nothing more is not listed.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "afc": {"importance_samples": 20},
+}
+
+
+@dataclass(frozen=True)
+class Played:
+    """A finished run: its events, its result, and the learner it leaves behind."""
+
+    events: list[Any]
+    result: dict[str, Any]
+    session: Session
+    state: dict[str, Tensor]
+    memory_sizes: list[int]
+
+
+def play(method: str, store: ImageStore, **changes: Any) -> Played:
+    """A run of the method through all stages."""
+    config = tiny_config(method, **changes).with_settings(**SETTINGS.get(method, {}))
+    sessions: list[Session] = []
+
+    class Watched(Session):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            sessions.append(self)
+
+    original, engram.runner.Session = engram.runner.Session, Watched
+    try:
+        events, sizes = [], []
+        for event in run(config, store):
+            events.append(event)
+            if isinstance(event, StageFinished):
+                sizes.append(len(sessions[0].learner.memory))
+    finally:
+        engram.runner.Session = original
+    assert isinstance(events[-1], RunFinished)
+    state = {name: value.clone() for name, value in sessions[0].learner.state_dict().items()}
+    return Played(events, dict(events[-1].result), sessions[0], state, sizes)
+
+
+@cache
+def played(method: str, seed: int = 1) -> Played:
+    """The run of the method on the toy set that several tests look at."""
+    return play(method, toy_store(), seed=seed)
+
+
+def without_times(result: dict[str, Any]) -> dict[str, Any]:
+    stages = [{key: value for key, value in stage.items() if "seconds" not in key} for stage in result["stages"]]
+    return {key: value for key, value in result.items() if "seconds" not in key} | {"stages": stages}
+
+
+def assert_same_state(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert set(one) == set(other)
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+
+
+methods = pytest.mark.parametrize("method", sorted(METHODS))
+
+
+def test_the_five_methods_are_registered() -> None:
+    assert {"afc", "uniform", "replay", "naive", "joint"} <= set(METHODS)
+    assert set(SETTINGS) <= set(METHODS)
+
+
+@methods
+def test_it_can_be_described(method: str) -> None:
+    info = find_method(method)
+    assert info.name == method
+    assert info.title
+    assert isinstance(info.make(info.settings()), Method)
+
+
+@methods
+def test_its_head_grows_with_the_stages(method: str) -> None:
+    run_ = played(method)
+    assert [event.num_seen for event in run_.events if isinstance(event, StageStarted)] == [2, 4, 6]
+    assert run_.session.learner.num_classes == 6
+    assert [stage["classes"] for stage in run_.result["stages"]] == [2, 4, 6]
+    assert run_.session.learner.stages_done == 3
+
+
+@methods
+def test_it_reports_each_of_its_predictors(method: str) -> None:
+    run_ = played(method)
+    predictors = set(run_.session.method.predictors)
+    assert "cnn" in predictors
+    for index, stage in enumerate(run_.result["stages"]):
+        assert set(stage["accuracy"]) == predictors
+        for name, by_stage in stage["accuracy_by_stage"].items():
+            assert len(by_stage) == index + 1
+            # The toy stages are of equal size, so the accuracy over all is the mean over stages.
+            assert stage["accuracy"][name] == pytest.approx(np.mean(by_stage))
+    assert set(run_.result["average_incremental_accuracy"]) == predictors
+
+
+@methods
+def test_its_terms_stay_finite_and_are_named(method: str) -> None:
+    epochs = [event for event in played(method).events if isinstance(event, EpochFinished)]
+    assert epochs
+    for event in epochs:
+        assert "classification" in event.terms
+        assert np.isfinite(list(event.terms.values())).all()
+
+
+@methods
+def test_it_keeps_its_memory_budget(method: str) -> None:
+    run_ = played(method)
+    memory = run_.session.learner.memory
+    expected = {"needed": [6, 12, 18], "none": [0, 0, 0], "all": [24, 48, 72]}[find_method(method).memory]
+    assert run_.memory_sizes == expected
+    for label in memory.labels:
+        samples = memory.of(label)
+        assert set(samples.labels.tolist()) == {label}
+        # Each exemplar is an image of the training split, pixel by pixel, of the class it says.
+        train = run_.session.store.train
+        assert (train.images[samples.sources.numpy()] == samples.images.numpy()).all()
+        assert set(train.class_ids[samples.sources.numpy()]) == {run_.session.stream.order[label]}
+
+
+@methods
+def test_a_shared_budget_is_kept_where_the_method_has_one(method: str) -> None:
+    if find_method(method).memory != "needed":
+        pytest.skip(f"{method} has no budget to share")
+    memory = replace(tiny_config(method).memory, budget="total", size=13)
+    run_ = play(method, toy_store(), memory=memory, epochs=1)
+    assert run_.memory_sizes == [12, 12, 12]
+
+
+@methods
+def test_the_same_seed_gives_the_same_numbers(method: str) -> None:
+    again = play(method, toy_store(), seed=1)
+    assert_same_state(played(method).state, again.state)
+    assert without_times(played(method).result) == without_times(again.result)
+
+
+@methods
+def test_another_seed_gives_other_numbers(method: str) -> None:
+    one, other = played(method).state, played(method, seed=2).state
+    for name in ("network.backbone.conv.weight", "network.head.weight"):
+        assert not torch.allclose(one[name], other[name], atol=1e-3)
+
+
+@methods
+def test_test_images_have_no_way_into_training(method: str) -> None:
+    store = toy_store()
+    random = np.random.default_rng(9)
+    images = random.integers(0, 256, store.test.images.shape, dtype=np.uint8)
+    poisoned = replace(store, test=Split(images, random.permutation(store.test.class_ids)))
+    other = play(method, poisoned, seed=1)
+    assert_same_state(played(method).state, other.state)
+    losses = [
+        [event.terms for event in each.events if isinstance(event, EpochFinished)] for each in (played(method), other)
+    ]
+    assert losses[0] == losses[1]
+
+
+@methods
+def test_its_loss_falls_on_what_can_be_learned(method: str) -> None:
+    run_ = play(method, toy_store(), epochs=12)
+    for stage in range(3):
+        main = [
+            event.terms["classification"]
+            for event in run_.events
+            if isinstance(event, EpochFinished) and event.stage == stage and event.phase == "main"
+        ]
+        assert len(main) == 12
+        assert np.mean(main[-3:]) < 0.8 * np.mean(main[:2]), f"stage {stage}: {main}"
+    # Chance is 50 percent on the two base classes.
+    assert run_.result["stages"][0]["accuracy"]["cnn"] >= 75
+
+
+@methods
+@pytest.mark.parametrize("remainder", ["drop", "keep"])
+def test_a_stage_smaller_than_a_batch_trains(method: str, remainder: str) -> None:
+    session = tiny_session(tiny_config(method, batch_size=500).with_settings(train__remainder=remainder))
+    stage = session.stage(0)
+    session.method.grow(session.learner, stage, session.engine)
+    before = parameters_of(session.learner.network)
+    sizes: list[int] = []
+    for number, phase in enumerate(session.method.phases(session.learner, stage, session.engine)):
+
+        def spy(step: Step, phase: Any = phase) -> dict[str, Tensor]:
+            sizes.append(len(step.labels))
+            return phase.loss(step)
+
+        for _ in session.engine.start(session.learner, stage, replace(phase, loss=spy), number):
+            pass
+    assert sizes == [24, 24]
+    assert not torch.equal(session.learner.network.backbone.conv.weight, before["backbone.conv.weight"])
+
+
+@methods
+def test_its_state_comes_back(method: str) -> None:
+    run_ = played(method)
+    other = tiny_session(run_.session.config)
+    other.learner.load_state_dict({name: value.clone() for name, value in run_.state.items()})
+    assert_same_state(run_.state, other.learner.state_dict())
+    accuracy, by_stage, _ = other.evaluate(2)
+    assert accuracy == run_.result["stages"][2]["accuracy"]
+    assert by_stage == run_.result["stages"][2]["accuracy_by_stage"]
+
+
+@methods
+def test_planned_phases_are_those_that_run(method: str) -> None:
+    run_ = played(method)
+    planned = tiny_session(run_.session.config).plan()
+    for stage in planned:
+        ran = [event for event in run_.events if isinstance(event, EpochFinished) and event.stage == stage.stage]
+        phases = list(dict.fromkeys(event.phase for event in ran))
+        assert phases == [phase.name for phase in stage.phases]
+        for phase in stage.phases:
+            assert sum(event.phase == phase.name for event in ran) == phase.epochs
+
+
+@methods
+def test_no_epochs_still_ends_in_a_result(method: str) -> None:
+    settings = {"train": Training(epochs=0), "finetune": Training(epochs=0)}
+    config = tiny_config(method).with_settings(**settings)
+    events = list(run(config, toy_store(num_classes=4)))
+    assert isinstance(events[-1], RunFinished)
+    assert len(events[-1].result["stages"]) == 2
