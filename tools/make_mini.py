@@ -105,13 +105,9 @@ def make(path: Path, out: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", type=Path, help="the official CIFAR-100 archive or its extracted folder")
-    parser.add_argument(
-        "out", type=Path, nargs="?", default=OUT, help="where to write (default: the package)"
-    )
+    parser.add_argument("out", type=Path, nargs="?", default=OUT, help="where to write (default: the package)")
     arguments = parser.parse_args()
     try:
         meta = make(arguments.path, arguments.out)

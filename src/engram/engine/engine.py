@@ -49,6 +49,9 @@ class Engine:
         if device.type == "cuda":
             # The shapes of a run do not change, so trying each convolution's algorithms once pays.
             torch.backends.cudnn.benchmark = True
+            # float32 means float32: no rounding of convolutions to TF32 behind the user's back.
+            torch.backends.cudnn.allow_tf32 = False
+        self.capture = device.type == "cuda"
         self._optimiser: tuple[Network, FlatSGD] | None = None
         self._pool: tuple[Stage, Pool] | None = None
 

@@ -139,7 +139,7 @@ class PhaseLoop:
         """The step for batches of that size: captured on a GPU, as it is elsewhere."""
         if size not in self._steps:
             step = partial(self._take_step, size)
-            if self._engine.device.type == "cuda":
+            if self._engine.capture:
                 network, optimiser = self._learner.network, self._optimiser
                 step = CapturedStep(step, [optimiser.values, optimiser.momentum, self._counter, *network.buffers()])
             self._steps[size] = step

@@ -35,20 +35,20 @@ def cifar100(method: str, stages: int) -> RunConfig:
 
 
 def mini(method: str, stages: int) -> RunConfig:
-    """The embedded set on a CPU: 10 base classes, then 10 or 5 stages; 10 exemplars a class, a small network."""
+    """The embedded set on a CPU: 10 base classes, then 10 or 5 stages; 5 exemplars a class, a small network."""
     config = RunConfig(
         method=method,
         settings=find_method(method).settings(),
         data=DataConfig("mini"),
         base=10,
         increment=MINI_STAGES[stages],
-        memory=_memory(method, 10),
+        memory=_memory(method, 5),
         backbone="resnet10",
         augmentation=Augmentation(pad=2),
         recipe=f"{method}-mini-b10-s{stages}",
     )
     return config.with_settings(
-        train=Training(epochs=12, batch_size=64, remainder="keep"),
+        train=Training(epochs=8, batch_size=64, remainder="keep"),
         finetune=Training(epochs=10, batch_size=64, lr=0.05, schedule="constant", remainder="keep"),
     )
 

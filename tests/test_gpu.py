@@ -1,0 +1,57 @@
+"""What only a GPU can show: the captured step is the eager step, and bf16 learns as float32 does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import make_config, make_store
+
+from engram import recipe, train
+from engram.session import Session
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def first_steps(capture: bool, steps: int) -> tuple[list[dict[str, float]], torch.Tensor]:
+    """The loss terms of the first steps of a stage with a teacher, and the parameters after them, in float32."""
+    config = make_config(device="cuda", precision="float32", settings__train__epochs=12)
+    session = Session(config, make_store(train=24))
+    session.engine.capture = capture
+    learner, engine, method = session.learner, session.engine, session.method
+    base = session.stage(0)
+    method.grow(learner, base, engine)
+    for phase in method.phases(learner, base, engine):
+        for _ in engine.start(learner, base, phase, 0):
+            pass
+    method.finish(learner, base, engine)
+    learner.snapshot_teacher()
+    stage = session.stage(1)
+    method.grow(learner, stage, engine)
+    loop = engine.start(learner, stage, method.phases(learner, stage, engine)[0], 0)
+    losses: list[dict[str, float]] = []
+    for taken, _ in enumerate(loop, start=1):
+        losses.append(loop.terms())
+        if taken == steps:
+            break
+    return losses, engine.optimiser(learner.network).values.clone()
+
+
+def test_captured_and_eager_steps_agree() -> None:
+    eager, eager_values = first_steps(capture=False, steps=50)
+    captured, captured_values = first_steps(capture=True, steps=50)
+    assert len(eager) == len(captured) == 50
+    for ours, theirs in zip(captured, eager, strict=True):
+        assert ours == pytest.approx(theirs, rel=2e-3, abs=2e-4)
+    difference = (captured_values - eager_values).norm() / eager_values.norm()
+    assert difference < 2e-3
+
+
+def test_bf16_learns_as_float32_does() -> None:
+    def average(precision: str) -> float:
+        config = recipe("afc-mini-b10-s5").with_value("device", "cuda").with_value("precision", precision)
+        return train(config)["average_incremental_accuracy"]["cnn"]
+
+    assert average("bf16") == pytest.approx(average("float32"), abs=3)
