@@ -86,7 +86,12 @@ def fake_run(
             "Memory": "none" if method == "naive" else "10 exemplars a class",
             "Seed": str(seed),
         },
-        "data": {"name": "mini", "class_names": names, "image_size": [16, 16], "train_images": 250 * len(names)}
+        "data": {
+            "name": "mini",
+            "class_names": names,
+            "image_size": [16, 16],
+            "train_images": 250 * len(names),
+        }
         | {"test_images": images_per_class * len(names), "fingerprint": "feedc0de"},
         "order": {"name": str(order), "class_ids": [int(i) for i in class_ids]},
         "stage_sizes": list(stage_sizes),
@@ -108,7 +113,7 @@ def write_json(file: Path, data: Any) -> None:
 
 
 def edit_json(file: Path, **changes: Any) -> None:
-    """Nothing; the file's top-level keys are then changed (None as the whole value `...` removes the key)."""
+    """Nothing; the file's top-level keys are then changed (`...` removes the key)."""
     data = json.loads(file.read_text(encoding="utf-8"))
     for key, value in changes.items():
         if value is ...:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import make_config, make_store
 
+from conftest import make_config, make_store
 from engram import recipe, train
 from engram.session import Session
 

@@ -18,15 +18,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_runs import fake_run
 
 from engram.report import write_report
+from fake_runs import fake_run
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium on PATH to open the report in")
 
 # The browser talks on descriptors 3 and 4; this puts our pipe's ends there and becomes the browser.
-_LAUNCH = "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execvp(sys.argv[3], sys.argv[3:])"
+_LAUNCH = """import os, sys
+os.dup2(int(sys.argv[1]), 3)
+os.dup2(int(sys.argv[2]), 4)
+os.execvp(sys.argv[3], sys.argv[3:])"""
 _OVERFLOWING = """(() => {
   const wide = document.documentElement.clientWidth;
   const boxed = e => e.closest('.scroll, pre, svg') && !e.matches('.scroll, pre');
@@ -155,7 +158,11 @@ def test_page_is_quiet_and_fits(browser: Browser, page: Path, width: int, dark: 
     assert browser.evaluate(_OVERFLOWING) == []
     assert "owned" not in browser.evaluate("document.title")
     assert browser.evaluate("document.querySelectorAll('script, img').length") == 0
-    spoken = [e for e in browser.events if e.get("method") in ("Log.entryAdded", "Runtime.consoleAPICalled", "Runtime.exceptionThrown")]
+    spoken = [
+        e
+        for e in browser.events
+        if e.get("method") in ("Log.entryAdded", "Runtime.consoleAPICalled", "Runtime.exceptionThrown")
+    ]
     assert spoken == []
     asked = [e["params"]["request"]["url"] for e in browser.events if e.get("method") == "Network.requestWillBeSent"]
     assert [url for url in asked if not url.startswith(("data:", page.resolve().as_uri()))] == []
@@ -171,7 +178,9 @@ def test_figures_follow_the_colour_scheme(browser: Browser, page: Path) -> None:
 
 def test_browser_check_sees_a_page_that_is_too_wide(browser: Browser, tmp_path: Path) -> None:
     page = tmp_path / "bad.html"
-    page.write_text("<body><div style='width: 2000px'>wide</div><script>console.error('loud')</script>", encoding="utf-8")
+    page.write_text(
+        "<body><div style='width: 2000px'>wide</div><script>console.error('loud')</script>", encoding="utf-8"
+    )
     browser.open(page, 390)
     assert browser.evaluate("document.documentElement.scrollWidth") > 390
     assert browser.evaluate(_OVERFLOWING) == ["DIV."]

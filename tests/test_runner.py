@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import make_config, make_store
 from safetensors.numpy import load_file
 
+from conftest import make_config, make_store
 from engram import EngramError, ImageStore, RunConfig, resume, run, train
 from engram.engine import NonFiniteLoss
 from engram.events import EpochFinished, Progress, RunFinished, RunStarted, StageFinished, StageStarted, Warned
@@ -115,7 +115,8 @@ def test_non_finite_loss_names_the_place_and_keeps_the_checkpoint(store: ImageSt
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(afc, "read_importance", poisoned)
         with pytest.raises(
-            NonFiniteLoss, match=r"stage 1, phase main, epoch 1, step 1 of \d+ \(classification = .*discrepancy = (inf|nan)"
+            NonFiniteLoss,
+            match=r"stage 1, phase main, epoch 1, step 1 of \d+ \(classification = .*discrepancy = (inf|nan)",
         ):
             list(resume(directory, store, checkpoint_minutes=0))
     assert (directory / "checkpoint" / "state.safetensors").read_bytes() == kept

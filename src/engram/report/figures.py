@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -65,7 +66,7 @@ def accuracy_curves(groups: Sequence[Group], predictor: str) -> Drawing:
     return finish(figure, f"accuracy_per_stage_{predictor}", alt)
 
 
-def _line_style(index: int, points: int) -> dict[str, object]:
+def _line_style(index: int, points: int, markers: int = 18) -> dict[str, Any]:
     return {
         "color": colour(index),
         "linestyle": ("-", (0, (5, 1.5)), (0, (2, 1.2)))[index // len(SERIES) % 3],
@@ -73,7 +74,7 @@ def _line_style(index: int, points: int) -> dict[str, object]:
         "markersize": 5.5,
         "markeredgecolor": CARD,
         "markeredgewidth": 0.9,
-        "markevery": max(1, math.ceil(points / 18)),
+        "markevery": max(1, math.ceil(points / markers)),
     }
 
 
@@ -112,12 +113,14 @@ def accuracy_matrix(group: Group, predictor: str) -> Drawing:
     size = len(matrix)
     figure = Figure(figsize=(4.2, 3.9), layout="constrained")
     axes = figure.add_subplot()
-    _heat_map(figure, axes, matrix, "accuracy, %")
+    _heat_map(axes, matrix, "accuracy, %")
     if size <= NUMBERED_STAGES:
         for t in range(size):
             for i in range(t + 1):
                 shade = ON_STRONG if matrix[t, i] > 50 else INK
-                axes.text(i, t, f"{matrix[t, i]:.0f}", ha="center", va="center", fontsize=8, color=shade)
+                axes.text(
+                    i, t, f"{matrix[t, i]:.0f}", ha="center", va="center", fontsize=8, color=shade, in_layout=False
+                )
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=12))
     axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=12))
     axes.set_xlabel("classes of stage")
@@ -127,7 +130,7 @@ def accuracy_matrix(group: Group, predictor: str) -> Drawing:
     return finish(figure, f"accuracy_matrix_{group.slug}_{predictor}", alt)
 
 
-def _heat_map(figure: Figure, axes: Axes, values: np.ndarray, label: str) -> None:
+def _heat_map(axes: Axes, values: np.ndarray, label: str) -> None:
     axes.imshow(values, cmap=_RAMP, vmin=0, vmax=100, interpolation="none")
     axes.grid(False)
     axes.tick_params(length=0)
@@ -146,12 +149,12 @@ def _heat_map(figure: Figure, axes: Axes, values: np.ndarray, label: str) -> Non
 
 
 def _title(group: Group, predictor: str | None = None) -> str:
-    parts = [plain(group.label, 34)]
-    if predictor is not None:
-        parts.append(predictor_name(predictor))
+    """Group, predictor and number of runs; on two lines where one would run out of the figure."""
+    parts = [] if predictor is None else [predictor_name(predictor)]
     if group.n > 1:
         parts.append(f"mean of {group.n} runs")
-    return ", ".join(parts)
+    label = plain(group.label, 34)
+    return (", " if len(label) <= 14 else "\n").join(filter(None, [label, ", ".join(parts)]))
 
 
 def learned_and_kept(group: Group, index: int, predictor: str) -> Drawing:
@@ -183,7 +186,7 @@ def confusion(group: Group, predictor: str) -> Drawing:
     size = len(percent)
     figure = Figure(figsize=(6.4, 6.2), layout="constrained")
     axes = figure.add_subplot()
-    _heat_map(figure, axes, percent, "share of the true class's test images, %")
+    _heat_map(axes, percent, "share of the true class's test images, %")
     if size <= NAMED_CLASSES:
         names = [plain(name, 18) for name in group.class_names]
         axes.set_xticks(range(size), names, rotation=90, fontsize=9)
@@ -192,7 +195,7 @@ def confusion(group: Group, predictor: str) -> Drawing:
             for row, column in np.argwhere(np.nan_to_num(percent) >= 0.5):
                 shade = ON_STRONG if percent[row, column] > 50 else INK
                 text = f"{percent[row, column]:.0f}"
-                axes.text(column, row, text, ha="center", va="center", fontsize=9, color=shade)
+                axes.text(column, row, text, ha="center", va="center", fontsize=9, color=shade, in_layout=False)
     order = "in order of arrival" if group.has_one_order else "in the data set's order"
     axes.set_xlabel("predicted class" if size <= NAMED_CLASSES else f"predicted class, {order}")
     axes.set_ylabel("true class" if size <= NAMED_CLASSES else f"true class, {order}")
@@ -210,7 +213,7 @@ def importance(group: Group) -> Drawing:
     low, high = min(float(m.min()) for m in means), max(float(m.max()) for m in means)
     for index, (values, mean) in enumerate(zip(maps, means, strict=True)):
         x = 100 * (np.arange(len(mean)) + 0.5) / len(mean)
-        style = _line_style(index, len(mean)) | {"markevery": max(1, len(mean) // 8)}
+        style = _line_style(index, len(mean), markers=8)
         axes.plot(x, mean, label=f"Z_{index + 1} ({len(mean)} channels)", **style)
         if group.n > 1:
             axes.fill_between(x, values.min(axis=0), values.max(axis=0), color=colour(index), alpha=0.13, linewidth=0)

@@ -116,7 +116,7 @@ class _Record:
             if default is not None:
                 return default
             self.fail(f"the key {key!r} is missing")
-        value = self.data[key]
+        value: Any = self.data[key]
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):

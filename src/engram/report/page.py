@@ -134,13 +134,15 @@ def _context(groups: list[Group]) -> tuple[dict[str, Any], list[Drawing]]:
     losses = [{"drawing": figures.training_loss(group)} for group in groups if group.first.losses]
     seconds = figures.time_spent(groups)
     parts = [*matrices["reported"], *matrices["others"], *kept, *confusions, *importance, *losses]
+    summary = _summary(cells)
     one_order = all(group.has_one_order for group in groups)
     context = {
         "title": _title(groups),
         "headline": _headline(groups),
         "facts": _facts(groups),
         "notes": _notes(groups),
-        "summary": _summary(cells),
+        "summary": summary,
+        "marks_best": any(row["best_final"] for row in summary),
         "any_spread": any(group.n > 1 for group in groups),
         "predictor_words": " ".join(_PREDICTOR_WORDS[name] for name in predictors if name in _PREDICTOR_WORDS),
         "curves": curves,
@@ -149,7 +151,9 @@ def _context(groups: list[Group]) -> tuple[dict[str, Any], list[Drawing]]:
         "kept": kept,
         "confusions": confusions,
         "named_classes": any(len(group.class_ids) <= figures.NAMED_CLASSES for group in groups),
-        "confusion_order": "in order of arrival" if one_order else "in the data set's order where runs met them in different orders",
+        "confusion_order": "in order of arrival"
+        if one_order
+        else "in the data set's order where runs met them in different orders",
         "importance": importance,
         "seconds": seconds,
         "losses": losses,
@@ -182,7 +186,7 @@ def _headline(groups: list[Group]) -> str:
     same_classes = len({group.classes[-1] for _, group in known}) == 1
     clauses = []
     for position, (value, group) in enumerate(known[:_HEADLINE_GROUPS]):
-        verb = "ends at" if position == 0 else "at"
+        verb = "at" if position else "is at" if group.first.stopped else "ends at"
         over = f" over {group.classes[-1]} classes" if position == 0 or not same_classes else ""
         clauses.append(f"{group.label} {verb} {number(value, 1)}\N{NO-BREAK SPACE}%{over}")
     rest = len(known) - len(clauses)
@@ -199,7 +203,7 @@ def _facts(groups: list[Group]) -> str:
     predictors = _join(dict.fromkeys(predictor_name(group.predictors[0]) for group in groups))
     dates = sorted({run.created[:10] for run in runs})
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-    return f"Top-1 accuracy of the {predictors} predictor over all classes seen. {words}. {count} on {devices}, {when}."
+    return f"Top-1 accuracy of the {predictors} predictor over all classes seen. {words}; {count} on {devices}, {when}."
 
 
 def _stages_in_words(run: Run) -> str:
@@ -207,27 +211,40 @@ def _stages_in_words(run: Run) -> str:
     if not later:
         return f"{base} classes in one stage"
     sizes = _join(str(size) for size in dict.fromkeys(later))
-    return f"{base} base classes, then {len(later)} stage{'s' if len(later) > 1 else ''} of {sizes}"
+    plural = "" if set(later) == {1} else "es"
+    return f"{base} base classes, then {len(later)} stage{'s' if len(later) > 1 else ''} of {sizes} class{plural}"
 
 
 def _notes(groups: list[Group]) -> list[str]:
     """What a careful reader should know before comparing."""
     notes = []
-    protocols = {(g.first.fingerprint, g.first.class_names, g.first.stage_sizes) for g in groups}
-    if len(protocols) > 1:
-        notes.append("These runs differ in data or in how it was split into stages, so their numbers are not comparable.")
+    if not _same_protocol(groups):
+        notes.append(
+            "These runs differ in data or in how it was split into stages, so their numbers are not comparable."
+        )
     notes += [f"{group.first.recipe}: {group.first.stopped}." for group in groups if group.first.stopped]
     for group in groups:
         if len({(run.order, run.seed) for run in group.runs}) < group.n:
             notes.append(
                 f"{group.label} has runs with the same order and seed, so its spread is not that of independent runs."
             )
-    if len(groups) > 1 and len(protocols) == 1 and not any(group.first.stopped for group in groups):
+    if len(groups) > 1 and _comparable(groups):
         if all(group.n == 1 for group in groups):
-            notes.append("One run each: a difference of a point or two may be chance. More orders and seeds would tell.")
+            notes.append(
+                "One run each: a difference of a point or two may be chance. More orders and seeds would tell."
+            )
         else:
             notes += _lead(groups)
     return notes
+
+
+def _same_protocol(groups: list[Group]) -> bool:
+    return len({(g.first.fingerprint, g.first.class_names, g.first.stage_sizes) for g in groups}) == 1
+
+
+def _comparable(groups: list[Group]) -> bool:
+    """True when all groups went the same way to its end, so that a higher accuracy is a better one."""
+    return _same_protocol(groups) and not any(group.first.stopped for group in groups)
 
 
 def _lead(groups: list[Group]) -> list[str]:
@@ -251,7 +268,12 @@ def _summary(cells: list[_Cell]) -> list[dict[str, Any]]:
         for position, name in enumerate(cell.group.predictors):
             values = {
                 metric: cell.group.metric(metric, name)
-                for metric in ("average_incremental_accuracy", "final_accuracy", "forgetting", "backward_transfer")
+                for metric in (
+                    "average_incremental_accuracy",
+                    "final_accuracy",
+                    "forgetting",
+                    "backward_transfer",
+                )
             }
             rows.append(
                 {
@@ -266,11 +288,12 @@ def _summary(cells: list[_Cell]) -> list[dict[str, Any]]:
                     "time": duration(cell.group.seconds),
                 }
             )
+    ranks = len(rows) > 1 and _comparable([cell.group for cell in cells])
     for flag, metric in (("best_average", "average_incremental_accuracy"), ("best_final", "final_accuracy")):
         means = [row["values"][metric].mean for row in rows if row["values"][metric] is not None]
         for row in rows:
             value = row["values"][metric]
-            row[flag] = len(rows) > 1 and value is not None and value.mean == max(means)
+            row[flag] = ranks and value is not None and value.mean == max(means)
     return rows
 
 
@@ -298,14 +321,19 @@ def _protocol(cell: _Cell) -> dict[str, Any]:
     card = _merged([run.card for run in runs])
     if cell.group.first.stopped:
         card.append(("Progress", cell.group.first.stopped))
+    if "Recipe" not in dict(card):
+        card.insert(0, ("Recipe", cell.group.first.recipe))
     made = [
-        ("Recipe", cell.group.first.recipe),
         ("Runs", _join(f"{run.directory.name} (order {run.order}, seed {run.seed})" for run in runs)),
         ("Settings hash", _join(dict.fromkeys(run.config_hash for run in runs))),
     ]
     machine = [*_merged([run.versions for run in runs]), *_merged([run.hardware for run in runs])]
     commands = list(dict.fromkeys(run.command for run in runs if run.command))
-    return {"group": cell, "blocks": [block for block in (card, made, machine) if block], "commands": commands}
+    return {
+        "group": cell,
+        "blocks": [block for block in (card, made, machine) if block],
+        "commands": commands,
+    }
 
 
 def _merged(texts: list[Any]) -> list[tuple[str, str]]:

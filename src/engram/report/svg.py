@@ -1,4 +1,4 @@
-"""Matplotlib figures as SVG text: the same bytes every time, on paper colours alone and on the page's colours inside it.
+"""Matplotlib figures as SVG text: the same bytes every time, in colours of their own or in those of the page.
 
 A figure is drawn once with the hex colours below. On the page each of them becomes a CSS variable, so the figure
 follows the reader's light or dark setting; the file beside the page keeps the hex colours and stands on its own.
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -25,7 +26,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "h")
 _VARIABLES = {INK: "ink", MUTED: "muted", GRID: "line", CARD: "card", ON_STRONG: "on-strong"} | {
     colour: f"s{i}" for i, colour in enumerate(SERIES)
 }
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # real text: it takes the reader's font, can be searched, and stays small
     "text.parse_math": False,  # a class may be called "$5"
     "font.family": "sans-serif",
@@ -89,7 +90,9 @@ class Drawing:
 @contextmanager
 def drawing_style() -> Iterator[None]:
     """A context in which figures take the report's look, and names in any script are drawn without a warning."""
-    with warnings.catch_warnings(), mpl.rc_context({**mpl.rcParamsDefault, **_STYLE}):
+    with warnings.catch_warnings(), mpl.rc_context():
+        mpl.rcdefaults()  # a reader's own matplotlibrc must not change the report
+        mpl.rcParams.update(_STYLE)
         # The font used for measuring lacks some scripts; the reader's browser draws the text and has them.
         warnings.filterwarnings("ignore", message=r"Glyph .* missing from font")
         warnings.filterwarnings("ignore", message=r"Matplotlib currently does not support .* natively")
@@ -104,8 +107,8 @@ def finish(figure: Figure, name: str, alt: str) -> Drawing:
         nothing = {"Date": None, "Creator": None, "Format": None, "Type": None}
         FigureCanvasSVG(figure).print_svg(text, metadata=nothing)
     svg = re.sub(r"<!DOCTYPE[^>]*>\s*", "", text.getvalue())
-    svg = re.sub(r'<g id="[^"]*">', "<g>", svg)
-    svg = re.sub(r'(<svg [^>]*?) width="[^"]*pt" height="[^"]*pt"', r"\1", svg) if "viewBox" in svg else svg
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # counters, the same in every figure
+    svg = re.sub(r'(<svg [^>]*?) width="[^"]*pt" height="[^"]*pt"', r"\1", svg, count=1)
     return Drawing(name, svg, alt)
 
 

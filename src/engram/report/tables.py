@@ -134,12 +134,12 @@ def _accuracy_per_stage(groups: Sequence[Group]) -> str:
 def _runs(groups: Sequence[Group]) -> str:
     header = ["group", "run", "order", "seed", "predictor", "stage", "classes", "accuracy", "seconds"]
     rows = [
-        [group.label, run.directory.name, run.order, run.seed, predictor, index, stage.classes]
-        + [stage.accuracy[predictor], stage.seconds]
+        [group.label, run.directory.name, run.order, run.seed, predictor, index, stage.classes, *measured]
         for group in groups
         for run in group.runs
         for predictor in group.predictors
         for index, stage in enumerate(run.stages)
+        for measured in [(stage.accuracy[predictor], stage.seconds)]
     ]
     return _table(header, rows)
 

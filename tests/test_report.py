@@ -1,0 +1,418 @@
+"""The report: its numbers against hand calculation, its refusals, and what makes the page safe to pass around."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import statistics
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from html import unescape
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from engram.errors import EngramError
+from engram.report import write_report
+from fake_runs import edit_json, fake_run
+
+SHAPE: dict[str, Any] = {"stage_sizes": (4, 2, 2), "images_per_class": 15, "epochs": 2}
+LIGHT: dict[str, Any] = {**SHAPE, "predictors": ("cnn",), "importance": False}
+
+
+def read_csv(file: Path) -> list[dict[str, str]]:
+    with file.open(encoding="utf-8", newline="") as stream:
+        return list(csv.DictReader(stream))
+
+
+def result_of(directory: Path) -> dict[str, Any]:
+    return json.loads((directory / "result.json").read_text(encoding="utf-8"))
+
+
+class Page(HTMLParser):
+    """What a page says and what it could fetch or run."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.links: list[str] = []
+        self.handlers: list[str] = []
+        self.words: list[str] = []
+        self.source = file.read_text(encoding="utf-8")
+        self.feed(self.source)
+        self.text = " ".join(" ".join(self.words).split())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.handlers += [name for name, _ in attrs if name.startswith("on")]
+        self.links += [
+            v or "" for name, v in attrs if name in ("src", "href", "xlink:href", "srcset", "action", "data")
+        ]
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], Path]:
+    """Three afc runs (orders and seeds differ), one naive run, and their report."""
+    folder = tmp_path_factory.mktemp("compared")
+    afc = [
+        fake_run(folder / f"afc{i}", order=o, seed=s, shuffled=True, command=f"engram run --seed {s}", **SHAPE)
+        for i, (o, s) in enumerate([(1, 1), (2, 1), (2, 2)])
+    ]
+    naive = fake_run(folder / "naive", method="naive", predictors=("cnn",), importance=False, keep=0.2, **SHAPE)
+    return [*afc, naive], write_report([*afc, naive])
+
+
+def test_default_places(compared: tuple[list[Path], Path], tmp_path: Path) -> None:
+    runs, page = compared
+    assert page == runs[0].parent.resolve() / "report.html"
+    single = fake_run(tmp_path / "run", **LIGHT)
+    assert write_report([single]) == single / "report.html"
+    assert write_report([single], tmp_path) == tmp_path / "report.html"
+    assert write_report([single], tmp_path / "new" / "x.html") == tmp_path / "new" / "x.html"
+    assert (tmp_path / "new" / "x_files" / "summary.csv").is_file()
+    assert not list(tmp_path.rglob("*.part"))
+
+
+def test_summary_is_mean_and_sample_deviation_of_the_group(compared: tuple[list[Path], Path]) -> None:
+    runs, page = compared
+    rows = {(r["group"], r["predictor"]): r for r in read_csv(page.with_name("report_files") / "summary.csv")}
+    assert set(rows) == {("afc", "cnn"), ("afc", "nme"), ("naive", "cnn")}
+    text = Page(page).text
+    for metric in ("average_incremental_accuracy", "final_accuracy", "forgetting", "backward_transfer"):
+        for predictor in ("cnn", "nme"):
+            values = [result_of(run)[metric][predictor] for run in runs[:3]]
+            mean, std = sum(values) / 3, statistics.stdev(values)
+            row = rows["afc", predictor]
+            assert row["n"] == "3"
+            assert float(row[f"{metric}_mean"]) == pytest.approx(mean, rel=1e-12)
+            assert float(row[f"{metric}_std"]) == pytest.approx(std, rel=1e-9)
+            shown = f"{mean:.2f} ± {std:.2f}".replace("-", "\N{MINUS SIGN}")
+            assert shown in text
+        assert rows["naive", "cnn"][f"{metric}_std"] == ""
+    seconds = [result_of(run)["seconds"] for run in runs[:3]]
+    assert float(rows["afc", "cnn"]["seconds_mean"]) == pytest.approx(sum(seconds) / 3)
+
+
+def test_headline_is_computed(compared: tuple[list[Path], Path]) -> None:
+    runs, page = compared
+    finals = [result_of(run)["final_accuracy"]["cnn"] for run in runs]
+    mean, std = statistics.mean(finals[:3]), statistics.stdev(finals[:3])
+    lead = f"afc ends at {mean:.1f} ± {std:.1f} % over 8 classes, naive at {finals[3]:.1f} %."
+    text = Page(page).text
+    assert lead in text
+    assert "4 base classes, then 2 stages of 2 classes; 4 runs on cpu, 2026-01-02." in text
+    assert f"afc leads naive by {mean - finals[3]:.1f} points at the end, more than the spread" in text
+
+
+def test_accuracy_per_stage(compared: tuple[list[Path], Path]) -> None:
+    runs, page = compared
+    rows = read_csv(page.with_name("report_files") / "accuracy_per_stage.csv")
+    assert len(rows) == 3 * 3
+    text = Page(page).text
+    for row in rows:
+        members = runs[:3] if row["group"] == "afc" else runs[3:]
+        stage = int(row["stage"])
+        values = [result_of(run)["stages"][stage]["accuracy"][row["predictor"]] for run in members]
+        assert int(row["classes"]) == (4, 6, 8)[stage]
+        assert float(row["accuracy_mean"]) == pytest.approx(statistics.mean(values), rel=1e-12)
+        assert f"{statistics.mean(values):.2f}" in text
+
+
+def test_matrix_csv_is_the_mean_and_leaves_the_future_empty(compared: tuple[list[Path], Path]) -> None:
+    runs, page = compared
+    rows = read_csv(page.with_name("report_files") / "accuracy_matrix_afc_nme.csv")
+    for t, row in enumerate(rows):
+        for i in range(3):
+            cell = row[f"classes_of_stage_{i}"]
+            if i > t:
+                assert cell == ""
+            else:
+                values = [result_of(run)["stages"][t]["accuracy_by_stage"]["nme"][i] for run in runs[:3]]
+                assert float(cell) == pytest.approx(statistics.mean(values), rel=1e-12)
+
+
+def test_confusion_is_counted_by_class_name_across_orders(compared: tuple[list[Path], Path]) -> None:
+    runs, page = compared
+    expected: dict[tuple[str, str], int] = {}
+    for run in runs[:3]:
+        info = json.loads((run / "run.json").read_text(encoding="utf-8"))
+        names = [info["data"]["class_names"][i] for i in info["order"]["class_ids"]]
+        tensors = load_file(run / "stages" / "002.safetensors")
+        for true, guess in zip(tensors["targets"], tensors["predictions.cnn"], strict=True):
+            expected[names[true], names[guess]] = expected.get((names[true], names[guess]), 0) + 1
+    found = {
+        (row["true_class"], name): int(value)
+        for row in read_csv(page.with_name("report_files") / "confusion_afc_cnn.csv")
+        for name, value in row.items()
+        if name != "true_class" and int(value)
+    }
+    assert found == expected
+    (true, guess), worst = max(((k, v) for k, v in expected.items() if k[0] != k[1]), key=lambda item: item[1])
+    assert f"{100 * worst / 45:.1f} %" in Page(page).text
+    assert f"{true} → {guess}" in Page(page).text
+
+
+def test_importance_csv_is_sorted_within_runs(compared: tuple[list[Path], Path]) -> None:
+    runs, page = compared
+    rows = [r for r in read_csv(page.with_name("report_files") / "importance_afc.csv") if r["map"] == "Z_2"]
+    values = [np.sort(load_file(run / "stages" / "002.safetensors")["importance.1"])[::-1] for run in runs[:3]]
+    np.testing.assert_allclose([float(r["importance_mean"]) for r in rows], np.mean(values, axis=0), rtol=1e-6)
+    assert not (page.with_name("report_files") / "importance_naive.csv").exists()
+
+
+def test_seconds_csv_adds_up(compared: tuple[list[Path], Path]) -> None:
+    _, page = compared
+    for row in read_csv(page.with_name("report_files") / "seconds.csv"):
+        parts = sum(float(row[part]) for part in ("train", "importance", "exemplars", "evaluate", "other"))
+        assert parts == pytest.approx(float(row["total"]))
+
+
+def test_page_fetches_nothing_and_its_links_lead_somewhere(compared: tuple[list[Path], Path]) -> None:
+    _, page = compared
+    parsed = Page(page)
+    assert "script" not in parsed.tags
+    assert not parsed.handlers
+    assert not re.search("https?://", parsed.source)
+    assert "@import" not in parsed.source
+    assert all(found.startswith(("#", "data:")) for found in re.findall(r"url\(['\"]?([^)'\"]*)", parsed.source))
+    for link in parsed.links:
+        assert link.startswith(("#", "data:")) or (page.parent / link).is_file(), link
+    ids = re.findall(r'\bid="([^"]+)"', parsed.source)
+    assert len(ids) == len(set(ids))
+    targets = re.findall(r'(?:xlink:href="|url\()#([\w-]+)', parsed.source)
+    assert set(targets) <= set(ids)
+
+
+def test_every_svg_stands_alone(compared: tuple[list[Path], Path]) -> None:
+    _, page = compared
+    files = sorted(page.with_name("report_files").glob("*.svg"))
+    assert len(files) >= 10
+    for file in files:
+        ElementTree.parse(file)
+        assert "var(--" not in file.read_text(encoding="utf-8")
+
+
+def test_same_runs_give_the_same_bytes(compared: tuple[list[Path], Path], tmp_path: Path) -> None:
+    runs, page = compared
+    again = write_report(runs, tmp_path / "report.html")
+    assert again.read_bytes() == page.read_bytes()
+    for file in page.with_name("report_files").iterdir():
+        assert (tmp_path / "report_files" / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+def test_protocol_and_command(compared: tuple[list[Path], Path]) -> None:
+    text = Page(compared[1]).text
+    for words in (
+        "mini (8 classes, 16x16)",
+        "Example CPU at 3 GHz",
+        "2.13.0",
+        "engram run --seed 2",
+        "order 2, seed 2",
+    ):
+        assert words in text
+
+
+def test_files_of_an_earlier_report_go_and_strangers_stay(tmp_path: Path) -> None:
+    naive = fake_run(tmp_path / "naive", method="naive", **LIGHT)
+    afc = fake_run(tmp_path / "afc", **LIGHT)
+    folder = write_report([naive, afc], tmp_path / "r.html").with_name("r_files")
+    (folder / "notes.txt").write_text("mine", encoding="utf-8")
+    assert (folder / "confusion_naive_cnn.csv").exists()
+    write_report([afc], tmp_path / "r.html")
+    assert not (folder / "confusion_naive_cnn.csv").exists()
+    assert (folder / "notes.txt").read_text(encoding="utf-8") == "mine"
+
+
+def test_unfinished_run_says_so_and_stands_apart(tmp_path: Path) -> None:
+    whole = fake_run(tmp_path / "whole", seed=1, **LIGHT)
+    part = fake_run(tmp_path / "part", seed=2, finished=2, **LIGHT)
+    page = write_report([whole, part])
+    assert "stopped after stage 1 of 2" in Page(page).text
+    assert 'class="best"' not in Page(page).source, "fewer classes are easier: no ranking"
+    rows = read_csv(page.with_name("report_files") / "summary.csv")
+    assert [(r["n"], r["classes"]) for r in rows if r["predictor"] == "cnn"] == [("1", "8"), ("1", "6")]
+
+
+def test_run_of_one_stage_has_nothing_to_forget(tmp_path: Path) -> None:
+    run = fake_run(tmp_path / "joint", method="joint", stage_sizes=(5,), importance=False, predictors=("cnn",))
+    page = write_report([run])
+    assert "nothing to forget yet" in Page(page).text
+    assert read_csv(page.with_name("report_files") / "summary.csv")[0]["forgetting_mean"] == ""
+
+
+def test_naive_run_without_nme_importance_and_events(tmp_path: Path) -> None:
+    run = fake_run(tmp_path / "naive", method="naive", predictors=("cnn",), importance=False, **SHAPE)
+    (run / "events.jsonl").unlink()
+    parsed = Page(write_report([run]))
+    assert "Importance of the feature maps" not in parsed.text
+    assert "Training loss" not in parsed.text
+    assert "NME" not in parsed.text
+
+
+def test_groups_of_one_recipe_are_told_apart_by_what_differs(tmp_path: Path) -> None:
+    runs = [fake_run(tmp_path / f"r{w}", settings={"weight": w, "epochs": 2}, **LIGHT) for w in (1.0, 4.0)]
+    text = Page(write_report(runs)).text
+    assert "weight=1.0" in text
+    assert "weight=4.0" in text
+    assert "epochs=2" not in text
+
+
+def test_reported_predictor_leads(tmp_path: Path) -> None:
+    run = fake_run(tmp_path / "run", settings={"predictor": "nme"}, **SHAPE)
+    final = result_of(run)["final_accuracy"]["nme"]
+    assert f"afc ends at {final:.1f} % over 8 classes." in Page(write_report([run])).text
+
+
+def test_repeated_order_and_seed_is_admitted(tmp_path: Path) -> None:
+    runs = [fake_run(tmp_path / name, **LIGHT) for name in ("a", "b")]
+    assert "same order and seed" in Page(write_report(runs)).text
+
+
+def test_different_protocols_are_called_incomparable(tmp_path: Path) -> None:
+    first = fake_run(tmp_path / "a", **LIGHT)
+    second = fake_run(tmp_path / "b", method="naive", **{**LIGHT, "stage_sizes": (4, 4)})
+    assert "not comparable" in Page(write_report([first, second])).text
+
+
+def test_fifty_stages(tmp_path: Path) -> None:
+    run = fake_run(tmp_path / "long", stage_sizes=(50, *[1] * 50), images_per_class=4, epochs=1)
+    page = write_report([run])
+    assert page.stat().st_size < 1_500_000
+    matrix = read_csv(page.with_name("report_files") / "accuracy_matrix_afc_cnn.csv")
+    assert [len(row) for row in matrix] == [52] * 51
+
+
+HOSTILE = [
+    "<script>alert(1)</script>",
+    '"><img src=x onerror=alert(1)>',
+    "]]></text></svg><script>alert(2)</script>",
+    "$\\frac{1}$",
+    "a & b",
+    "line\nbreak\x00\x1b[31m",
+    "{{ 7 * 7 }}",
+    "日本語のクラス",
+]
+
+
+def test_hostile_names_stay_words(tmp_path: Path) -> None:
+    folder = tmp_path / "<b onclick=x>&amp;"
+    run = fake_run(folder, class_names=HOSTILE, method="<i>m", command="echo '<script>'", **SHAPE)
+    page = write_report([run], tmp_path / "report.html")
+    parsed = Page(page)
+    assert not {"script", "img", "b", "i"} & set(parsed.tags)
+    assert not parsed.handlers
+    assert "<script>alert(1)</script>" in unescape(parsed.text)
+    assert "{{ 7 * 7 }}" in parsed.text
+    assert "<b onclick=x>&amp;" in parsed.text
+    for file in page.with_name("report_files").glob("*.svg"):
+        tree = ElementTree.parse(file)
+        assert not [e for e in tree.iter() if e.tag.rsplit("}", 1)[-1] in ("script", "img")]
+
+
+def test_report_needs_no_torch(tmp_path: Path) -> None:
+    run = fake_run(tmp_path / "run", **LIGHT)
+    code = (
+        "import sys; from pathlib import Path; from engram.report import write_report\n"
+        "assert 'matplotlib' not in sys.modules\n"
+        f"write_report([Path({str(run)!r})])\n"
+        "assert not {'torch', 'matplotlib.pyplot'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=60)
+
+
+def _truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def _swap_predictions(run: Path) -> None:
+    file = run / "stages" / "002.safetensors"
+    tensors = load_file(file)
+    tensors["predictions.cnn"] = np.zeros_like(tensors["predictions.cnn"])
+    save_file(tensors, file)
+
+
+def _edit_stage(run: Path, **changes: Any) -> None:
+    stages = result_of(run)["stages"]
+    stages[1].update(changes)
+    edit_json(run / "result.json", stages=stages)
+
+
+BROKEN = {
+    "no run.json": (lambda run: (run / "run.json").unlink(), "is not a run directory"),
+    "no result.json": (lambda run: (run / "result.json").unlink(), "no finished stage yet"),
+    "no stage": (lambda run: edit_json(run / "result.json", stages=[]), "no finished stage yet"),
+    "torn run.json": (lambda run: _truncate(run / "run.json"), "run.json is not valid JSON"),
+    "torn result.json": (lambda run: _truncate(run / "result.json"), "result.json is not valid JSON"),
+    "binary result.json": (lambda run: (run / "result.json").write_bytes(b"\xff\xfe\x00"), "not valid JSON"),
+    "list": (lambda run: (run / "result.json").write_text("[1]"), "should be a JSON object"),
+    "other format": (lambda run: edit_json(run / "run.json", format=2), "has run format 2"),
+    "missing key": (
+        lambda run: edit_json(run / "run.json", stage_sizes=...),
+        "the key 'stage_sizes' is missing",
+    ),
+    "wrong type": (
+        lambda run: edit_json(run / "result.json", seconds="long"),
+        "'seconds' should be float, not str",
+    ),
+    "other recipe": (lambda run: edit_json(run / "result.json", recipe="other"), "its recipe is 'other'"),
+    "no tensors": (lambda run: (run / "stages/002.safetensors").unlink(), "002.safetensors is missing"),
+    "torn tensors": (lambda run: _truncate(run / "stages/002.safetensors"), "002.safetensors cannot be read"),
+    "empty tensors": (lambda run: (run / "stages/002.safetensors").write_bytes(b""), "cannot be read"),
+    "foreign tensors": (_swap_predictions, "but result.json says"),
+    "too many stages": (lambda run: edit_json(run / "run.json", stage_sizes=[4, 2]), "holds 3 stages"),
+    "not a percentage": (
+        lambda run: _edit_stage(run, accuracy={"cnn": 140.0, "nme": 1.0}),
+        "not a percentage",
+    ),
+    "not a number": (
+        lambda run: _edit_stage(run, accuracy={"cnn": float("nan"), "nme": 1.0}),
+        "'cnn' is nan",
+    ),
+    "short row": (
+        lambda run: _edit_stage(run, accuracy_by_stage={"cnn": [1.0], "nme": [1.0]}),
+        "should hold 2",
+    ),
+    "bad order": (
+        lambda run: edit_json(run / "run.json", order={"name": "1", "class_ids": [0, 0]}),
+        "not an order",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_damaged_run_is_refused_in_one_sentence(tmp_path: Path, name: str) -> None:
+    run = fake_run(tmp_path / "run", **SHAPE)
+    damage, message = BROKEN[name]
+    damage(run)
+    with pytest.raises(EngramError, match=re.escape(message)) as caught:
+        write_report([run])
+    assert str(run) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not (run / "report.html").exists()
+
+
+def test_wrong_requests(tmp_path: Path) -> None:
+    run = fake_run(tmp_path / "run", **SHAPE)
+    with pytest.raises(EngramError, match="No run directory"):
+        write_report([])
+    with pytest.raises(EngramError, match="is not a directory"):
+        write_report([tmp_path / "nowhere"])
+    with pytest.raises(EngramError, match="was given twice"):
+        write_report([run, tmp_path / "x" / ".." / "run"])
+    with pytest.raises(EngramError, match="it holds runs, so give those"):
+        write_report([tmp_path])
+    with pytest.raises(EngramError, match=r"ends in \.html"):
+        write_report([run], run / "run.json")
+    blocker = tmp_path / "file"
+    blocker.write_text("", encoding="utf-8")
+    with pytest.raises(EngramError, match="cannot be written"):
+        write_report([run], blocker / "report.html")
