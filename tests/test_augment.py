@@ -177,6 +177,7 @@ def used_rows(training: Training, images: int, epoch: int = 0, seed: int = 1) ->
     return steps
 
 
+@settings(deadline=None)
 @given(
     images=st.integers(1, 60),
     batch_size=st.integers(1, 40),
@@ -226,6 +227,7 @@ def test_the_plan_keeps_to_the_rows_it_was_given() -> None:
 # Schedules
 
 
+@settings(deadline=None)
 @given(epochs=st.integers(1, 7), steps=st.integers(1, 9), lr=st.sampled_from([0.1, 0.05, 1.0]))
 def test_the_cosine_schedule_falls_from_the_rate_to_zero(epochs: int, steps: int, lr: float) -> None:
     rates = learning_rates(Training(epochs=epochs, lr=lr, schedule="cosine"), steps).tolist()

@@ -19,10 +19,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from engram import ImageStore, read_mini, recipe
 from engram.cli import main
+from engram.cli.commands.common import carry_out
+from engram.cli.interrupt import Interrupt
+from engram.cli.options import RunningFlags
+from engram.cli.text import make_console
+from engram.events import Event, RunStarted
 
 CLASSES = ("ant", "bee", "cat", "dog", "elk", "fox")
 SMALL = ("--backbone", "resnet10", "--epochs", "1", "--finetune-epochs", "1", "--batch-size", "16", "--increment", "2")
@@ -39,6 +45,15 @@ class Outcome:
 
 
 Engram = Callable[..., Outcome]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny networks gain nothing from a second thread, and lose a lot where something else uses its core."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -84,7 +99,7 @@ def mutable_photos(photos: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(photos, tmp_path / "photos"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def finished(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of three stages; tests copy it."""
     place = tmp_path_factory.mktemp("finished") / "run"
@@ -94,7 +109,7 @@ def finished(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def stopped(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same run, stopped after stage 1; tests copy it."""
     place = tmp_path_factory.mktemp("stopped") / "run"
@@ -143,16 +158,18 @@ def test_help_is_quick_and_does_not_load_torch(tmp_path: Path) -> None:
         "print(status, heavy, seconds, file=sys.stderr)\n"
     )
     seconds: list[float] = []
+    text = ""
     for _ in range(3):
         done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
         status, _, rest = done.stderr.strip().partition(" [")
         heavy, _, taken = rest.partition("] ")
         assert (status, heavy) == ("(0, 0)", "")
         seconds.append(float(taken))
+        text = done.stdout
     assert min(seconds) < 0.5
-    assert "engram demo" in done.stdout
+    assert "engram demo" in text
     for flag in ("--data", "--order", "--memory", "--variant", "--dry-run", "--set", "--stop-after-stage"):
-        assert flag in done.stdout
+        assert flag in text
 
 
 @pytest.mark.parametrize("command", ["demo", "run", "resume", "list", "report", "prepare", "doctor"])
@@ -473,7 +490,7 @@ def test_dry_run_shows_card_and_plan_and_writes_nothing(engram: Engram, tmp_path
     outcome = engram("run", "afc-mini-b10-s5", "--dry-run")
     assert outcome.status == 0
     lines = outcome.out.splitlines()
-    for label, text in (("Data set", "mini: 20 classes"), ("Memory", "per_class=10, herding"), ("Variant", "released")):
+    for label, text in recipe("afc-mini-b10-s5").card(read_mini()).items():
         assert any(line.startswith(label) and text in line for line in lines)
     base = next(line for line in lines if " base " in line)
     assert "2,500" in base
@@ -536,6 +553,22 @@ def test_ctrl_c_saves_and_resume_ends_with_the_same_result(engram: Engram, photo
     assert timeless(tmp_path / "cut") == timeless(tmp_path / "whole")
 
 
+def test_a_second_ctrl_c_says_whether_something_was_saved(tmp_path: Path) -> None:
+    def events() -> Iterator[Event]:
+        yield RunStarted("afc-folder", "afc", str(tmp_path), 3, {}, False)
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def quit_twice() -> None:
+        carry_out(events(), make_console(), Interrupt(announce=False), RunningFlags(quiet=True), tmp_path)
+
+    with pytest.raises(KeyboardInterrupt, match="quit at once; nothing was saved yet"):
+        quit_twice()
+    (tmp_path / "checkpoint").mkdir()
+    with pytest.raises(KeyboardInterrupt, match=f"'engram resume {tmp_path}' goes on from the last checkpoint"):
+        quit_twice()
+
+
 def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
     with start("list", "datasets", cwd=tmp_path) as process:
         assert process.stdout is not None
@@ -578,6 +611,12 @@ def test_list_runs_shows_damaged_ones_too(engram: Engram, stopped: Path, finishe
     shown = engram("list", "runs")
     assert shown.status == 0
     assert "stopped after stage 1" in shown.out
+    assert "runs/b\n    afc-folder, order 1, seed 1, 2/3 stages, stopped after stage 1, average " in shown.out
+    shutil.rmtree(tmp_path / "runs" / "c")
+    assert any(
+        line.split()[:5] == ["runs/b", "afc-folder", "1", "1", "2/3"]
+        for line in engram("list", "runs").out.splitlines()
+    )
 
 
 def test_report_takes_runs_and_their_parents(engram: Engram, finished: Path, stopped: Path, tmp_path: Path) -> None:
@@ -640,6 +679,13 @@ def test_demo_compares_three_ways_and_ends_with_the_report(
     def quick(name: str) -> Any:
         return recipe(name).with_settings(train__epochs=1, finetune__epochs=1)
 
+    whole = read_mini()
+    few = ImageStore.from_arrays(
+        *(whole.train.images[::20], whole.train.class_ids[::20], whole.test.images[::20], whole.test.class_ids[::20]),
+        class_names=whole.class_names,
+        name="mini",
+    )
+    monkeypatch.setattr("engram.cli.commands.demo.load_store", lambda data: few)
     monkeypatch.setattr("engram.cli.commands.demo.recipe", quick)
     outcome = engram("demo", "--seed", "3")
     assert (outcome.status, outcome.err) == (0, "")

@@ -138,11 +138,7 @@ def test_holdout_uses_the_training_split_alone() -> None:
     assert Counter(share.test.class_ids.tolist()) == {0: 2, 1: 2, 2: 2}
     parts = [image.tobytes() for split in (share.train, share.test) for image in split.images]
     assert sorted(parts) == sorted(image.tobytes() for image in store.train.images)
-    assert (
-        share.fingerprint()
-        == store.holdout(0.2, seed=3).fingerprint()
-        != store.holdout(0.2, seed=4).fingerprint()
-    )
+    assert share.fingerprint() == store.holdout(0.2, seed=3).fingerprint() != store.holdout(0.2, seed=4).fingerprint()
     for fraction in (0, 1, -0.1, 1.5, float("nan")):
         with pytest.raises(EngramError, match="between 0 and 1"):
             store.holdout(fraction, seed=0)
@@ -159,9 +155,7 @@ def test_stratified_split_is_a_fair_partition(
     counts: list[int], fraction: float, seed: int, data: st.DataObject
 ) -> None:
     names = [f"class {i}" for i in range(len(counts))]
-    ids = np.array(
-        data.draw(st.permutations(np.repeat(np.arange(len(counts)), counts).tolist())), dtype=np.int64
-    )
+    ids = np.array(data.draw(st.permutations(np.repeat(np.arange(len(counts)), counts).tolist())), dtype=np.int64)
     kept, held = stratified_split(ids, names, fraction, seed)
     assert sorted([*kept, *held]) == list(range(len(ids)))
     assert (np.diff(kept) > 0).all()
@@ -323,18 +317,12 @@ def python2_pickle(value: dict[str, Any]) -> bytes:
     """A batch as Python 2 wrote it: str keys, numbers as flags of the dtype, numpy.core by its old name."""
 
     def text(data: bytes) -> bytes:
-        return (
-            b"U" + bytes([len(data)]) + data
-            if len(data) < 256
-            else b"T" + len(data).to_bytes(4, "little") + data
-        )
+        return b"U" + bytes([len(data)]) + data if len(data) < 256 else b"T" + len(data).to_bytes(4, "little") + data
 
     pixels: np.ndarray = value["data"]
     shape = b"".join(b"M" + n.to_bytes(2, "little") for n in pixels.shape) + b"\x86"
     array = b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85U\x01b\x87R(K\x01" + shape
-    array += (
-        b"cnumpy\ndtype\nU\x02u1K\x00K\x01\x87R(K\x03U\x01|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb\x89"
-    )
+    array += b"cnumpy\ndtype\nU\x02u1K\x00K\x01\x87R(K\x03U\x01|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb\x89"
     array += text(pixels.tobytes()) + b"tb"
     labels = b"](" + b"".join(b"K" + bytes([label]) for label in value["fine_labels"]) + b"e"
     return b"\x80\x02}(" + text(b"data") + array + text(b"fine_labels") + labels + b"u."
@@ -390,9 +378,7 @@ def test_cifar_reads_what_python_2_wrote(tmp_path: Path) -> None:
         ({"test": {"fine_labels": [0] * 100}}, "has no test image"),
     ],
 )
-def test_cifar_refuses_wrong_content(
-    tmp_path: Path, changes: dict[str, dict[str, Any]], sentence: str
-) -> None:
+def test_cifar_refuses_wrong_content(tmp_path: Path, changes: dict[str, dict[str, Any]], sentence: str) -> None:
     place = write_cifar(tmp_path, fake_cifar(changes))
     with pytest.raises(EngramError, match=sentence):
         read_cifar100(place, counts=FAKE_COUNTS)
@@ -423,18 +409,12 @@ class Harmful:
         return os.mkdir, ("harm",)
 
 
-@pytest.mark.parametrize(
-    "harmful", [Harmful(), np.float64, eval, io.BytesIO(), Path("x"), np.random.default_rng(0)]
-)
-def test_cifar_runs_no_program_from_a_pickle(
-    tmp_path: Path, harmful: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("harmful", [Harmful(), np.float64, eval, io.BytesIO(), Path("x"), np.random.default_rng(0)])
+def test_cifar_runs_no_program_from_a_pickle(tmp_path: Path, harmful: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     place = write_cifar(tmp_path, fake_cifar({"train": {"extra": harmful}}))
     for path in (place, pack(place, tmp_path / "a.tar.gz")):
-        with pytest.raises(
-            EngramError, match=r"train was refused: it asks for .*, which no CIFAR-100 file needs"
-        ):
+        with pytest.raises(EngramError, match=r"train was refused: it asks for .*, which no CIFAR-100 file needs"):
             read_cifar100(path, counts=FAKE_COUNTS)
     assert not (tmp_path / "harm").exists()
 
@@ -501,9 +481,7 @@ def test_cifar_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             read_cifar100(path, counts=FAKE_COUNTS)
 
 
-def test_cifar_reads_only_its_own_files_from_an_odd_archive(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cifar_reads_only_its_own_files_from_an_odd_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = write_cifar(tmp_path / "in", fake_cifar())
     expected = read_cifar100(place, counts=FAKE_COUNTS).fingerprint()
     monkeypatch.chdir(tmp_path / "in")
@@ -602,9 +580,7 @@ def test_folder_prefers_test_to_val(tmp_path: Path) -> None:
     assert len(read_folder(tmp_path).test) == 6
 
 
-def test_folder_split_depends_on_names_not_on_the_file_system(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folder_split_depends_on_names_not_on_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_folder(tmp_path / "photos", count=10)
     store = read_folder(tmp_path / "photos", test_fraction=0.3, seed=1)
     assert (store.name, len(store.train), len(store.test)) == ("photos", 14, 6)
@@ -781,9 +757,7 @@ def test_a_bad_image_is_named_or_skipped(tmp_path: Path, kind: str) -> None:
     make_folder(tmp_path)
     bad = tmp_path / "bee" / "bad.png"
     bad.write_bytes(bad_files()[kind])
-    with pytest.raises(
-        EngramError, match=r"the image .*bee/bad.png cannot be read \(.+\); .*--skip-bad"
-    ) as caught:
+    with pytest.raises(EngramError, match=r"the image .*bee/bad.png cannot be read \(.+\); .*--skip-bad") as caught:
         read_folder(tmp_path)
     assert "\n" not in str(caught.value)
     store = read_folder(tmp_path, skip_bad=True)
@@ -800,9 +774,7 @@ def test_an_image_beyond_the_limit_of_pixels_is_bad(
     path = save(tmp_path / "x.png")
     assert decode_image(path).shape == (6, 6, 3)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)  # Pillow warns above it, and refuses above twice it
-    with pytest.raises(
-        EngramError, match=f"x.png cannot be read .it claims more pixels than the {limit} allowed"
-    ):
+    with pytest.raises(EngramError, match=f"x.png cannot be read .it claims more pixels than the {limit} allowed"):
         decode_image(path)
 
 

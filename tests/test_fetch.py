@@ -93,9 +93,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 
 def download(server: Server, folder: Path, **options: Any) -> Path:
-    return fetch_cifar100(
-        folder, **({"url": server.url, "md5": MD5, "size": len(CONTENT), "timeout": 5} | options)
-    )
+    return fetch_cifar100(folder, **({"url": server.url, "md5": MD5, "size": len(CONTENT), "timeout": 5} | options))
 
 
 def leftovers(folder: Path) -> list[str]:
@@ -155,9 +153,7 @@ def test_a_broken_download_is_kept_and_resumed_by_the_next_call(server: Server, 
 
 
 @pytest.mark.parametrize("etag", [None, 'W/"weak"'])
-def test_a_download_is_resumed_without_a_usable_etag(
-    server: Server, tmp_path: Path, etag: str | None
-) -> None:
+def test_a_download_is_resumed_without_a_usable_etag(server: Server, tmp_path: Path, etag: str | None) -> None:
     server.etag = etag
     server.drop_after = [300_000]
     assert download(server, tmp_path).read_bytes() == CONTENT
@@ -187,9 +183,7 @@ def test_a_file_that_changed_on_the_server_is_fetched_anew(server: Server, tmp_p
     assert leftovers(tmp_path) == [NAME]
 
 
-def test_a_server_that_ignores_the_condition_is_not_trusted_with_the_rest(
-    server: Server, tmp_path: Path
-) -> None:
+def test_a_server_that_ignores_the_condition_is_not_trusted_with_the_rest(server: Server, tmp_path: Path) -> None:
     server.if_range = False
     (tmp_path / f"{NAME}.part").write_bytes(b"x" * 1000)
     (tmp_path / f"{NAME}.part.etag").write_text('"zero"')
@@ -221,9 +215,7 @@ def test_a_range_beyond_the_end_starts_again(server: Server, tmp_path: Path) -> 
 
 def test_wrong_content_is_deleted_and_said_so(server: Server, tmp_path: Path) -> None:
     server.content = CONTENT[:-1] + bytes([CONTENT[-1] ^ 1])
-    with pytest.raises(
-        EngramError, match=r"is not the official archive \(its MD5 is .*\), so it was deleted"
-    ):
+    with pytest.raises(EngramError, match=r"is not the official archive \(its MD5 is .*\), so it was deleted"):
         download(server, tmp_path)
     assert leftovers(tmp_path) == []
     server.content = CONTENT

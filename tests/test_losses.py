@@ -77,6 +77,7 @@ def test_released_nca_gradient_flows_through_the_maximum(seed: int) -> None:
     np.testing.assert_allclose(gradient.sum(axis=1), 0, atol=1e-12)
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(-30, 30), min_size=2, max_size=8), st.data())
 def test_released_nca_is_cross_entropy_where_the_label_leads_and_counts_the_leader_twice_elsewhere(
     scores: list[float], data: st.DataObject
@@ -331,6 +332,7 @@ def test_the_released_discrepancy_sees_neither_sign_nor_size_and_the_paper_sees_
 # The weight of the discrepancy
 
 
+@settings(deadline=None)
 @given(st.integers(0, 40), st.integers(1, 12), st.floats(0, 20))
 def test_the_discrepancy_weight_is_lambda_times_the_root_of_seen_over_new(old: int, new: int, factor: float) -> None:
     stage = make_stage(1, old, list(range(old, old + new)), size=1)
@@ -348,7 +350,7 @@ def test_lambda_of_the_first_cifar_stages() -> None:
 # Normalising the importance
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.just(0.0) | st.floats(1e-30, 1e6), min_size=1, max_size=9))
 def test_normalised_importance_has_mean_one_and_keeps_the_ratios(values: list[float]) -> None:
     mean = sum(values) / len(values)

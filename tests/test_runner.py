@@ -204,11 +204,14 @@ def test_plan_is_what_then_happens(config: RunConfig, store: ImageStore) -> None
     ],
 )
 def test_wrong_configuration_is_refused_in_a_sentence(change: dict[str, object], match: str, store: ImageStore) -> None:
-    with pytest.raises(EngramError, match=match) as caught:
+    def attempt() -> None:
         config = make_config()
         for path, value in change.items():
             config = config.with_value(path, value)
         train(config, store)
+
+    with pytest.raises(EngramError, match=match) as caught:
+        attempt()
     assert "\n" not in str(caught.value)
 
 

@@ -128,6 +128,7 @@ def test_fewer_exemplars_are_the_beginning_of_more() -> None:
 
 
 @pytest.mark.parametrize("name", ["herding", "closest", "random"])
+@settings(deadline=None)
 @given(count=st.integers(1, 12), size=st.integers(1, 12), seed=st.integers(0, 999))
 def test_each_selection_gives_distinct_rows_even_among_equal_images(
     name: str, count: int, size: int, seed: int

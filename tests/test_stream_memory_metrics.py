@@ -27,6 +27,7 @@ def streams(draw: st.DrawFn) -> tuple[list[int], int, int]:
     return draw(st.permutations(range(count))), draw(st.integers(1, count)), draw(st.integers(1, 12))
 
 
+@settings(deadline=None)
 @given(streams())
 def test_the_stages_partition_the_classes_in_order(case: tuple[list[int], int, int]) -> None:
     order, base, increment = case
@@ -47,6 +48,7 @@ def test_the_stages_partition_the_classes_in_order(case: tuple[list[int], int, i
         assert stream.num_seen(stage) == seen
 
 
+@settings(deadline=None)
 @given(streams())
 def test_labels_and_class_ids_map_both_ways(case: tuple[list[int], int, int]) -> None:
     stream = Stream.build(*case)
@@ -79,12 +81,14 @@ def test_impossible_streams_are_refused(order: list[int], base: int, increment: 
 NAMES = ["ant", "bee", "cat", "dog", "elk"]
 
 
+@settings(deadline=None)
 @given(st.permutations(range(5)), st.lists(st.booleans(), min_size=5, max_size=5))
 def test_an_order_may_be_given_by_name_or_by_id(order: list[int], by_name: list[bool]) -> None:
     spec = ", ".join(NAMES[i] if named else str(i) for i, named in zip(order, by_name, strict=True))
     assert class_order(spec, "folder", NAMES) == tuple(order)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 40))
 def test_a_seeded_order_is_a_permutation_that_repeats(seed: int, count: int) -> None:
     names = [f"class {i}" for i in range(count)]
@@ -179,6 +183,7 @@ def play(config: MemoryConfig, history: list[list[int]]) -> tuple[Memory, dict[i
     return memory, offered, sizes
 
 
+@settings(deadline=None)
 @given(histories(), st.integers(1, 6))
 def test_a_budget_per_class_is_kept(history: list[list[int]], size: int) -> None:
     memory, offered, _ = play(MemoryConfig("per_class", size), history)
@@ -188,6 +193,7 @@ def test_a_budget_per_class_is_kept(history: list[list[int]], size: int) -> None
         assert len(memory.of(label)) == min(size, len(sources))
 
 
+@settings(deadline=None)
 @given(histories(), st.integers(0, 40))
 def test_a_total_budget_is_never_exceeded_and_shared_alike(history: list[list[int]], spare: int) -> None:
     num_classes = sum(map(len, history))
@@ -200,6 +206,7 @@ def test_a_total_budget_is_never_exceeded_and_shared_alike(history: list[list[in
         assert memory.of(label).sources.tolist() == sources[:share]
 
 
+@settings(deadline=None)
 @given(histories())
 def test_all_keeps_everything_and_none_nothing(history: list[list[int]]) -> None:
     memory, offered, _ = play(MemoryConfig("all", 0), history)
@@ -211,6 +218,7 @@ def test_all_keeps_everything_and_none_nothing(history: list[list[int]]) -> None
     assert memory.state_dict() == {}
 
 
+@settings(deadline=None)
 @given(histories(), st.integers(1, 6))
 def test_samples_are_marked_copies_class_by_class(history: list[list[int]], size: int) -> None:
     memory, _, _ = play(MemoryConfig("per_class", size), history)
@@ -221,7 +229,7 @@ def test_samples_are_marked_copies_class_by_class(history: list[list[int]], size
     assert samples.images[:, 0, 0, 0].tolist() == [source % 256 for source in samples.sources.tolist()]
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(histories(), st.integers(1, 6))
 def test_a_saved_memory_comes_back_and_goes_on_alike(history: list[list[int]], size: int) -> None:
     config = MemoryConfig("total", size * sum(map(len, history)) + 1)
@@ -317,6 +325,7 @@ def predictions(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
     return sizes, targets, predicted
 
 
+@settings(deadline=None)
 @given(matrices())
 def test_backward_transfer_and_forgetting_are_their_sums(matrix: list[list[float]]) -> None:
     last = len(matrix) - 1
@@ -343,6 +352,7 @@ def test_backward_transfer_and_forgetting_are_their_sums(matrix: list[list[float
     assert forgetting >= -backward - 1e-9
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=12))
 def test_average_incremental_accuracy_counts_every_stage_alike(per_stage: list[float]) -> None:
     average = metrics.average_incremental_accuracy(per_stage)
@@ -350,6 +360,7 @@ def test_average_incremental_accuracy_counts_every_stage_alike(per_stage: list[f
     assert min(per_stage) - 1e-9 <= average <= max(per_stage) + 1e-9
 
 
+@settings(deadline=None)
 @given(predictions())
 def test_accuracies_and_confusion_are_their_counts(case: tuple[list[int], list[int], list[int]]) -> None:
     sizes, targets, predicted = case

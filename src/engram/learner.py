@@ -41,6 +41,7 @@ class Learner:
 
     def snapshot_teacher(self) -> None:
         """Makes the network as it is now the teacher of the next stage."""
+        self.teacher.head.reserve(self.network.head.capacity)
         self.teacher.load_state_dict(self.network.state_dict())
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -60,6 +61,8 @@ class Learner:
             return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
 
         device = self.network.mean.device
+        for network, name in ((self.network, "network.head.seen"), (self.teacher, "teacher.head.seen")):
+            network.head.reserve(len(state[name]))
         self.network.load_state_dict(part("network."))
         self.teacher.load_state_dict(part("teacher."))
         self.memory.load_state_dict(part("memory."))

@@ -304,7 +304,7 @@ class _Run:
             "recipe": config.recipe,
             "method": config.method,
             "dataset": self.session.store.name,
-            "order": int(config.order) if config.order.isdigit() else config.order,
+            "order": int(config.order) if config.order.isdecimal() else config.order,
             "seed": config.seed,
         }
         return summarise(identity, self.records)

@@ -181,7 +181,7 @@ class Report:
 
     directories: Annotated[Positional[tuple[str, ...]], arg(metavar="DIR", help_behavior_hint="")]
     """Run directories, or directories of run directories."""
-    out: Annotated[str | None, arg(metavar="FILE", help_behavior_hint="(default: in the first run)")] = None
+    out: Annotated[str | None, arg(metavar="FILE", help_behavior_hint="(default: report.html beside the runs)")] = None
     """The HTML file to write."""
     open: Annotated[bool, arg(help_behavior_hint="")] = False
     """Open it in a browser."""

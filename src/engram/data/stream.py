@@ -63,9 +63,9 @@ def class_order(spec: str, dataset: str, class_names: Sequence[str]) -> tuple[in
     spec = spec.strip()
     if spec == "natural":
         return tuple(range(count))
-    if spec.startswith("seed:") and spec[5:].isdigit():
+    if spec.startswith("seed:") and spec[5:].isdecimal():
         return _shuffled(int(spec[5:]), count)
-    if spec.isdigit():
+    if spec.isdecimal():
         number, published = int(spec), published_orders(dataset)
         if not published:
             return _shuffled(number, count)
@@ -88,7 +88,7 @@ def describe_order(spec: str, dataset: str) -> str:
         return "by class id"
     if spec.startswith("seed:"):
         return f"shuffled with seed {spec[5:]}"
-    if spec.isdigit():
+    if spec.isdecimal():
         return f"{spec} (published)" if published_orders(dataset) else f"{spec} (shuffled with seed {spec})"
     return "given class by class"
 
@@ -104,7 +104,7 @@ def _listed(items: list[str], class_names: Sequence[str]) -> tuple[int, ...]:
     for item in items:
         if item in ids_by_name:
             order.append(ids_by_name[item])
-        elif item.isdigit() and int(item) < count:
+        elif item.isdecimal() and int(item) < count:
             order.append(int(item))
         else:
             raise EngramError(f"the class order names {item!r}, which is no class here: {suggest(item, class_names)}")

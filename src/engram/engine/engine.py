@@ -52,7 +52,7 @@ class Engine:
             # float32 means float32: no rounding of convolutions to TF32 behind the user's back.
             torch.backends.cudnn.allow_tf32 = False
         self.capture = device.type == "cuda"
-        self._optimiser: tuple[Network, FlatSGD] | None = None
+        self._optimiser: FlatSGD | None = None
         self._pool: tuple[Stage, Pool] | None = None
 
     def autocast(self) -> torch.autocast:
@@ -60,10 +60,10 @@ class Engine:
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.precision == "bf16")
 
     def optimiser(self, network: Network) -> FlatSGD:
-        """The optimiser bound to a network; made once, since its tensors must keep their place."""
-        if self._optimiser is None or self._optimiser[0] is not network:
-            self._optimiser = (network, FlatSGD(network))
-        return self._optimiser[1]
+        """The optimiser bound to a network; made once, and again only where the network has new tensors."""
+        if self._optimiser is None or not self._optimiser.holds(network):
+            self._optimiser = FlatSGD(network)
+        return self._optimiser
 
     def pool(self, stage: Stage) -> Pool:
         """The stage's pool on the device; made once a stage."""

@@ -37,6 +37,15 @@ class FlatSGD:
         offset, shape = self._places[name]
         return flat[offset : offset + shape.numel()].view(shape)
 
+    def holds(self, network: Network) -> bool:
+        """Whether the network's parameters are still the views made here; a head that outgrew its room has new ones."""
+        named = dict(network.named_parameters())
+        return named.keys() == self._places.keys() and all(
+            parameter.shape == self._places[name][1]
+            and parameter.data_ptr() == self._view(self.values, name).data_ptr()
+            for name, parameter in named.items()
+        )
+
     def begin(self, trainable: dict[str, Tensor], momentum: Tensor | None = None) -> None:
         """Starts a phase: which elements may move, and the momentum to go on with (none: from rest)."""
         for name, mask in trainable.items():

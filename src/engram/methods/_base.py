@@ -49,6 +49,9 @@ class Training:
         ):
             if getattr(self, name) < least:
                 raise EngramError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        for name, choices in (("schedule", ("cosine", "constant")), ("remainder", ("drop", "keep"))):
+            if getattr(self, name) not in choices:
+                raise EngramError(f"no {name} {getattr(self, name)!r}: {suggest(str(getattr(self, name)), choices)}")
         if self.clip is not None and self.clip <= 0:
             raise EngramError(f"clip must be above 0, or none, got {self.clip}")
 

@@ -105,4 +105,4 @@ def channel_importance(loss: Tensor, maps: Sequence[Tensor]) -> list[Tensor]:
 def normalise_importance(importance: Tensor) -> Tensor:
     """Divided by its mean over the channels (eq. normalize_importance); uniform where nothing has any importance."""
     mean = importance.mean()
-    return torch.where(mean > 0, importance / mean.clamp(min=torch.finfo(importance.dtype).tiny), 1.0)
+    return torch.where(mean > 0, importance / mean, 1.0)

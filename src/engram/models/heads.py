@@ -48,7 +48,7 @@ class Head(nn.Module):
         first = self.num_classes
         labels = range(first, first + count)
         if labels.stop > self.capacity:
-            self._reserve(labels.stop)
+            self.reserve(labels.stop)
         self._randomise(labels, generator)
         self.seen[labels.start : labels.stop] = True
         return labels
@@ -65,13 +65,15 @@ class Head(nn.Module):
                 rows = self.get_parameter(name)[labels.start : labels.stop]
                 rows.copy_(self._fresh(name, tuple(rows.shape), generator))
 
-    def _reserve(self, capacity: int) -> None:
-        """Makes room for more classes. The tensors are new: whoever holds the old ones must bind again."""
+    def reserve(self, capacity: int) -> None:
+        """Makes room for so many classes in all. The tensors are new then: whoever holds the old ones binds again."""
+        if capacity <= self.capacity:
+            return
         for name in self.class_parameters:
             old = self.get_parameter(name)
             room = torch.zeros(capacity, *old.shape[1:], dtype=old.dtype, device=old.device)
             room[: len(old)] = old.detach()
-            setattr(self, name, nn.Parameter(room))
+            setattr(self, name, nn.Parameter(room, requires_grad=old.requires_grad))
         seen = torch.zeros(capacity, dtype=torch.bool, device=self.seen.device)
         seen[: len(self.seen)] = self.seen
         self.seen = seen

@@ -30,6 +30,10 @@ WAYS = {
     "replay": "keeps 10 images of each old class and trains on them too",
     "afc": "keeps the same 10 images, and holds on to the features that mattered (the paper's method)",
 }
+INTRODUCTION = (
+    "Ten classes at first, then five stages of two more. At each stage only the images of its new classes are there, "
+    "and those that were kept; the test is on every class seen so far."
+)
 LEVEL = 0.5  # points; a smaller difference between single runs is not worth a claim
 
 
@@ -41,13 +45,12 @@ def demo_command(options: Demo, typed: Sequence[str]) -> int:
     refuse_used(place)
     console = make_console()
     if not options.quiet:
-        print_line(console, "Ten classes at first, then five stages of two more. At each stage only the new classes'")
-        print_line(console, "images are there; the test is always on every class seen so far.")
+        console.print(INTRODUCTION)
     results = _run_all(options, place, console, shlex.join(["engram", *typed]))
     if isinstance(results, int):
         return results
     console.print(comparison(results))
-    print_line(console, verdict(results))
+    console.print(verdict(results))
     path = write_report([place / method for method in WAYS], place / "report.html")
     print_line(console, f"report: {path}")
     return 0

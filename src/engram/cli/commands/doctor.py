@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-from rich.text import Text
+from rich.table import Table
 
 from engram.cli.commands.common import RUNS, print_line
 from engram.cli.options import Doctor
@@ -44,12 +44,19 @@ def doctor_command(options: Doctor, typed: Sequence[str]) -> int:
     for check in CHECKS:
         findings.append(finding := examine(check))
         if not options.json:
-            line = Text.assemble((f"{finding.status:8}", STYLES[finding.status]), f"{finding.what:16}", finding.found)
-            line.append(f"; {finding.advice}" if finding.advice else "")
-            console.print(line, soft_wrap=True)
+            console.print(_row(finding))
     if options.json:
         print_line(console, json.dumps([asdict(finding) for finding in findings]))
     return 1 if any(finding.status == "problem" for finding in findings) else 0
+
+
+def _row(finding: Finding) -> Table:
+    row = Table.grid(padding=(0, 1))
+    row.add_column(width=7, style=STYLES[finding.status])
+    row.add_column(width=15)
+    row.add_column(overflow="fold")
+    row.add_row(finding.status, finding.what, "; ".join(filter(None, (finding.found, finding.advice))))
+    return row
 
 
 def examine(check: Callable[[], Finding]) -> Finding:

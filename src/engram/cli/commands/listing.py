@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.padding import Padding
 
 from engram.cli.commands.common import print_line
 from engram.cli.options import List
@@ -23,7 +24,7 @@ DATASETS = {
     "folder": "your own images: a folder of class folders, given with --data PATH",
 }
 # Which entries of a row are shown, in order; --json gives all of them.
-COLUMNS = {
+COLUMNS: dict[str, tuple[str, ...]] = {
     "recipes": ("recipe", "base", "increment", "memory", "epochs", "predictor"),
     "methods": ("method", "title", "paper", "memory"),
     "datasets": ("dataset", "description"),
@@ -31,7 +32,7 @@ COLUMNS = {
     "runs": ("directory", "recipe", "order", "seed", "stages", "average", "status"),
 }
 NUMBERS = ("base", "increment", "epochs", "order", "seed", "stages", "average")
-TITLES = {"dataset": "data set", "description": "what it is", "average": "average %"}
+TITLES: dict[str, str] = {"dataset": "data set", "description": "what it is", "average": "average %"}
 
 
 def list_command(options: List, typed: Sequence[str]) -> int:
@@ -52,6 +53,8 @@ def list_command(options: List, typed: Sequence[str]) -> int:
     elif options.what == "recipes":
         for dataset in dict.fromkeys(row["dataset"] for row in rows):
             _print(console, options.what, [row for row in rows if row["dataset"] == dataset], DATASETS.get(dataset))
+    elif options.what == "runs":
+        _print_runs(console, rows)
     else:
         _print(console, options.what, rows)
     return 0
@@ -59,8 +62,8 @@ def list_command(options: List, typed: Sequence[str]) -> int:
 
 def _print(console: Console, what: str, rows: Sequence[dict[str, Any]], title: str | None = None) -> None:
     columns = COLUMNS[what]
-    titles = [TITLES.get(column, column) for column in columns]
-    table = make_table(titles, right=[TITLES.get(column, column) for column in NUMBERS])
+    titles = {column: TITLES.get(column, column) for column in columns}
+    table = make_table(titles.values(), right=[title for column, title in titles.items() if column in NUMBERS])
     for row in rows:
         cells = [row[column] for column in columns]
         table.add_row(
@@ -69,6 +72,20 @@ def _print(console: Console, what: str, rows: Sequence[dict[str, Any]], title: s
     if title is not None:
         print_line(console, f"{rows[0]['dataset']}: {title}")
     console.print(table)
+
+
+def _print_runs(console: Console, rows: Sequence[dict[str, Any]]) -> None:
+    """Prints the runs as a table, or where that is too wide, each on two lines."""
+    longest = {column: max(len(str(row[column])) for row in rows) for column in ("directory", "recipe", "status")}
+    if console.width >= sum(longest.values()) + 50:
+        _print(console, "runs", rows)
+        return
+    for row in rows:
+        print_line(console, row["directory"])
+        known = [] if row["recipe"] is None else [f"{row['recipe']}, order {row['order']}, seed {row['seed']}"]
+        known += [f"{row['stages']} stages" if row["stages"] else "", row["status"]]
+        known += [] if row["average"] is None else [f"average {percent(row['average'])} %"]
+        console.print(Padding(", ".join(filter(None, known)), (0, 0, 0, 4)))
 
 
 def _recipes() -> list[dict[str, Any]]:
