@@ -697,6 +697,7 @@ def test_demo_compares_three_ways_and_ends_with_the_report(
     gap = average["afc"] - average["replay"]
     claim = "are level" if abs(gap) < 0.5 else f"{abs(gap):.1f} points {'ahead of' if gap > 0 else 'behind'} replay"
     assert claim in outcome.out
+    assert f"keeps {recipe('afc-mini-b10-s5').memory.size} images of each old class" in outcome.out
     assert outcome.out.rstrip().endswith("report: runs/demo/report.html")
     assert (tmp_path / "runs/demo/report.html").stat().st_size > 10_000
 

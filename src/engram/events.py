@@ -46,6 +46,14 @@ class StageStarted(Event):
 
 
 @dataclass(frozen=True)
+class BaseReused(Event):
+    """The base stage is not trained: another run with the same one has done so."""
+
+    stage: int
+    path: str
+
+
+@dataclass(frozen=True)
 class PhaseStarted(Event):
     """images and steps are those of one epoch."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import platform
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,7 +25,9 @@ from engram.learner import Learner
 from engram.methods import Method, Phase, find_method
 from engram.models.network import Network, Part
 from engram.models.resnet import build_backbone
+from engram.plain import to_plain
 from engram.random import generator
+from engram.rundir import version
 
 # What an image costs, against training without a teacher; only for the estimate of the time left.
 TEACHER_COST, FROZEN_COST = 1.5, 0.3
@@ -102,6 +106,28 @@ class Session:
         backbone = build_backbone(self.config.backbone, generator(self.config.seed, "backbone"))
         head = self.method.head(backbone.dim, self.store.num_classes)
         return Network(backbone, head, *self.normalisation)
+
+    def base_key(self) -> str | None:
+        """A name for the trained base stage, made of everything that determines it; None if it is not shared."""
+        method_key = self.method.base_key()
+        if method_key is None:
+            return None
+        base = self.stream.sizes[0]
+        key = {
+            "engram": version(),
+            "torch": torch.__version__,
+            "device": self.engine.device.type,
+            "precision": self.engine.precision,
+            "data": self.store.fingerprint(),
+            "classes": list(self.stream.order[:base]),
+            "capacity": self.store.num_classes,
+            "normalisation": self.normalisation,
+            "backbone": self.config.backbone,
+            "augmentation": to_plain(self.config.augmentation),
+            "seed": self.config.seed,
+            "method": method_key,
+        }
+        return hashlib.blake2b(json.dumps(key, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     def stage(self, index: int) -> Stage:
         """A stage to train on: the images of its new classes, and the memory as it is now."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -143,6 +143,13 @@ class Method(ABC, Generic[SettingsT]):
     @abstractmethod
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
         """The training loops of the stage, in order."""
+
+    def base_key(self) -> dict[str, Any] | None:
+        """What of the settings determines how the base stage trains, so that runs that agree in it can share one.
+
+        None: the base stage is not shared.
+        """
+        return None
 
     def finish(self, learner: Learner, stage: Stage, passes: Passes) -> None:
         """What the method computes for the next stage once this one is trained; nothing by default."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from engram.methods.host import (
     HostSettings,
     Variant,
     classification_loss,
+    host_base_key,
     host_phases,
     imprint_proxies,
     lsc_head,
@@ -84,6 +85,9 @@ class AFC(Method[AFCSettings]):
 
     def head(self, dim: int, capacity: int) -> Head:
         return lsc_head(self.settings, dim, capacity)
+
+    def base_key(self) -> dict[str, Any]:
+        return host_base_key(self.settings)
 
     def grow(self, learner: Learner, stage: Stage, passes: Passes) -> None:
         imprint_proxies(learner, stage, passes)

@@ -22,6 +22,7 @@ from engram.methods.exemplars import choose_exemplars
 from engram.models.heads import LSCHead, Similarity
 from engram.models.kmeans import kmeans
 from engram.models.network import Part
+from engram.plain import to_plain
 from engram.random import generator
 
 Variant = Literal["released", "paper"]
@@ -72,6 +73,19 @@ class HostSettings(Settings):
         """What holds for one of the DIFFERENCES: the setting itself, or what the variant says where it is None."""
         value = getattr(self, difference)
         return DIFFERENCES[difference][self.variant] if value is None else value
+
+
+# Settings that play no part before the second stage. Everything else is part of the base stage's key.
+AFTER_BASE = frozenset(
+    {"variant", "balanced", "finetune", "discrepancy", "lambda_disc", "exemplars_only", "importance_samples"}
+)
+
+
+def host_base_key(settings: HostSettings) -> dict[str, Any]:
+    """What determines the base stage of every method on this host: all settings but those for later stages."""
+    key = {name: value for name, value in to_plain(settings).items() if name not in AFTER_BASE}
+    readings = {name: settings.reading(name) for name in DIFFERENCES if name in key}
+    return {"host": "lsc", **key, **readings}
 
 
 def lsc_head(settings: HostSettings, dim: int, capacity: int) -> LSCHead:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import final
+from typing import Any, final
 
 from engram.data.stage import Stage
 from engram.learner import Learner
 from engram.methods._base import Method, Passes, Phase, register
-from engram.methods.host import HostSettings, classify, imprint_proxies, lsc_head, main_phase
+from engram.methods.host import HostSettings, classify, host_base_key, imprint_proxies, lsc_head, main_phase
 from engram.models.heads import Head
 
 
@@ -20,6 +20,9 @@ class Naive(Method[HostSettings]):
 
     def head(self, dim: int, capacity: int) -> Head:
         return lsc_head(self.settings, dim, capacity)
+
+    def base_key(self) -> dict[str, Any]:
+        return host_base_key(self.settings)
 
     def grow(self, learner: Learner, stage: Stage, passes: Passes) -> None:
         imprint_proxies(learner, stage, passes)

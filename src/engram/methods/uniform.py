@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import final
+from typing import Any, final
 
 from engram.data.stage import Stage
 from engram.learner import Learner
 from engram.methods._base import Method, Passes, Phase, Step, Terms, register
 from engram.methods.afc import AFCSettings, discrepancy, discrepancy_weight
-from engram.methods.host import classification_loss, host_phases, imprint_proxies, lsc_head
+from engram.methods.host import classification_loss, host_base_key, host_phases, imprint_proxies, lsc_head
 from engram.models.heads import Head
 
 
@@ -24,6 +24,9 @@ class Uniform(Method[AFCSettings]):
 
     def head(self, dim: int, capacity: int) -> Head:
         return lsc_head(self.settings, dim, capacity)
+
+    def base_key(self) -> dict[str, Any]:
+        return host_base_key(self.settings)
 
     def grow(self, learner: Learner, stage: Stage, passes: Passes) -> None:
         imprint_proxies(learner, stage, passes)

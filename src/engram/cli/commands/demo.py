@@ -27,8 +27,8 @@ from engram.runner import run
 RECIPES = "{method}-mini-b10-s5"
 WAYS = {
     "naive": "trains on the new images alone: no memory, no distillation",
-    "replay": "keeps 10 images of each old class and trains on them too",
-    "afc": "keeps the same 10 images, and holds on to the features that mattered (the paper's method)",
+    "replay": "keeps {kept} images of each old class and trains on them too",
+    "afc": "keeps the same {kept}, and holds on to the features that mattered",
 }
 INTRODUCTION = (
     "Ten classes at first, then five stages of two more. At each stage only the images of its new classes are there, "
@@ -65,7 +65,7 @@ def _run_all(options: Demo, place: Path, console: Console, command: str) -> dict
             config = replace(recipe(RECIPES.format(method=method)), seed=options.seed, order=str(options.seed))
             if not options.quiet:
                 console.print()
-                console.print(bold(f"{number} of {len(WAYS)}  {method}: {explanation}"))
+                console.print(bold(f"{number} of {len(WAYS)}  {method}: {explanation.format(kept=config.memory.size)}"))
             display = make_display(console, interrupt, quiet=options.quiet)
             last = follow(run(config, store, place / method, stop=interrupt, command=command), display)
             if not isinstance(last, RunFinished):

@@ -125,14 +125,14 @@ def _print_plan(config: RunConfig, store: ImageStore, place: Path, console: Cons
         return
     console.print(card_table(config.card(store)))
     console.print(_plan_table(plans))
-    print_line(
-        console, f"in all {epochs:,} epochs and {steps:,} steps, into {place}; this was a dry run: nothing was written"
-    )
+    print_line(console, f"in all {epochs:,} epochs and {steps:,} steps")
+    print_line(console, f"into {place}")
+    print_line(console, "this was a dry run: nothing was written")
 
 
 def _plan_table(plans: Sequence[StagePlan]) -> Table:
     right = ("stage", "seen", "images", "exemplars")
-    table = make_table(["stage", "new classes", "seen", "images", "exemplars", "phases: epochs x steps"], right)
+    table = make_table(["stage", "new classes", "seen", "images", "exemplars", "epochs x steps"], right)
     for plan in plans:
         phases = ", ".join(f"{phase.name} {phase.epochs} x {phase.steps}" for phase in plan.phases)
         stage = "base" if plan.stage == 0 else str(plan.stage)
