@@ -58,6 +58,12 @@ def make_config(method: str = "afc", **changes: object) -> RunConfig:
     return config
 
 
+@pytest.fixture(autouse=True)
+def private_data_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test reads or writes the user's own data and cache."""
+    monkeypatch.setenv("ENGRAM_DATA", str(tmp_path_factory.mktemp("home")))
+
+
 @pytest.fixture
 def store() -> ImageStore:
     return make_store()

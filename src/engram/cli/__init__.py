@@ -29,9 +29,6 @@ INTERRUPTED, BROKEN_PIPE = 130, 141
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status of a command: 0 for success, 2 for a mistake in what was asked, 130 after Ctrl-C."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    # Threads that spin while they wait make small networks many times slower wherever another program uses a core.
-    # It must be set before torch is loaded; who has set it already knows better.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     for stream in (sys.stdout, sys.stderr):
         # A class name that the terminal's encoding does not have must not end a run.
         if isinstance(stream, io.TextIOWrapper):

@@ -21,6 +21,7 @@ from rich.text import Text
 from engram.cli.interrupt import SAVING, Interrupt
 from engram.cli.text import clock, duration, is_live, percent, stage_name
 from engram.events import (
+    BaseReused,
     Event,
     PhaseStarted,
     Progress,
@@ -130,6 +131,8 @@ class PlainDisplay(Display):
                 f"{stage_name(event.stage, event.stages)}: {event.classes} classes, {accuracy}; "
                 f"average {average}; {duration(event.seconds)}"
             )
+        elif isinstance(event, BaseReused):
+            self._say(reused_line(event))
         elif isinstance(event, Warned) and event.message not in self._warnings:
             self._warnings.add(event.message)
             self._say(f"warning: {event.message}")
@@ -147,6 +150,11 @@ def start_line(event: RunStarted) -> str:
     verb = "going on with " if event.resumed else ""
     place = f", in {event.directory}" if event.directory else ""
     return f"{verb}{event.recipe}: {stages}{place}"
+
+
+def reused_line(event: BaseReused) -> str:
+    """That the base stage was not trained, and where it came from."""
+    return f"base: as an earlier run trained it, from {event.path} (--no-cache trains it anew)"
 
 
 def loss_text(terms: dict[str, float]) -> str:
@@ -212,6 +220,8 @@ class LiveDisplay(Display):
             self._print_row(event)
         elif isinstance(event, Stopped):
             self._doing, self._progress = event.reason, None
+        elif isinstance(event, BaseReused):
+            self.console.print(Text(reused_line(event), style="dim"))
         elif isinstance(event, Warned) and event.message not in self._warnings:
             self._warnings.add(event.message)
             self.console.print(Text(f"warning: {event.message}", style="yellow"))

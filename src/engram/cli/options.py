@@ -86,8 +86,10 @@ class RunningFlags:
     """Stop once stage K is finished (0 is the base); 'engram resume' goes on."""
     checkpoint_minutes: Annotated[float, arg(metavar="M", help_behavior_hint="(default: 10)")] = 10.0
     """Save inside a stage every M minutes; after each stage it is always saved."""
+    no_cache: Annotated[bool, arg(help_behavior_hint="")] = False
+    """Train the base stage even where a run before had the same one; 'engram list cache' shows what is kept."""
     threads: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: one a core)")] = None
-    """CPU threads to use."""
+    """CPU threads to use; 1 is quicker where other programs keep the cores busy."""
     quiet: Annotated[bool, arg(help_behavior_hint="")] = False
     """Print one line at the end, and errors."""
     json: Annotated[bool, arg(help_behavior_hint="")] = False
@@ -160,10 +162,10 @@ class List:
     """
 
     what: Annotated[
-        Positional[Literal["recipes", "methods", "datasets", "backbones", "runs"]],
+        Positional[Literal["recipes", "methods", "datasets", "backbones", "runs", "cache"]],
         arg(metavar="WHAT", help_behavior_hint="(default: recipes)"),
     ] = "recipes"
-    """recipes, methods, datasets, backbones or runs."""
+    """recipes, methods, datasets, backbones, runs, or the cache of trained base stages."""
     root: Annotated[str, arg(metavar="DIR", help_behavior_hint="(default: runs)")] = "runs"
     """Where to look for runs."""
     json: Annotated[bool, arg(help_behavior_hint="")] = False

@@ -23,6 +23,7 @@ from engram.recipes import recipe
 from engram.report import write_report
 from engram.rundir import free_directory
 from engram.runner import run
+from engram.stagecache import StageCache
 
 RECIPES = "{method}-mini-b10-s5"
 WAYS = {
@@ -59,6 +60,7 @@ def demo_command(options: Demo, typed: Sequence[str]) -> int:
 def _run_all(options: Demo, place: Path, console: Console, command: str) -> dict[str, dict[str, Any]] | int:
     """The result of each way, or the exit status where it was interrupted."""
     store = load_store(recipe(RECIPES.format(method="naive")).data)
+    cache = StageCache(place / "base")  # the three have the same base stage
     results: dict[str, dict[str, Any]] = {}
     with Interrupt() as interrupt:
         for number, (method, explanation) in enumerate(WAYS.items(), start=1):
@@ -67,7 +69,8 @@ def _run_all(options: Demo, place: Path, console: Console, command: str) -> dict
                 console.print()
                 console.print(bold(f"{number} of {len(WAYS)}  {method}: {explanation.format(kept=config.memory.size)}"))
             display = make_display(console, interrupt, quiet=options.quiet)
-            last = follow(run(config, store, place / method, stop=interrupt, command=command), display)
+            events = run(config, store, place / method, stop=interrupt, cache=cache, command=command)
+            last = follow(events, display)
             if not isinstance(last, RunFinished):
                 again = f" --seed {options.seed}" if options.seed != 1 else ""
                 print_line(console, f"interrupted; the runs so far are in {place}. To start again:")

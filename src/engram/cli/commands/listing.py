@@ -1,22 +1,25 @@
-"""`engram list`: recipes, methods, data sets, backbones and runs."""
+"""`engram list`: recipes, methods, data sets, backbones, runs and the cache of trained base stages."""
 
 from __future__ import annotations
 
 import fcntl
 import json
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.padding import Padding
 
-from engram.cli.commands.common import print_line
+from engram.cli.commands.common import STAGES, print_line
 from engram.cli.options import List
 from engram.cli.text import make_console, make_table, percent
+from engram.data.fetch import data_home
 from engram.errors import EngramError
 from engram.files import read_json
 from engram.rundir import MANIFEST, RESULT, read_manifest
+from engram.stagecache import StageCache
 
 DATASETS = {
     "mini": "in the package: 20 classes of CIFAR-100 at 16x16 pixels, 250 training and 100 test images each",
@@ -30,8 +33,9 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "datasets": ("dataset", "description"),
     "backbones": ("backbone", "description"),
     "runs": ("directory", "recipe", "order", "seed", "stages", "average", "status"),
+    "cache": ("file", "megabytes", "last used"),
 }
-NUMBERS = ("base", "increment", "epochs", "order", "seed", "stages", "average")
+NUMBERS = ("megabytes", "base", "increment", "epochs", "order", "seed", "stages", "average")
 TITLES: dict[str, str] = {"dataset": "data set", "description": "what it is", "average": "average %"}
 
 
@@ -45,11 +49,16 @@ def list_command(options: List, typed: Sequence[str]) -> int:
         "datasets": lambda: [{"dataset": name, "description": text} for name, text in DATASETS.items()],
         "backbones": _backbones,
         "runs": lambda: list_runs(Path(options.root)),
+        "cache": _cache,
     }[options.what]()
     if options.json:
         print_line(console, json.dumps(rows))
     elif options.what == "runs" and not rows:
         print_line(console, f"there is no run in {options.root}; 'engram demo' makes some")
+    elif options.what == "cache":
+        print_line(console, f"{len(rows)} trained base stages in {data_home() / STAGES}; delete what you like")
+        if rows:
+            _print(console, options.what, rows)
     elif options.what == "recipes":
         for dataset in dict.fromkeys(row["dataset"] for row in rows):
             _print(console, options.what, [row for row in rows if row["dataset"] == dataset], DATASETS.get(dataset))
@@ -58,6 +67,18 @@ def list_command(options: List, typed: Sequence[str]) -> int:
     else:
         _print(console, options.what, rows)
     return 0
+
+
+def _cache() -> list[dict[str, Any]]:
+    """The trained base stages that runs share, the longest unused first."""
+    return [
+        {
+            "file": entry.path.name,
+            "megabytes": f"{entry.size / 1e6:.1f}",
+            "last used": datetime.fromtimestamp(entry.used).isoformat(sep=" ", timespec="seconds"),
+        }
+        for entry in StageCache(data_home() / STAGES).entries()
+    ]
 
 
 def _print(console: Console, what: str, rows: Sequence[dict[str, Any]], title: str | None = None) -> None:

@@ -19,6 +19,7 @@ from engram.cli.commands.common import (
     print_line,
     read_images,
     refuse_used,
+    shared_stages,
     tell_finished,
     use_threads,
 )
@@ -57,6 +58,7 @@ def run_command(options: Run, typed: Sequence[str]) -> int:
         stop=interrupt,
         stop_after_stage=flags.stop_after_stage,
         checkpoint_minutes=flags.checkpoint_minutes,
+        cache=shared_stages(flags),
         command=shlex.join(["engram", *typed]),
     )
     return carry_out(events, console, interrupt, flags, place)
@@ -94,6 +96,7 @@ def resume_command(options: Resume, typed: Sequence[str]) -> int:
         stop=interrupt,
         stop_after_stage=flags.stop_after_stage,
         checkpoint_minutes=flags.checkpoint_minutes,
+        cache=shared_stages(flags),
     )
     return carry_out(events, console, interrupt, flags, place)
 

@@ -1,0 +1,170 @@
+"""Sharing a trained base stage: found by runs that have the same one, never by any other."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conftest import make_config, make_store
+from engram import EngramError, RunConfig, run
+from engram.events import BaseReused, EpochFinished, Event, RunFinished, Warned
+from engram.methods.afc import AFCSettings
+from engram.methods.host import AFTER_BASE
+from engram.session import Session
+from engram.stagecache import StageCache
+
+
+def key(config: RunConfig, **store: int) -> str:
+    found = Session(config, make_store(**store)).base_key()
+    assert found is not None
+    return found
+
+
+def events_of(config: RunConfig, cache: StageCache | None) -> list[Event]:
+    return list(run(config, make_store(), cache=cache))
+
+
+def curve(events: list[Event]) -> list[dict[str, list[float]]]:
+    last = events[-1]
+    assert isinstance(last, RunFinished)
+    return [stage["accuracy_by_stage"] for stage in last.result["stages"]]
+
+
+def test_reused_base_gives_the_same_run(tmp_path: Path) -> None:
+    alone = events_of(make_config(), None)
+    cache = StageCache(tmp_path)
+    first, second = events_of(make_config(), cache), events_of(make_config(), cache)
+    assert not any(isinstance(event, BaseReused) for event in first)
+    assert sum(isinstance(event, BaseReused) for event in second) == 1
+    assert not any(isinstance(event, EpochFinished) and event.stage == 0 for event in second)
+    assert curve(alone) == curve(first) == curve(second)
+
+
+@pytest.mark.parametrize("method", ["replay", "uniform", "naive"])
+def test_methods_on_one_host_share_their_base(method: str, tmp_path: Path) -> None:
+    cache = StageCache(tmp_path)
+    events_of(make_config("afc"), cache)
+    shared = events_of(make_config(method), cache)
+    assert any(isinstance(event, BaseReused) for event in shared)
+    assert curve(shared) == curve(events_of(make_config(method), None))
+
+
+def test_joint_training_shares_nothing() -> None:
+    assert Session(make_config("joint"), make_store()).base_key() is None
+
+
+# A changed value for every setting of AFC; a setting missing here fails the test below.
+OTHER: dict[str, Any] = {
+    "variant": "paper",
+    "similarity": "cosine",
+    "classification": "paper",
+    "balanced": False,
+    "discrepancy": "paper",
+    "proxies": 4,
+    "sharpness": 3.0,
+    "learned_scale": False,
+    "margin": 0.1,
+    "lambda_disc": 1.0,
+    "exemplars_only": True,
+    "importance_samples": 5,
+}
+TRAINING: dict[str, Any] = {
+    "epochs": 2,
+    "batch_size": 4,
+    "lr": 0.01,
+    "schedule": "constant",
+    "momentum": 0.5,
+    "weight_decay": 0.0,
+    "clip": None,
+    "remainder": "drop",
+}
+
+
+def trained_base(config: RunConfig) -> torch.Tensor:
+    session = Session(config, make_store())
+    stage = session.stage(0)
+    session.method.grow(session.learner, stage, session.engine)
+    for number, phase in enumerate(session.method.phases(session.learner, stage, session.engine)):
+        for _ in session.engine.start(session.learner, stage, phase, number):
+            pass
+    return torch.cat([value.float().flatten() for value in session.learner.network.state_dict().values()])
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(AFCSettings)])
+def test_every_setting_is_in_the_key_or_plays_no_part(name: str) -> None:
+    """The guard against stale entries: what is left out of the key must not change the trained base by one bit."""
+    config = make_config()
+    if name in ("train", "finetune"):
+        changed = [config.with_value(f"settings.{name}.{inner}", value) for inner, value in TRAINING.items()]
+        assert TRAINING.keys() == {field.name for field in dataclasses.fields(config.settings.train)}  # pyright: ignore[reportAttributeAccessIssue]
+    else:
+        changed = [config.with_value(f"settings.{name}", OTHER[name])]
+    for other in changed:
+        if key(other) == key(config):
+            assert name in AFTER_BASE
+            assert torch.equal(trained_base(other), trained_base(config))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"seed": 2}, {"order": "seed:5"}, {"base": 3}, {"backbone": "resnet32"}, {"augmentation__pad": 2}],
+)
+def test_what_determines_the_base_changes_the_key(change: dict[str, Any]) -> None:
+    assert key(make_config(**change)) != key(make_config())
+
+
+def test_other_images_change_the_key() -> None:
+    assert key(make_config(), seed=1) != key(make_config())
+
+
+def test_later_stages_do_not_change_the_key() -> None:
+    natural = make_config(order="natural")
+    assert key(natural) == key(make_config(order="natural", increment=1))
+    assert key(natural) == key(make_config(order="0,1,5,4,3,2")), (
+        "the same base classes, the later ones in another order"
+    )
+
+
+def test_damaged_entry_is_said_and_trained_anew(tmp_path: Path) -> None:
+    cache = StageCache(tmp_path)
+    whole = curve(events_of(make_config(), cache))
+    path = cache.entries()[0].path
+    path.write_bytes(path.read_bytes()[:-100])
+    events = events_of(make_config(), cache)
+    assert any(isinstance(event, Warned) and "damaged" in event.message for event in events)
+    assert curve(events) == whole
+    assert any(isinstance(event, BaseReused) for event in events_of(make_config(), cache)), "it was mended"
+
+
+def test_cache_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    events = events_of(make_config(), StageCache(tmp_path / "file" / "cache"))
+    assert any(isinstance(event, Warned) and "could not be cached" in event.message for event in events)
+    assert isinstance(events[-1], RunFinished)
+
+
+def test_cache_is_bounded_and_drops_the_longest_unused(tmp_path: Path) -> None:
+    def tensors(value: float) -> dict[str, torch.Tensor]:
+        return {"x": torch.full((1000,), value)}
+
+    cache = StageCache(tmp_path)
+    for number, name in enumerate(("a", "b", "c")):
+        cache.save(name, tensors(number))
+        os.utime(tmp_path / f"{name}.safetensors", (number, number))
+    assert cache.load("a") is not None  # now the latest used
+    size = cache.entries()[0].size
+    StageCache(tmp_path, limit_bytes=3 * size).save("d", tensors(4))
+    assert {entry.key for entry in cache.entries()} == {"a", "c", "d"}
+    StageCache(tmp_path, limit_bytes=0).save("e", tensors(5))
+    assert [entry.key for entry in cache.entries()] == ["e"], "what was just made is kept, whatever its size"
+    kept = cache.load("e")
+    assert kept is not None
+    assert torch.equal(kept["x"], tensors(5)["x"])
+    (tmp_path / "e.safetensors").write_bytes(b"{}")
+    with pytest.raises(EngramError, match="damaged"):
+        cache.load("e")
