@@ -249,6 +249,14 @@ def test_run_of_one_stage_has_nothing_to_forget(tmp_path: Path) -> None:
     assert read_csv(page.with_name("report_files") / "summary.csv")[0]["forgetting_mean"] == ""
 
 
+def test_reused_base_stage_is_admitted(tmp_path: Path) -> None:
+    directories = [fake_run(tmp_path / method, method=method) for method in ("replay", "afc")]
+    assert "took over a base stage" not in write_report(directories).read_text()
+    with (tmp_path / "afc" / "events.jsonl").open("a") as file:
+        file.write('\n{"event": "base_reused", "time": 1.0, "stage": 0, "path": "elsewhere"}\n')
+    assert "afc took over a base stage" in write_report(directories).read_text()
+
+
 def test_naive_run_without_nme_importance_and_events(tmp_path: Path) -> None:
     run = fake_run(tmp_path / "naive", method="naive", predictors=("cnn",), importance=False, **SHAPE)
     (run / "events.jsonl").unlink()

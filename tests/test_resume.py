@@ -122,6 +122,18 @@ def test_stop_after_stage_then_resume(tmp_path: Path, uninterrupted: Path) -> No
     assert finish(directory) == timeless(uninterrupted)
 
 
+def test_event_cut_off_by_a_kill_does_not_spoil_the_next(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    list(run(make_config(), make_store(), directory, stop_after_stage=0))
+    path = directory / "events.jsonl"
+    path.write_bytes(path.read_bytes()[:-20])
+    finish(directory)
+    lines = path.read_text().splitlines()
+    broken = [line for line in lines if not line.endswith("}")]
+    assert len(broken) == 1
+    assert json.loads(lines[lines.index(broken[0]) + 1])["event"] == "run_started"
+
+
 class TestRefusals:
     @pytest.fixture
     def stopped(self, tmp_path: Path) -> Path:

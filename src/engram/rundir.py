@@ -65,6 +65,7 @@ class RunDirectory:
         """The run directory at that path, for going on with it."""
         run = cls(path, read_manifest(path))
         run._acquire()
+        run._end_torn_line()
         return run
 
     @property
@@ -92,6 +93,13 @@ class RunDirectory:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
+
+    def _end_torn_line(self) -> None:
+        """Ends a line of events.jsonl that a kill cut off, so that the next event does not stick to it."""
+        path = self.path / EVENTS
+        if path.exists() and not path.read_bytes().endswith(b"\n"):
+            with writing(path), path.open("a", encoding="utf-8") as file:
+                file.write("\n")
 
     def _acquire(self) -> None:
         path = self.path / LOCK

@@ -77,6 +77,7 @@ class Run:
     predictions: Mapping[str, np.ndarray]
     importance: tuple[np.ndarray, ...]
     losses: tuple[LossPoint, ...]
+    reused_base: bool  # trained by another run, so its time is not in this one
     versions: Mapping[str, str]
     hardware: Mapping[str, str]
     command: str | None
@@ -193,6 +194,7 @@ def _assemble(directory: Path, info: _Record, result: _Record) -> Run:
     config, data = info.get("config", dict), info.sub("data")
     card = info.texts("card")
     times = result.sub("seconds_by")
+    events = _events(directory / "events.jsonl")
     return Run(
         directory=directory,
         recipe=info.get("recipe", str),
@@ -217,7 +219,8 @@ def _assemble(directory: Path, info: _Record, result: _Record) -> Run:
         targets=targets,
         predictions=predictions,
         importance=importance,
-        losses=_losses(directory / "events.jsonl", len(stages)),
+        losses=_losses(events, len(stages)),
+        reused_base=any(event.get("event") == "base_reused" for event in events),
         versions=info.texts("versions"),
         hardware=info.texts("hardware"),
         command=info.get("command", str) if info.data.get("command") is not None else None,
@@ -321,17 +324,26 @@ def _reported(config: Mapping[str, Any], card: Mapping[str, str], predictors: tu
     return predictors[0]
 
 
-def _losses(file: Path, stages: int) -> tuple[LossPoint, ...]:
-    """The epochs of the main phase in order; the report does without them where there is no such file."""
+def _events(file: Path) -> list[dict[str, Any]]:
+    """What happened, in order; the report does without it where there is no such file."""
     if not file.exists():
-        return ()
-    points: dict[tuple[int, int], LossPoint] = {}
+        return []
+    events: list[dict[str, Any]] = []
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             event = json.loads(line)
         except json.JSONDecodeError:
             continue  # a killed run may leave its last line torn
-        if not isinstance(event, dict) or event.get("event") != "epoch_finished" or event.get("phase") != "main":
+        if isinstance(event, dict):
+            events.append(event)
+    return events
+
+
+def _losses(events: list[dict[str, Any]], stages: int) -> tuple[LossPoint, ...]:
+    """The epochs of the main phase in order."""
+    points: dict[tuple[int, int], LossPoint] = {}
+    for event in events:
+        if event.get("event") != "epoch_finished" or event.get("phase") != "main":
             continue
         stage, epoch, terms = event.get("stage"), event.get("epoch"), event.get("terms")
         if not (isinstance(stage, int) and isinstance(epoch, int) and isinstance(terms, dict)) or stage >= stages:

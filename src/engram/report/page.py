@@ -156,6 +156,7 @@ def _context(groups: list[Group]) -> tuple[dict[str, Any], list[Drawing]]:
         else "in the data set's order where runs met them in different orders",
         "importance": importance,
         "seconds": seconds,
+        "reused_base": [group.label for group in groups if any(run.reused_base for run in group.runs)],
         "losses": losses,
         "protocols": [_protocol(cell) for cell in cells],
         "version": _version(),
