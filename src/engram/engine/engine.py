@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from engram.data.augment import Augmentation, augment, draw, pad_images, to_unit
+from engram.data.augment import Augmentation, Draws, augment, draw, pad_images, to_unit
 from engram.data.stage import Stage
 from engram.engine.loop import PhaseLoop, PhaseState
 from engram.engine.sgd import FlatSGD
@@ -52,6 +52,8 @@ class Engine:
             # float32 means float32: no rounding of convolutions to TF32 behind the user's back.
             torch.backends.cudnn.allow_tf32 = False
         self.capture = device.type == "cuda"
+        # On a CPU channels-last costs a fifth of the speed with resnet10, most of it in the distillation loss.
+        self.layout = torch.channels_last if device.type == "cuda" else torch.contiguous_format
         self._optimiser: FlatSGD | None = None
         self._pool: tuple[Stage, Pool] | None = None
 
@@ -76,6 +78,10 @@ class Engine:
             )
         return self._pool[1]
 
+    def augment(self, pool: Pool, rows: Tensor, draws: Draws) -> Tensor:
+        """The rows of the pool as a batch to train on, (B, 3, H, W), laid out as suits the device."""
+        return augment(pool.padded, rows, draws, self.image_size).contiguous(memory_format=self.layout)
+
     def start(
         self, learner: Learner, stage: Stage, phase: Phase, index: int, resume: PhaseState | None = None
     ) -> PhaseLoop:
@@ -91,7 +97,7 @@ class Engine:
         scores: list[Tensor] = []
         for part in images.split(INFERENCE_BATCH):
             with self.autocast():
-                output = network(to_unit(part.to(self.device), mirror))
+                output = network(to_unit(part.to(self.device), mirror).contiguous(memory_format=self.layout))
             embeddings.append(output.embedding)
             scores.append(output.scores)
         network.train(was_training)
@@ -121,7 +127,7 @@ class Engine:
         rows, draws = rows.to(self.device), draws.to(self.device)
         totals: list[Tensor] | None = None
         for part in order.to(self.device).split(batch_size):
-            images = augment(pool.padded, rows[part], draws[part], self.image_size)
+            images = self.augment(pool, rows[part], draws[part])
             with self.autocast():
                 output = learner.network(images)
             labels, exemplar = pool.labels[rows[part]], pool.exemplar[rows[part]]

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from engram.data.augment import augment
 from engram.data.stage import Stage
 from engram.engine.capture import CapturedStep
 from engram.engine.plan import EpochPlan, plan_epoch
@@ -149,7 +148,7 @@ class PhaseLoop:
         engine, learner, phase, plan = self._engine, self._learner, self.phase, self._plan
         assert plan is not None
         rows, draws, lr = plan.row(self._counter, size)
-        images = augment(self._pool.padded, rows, draws, engine.image_size)
+        images = engine.augment(self._pool, rows, draws)
         with engine.autocast():
             student = learner.network(images, train_backbone=Part.BACKBONE in phase.train)
             teacher = None

@@ -48,7 +48,7 @@ def mini(method: str, stages: int) -> RunConfig:
         recipe=f"{method}-mini-b10-s{stages}",
     )
     return config.with_settings(
-        train=Training(epochs=12, batch_size=64, remainder="keep"),
+        train=Training(epochs=16, batch_size=64, remainder="keep"),
         finetune=Training(epochs=10, batch_size=64, lr=0.05, schedule="constant", remainder="keep"),
     )
 
