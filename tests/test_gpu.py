@@ -19,8 +19,8 @@ def first_steps(capture: bool, steps: int) -> tuple[list[dict[str, float]], torc
     """The loss terms of the first steps of a stage with a teacher, and the parameters after them, in float32."""
     config = make_config(device="cuda", precision="float32", settings__train__epochs=12)
     session = Session(config, make_store(train=24))
-    session.engine.capture = capture
     learner, engine, method = session.learner, session.engine, session.method
+    engine.capture = False  # the same base, bit for bit, under both
     base = session.stage(0)
     method.grow(learner, base, engine)
     for phase in method.phases(learner, base, engine):
@@ -28,6 +28,7 @@ def first_steps(capture: bool, steps: int) -> tuple[list[dict[str, float]], torc
             pass
     method.finish(learner, base, engine)
     learner.snapshot_teacher()
+    engine.capture = capture
     stage = session.stage(1)
     method.grow(learner, stage, engine)
     loop = engine.start(learner, stage, method.phases(learner, stage, engine)[0], 0)
@@ -39,14 +40,16 @@ def first_steps(capture: bool, steps: int) -> tuple[list[dict[str, float]], torc
     return losses, engine.optimiser(learner.network).values.clone()
 
 
-def test_captured_and_eager_steps_agree() -> None:
+def test_captured_and_eager_steps_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Left to choose, cuDNN may take another algorithm for each, and fifty steps amplify the last bits.
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     eager, eager_values = first_steps(capture=False, steps=50)
     captured, captured_values = first_steps(capture=True, steps=50)
     assert len(eager) == len(captured) == 50
     for ours, theirs in zip(captured, eager, strict=True):
-        assert ours == pytest.approx(theirs, rel=2e-3, abs=2e-4)
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
     difference = (captured_values - eager_values).norm() / eager_values.norm()
-    assert difference < 2e-3
+    assert difference < 1e-4
 
 
 def test_bf16_learns_as_float32_does() -> None:
