@@ -218,3 +218,23 @@ def test_wrong_configuration_is_refused_in_a_sentence(change: dict[str, object],
 def test_images_are_checked_before_anything_is_trained() -> None:
     with pytest.raises(EngramError, match="at least 8 pixels"):
         train(make_config(), make_store(size=4))
+
+
+def test_readme_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """The Python of the README, word for word, but for fewer images and epochs."""
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    code = readme.split("```python")[1].split("```")[0]
+    assert "train__epochs=4" in code
+    quick = code.replace("train__epochs=4", "train__epochs=1").replace(
+        "store = ", "x_train, y_train = x_train[::10], y_train[::10]\nstore = "
+    )
+    exec(compile(quick, "README.md", "exec"), {})
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in printed] == ["12", "14", "16", "18", "20"]
+    assert all("cnn" in line and "nme" in line for line in printed)
+
+
+def test_arrays_do_not_pass_for_the_recipes_images(tmp_path: Path) -> None:
+    config = make_config().with_value("data.name", "mini")
+    train(config, make_store(), tmp_path / "run")
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["config"]["data"]["name"] == "arrays"

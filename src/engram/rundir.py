@@ -151,6 +151,15 @@ def versions() -> dict[str, str]:
     return {"engram": version(), "python": platform.python_version(), **packages}
 
 
+def processor_name() -> str:
+    """The processor as it calls itself, where the system says."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
 def hardware(device: str, device_name: str) -> dict[str, Any]:
     """What the run ran on."""
     return {"device": device, "name": device_name, "cores": os.cpu_count(), "system": platform.platform()}

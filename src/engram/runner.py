@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from engram.checkpoint import load_checkpoint
 from engram.config import RunConfig
-from engram.data.load import load_store
+from engram.data.load import DataConfig, load_store
 from engram.data.store import ImageStore
 from engram.errors import EngramError
 from engram.events import Event, RunFinished
@@ -35,6 +36,8 @@ def run(
     directory: where the run keeps its files; None writes nothing. store: the images, where the configuration does not
     name them. stop is asked after every step; when it says yes the run saves itself and ends.
     """
+    if store is not None and store.name == "arrays":
+        config = replace(config, data=DataConfig("arrays"))  # so that run.json does not name images it did not use
     session = Session(config, load_store(config.data) if store is None else store)
     files = None
     if directory is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import platform
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -27,7 +26,7 @@ from engram.models.network import Network, Part
 from engram.models.resnet import build_backbone
 from engram.plain import to_plain
 from engram.random import generator
-from engram.rundir import version
+from engram.rundir import processor_name, version
 
 # What an image costs, against training without a teacher; only for the estimate of the time left.
 TEACHER_COST, FROZEN_COST = 1.5, 0.3
@@ -91,7 +90,7 @@ class Session:
         """The processor or graphics card, as it calls itself."""
         if self.engine.device.type == "cuda":
             return torch.cuda.get_device_name(self.engine.device)
-        return platform.processor() or platform.machine()
+        return processor_name()
 
     @cached_property
     def normalisation(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
