@@ -34,6 +34,8 @@ def fake_run(
     keep: float = 0.93,
     epochs: int = 5,
     settings: dict[str, Any] | None = None,
+    reported: str = "cnn",
+    path: str | None = None,
     command: str | None = None,
 ) -> Path:
     """The directory of a run whose classes lose the factor `keep` of their accuracy in every later stage."""
@@ -76,7 +78,7 @@ def fake_run(
         "created": "2026-01-02T03:04:05+00:00",
         "recipe": recipe,
         "config": {"method": method, "base": stage_sizes[0], "order": str(order), "seed": seed}
-        | {"data": {"name": "mini"}, "settings": settings or {"epochs": epochs}},
+        | {"data": {"name": "mini", "path": path}, "predictor": reported, "settings": settings or {"epochs": epochs}},
         "config_hash": "0123456789abcdef",
         "card": {
             "Data set": f"mini ({len(names)} classes, 16x16)",

@@ -24,11 +24,14 @@ from PIL import Image
 
 from engram import ImageStore, read_mini, recipe
 from engram.cli import main
+from engram.cli.arguments import parse
 from engram.cli.commands.common import carry_out
 from engram.cli.interrupt import Interrupt
 from engram.cli.options import RunningFlags
+from engram.cli.overrides import configure, directory_name
 from engram.cli.text import make_console
 from engram.events import Event, RunStarted
+from fake_runs import fake_run
 
 CLASSES = ("ant", "bee", "cat", "dog", "elk", "fox")
 SMALL = ("--backbone", "resnet10", "--epochs", "1", "--finetune-epochs", "1", "--batch-size", "16", "--increment", "2")
@@ -225,6 +228,8 @@ def test_nothing_typed_prints_the_help(engram: Engram) -> None:
         (["run", "afc-mini-b10-s5", "--order", "bed,castel"], ["did you mean 'castle'?"]),
         (["run", "afc-mini-b10-s5", "--set", "settings.importanse_samples=9"], ["did you mean 'importance_samples'?"]),
         (["run", "afc-mini-b10-s5", "--set", "augmentation.pad"], ["KEY=VALUE"]),
+        (["run", "afc-mini-b10-s5", "--set", "method=naive"], ["cannot change the method", "recipe's name"]),
+        (["run", "afc-mini-b10-s5", "--set", " recipe = mine"], ["cannot change the recipe", "engram list"]),
         (["run", "afc-mini-b10-s5", "--set", "augmentation.pad=wide"], ["augmentation.pad", "'wide'"]),
         (["run", "afc-mini-b10-s5", "--skip-bad"], ["--skip-bad", "folder"]),
         (["run", "afc-mini-b10-s5", "--holdout", "2"], ["holdout", "2"]),
@@ -446,7 +451,7 @@ def test_what_fails_unexpectedly_is_said_in_one_line(
 
 def test_run_prints_stages_and_summary_and_says_what_is_next(engram: Engram, photos: Path, tmp_path: Path) -> None:
     outcome = engram("run", "afc-folder", "--data", photos, *SMALL, "--seed", "2", "--order", "seed:3")
-    place = Path("runs/afc-folder-orderseed-3-seed2")
+    place = Path("runs/afc-folder-changed-orderseed-3-seed2")
     assert (outcome.status, outcome.err) == (0, "")
     assert "\x1b" not in outcome.out
     assert "base: 3 classes, cnn " in outcome.out
@@ -482,8 +487,42 @@ def test_flags_reach_the_configuration(engram: Engram, photos: Path) -> None:
     assert (settings["finetune"]["epochs"], settings["finetune"]["batch_size"]) == (3, 9)
     assert (settings["variant"], settings["lambda_disc"], settings["importance_samples"]) == ("paper", 1.5, 10)
     assert [stage["num_seen"] for stage in plan["stages"]] == [4, 6]
+    assert plan["card"]["Recipe"] == config["recipe"]
+    assert sorted(config["recipe"].removeprefix("afc-folder (").removesuffix(")").split(", ")) == [
+        *("backbone=resnet10", "base=4", "finetune.batch_size=9", "finetune.epochs=3", "importance_samples=10"),
+        *("increment=2", "lambda_disc=1.5", "memory=total=60", "pad=2", "selection=random", "test_fraction=0.25"),
+        *("train.batch_size=9", "train.epochs=7", "train.lr=0.2", "variant=paper"),
+    ]
     phases = [phase for stage in plan["stages"] for phase in stage["phases"]]
     assert plan["total_steps"] == sum(phase["epochs"] * phase["steps"] for phase in phases)
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "named", "place"),
+    [
+        ("afc-mini-b10-s5", "--base 3 --increment 1", " (base=3, increment=1)", "afc-mini-b10-s5-changed-order1-seed1"),
+        ("afc-mini-b10-s5", "--increment 2 --memory per_class=5", "", "afc-mini-b10-s5-order1-seed1"),
+        ("afc-mini-b10-s5", "--memory per_class=10", " (memory=per_class=10)", "afc-mini-b10-s5-changed-order1-seed1"),
+        ("afc-mini-b10-s5", "--order 2 --seed 4 --device cpu --precision float32", "", "afc-mini-b10-s5-order2-seed4"),
+        (
+            "afc-mini-b10-s5",
+            "--set augmentation.flip=False --set settings.train.clip=none",
+            " (train.clip=none, flip=false)",
+            "afc-mini-b10-s5-changed-order1-seed1",
+        ),
+        ("afc-folder", "--data photos", "", "afc-folder-order1-seed1"),
+        ("afc-mini-b10-s5", "--data photos", " (data.name=folder)", "afc-mini-b10-s5-changed-order1-seed1"),
+    ],
+    ids=lambda value: value or "as it is",
+)
+def test_a_changed_recipe_says_what_was_changed(
+    name: str, flags: str, named: str, place: str, engram: Engram, tmp_path: Path
+) -> None:
+    (tmp_path / "photos").mkdir()
+    options = parse(["run", name, *flags.split()])[1]
+    config = configure(options)
+    assert config.recipe == name + named
+    assert directory_name(config) == place
 
 
 def test_dry_run_shows_card_and_plan_and_writes_nothing(engram: Engram, tmp_path: Path) -> None:
@@ -511,7 +550,8 @@ def test_json_is_one_event_a_line(engram: Engram, photos: Path, tmp_path: Path) 
 def test_resume_goes_on_and_then_has_nothing_to_do(engram: Engram, stopped_copy: Path, finished: Path) -> None:
     outcome = engram("resume", stopped_copy)
     assert outcome.status == 0
-    assert outcome.out.startswith("going on with afc-folder: base and 2 stages")
+    assert outcome.out.startswith("going on with afc-folder (train.epochs=1, ")
+    assert "): base and 2 stages" in outcome.out.partition("\n")[0]
     assert "stage 2 of 2: 6 classes" in outcome.out
     assert "stage 1 of 2" not in outcome.out
     assert timeless(stopped_copy) == timeless(finished)
@@ -527,7 +567,7 @@ def test_stopping_after_a_stage_says_how_to_go_on(engram: Engram, stopped_copy: 
     outcome = engram("run", "naive-folder", "--data", photos, "--backbone", "resnet10", "--epochs", "1", "--quiet")
     assert outcome.status == 0
     assert outcome.out.count("\n") == 1
-    assert outcome.out.startswith("naive-folder: cnn ")
+    assert outcome.out.startswith("naive-folder (train.epochs=1, backbone=resnet10): cnn ")
     outcome = engram("resume", stopped_copy, "--stop-after-stage", "1")
     assert outcome.status == 0
     assert f"stopped after stage 1 of 2; to go on:\nengram resume {stopped_copy}\n" in outcome.out
@@ -611,8 +651,12 @@ def test_list_runs_shows_damaged_ones_too(engram: Engram, stopped: Path, finishe
     shown = engram("list", "runs")
     assert shown.status == 0
     assert "stopped after stage 1" in shown.out
-    assert "runs/b\n    afc-folder, order 1, seed 1, 2/3 stages, stopped after stage 1, average " in shown.out
+    words = " ".join(shown.out.split())
+    assert "runs/b afc-folder (train.epochs=1, " in words
+    assert "backbone=resnet10), order 1, seed 1, 2/3 stages, stopped after stage 1, average " in words
     shutil.rmtree(tmp_path / "runs" / "c")
+    for run in ("a", "b", "demo/afc"):
+        edit_manifest(tmp_path / "runs" / run, recipe="afc-folder")
     assert any(
         line.split()[:5] == ["runs/b", "afc-folder", "1", "1", "2/3"]
         for line in engram("list", "runs").out.splitlines()
@@ -628,6 +672,42 @@ def test_report_takes_runs_and_their_parents(engram: Engram, finished: Path, sto
     assert (outcome.status, outcome.err) == (0, "")
     assert Path(outcome.out.strip()).resolve() == (tmp_path / "page.html").resolve()
     assert (tmp_path / "page.html").read_text(encoding="utf-8").lstrip().lower().startswith("<!doctype html")
+
+
+def test_report_on_a_pattern_passes_over_what_the_last_report_left(engram: Engram, tmp_path: Path) -> None:
+    for method in ("afc", "naive"):
+        fake_run(tmp_path / "runs" / method, method=method, stage_sizes=(3, 2), images_per_class=5, epochs=1)
+    first = engram("report", *sorted((tmp_path / "runs").iterdir()))
+    assert (first.status, first.err) == (0, "")
+    page = (tmp_path / "runs" / "report.html").read_bytes()
+    assert len(list((tmp_path / "runs").iterdir())) == 4
+    again = engram("report", *sorted((tmp_path / "runs").iterdir()))
+    assert (again.status, again.out, again.err) == (0, first.out, "")
+    assert (tmp_path / "runs" / "report.html").read_bytes() == page
+    assert_refused(engram("report", tmp_path / "runs" / "report.html"), "no run directory at", "report.html")
+    assert_refused(engram("report", tmp_path / "runs" / "report_files"), "not a run directory", "report_files")
+    assert_refused(engram("report", *[tmp_path / "runs" / f"report{end}" for end in (".html", "_files")]), "report")
+    assert_refused(engram("report", tmp_path / "runs" / "afc", "nowhere"), "no run directory at nowhere")
+    assert_refused(engram("report", *[tmp_path / "runs" / "afc"] * 2), "given twice")
+
+
+def test_report_leaves_out_what_has_nothing_to_report_and_names_it(engram: Engram, tmp_path: Path) -> None:
+    for seed in (1, 2, 3):
+        fake_run(tmp_path / f"runs/{seed}", seed=seed, stage_sizes=(3, 2), images_per_class=5, epochs=1)
+    (tmp_path / "runs/2/result.json").unlink()
+    (tmp_path / "runs/base").mkdir()
+    outcome = engram("report", "runs/1", "runs/2", "runs/3", "runs/base")
+    assert outcome.status == 0
+    assert outcome.err == (
+        "engram: left out runs/base: it is not a run directory and holds none\n"
+        "engram: left out runs/2: it has no finished stage yet\n"
+    )
+    inside = engram("report", "runs")
+    assert (inside.status, inside.out) == (0, outcome.out)
+    assert inside.err == "engram: left out runs/2: it has no finished stage yet\n"
+    rows = (tmp_path / "runs/report_files/runs.csv").read_text(encoding="utf-8").splitlines()[1:]
+    assert {row.split(",")[3] for row in rows} == {"1", "3"}
+    assert_refused(engram("report", "runs/2"), "runs/2", "no finished stage yet")
 
 
 def test_doctor_finds_this_installation_in_order(engram: Engram, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -274,8 +274,35 @@ def test_groups_of_one_recipe_are_told_apart_by_what_differs(tmp_path: Path) -> 
     assert "epochs=2" not in text
 
 
+def test_changed_recipes_stand_apart_under_their_own_names(tmp_path: Path) -> None:
+    recipes = ["afc-mini-b4-s2", "afc-mini-b4-s2 (base=3, increment=1)"]
+    many = "train.epochs=3, lr=0.2, backbone=resnet20, pad={pad}"
+    recipes += [f"afc-cifar100-b50-s10 ({many.format(pad=pad)})" for pad in (1, 2)]
+    runs = [fake_run(tmp_path / f"r{i}-{s}", recipe=r, seed=s, **LIGHT) for i, r in enumerate(recipes) for s in (1, 2)]
+    page = write_report(runs)
+    rows = read_csv(page.with_name("report_files") / "summary.csv")
+    labels = [*recipes[:2], "afc-cifar100-b50-s10 (pad=1, …)", "afc-cifar100-b50-s10 (pad=2, …)"]
+    assert [row["group"] for row in rows] == labels
+    assert [(row["recipe"], row["n"]) for row in rows] == [(name, "2") for name in recipes]
+    text = Page(page).text
+    assert all(name in text for name in [*labels, *recipes])
+    bars = (page.with_name("report_files") / "seconds.svg").read_text(encoding="utf-8")
+    assert "b50-s10 (pad=1, …), 1/1" in bars
+    assert "b50-s10 (pad=2, …), 1/1" in bars, "labels that are cut can still be told apart"
+
+
+def test_images_that_lay_elsewhere_make_no_other_group(tmp_path: Path) -> None:
+    runs = [fake_run(tmp_path / f"r{s}", seed=s, path=f"/data/{s}", **LIGHT) for s in (1, 2)]
+    page = write_report(runs)
+    assert [row["n"] for row in read_csv(page.with_name("report_files") / "summary.csv")] == ["2"]
+    edit_json(runs[1] / "run.json", data=json.loads((runs[1] / "run.json").read_text())["data"] | {"fingerprint": "x"})
+    page = write_report(runs)
+    assert [row["n"] for row in read_csv(page.with_name("report_files") / "summary.csv")] == ["1", "1"]
+    assert "path=" not in Page(page).text
+
+
 def test_reported_predictor_leads(tmp_path: Path) -> None:
-    run = fake_run(tmp_path / "run", settings={"predictor": "nme"}, **SHAPE)
+    run = fake_run(tmp_path / "run", reported="nme", **SHAPE)
     final = result_of(run)["final_accuracy"]["nme"]
     assert f"afc ends at {final:.1f} % over 8 classes." in Page(write_report([run])).text
 
@@ -422,5 +449,5 @@ def test_wrong_requests(tmp_path: Path) -> None:
         write_report([run], run / "run.json")
     blocker = tmp_path / "file"
     blocker.write_text("", encoding="utf-8")
-    with pytest.raises(EngramError, match="cannot be written"):
+    with pytest.raises(EngramError, match="cannot write"):
         write_report([run], blocker / "report.html")

@@ -15,6 +15,8 @@ import pytest
 
 from conftest import make_config, make_store
 from engram import EngramError, resume, run
+from engram.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from engram.config import config_hash
 from engram.events import Checkpointed, RunFinished, Stopped
 
 # A run that checkpoints after every step, and kills itself without warning at the given event, or never.
@@ -134,6 +136,30 @@ def test_event_cut_off_by_a_kill_does_not_spoil_the_next(tmp_path: Path) -> None
     assert json.loads(lines[lines.index(broken[0]) + 1])["event"] == "run_started"
 
 
+def test_what_a_kill_left_half_written_is_removed(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    list(run(make_config(), make_store(), directory, stop_after_stage=0))
+    litter = directory / "checkpoint" / ".state.safetensors.abc.part"
+    litter.write_bytes(b"half")
+    finish(directory)
+    assert not litter.exists()
+
+
+def test_later_version_with_more_settings_still_resumes(tmp_path: Path, uninterrupted: Path) -> None:
+    """A run saved before a setting existed lacks it; its configuration was not tampered with."""
+    directory = tmp_path / "run"
+    list(run(make_config(), make_store(), directory, stop_after_stage=0))
+    path = directory / "run.json"
+    manifest = json.loads(path.read_text())
+    assert manifest["config"]["settings"].pop("exemplars_only") is False
+    manifest["config_hash"] = config_hash(manifest["config"])
+    path.write_text(json.dumps(manifest))
+    state = load_checkpoint(directory / "checkpoint" / "state.safetensors")
+    data = {**state.data, "config_hash": manifest["config_hash"]}
+    save_checkpoint(directory / "checkpoint" / "state.safetensors", Checkpoint(state.tensors, data))
+    assert finish(directory) == timeless(uninterrupted)
+
+
 class TestRefusals:
     @pytest.fixture
     def stopped(self, tmp_path: Path) -> Path:
@@ -196,6 +222,14 @@ class TestRefusals:
             content = bytearray(b"not a checkpoint at all" * 100)
         path.write_bytes(bytes(content))
         self.refused(stopped, "is damaged")
+
+    def test_lost_checkpoint(self, stopped: Path) -> None:
+        (stopped / "checkpoint" / "state.safetensors").unlink()
+        self.refused(stopped, "no checkpoint")
+
+    def test_other_class_order(self, stopped: Path) -> None:
+        self.edit_manifest(stopped, order={"name": "1", "class_ids": [0, 1, 2, 3, 4, 5]})
+        self.refused(stopped, "class order or the stages")
 
     def test_other_images(self, stopped: Path) -> None:
         with pytest.raises(EngramError, match="not those that the run"):

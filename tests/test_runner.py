@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import json
 import os
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file
 
 from conftest import make_config, make_store
@@ -201,6 +203,8 @@ def test_plan_is_what_then_happens(config: RunConfig, store: ImageStore) -> None
         ({"seed": "one"}, "whole number"),
         ({"device": "tpu"}, "must be one of auto, cpu, cuda"),
         ({"precision": "bf16"}, "bf16 is for CUDA"),
+        ({"settings.train.lr": "nan"}, "should be a number"),
+        ({"predictor": "knn"}, "predicts by cnn, nme"),
     ],
 )
 def test_wrong_configuration_is_refused_in_a_sentence(change: dict[str, object], match: str, store: ImageStore) -> None:
@@ -232,6 +236,43 @@ def test_readme_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in printed] == ["12", "14", "16", "18", "20"]
     assert all("cnn" in line and "nme" in line for line in printed)
+
+
+def test_infinite_importance_stops_the_run(store: ImageStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    from engram.methods import losses
+
+    def poisoned(loss: torch.Tensor, maps: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [torch.full((part.shape[1],), float("nan")) for part in maps]
+
+    monkeypatch.setattr(losses, "channel_importance", poisoned)
+    with pytest.raises(EngramError, match="importance after stage 0 is not finite"):
+        train(make_config(), store)
+
+
+def test_time_of_the_consumer_is_not_the_runs(store: ImageStore) -> None:
+    result = None
+    for event in run(make_config(), store):
+        if isinstance(event, EpochFinished):
+            time.sleep(0.2)
+        if isinstance(event, RunFinished):
+            result = event.result
+    assert result is not None
+    plain = train(make_config(), store)
+    assert result["seconds"] < plain["seconds"] + 1, "13 epochs at 0.2 s would add 2.6 s"
+
+
+def test_run_json_names_the_device_that_auto_stood_for(store: ImageStore, tmp_path: Path) -> None:
+    train(make_config(device="auto", precision="auto"), store, tmp_path / "run")
+    config = json.loads((tmp_path / "run" / "run.json").read_text())["config"]
+    assert (config["device"], config["precision"]) in (("cpu", "float32"), ("cuda", "bf16"))
+
+
+def test_normalisation_is_that_of_the_base_stage(store: ImageStore) -> None:
+    session = Session(make_config(order="natural"), store)
+    base = store.train.images[store.train.class_ids < 2] / 255
+    mean, std = session.normalisation
+    assert mean == pytest.approx(base.mean(axis=(0, 1, 2)))
+    assert std == pytest.approx(base.std(axis=(0, 1, 2)))
 
 
 def test_arrays_do_not_pass_for_the_recipes_images(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from conftest import make_config, make_store
 from engram import EngramError, RunConfig, run
 from engram.events import BaseReused, EpochFinished, Event, RunFinished, Warned
 from engram.methods.afc import AFCSettings
-from engram.methods.host import AFTER_BASE
 from engram.session import Session
 from engram.stagecache import StageCache
 
@@ -106,7 +105,7 @@ def test_every_setting_is_in_the_key_or_plays_no_part(name: str) -> None:
         changed = [config.with_value(f"settings.{name}", OTHER[name])]
     for other in changed:
         if key(other) == key(config):
-            assert name in AFTER_BASE
+            assert any(field.name == name and field.metadata["after_base"] for field in dataclasses.fields(AFCSettings))
             assert torch.equal(trained_base(other), trained_base(config))
 
 
@@ -116,6 +115,12 @@ def test_every_setting_is_in_the_key_or_plays_no_part(name: str) -> None:
 )
 def test_what_determines_the_base_changes_the_key(change: dict[str, Any]) -> None:
     assert key(make_config(**change)) != key(make_config())
+
+
+def test_edited_code_changes_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = key(make_config())
+    monkeypatch.setattr("engram.stagecache._package_code", lambda: "edited")
+    assert key(make_config()) != before
 
 
 def test_other_images_change_the_key() -> None:

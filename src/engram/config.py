@@ -7,6 +7,8 @@ import json
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import torch
+
 from engram.data.augment import Augmentation
 from engram.data.load import DataConfig
 from engram.data.memory import MemoryConfig
@@ -40,17 +42,19 @@ class RunConfig:
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     backbone: str = "resnet32"
     augmentation: Augmentation = field(default_factory=Augmentation)
-    predictor: Literal["cnn", "nme"] = "cnn"
+    predictor: str = "cnn"
     device: Device = "auto"
     precision: Precision = "auto"
     recipe: str = "custom"
 
     def __post_init__(self) -> None:
         method = find_method(self.method)
-        if not isinstance(self.settings, method.settings):
+        if type(self.settings) is not method.settings:
             raise EngramError(
                 f"{self.method} takes {method.settings.__name__} as its settings, got {type(self.settings).__name__}"
             )
+        if self.predictor not in method.predictors:
+            raise EngramError(f"{self.method} predicts by {', '.join(method.predictors)}, not by {self.predictor}")
         if self.backbone not in BACKBONES:
             raise EngramError(f"no backbone {self.backbone!r}: {suggest(self.backbone, BACKBONES)}")
         if method.memory in ("none", "all") and self.memory.budget != method.memory:
@@ -94,9 +98,25 @@ class RunConfig:
         return from_plain(cls, {**data, "settings": settings})
 
     def fingerprint(self) -> str:
-        """A short digest of everything here but the recipe's name."""
-        data = {key: value for key, value in self.to_plain().items() if key != "recipe"}
-        return hashlib.blake2b(json.dumps(data, sort_keys=True).encode(), digest_size=8).hexdigest()
+        """A short digest of everything here but the recipe's name and where the images lie."""
+        return config_hash(self.to_plain())
+
+    def place(self) -> tuple[Literal["cpu", "cuda"], Literal["float32", "bf16"]]:
+        """The device and precision that "auto" stands for on this machine; refuses what it cannot do."""
+        available = torch.cuda.is_available()
+        if self.device == "cuda" and not available:
+            raise EngramError("no CUDA device is available here; a new run can use --device cpu")
+        device = "cuda" if available and self.device != "cpu" else "cpu"
+        if self.precision == "bf16" and device == "cpu":
+            raise EngramError("bf16 is for CUDA devices; on a CPU use --precision float32")
+        if self.precision == "auto":
+            return device, "bf16" if device == "cuda" else "float32"
+        return device, self.precision
+
+    def on_this_machine(self) -> RunConfig:
+        """The same with this machine's device and precision in place of "auto", so that a run resumes with them."""
+        device, precision = self.place()
+        return replace(self, device=device, precision=precision)
 
     def stream(self, store: ImageStore) -> Stream:
         """The stages that this run cuts the store's classes into."""
@@ -144,3 +164,13 @@ class RunConfig:
         if finetune is not None and finetune.epochs and find_method(self.method).memory == "needed":
             text += f", {finetune.epochs} of balanced fine-tuning"
         return text
+
+
+def config_hash(plain: dict[str, Any]) -> str:
+    """A short digest of a configuration as plain data, without the recipe's name and the images' place.
+
+    Taken of the data as it was saved, it stays the same when a later version knows more settings.
+    """
+    data = {key: value for key, value in plain.items() if key != "recipe"}
+    data["data"] = {key: value for key, value in plain.get("data", {}).items() if key != "path"}
+    return hashlib.blake2b(json.dumps(data, sort_keys=True).encode(), digest_size=8).hexdigest()

@@ -63,6 +63,11 @@ class Execution:
         self.work_total = sum(phase.work for stage in self.plan for phase in stage.phases)
         self.work_here, self.seconds_here = 0.0, 0.0  # done in this process, for the rate
         self.saved_at = time.monotonic()
+        self.away = 0.0  # seconds spent by whoever consumes the events; not this run's
+
+    def now(self) -> float:
+        """Seconds on a clock that stands still while the consumer of the events is at work."""
+        return time.monotonic() - self.away
 
     @property
     def directory(self) -> str | None:
@@ -74,7 +79,9 @@ class Execution:
             for event in self._events(resumed):
                 if self.files is not None and not isinstance(event, UNLOGGED):
                     self.files.append(event)
+                left = time.monotonic()
                 yield event
+                self.away += time.monotonic() - left
         finally:
             if self.files is not None:
                 self.files.close()
@@ -87,6 +94,8 @@ class Execution:
         if session.store.skipped:
             shown = ", ".join(session.store.skipped[:3])
             yield Warned(f"{len(session.store.skipped)} unreadable images were left out: {shown}")
+        if self.files is not None and self.records:
+            self.files.write_result(dict(self._result()))
         while len(self.records) < stages:
             index = len(self.records)
             if self.stop_after_stage is not None and index > self.stop_after_stage:
@@ -96,8 +105,6 @@ class Execution:
             if stopped:
                 yield Stopped(index, stages, "interrupted", self.directory)
                 return
-        if self.files is not None:
-            self.files.write_result(dict(self._result()))
         yield RunFinished(dict(self._result()), self.directory)
 
     def _stage(self, index: int) -> Generator[Event, None, bool]:
@@ -125,11 +132,12 @@ class Execution:
             accuracy, by_stage, arrays = session.evaluate(index)
         record = StageRecord(index, stage.num_seen, accuracy, sum(self.clock.values()), by_stage, dict(self.clock))
         self.records.append(record)
-        learner.stages_done = index + 1
         if self.files is not None:
+            # In this order: whatever moment it is cut off at, the checkpoint vouches for the arrays, and the result can
+            # be written again from the checkpoint.
             self.files.write_stage(index, arrays)
-            self.files.write_result(dict(self._result()))
             self._save(None)
+            self.files.write_result(dict(self._result()))
         for note in learner.notes:
             yield Warned(note)
         learner.notes.clear()
@@ -151,7 +159,8 @@ class Execution:
                 method.grow(learner, stage, engine)
         for number, phase in enumerate(method.phases(learner, stage, engine)):
             if number >= first:
-                loop = engine.start(learner, stage, phase, number, state if number == first else None)
+                with self._clocked("train"):
+                    loop = engine.start(learner, stage, phase, number, state if number == first else None)
                 if (yield from self._phase(index, number, loop)):
                     return True
         if index == 0:
@@ -190,7 +199,7 @@ class Execution:
         yield PhaseStarted(index, phase.name, epochs, len(loop.rows), loop.steps)
         planned = PhasePlan.of(phase)
         per_step = planned.work / max(1, planned.epochs * planned.steps)
-        meter = Meter(loop.batch_size)
+        meter = Meter(loop.batch_size, self.now)
         for _ in loop:
             seconds = meter.step()
             self._add("train", seconds)
@@ -209,7 +218,6 @@ class Execution:
                     self._save((number, loop.state()))
                     yield Checkpointed(index, phase.name, loop.epoch)
                 return True
-        loop.check_finite()
         self._add("train", meter.step())
         return False
 
@@ -235,9 +243,9 @@ class Execution:
 
     @contextmanager
     def _clocked(self, kind: str) -> Iterator[None]:
-        started = time.monotonic()
+        started = self.now()
         yield
-        self._add(kind, time.monotonic() - started)
+        self._add(kind, self.now() - started)
 
     def _add(self, kind: str, seconds: float) -> None:
         self.clock[kind] = self.clock.get(kind, 0.0) + seconds
@@ -259,7 +267,7 @@ class Execution:
         assert self.files is not None
         tensors = self.session.learner.state_dict()
         data: dict[str, Any] = {
-            "config_hash": self.session.config.fingerprint(),
+            "config_hash": self.files.manifest["config_hash"],
             "records": [asdict(record) for record in self.records],
             "clock": self.clock,
             "phase": None,
@@ -278,7 +286,6 @@ class Execution:
         rows, momentum = tensors.pop("phase.rows", None), tensors.pop("phase.momentum", None)
         self.session.learner.load_state_dict(tensors)
         self.records = [StageRecord(**record) for record in data["records"]]
-        self.session.learner.stages_done = len(self.records)
         self.clock = dict(data["clock"])
         if phase is not None:
             assert rows is not None
@@ -290,15 +297,16 @@ class Execution:
 class Meter:
     """Times the steps of a phase. On a GPU a step is only launched here; waiting for it shows in a later one."""
 
-    def __init__(self, batch_size: int) -> None:
+    def __init__(self, batch_size: int, now: Callable[[], float]) -> None:
         self.batch_size = batch_size
-        self.last = self.shown = time.monotonic()
+        self.now = now
+        self.last = self.shown = now()
         self.epoch_seconds = 0.0
         self.shown_steps = 0
 
     def step(self) -> float:
         """Seconds since the step before."""
-        now = time.monotonic()
+        now = self.now()
         seconds, self.last = now - self.last, now
         self.epoch_seconds += seconds
         self.shown_steps += 1
@@ -311,11 +319,11 @@ class Meter:
 
     def due(self) -> bool:
         """Whether it is time to show something."""
-        return time.monotonic() - self.shown > PROGRESS_SECONDS
+        return self.now() - self.shown > PROGRESS_SECONDS
 
     def images_per_second(self) -> float:
         """The rate since it was last shown."""
-        now = time.monotonic()
+        now = self.now()
         rate = self.shown_steps * self.batch_size / max(now - self.shown, 1e-9)
         self.shown, self.shown_steps = now, 0
         return rate

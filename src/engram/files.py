@@ -6,12 +6,15 @@ import errno
 import json
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from engram.errors import EngramError
+
+TEMPORARY = ".part"
 
 
 @contextmanager
@@ -33,7 +36,7 @@ def write_bytes(path: Path, content: bytes) -> None:
     """Puts the content at the path, whole and on disk, or leaves what was there."""
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=TEMPORARY)
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(content)
@@ -45,6 +48,14 @@ def write_bytes(path: Path, content: bytes) -> None:
             with suppress(OSError):
                 os.unlink(temporary)
             raise
+
+
+def remove_temporaries(folder: Path, older_than: float = 0.0) -> None:
+    """Removes what a killed process left half-written below the folder, if it is that many seconds old."""
+    for path in folder.rglob(f".*{TEMPORARY}"):
+        with suppress(OSError):
+            if time.time() - path.stat().st_mtime >= older_than:
+                path.unlink()
 
 
 def write_json(path: Path, data: Any) -> None:

@@ -11,7 +11,7 @@ from engram.models.network import Network
 class Learner:
     """A network, its teacher, the memory of exemplars, the class means and the method's own tensors.
 
-    stages_done counts the stages learned. teacher is a second network that holds the weights of the stage before once
+    teacher is a second network that holds the weights of the stage before once
     there is one; it exists from the start so that its tensors keep their place in memory. notes: what a method wants
     the user told; the run passes them on.
     """
@@ -21,7 +21,6 @@ class Learner:
         self.teacher = teacher.eval().requires_grad_(False)
         self.memory = memory
         self.seed = seed
-        self.stages_done = 0
         self.class_means: Tensor | None = None
         self.buffers: dict[str, Tensor] = {}
         self.notes: list[str] = []
@@ -45,7 +44,7 @@ class Learner:
         self.teacher.load_state_dict(self.network.state_dict())
 
     def state_dict(self) -> dict[str, Tensor]:
-        """All of it as named tensors (the stage count and the seed are the checkpoint's)."""
+        """All of it as named tensors (the seed is the configuration's)."""
         state = {f"network.{name}": value for name, value in self.network.state_dict().items()}
         state |= {f"teacher.{name}": value for name, value in self.teacher.state_dict().items()}
         state |= {f"memory.{name}": value for name, value in self.memory.state_dict().items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 import typing
 from typing import Any, Literal, TypeVar
@@ -85,7 +86,7 @@ def _convert_scalar(hint: Any, item: Any, label: str) -> Any:
             number = hint(item)
         except (ValueError, OverflowError):
             number = None
-        if number is not None and (isinstance(item, str) or number == item):
+        if number is not None and math.isfinite(number) and (isinstance(item, str) or number == item):
             return number
     kind = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(hint, str(hint))
     raise EngramError(f"{label} should be {kind}, got {item!r}")

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import platform
+import subprocess
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -19,7 +20,7 @@ from safetensors.numpy import save
 
 from engram.errors import EngramError
 from engram.events import Event
-from engram.files import read_json, write_bytes, write_json, writing
+from engram.files import read_json, remove_temporaries, write_bytes, write_json, writing
 
 FORMAT = 1
 MANIFEST, RESULT, EVENTS, LOCK = "run.json", "result.json", "events.jsonl", ".lock"
@@ -37,7 +38,7 @@ class RunDirectory:
     def create(cls, path: Path, manifest: Mapping[str, Any]) -> RunDirectory:
         """A new run directory; refuses one that already holds something."""
         with writing(path):
-            if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            if is_used(path):
                 raise EngramError(
                     f"{path} already exists and is not empty; 'engram resume {path}' goes on with a run, "
                     "or choose another directory with --out"
@@ -65,13 +66,17 @@ class RunDirectory:
         """The run directory at that path, for going on with it."""
         run = cls(path, read_manifest(path))
         run._acquire()
-        run._end_torn_line()
+        run._clean_up()
         return run
 
     @property
     def checkpoint(self) -> Path:
         """The file that the run resumes from."""
         return self.path / "checkpoint" / "state.safetensors"
+
+    def has_results(self) -> bool:
+        """Whether a stage has been finished: its result is written after its checkpoint."""
+        return (self.path / RESULT).exists()
 
     def append(self, event: Event) -> None:
         """Adds an event to events.jsonl."""
@@ -94,8 +99,9 @@ class RunDirectory:
             self._lock.close()
             self._lock = None
 
-    def _end_torn_line(self) -> None:
-        """Ends a line of events.jsonl that a kill cut off, so that the next event does not stick to it."""
+    def _clean_up(self) -> None:
+        """Removes what a kill left half-written, and ends the line of events.jsonl that it cut off."""
+        remove_temporaries(self.path)
         path = self.path / EVENTS
         if path.exists() and not path.read_bytes().endswith(b"\n"):
             with writing(path), path.open("a", encoding="utf-8") as file:
@@ -131,6 +137,12 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
+def is_used(path: Path) -> bool:
+    """Whether there is something at the path that a new run would write over."""
+    # A lock alone is what a run leaves that was killed before it had written anything.
+    return path.exists() and (not path.is_dir() or any(entry.name != LOCK for entry in path.iterdir()))
+
+
 def free_directory(parent: Path, name: str) -> Path:
     """A path under the parent that no run has yet: the name, or the name with a number."""
     path, number = parent / name, 1
@@ -146,9 +158,24 @@ def version() -> str:
 
 
 def versions() -> dict[str, str]:
-    """The versions of what a result depends on."""
+    """The versions of what a result depends on; the commit too, where engram runs from a checkout."""
     packages = {name: metadata.version(name) for name in ("torch", "numpy", "pillow", "safetensors")}
-    return {"engram": version(), "python": platform.python_version(), **packages}
+    found = {"engram": version(), "python": platform.python_version(), **packages}
+    commit = _commit()
+    return found if commit is None else found | {"commit": commit}
+
+
+def _commit() -> str | None:
+    """The commit of the checkout that this file is in, marked where files differ from it; None outside a checkout."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        described = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return described.stdout.strip() or None
 
 
 def processor_name() -> str:

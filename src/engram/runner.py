@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engram.checkpoint import load_checkpoint
-from engram.config import RunConfig
+from engram.config import RunConfig, config_hash
 from engram.data.load import DataConfig, load_store
 from engram.data.store import ImageStore
 from engram.errors import EngramError
@@ -34,11 +34,14 @@ def run(
     """The events of a run, which takes place as they are consumed.
 
     directory: where the run keeps its files; None writes nothing. store: the images, where the configuration does not
-    name them. stop is asked after every step; when it says yes the run saves itself and ends.
+    name them. stop is asked after every step; when it says yes the run saves itself and ends. cache: where trained base
+    stages are shared with other runs.
     """
-    if store is not None and store.name == "arrays":
-        config = replace(config, data=DataConfig("arrays"))  # so that run.json does not name images it did not use
-    session = Session(config, load_store(config.data) if store is None else store)
+    if store is None:
+        store = load_store(config.data)
+    elif store.origin != config.data.name:
+        config = replace(config, data=DataConfig(store.origin))  # run.json must not name images that were not used
+    session = Session(config.on_this_machine(), store)
     files = None
     if directory is not None:
         files = RunDirectory.create(Path(directory), {**_manifest(session), "command": command})
@@ -62,14 +65,16 @@ def resume(
     path = Path(directory)
     manifest = read_manifest(path)
     config = RunConfig.from_plain(manifest["config"])
-    if config.fingerprint() != manifest["config_hash"]:
+    if config_hash(manifest["config"]) != manifest["config_hash"]:
         raise EngramError(f"the configuration in {path / 'run.json'} was changed after the run began; start a new run")
     if store is None:
         data = config.data if data_path is None else config.with_value("data.path", data_path).data
         store = load_store(data)
     files = RunDirectory.open(path)
     try:
-        checkpoint = load_checkpoint(files.checkpoint) if files.checkpoint.exists() else None
+        checkpoint = None
+        if files.checkpoint.exists() or files.has_results():
+            checkpoint = load_checkpoint(files.checkpoint)
         if checkpoint is not None and checkpoint.data.get("config_hash") != manifest["config_hash"]:
             raise EngramError(f"the checkpoint in {path} belongs to another configuration than its run.json")
         if store.fingerprint() != manifest["data"]["fingerprint"]:
@@ -77,6 +82,11 @@ def resume(
                 f"the images are not those that the run in {path} began with; give the same data with --data"
             )
         session = Session(config, store)
+        recorded = (manifest["order"].get("class_ids"), manifest["stage_sizes"])
+        if (list(session.stream.order), list(session.stream.sizes)) != recorded:
+            raise EngramError(
+                f"the class order or the stages of the run in {path} are not what its configuration gives"
+            )
         going = Execution(session, files, stop, stop_after_stage, checkpoint_minutes, cache)
         if checkpoint is not None:
             going.restore(checkpoint)

@@ -6,7 +6,6 @@ import hashlib
 import json
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 import numpy as np
 import torch
@@ -26,7 +25,8 @@ from engram.models.network import Network, Part
 from engram.models.resnet import build_backbone
 from engram.plain import to_plain
 from engram.random import generator
-from engram.rundir import processor_name, version
+from engram.rundir import processor_name
+from engram.stagecache import code_digest
 
 # What an image costs, against training without a teacher; only for the estimate of the time left.
 TEACHER_COST, FROZEN_COST = 1.5, 0.3
@@ -80,8 +80,8 @@ class Session:
         self.method: Method = find_method(config.method).make(config.settings)
         self._train_labels = self.stream.labels_of(store.train.class_ids)
         self._test_labels = self.stream.labels_of(store.test.class_ids)
-        device, precision = resolve_device(config)
-        self.engine = Engine(device, precision, config.augmentation, store.image_size)
+        device, precision = config.place()
+        self.engine = Engine(torch.device(device), precision, config.augmentation, store.image_size)
         memory = Memory(config.memory)
         self.learner = Learner(self._network().to(device), self._network().to(device), memory, config.seed)
 
@@ -97,9 +97,16 @@ class Session:
         """Each channel's mean and standard deviation: the published ones, or the base stage's training images'."""
         if self.store.mean is not None and self.store.std is not None:
             return self.store.mean, self.store.std
-        base = self.store.train.images[self._train_labels < self.stream.sizes[0]] / np.float32(255)
-        std = np.maximum(base.std(axis=(0, 1, 2), dtype=np.float64), 1e-3)
-        return tuple(base.mean(axis=(0, 1, 2), dtype=np.float64).tolist()), tuple(std.tolist())
+        rows = np.flatnonzero(self._train_labels < self.stream.sizes[0])
+        # Counted by pixel value, image by image: exact, and no copy of the images as floats.
+        counts = np.zeros((3, 256), dtype=np.int64)
+        for row in rows:
+            for channel in range(3):
+                counts[channel] += np.bincount(self.store.train.images[row, :, :, channel].ravel(), minlength=256)
+        values, weights = np.arange(256) / 255, counts / counts.sum(axis=1, keepdims=True)
+        mean = weights @ values
+        std = np.sqrt(weights @ values**2 - mean**2)
+        return tuple(mean.tolist()), tuple(np.maximum(std, 1e-3).tolist())
 
     def _network(self) -> Network:
         backbone = build_backbone(self.config.backbone, generator(self.config.seed, "backbone"))
@@ -113,7 +120,7 @@ class Session:
             return None
         base = self.stream.sizes[0]
         key = {
-            "engram": version(),
+            "code": code_digest(self.method),
             "torch": torch.__version__,
             "device": self.engine.device.type,
             "precision": self.engine.precision,
@@ -166,23 +173,11 @@ class Session:
         predictions = {name: predictions[name] for name in self.method.predictors}
         sizes = self.stream.sizes[: index + 1]
         arrays = {"targets": targets} | {f"predictions.{name}": labels for name, labels in predictions.items()}
-        arrays |= {name: value.cpu().numpy() for name, value in self.learner.buffers.items()}
+        importance = {name: value for name, value in self.learner.buffers.items() if name.startswith("importance.")}
+        arrays |= {name: value.float().cpu().numpy() for name, value in importance.items()}
         accuracy = {name: metrics.accuracy(targets, labels) for name, labels in predictions.items()}
         by_stage = {name: metrics.accuracy_by_stage(targets, labels, sizes) for name, labels in predictions.items()}
         return accuracy, by_stage, arrays
-
-
-def resolve_device(config: RunConfig) -> tuple[torch.device, Literal["float32", "bf16"]]:
-    """The device and precision that "auto" stands for here; refuses what this machine cannot do."""
-    available = torch.cuda.is_available()
-    if config.device == "cuda" and not available:
-        raise EngramError("no CUDA device is available here; use --device cpu or --device auto")
-    device = torch.device("cuda" if available and config.device != "cpu" else "cpu")
-    if config.precision == "auto":
-        return device, "bf16" if device.type == "cuda" else "float32"
-    if config.precision == "bf16" and device.type == "cpu":
-        raise EngramError("bf16 is for CUDA devices; on a CPU use --precision float32")
-    return device, config.precision
 
 
 def _outline(index: int, new: range, counts: np.ndarray, kept: list[int]) -> Stage:

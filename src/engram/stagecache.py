@@ -5,14 +5,18 @@ An entry is named by everything that determines it, so a changed setting has ano
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import os
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from torch import Tensor
 
 from engram.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from engram.files import remove_temporaries
 
 LIMIT_BYTES = 2**30
 
@@ -25,6 +29,31 @@ class Entry:
     path: Path
     size: int
     used: float
+
+
+@cache
+def _package_code() -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    root = Path(__file__).parent
+    for name in ("data", "models", "methods", "engine", "random.py", "learner.py", "session.py"):
+        paths = sorted((root / name).rglob("*.py")) if (root / name).is_dir() else [root / name]
+        for path in paths:
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def code_digest(method: object) -> str:
+    """A digest of the code that trains a base stage: edited code finds no old entry.
+
+    It covers this package and, for a method from elsewhere, the class itself.
+    """
+    digest = hashlib.blake2b(_package_code().encode(), digest_size=16)
+    if not type(method).__module__.startswith("engram."):
+        try:
+            digest.update(inspect.getsource(type(method)).encode())
+        except (OSError, TypeError):  # typed in by hand, it has no source to tell it apart by
+            digest.update(repr(id(type(method))).encode())
+    return digest.hexdigest()
 
 
 class StageCache:
@@ -47,6 +76,7 @@ class StageCache:
     def save(self, key: str, tensors: dict[str, Tensor]) -> None:
         """Keeps the tensors under the key, and removes the longest unused entries beyond the limit."""
         save_checkpoint(self._path(key), Checkpoint(tensors, {"key": key}))
+        remove_temporaries(self.folder, older_than=24 * 3600)
         entries = self.entries()
         excess = sum(entry.size for entry in entries) - self.limit_bytes
         for entry in entries:

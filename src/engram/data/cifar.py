@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Final
+from typing import IO, Any, Final
 
 import numpy as np
 
@@ -28,16 +28,6 @@ OFFICIAL_COUNTS: Final = (50_000, 10_000)
 _MEMBERS: Final = ("meta", "train", "test")
 _MEMBER_LIMIT: Final = 256 * 2**20  # the largest official file has 148 MiB
 _CHUNK: Final = 2**20
-
-if TYPE_CHECKING:
-    CIFAR100_ORDERS: tuple[tuple[int, ...], ...]
-else:
-
-    def __getattr__(name: str) -> tuple[tuple[int, ...], ...]:
-        # The file is read when the constant is first asked for, not when this module is imported.
-        if name == "CIFAR100_ORDERS":
-            return published_orders("cifar100")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 @cache
@@ -61,7 +51,7 @@ def read_cifar100(path: str | Path, *, counts: tuple[int, int] | None = OFFICIAL
     names = _class_names(*files["meta"])
     train = _split(*files["train"], len(names), counts[0] if counts else None)
     test = _split(*files["test"], len(names), counts[1] if counts else None)
-    return ImageStore("cifar100", train, test, names, mean=MEAN, std=STD)
+    return ImageStore("cifar100", train, test, names, mean=MEAN, std=STD, origin="cifar100")
 
 
 def read_batches(path: str | Path) -> dict[str, tuple[str, dict[str, Any]]]:

@@ -67,7 +67,9 @@ def read_folder(
         test = Split(whole.images[held], whole.class_ids[held])
     else:
         train, test = reader.read(folders)
-    return ImageStore(name or root.resolve().name or "images", train, test, names, skipped=tuple(reader.skipped))
+    return ImageStore(
+        name or root.resolve().name or "images", train, test, names, skipped=tuple(reader.skipped), origin="folder"
+    )
 
 
 def _find_images(root: Path) -> tuple[list[_Folder], tuple[str, ...]]:

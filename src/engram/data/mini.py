@@ -27,7 +27,7 @@ def read_mini() -> ImageStore:
         splits = [_split(assets.joinpath(f"{name}.webp").read_bytes(), name, meta) for name in ("train", "test")]
     except (OSError, KeyError, json.JSONDecodeError, UnidentifiedImageError) as error:
         raise EngramError(f"the embedded data set cannot be read ({error}); install engram again") from None
-    return ImageStore("mini", splits[0], splits[1], tuple(meta["class_names"]), mean=MEAN, std=STD)
+    return ImageStore("mini", splits[0], splits[1], tuple(meta["class_names"]), mean=MEAN, std=STD, origin="mini")
 
 
 def _split(content: bytes, name: str, meta: dict[str, Any]) -> Split:

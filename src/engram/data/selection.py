@@ -21,8 +21,8 @@ HERDING_ROUNDS = 1000
 def herd(embeddings: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
     """Rows whose running mean follows the class mean (iCaRL's herding, in the form the AFC tables used).
 
-    A row that comes up again is not added a second time but still moves the target. After HERDING_ROUNDS rounds
-    (duplicates in the data can make it circle) the rows closest to the mean fill what is missing.
+    A row that comes up again is not added a second time but still moves the target. After HERDING_ROUNDS rounds,
+    or ten for each row wanted (duplicates can make it circle), the rows closest to the mean fill what is missing.
     """
     count = min(count, len(embeddings))
     mean = embeddings.mean(dim=0)
@@ -31,7 +31,7 @@ def herd(embeddings: Tensor, count: int, generator: torch.Generator | None = Non
     to_mean = embeddings @ mean
     target = to_mean.clone()
     picked: dict[int, None] = {}
-    for _ in range(HERDING_ROUNDS):
+    for _ in range(max(HERDING_ROUNDS, 10 * count)):
         if len(picked) == count:
             break
         best = int(target.argmax())

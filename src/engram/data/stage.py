@@ -41,11 +41,6 @@ class Stage:
         """Every row of the pool."""
         return torch.arange(len(self.pool))
 
-    @cached_property
-    def exemplar_rows(self) -> Tensor:
-        """The rows of the pool that came from the memory."""
-        return torch.nonzero(self.pool.exemplar).squeeze(1)
-
     def rows_of(self, label: int) -> Tensor:
         """The rows of the pool that hold images of one class."""
         return self.pool.rows_of(label)

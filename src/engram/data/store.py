@@ -60,7 +60,8 @@ class ImageStore:
     """A data set: a training and a test split, the names of the classes, and what is known of its pixels.
 
     `mean` and `std` are the normalisation published for the set, for pixels scaled to 0..1; None where
-    there is none. `skipped` names the unreadable files that the reader was told to pass over.
+    there is none. `skipped` names the unreadable files that the reader was told to pass over. `origin` is the kind of
+    data set a reader made it from, as configurations name it; "arrays" for images given in Python.
     """
 
     name: str
@@ -70,6 +71,7 @@ class ImageStore:
     mean: RGB | None = None
     std: RGB | None = None
     skipped: tuple[str, ...] = ()
+    origin: str = "arrays"
 
     def __post_init__(self) -> None:
         _check_names(self.name, self.class_names)
@@ -178,7 +180,7 @@ def stratified_split(
         if not len(group):
             continue  # the store that is made of the halves names a class without images
         count = min(max(math.floor(len(group) * fraction + 0.5), 1), len(group) - 1)
-        shuffled = group[_permutation(len(group), f"{seed}/{name}")]
+        shuffled = group[stable_permutation(len(group), f"{seed}/{name}")]
         held.append(shuffled[:count])
         kept.append(shuffled[count:])
     if not held:
@@ -186,9 +188,12 @@ def stratified_split(
     return np.sort(np.concatenate(kept)), np.sort(np.concatenate(held))
 
 
-def _permutation(n: int, key: str) -> npt.NDArray[np.int64]:
-    # An extendable hash rather than NumPy's generators, whose streams may change between releases:
-    # the test images of a folder must still be its test images after an upgrade.
+def stable_permutation(n: int, key: str) -> npt.NDArray[np.int64]:
+    """A shuffle of 0 to n - 1 that depends on the key alone.
+
+    It comes from an extendable hash rather than NumPy's generators, whose streams may change between releases: the test
+    images of a folder, and the class order of a seed, must still be the same after an upgrade.
+    """
     ranks = np.frombuffer(hashlib.shake_128(key.encode("utf-8", "surrogatepass")).digest(8 * n), dtype="<u8")
     return np.argsort(ranks, kind="stable").astype(np.int64, copy=False)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from engram.data.cifar import published_orders
+from engram.data.store import stable_permutation
 from engram.errors import EngramError, suggest
 
 
@@ -94,7 +95,7 @@ def describe_order(spec: str, dataset: str) -> str:
 
 
 def _shuffled(seed: int, count: int) -> tuple[int, ...]:
-    return tuple(int(i) for i in np.random.default_rng(seed).permutation(count))
+    return tuple(stable_permutation(count, f"class order {seed}").tolist())
 
 
 def _listed(items: list[str], class_names: Sequence[str]) -> tuple[int, ...]:

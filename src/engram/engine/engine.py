@@ -20,7 +20,7 @@ from engram.random import generator
 
 Precision = Literal["float32", "bf16"]
 
-INFERENCE_BATCH = 512
+INFERENCE_PIXELS = 512 * 32 * 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +95,8 @@ class Engine:
         network.eval()
         embeddings: list[Tensor] = []
         scores: list[Tensor] = []
-        for part in images.split(INFERENCE_BATCH):
+        batch = max(1, INFERENCE_PIXELS // (images.shape[1] * images.shape[2]))
+        for part in images.split(batch):
             with self.autocast():
                 output = network(to_unit(part.to(self.device), mirror).contiguous(memory_format=self.layout))
             embeddings.append(output.embedding)

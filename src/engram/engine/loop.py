@@ -107,7 +107,7 @@ class PhaseLoop:
         raise NonFiniteLoss(
             f"the loss stopped being finite in stage {self._stage.index}, phase {self.phase.name}, "
             f"epoch {self.epoch + 1}, step {step + 1} of {self.steps} ({terms}); "
-            "the last checkpoint is intact: try a lower learning rate"
+            "nothing was saved after it: try a lower learning rate"
         )
 
     def learning_rate(self) -> float:

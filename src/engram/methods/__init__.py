@@ -1,17 +1,12 @@
-"""Methods: one file each, made of shared blocks; importing this package registers them all."""
+"""Methods: one file each, made of shared blocks; importing this package registers every one of them."""
 
-from engram.methods import afc, joint, naive, replay, uniform
-from engram.methods._base import (
-    METHODS,
-    Method,
-    MethodInfo,
-    Phase,
-    Settings,
-    Step,
-    Training,
-    find_method,
-    register,
-)
+import importlib
+import pkgutil
+
+from engram.methods._base import METHODS, Method, MethodInfo, Phase, Settings, Step, Training, find_method, register
+
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")
 
 __all__ = [
     "METHODS",
@@ -21,11 +16,6 @@ __all__ = [
     "Settings",
     "Step",
     "Training",
-    "afc",
     "find_method",
-    "joint",
-    "naive",
     "register",
-    "replay",
-    "uniform",
 ]

@@ -163,6 +163,7 @@ class MethodInfo:
     title: str
     paper: str
     memory: Literal["needed", "none", "all"]
+    predictors: tuple[str, ...]
     settings: type[Settings]
     make: Callable[..., Method]
 
@@ -188,7 +189,7 @@ def register(
     def decorate(cls: type[MethodT]) -> type[MethodT]:
         if name in METHODS:
             raise EngramError(f"a method named {name!r} is registered already ({METHODS[name].make.__qualname__})")
-        METHODS[name] = MethodInfo(name, title, paper, memory, settings, cls)
+        METHODS[name] = MethodInfo(name, title, paper, memory, cls.predictors, settings, cls)
         return cls
 
     return decorate

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
@@ -21,6 +21,7 @@ from engram.learner import Learner
 from engram.methods import losses
 from engram.methods._base import Method, Passes, Phase, Step, Terms, register
 from engram.methods.host import (
+    AFTER_BASE,
     HostSettings,
     Variant,
     classification_loss,
@@ -42,10 +43,10 @@ class AFCSettings(HostSettings):
     (Figure 2).
     """
 
-    discrepancy: Variant | None = None
-    lambda_disc: float = 4.0
-    exemplars_only: bool = False
-    importance_samples: int | None = None
+    discrepancy: Variant | None = field(default=None, metadata=AFTER_BASE)
+    lambda_disc: float = field(default=4.0, metadata=AFTER_BASE)
+    exemplars_only: bool = field(default=False, metadata=AFTER_BASE)
+    importance_samples: int | None = field(default=None, metadata=AFTER_BASE)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -114,6 +115,8 @@ class AFC(Method[AFCSettings]):
             return losses.channel_importance(classification_loss(self.settings, step).sum(), step.student.maps)
 
         sums = passes.sweep(learner, stage, rows, visit, self.settings.train.batch_size)
+        if not all(bool(importance.isfinite().all()) for importance in sums):
+            raise EngramError(f"the importance after stage {stage.index} is not finite; try a lower learning rate")
         if any(not bool(importance.any()) for importance in sums):
             learner.notes.append(
                 f"after stage {stage.index} no channel had any importance "

@@ -6,7 +6,7 @@ PODNet brought this host and AFC changed only what is distilled, so each method 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import torch
@@ -28,6 +28,9 @@ from engram.random import generator
 Variant = Literal["released", "paper"]
 VARIANTS: tuple[Variant, ...] = ("released", "paper")
 
+# For settings that play no part before the second stage: `field(default, metadata=AFTER_BASE)`.
+AFTER_BASE = {"after_base": True}
+
 # Where the paper and the released code differ, and what each says. docs/afc.md has a line on each.
 DIFFERENCES: dict[str, dict[Variant, Any]] = {
     "similarity": {"released": "distance", "paper": "cosine"},
@@ -46,16 +49,19 @@ class HostSettings(Settings):
     sharpness is a and learned_scale is eta; the NME recipe has sharpness 3 and no learned scale.
     """
 
-    variant: Variant = "released"
+    # The variant acts through the readings of the differences, which are in the base stage's key of their own.
+    variant: Variant = field(default="released", metadata=AFTER_BASE)
     similarity: Similarity | None = None
     classification: Variant | None = None
-    balanced: bool | None = None
+    balanced: bool | None = field(default=None, metadata=AFTER_BASE)
     proxies: int = 10
     sharpness: float = 1.0
     learned_scale: bool = True
     margin: float = 0.6
     train: Training = field(default_factory=Training)
-    finetune: Training = field(default_factory=lambda: Training(epochs=20, lr=0.05, schedule="constant"))
+    finetune: Training = field(
+        default_factory=lambda: Training(epochs=20, lr=0.05, schedule="constant"), metadata=AFTER_BASE
+    )
 
     def __post_init__(self) -> None:
         if self.variant not in VARIANTS:
@@ -75,15 +81,10 @@ class HostSettings(Settings):
         return DIFFERENCES[difference][self.variant] if value is None else value
 
 
-# Settings that play no part before the second stage. Everything else is part of the base stage's key.
-AFTER_BASE = frozenset(
-    {"variant", "balanced", "finetune", "discrepancy", "lambda_disc", "exemplars_only", "importance_samples"}
-)
-
-
 def host_base_key(settings: HostSettings) -> dict[str, Any]:
-    """What determines the base stage of every method on this host: all settings but those for later stages."""
-    key = {name: value for name, value in to_plain(settings).items() if name not in AFTER_BASE}
+    """What determines the base stage of every method on this host: all settings but those marked AFTER_BASE."""
+    later = {field.name for field in fields(settings) if field.metadata.get("after_base")}
+    key = {name: value for name, value in to_plain(settings).items() if name not in later}
     readings = {name: settings.reading(name) for name in DIFFERENCES if name in key}
     return {"host": "lsc", **key, **readings}
 

@@ -103,6 +103,6 @@ def channel_importance(loss: Tensor, maps: Sequence[Tensor]) -> list[Tensor]:
 
 
 def normalise_importance(importance: Tensor) -> Tensor:
-    """Divided by its mean over the channels (eq. normalize_importance); uniform where nothing has any importance."""
+    """Divided by its mean over the channels (eq. normalize_importance); uniform where no channel has any."""
     mean = importance.mean()
-    return torch.where(mean > 0, importance / mean, 1.0)
+    return torch.where(mean == 0, 1.0, importance / mean)

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["write_report"]
+__all__ = ["is_report_folder", "write_report"]
+
+FILES = "FILES.txt"  # in the folder beside a page: the names of the files that belong to the report
 
 
 def write_report(directories: Sequence[Path], out: Path | None = None) -> Path:
@@ -21,3 +23,8 @@ def write_report(directories: Sequence[Path], out: Path | None = None) -> Path:
     from engram.report import page  # matplotlib takes a second to import; `engram --help` must not pay for it
 
     return page.write_report(directories, out)
+
+
+def is_report_folder(path: Path) -> bool:
+    """Whether this is the folder that stands beside a report's page."""
+    return path.name.endswith("_files") and (path / FILES).is_file()

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from engram.report.groups import Group, row_percent
-from engram.report.svg import CARD, GRID, INK, MARKERS, MUTED, ON_STRONG, SERIES, Drawing, finish, plain
+from engram.report.svg import CARD, GRID, INK, MARKERS, MUTED, ON_STRONG, SERIES, Drawing, finish, plain, plain_label
 from engram.report.tables import predictor_name, time_parts
 
 WIDTH = 5.0  # inches; at 72 units an inch the text is near its nominal size on a phone and on a desk
@@ -43,7 +43,7 @@ def accuracy_curves(groups: Sequence[Group], predictor: str) -> Drawing:
         values = group.accuracy(predictor)
         x, mean = np.array(group.classes), np.array([value.mean for value in values])
         style = _line_style(index, len(x))
-        text = f"{plain(group.label, 40)}, n = {group.n}"
+        text = f"{plain_label(group.label, 40)}, n = {group.n}"
         axes.plot(x, mean, label=text, zorder=3, **style)
         if group.n > 1:
             std = np.array([value.std for value in values])
@@ -153,7 +153,7 @@ def _title(group: Group, predictor: str | None = None) -> str:
     parts = [] if predictor is None else [predictor_name(predictor)]
     if group.n > 1:
         parts.append(f"mean of {group.n} runs")
-    label = plain(group.label, 34)
+    label = plain_label(group.label, 34)
     return (", " if len(label) <= 14 else "\n").join(filter(None, [label, ", ".join(parts)]))
 
 
@@ -241,7 +241,7 @@ def time_spent(groups: Sequence[Group]) -> Drawing:
     for group in groups:
         spent = [[run.seconds_by.get(part, 0.0) for part in parts[:-1]] for run in group.runs]
         full = [[*row, max(0.0, run.seconds - sum(row))] for row, run in zip(spent, group.runs, strict=True)]
-        name = plain(group.label, 26)
+        name = plain_label(group.label, 26)
         if by_run and group.n > 1:
             rows += [(f"{name}, {run.order}/{run.seed}", np.array(r)) for run, r in zip(group.runs, full, strict=True)]
         else:
@@ -292,7 +292,7 @@ def training_loss(group: Group) -> Drawing:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
     axes.set_xlabel("epochs of the main phase, all stages")
     axes.set_ylabel("mean loss of the epoch")
-    axes.set_title(plain(group.label, 40))
+    axes.set_title(plain_label(group.label, 40))
     figure.legend(loc="outside lower left", ncols=4, columnspacing=1.2)
     alt = f"Training loss of {plain(group.label)}, epoch by epoch; upright lines mark the stages."
     return finish(figure, f"loss_{group.slug}", alt)

@@ -1,4 +1,4 @@
-"""Runs that differ only in class order and seed, brought together, and the statistics over them."""
+"""Runs that repeat one another with another class order or seed, brought together, and the statistics over them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from engram import metrics
 from engram.report.load import Run
+
+# What repetitions of a run may differ in. Where the images lay is no matter: their fingerprint says which they were.
+_VARYING = ("order", "seed", "data.path")
+_SHOWN_CHANGES = 3
 
 
 @dataclass(frozen=True)
@@ -109,7 +114,7 @@ class Group:
         counts = np.zeros((len(position), len(position)), dtype=np.int64)
         for run in self.runs:
             rows = np.array([position[i] for i in run.class_order[: run.stages[-1].classes]])
-            np.add.at(counts, (rows[run.targets], rows[run.predictions[predictor]]), 1)
+            counts += metrics.confusion(rows[run.targets], rows[run.predictions[predictor]], len(position))
         return counts
 
     def importance(self) -> list[np.ndarray]:
@@ -127,7 +132,7 @@ def row_percent(counts: np.ndarray) -> np.ndarray:
 
 
 def make_groups(runs: Sequence[Run]) -> list[Group]:
-    """The runs grouped by all that was set except order and seed, in the order in which groups first appear."""
+    """The runs grouped by all that repetitions have in common, in the order in which groups first appear."""
     found: dict[str, list[Run]] = {}
     for run in runs:
         found.setdefault(_key(run), []).append(run)
@@ -145,41 +150,50 @@ def make_groups(runs: Sequence[Run]) -> list[Group]:
 
 def _key(run: Run) -> str:
     # Unfinished runs stand apart: a mean over different numbers of classes would mean nothing.
-    config = {name: value for name, value in run.config.items() if name not in ("order", "seed")}
-    parts = [
-        run.recipe,
-        run.method,
-        config,
-        run.fingerprint,
-        run.class_names,
-        run.stage_sizes,
-        len(run.stages),
-    ]
-    return json.dumps([*parts, run.predictors], sort_keys=True)
+    config = {key: value for key, value in _flatten(run.config) if key not in _VARYING}
+    data = [run.fingerprint, run.class_names, run.stage_sizes, len(run.stages)]
+    return json.dumps([run.recipe, run.method, config, *data, run.predictors], sort_keys=True)
 
 
 def _labels(firsts: list[Run]) -> list[str]:
     """The shortest telling name of each group: method, else recipe, else recipe and the settings that differ."""
-    for names in ([run.method for run in firsts], [run.recipe for run in firsts]):
-        if len(set(names)) == len(names):
-            break
-    else:
-        names = [_with_settings(run, [other for other in firsts if other.recipe == run.recipe]) for run in firsts]
+    names = [run.method for run in firsts]
+    if len(set(names)) < len(names):
+        recipes = Counter(run.recipe for run in firsts)
+        names = [
+            _short_recipe(run, firsts) if recipes[run.recipe] == 1 else _with_settings(run, firsts) for run in firsts
+        ]
     names = [f"{name} ({run.stopped})" if run.stopped else name for name, run in zip(names, firsts, strict=True)]
     repeated = {name for name, times in Counter(names).items() if times > 1}
     numbers = {name: count(1) for name in repeated}
     return [f"{name} [{next(numbers[name])}]" if name in repeated else name for name in names]
 
 
-def _with_settings(run: Run, peers: list[Run]) -> str:
-    flat = [dict(_flatten(peer.config)) for peer in peers]
+def _short_recipe(run: Run, others: list[Run]) -> str:
+    """The recipe; of many changes to it, those that tell it from the others, and dots for the rest."""
+    name, changes = _changes(run.recipe)
+    if len(changes) <= _SHOWN_CHANGES:
+        return run.recipe
+    peers = [theirs for other, theirs in (_changes(other.recipe) for other in others) if other == name]
+    telling = [change for change in changes if any(change not in theirs for theirs in peers)]
+    return f"{name} ({', '.join([*telling[:_SHOWN_CHANGES], '…'])})"
+
+
+def _changes(recipe: str) -> tuple[str, list[str]]:
+    """A recipe's plain name, and what was changed: "name (key=value, key=value)"."""
+    name, _, changed = recipe.removesuffix(")").partition(" (")
+    return name, changed.split(", ") if changed else []
+
+
+def _with_settings(run: Run, others: list[Run]) -> str:
+    flat = [dict(_flatten(other.config)) for other in others if other.recipe == run.recipe]
     mine = dict(_flatten(run.config))
     differing = [
         f"{key.rsplit('.', 1)[-1]}={value}"
         for key, value in mine.items()
-        if key not in ("order", "seed") and any(other.get(key) != value for other in flat)
+        if key not in _VARYING and any(other.get(key) != value for other in flat)
     ]
-    return f"{run.recipe} {', '.join(differing[:3])}".strip()
+    return f"{_short_recipe(run, others)} {', '.join(differing[:3])}".strip()
 
 
 def _flatten(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:

@@ -18,10 +18,11 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load as load_tensors
 
+from engram import metrics
 from engram.errors import EngramError
+from engram.result import SECONDS
+from engram.rundir import EVENTS, FORMAT, MANIFEST, RESULT
 
-FORMAT = 1
-TIME_PARTS = ("train", "importance", "exemplars", "evaluate")
 METRICS = ("average_incremental_accuracy", "final_accuracy", "forgetting", "backward_transfer")
 
 # Accuracy is recomputed from the stored predictions; anything above rounding means the files are not of one run.
@@ -164,22 +165,22 @@ def load_run(directory: Path) -> Run:
     directory = Path(directory)
     if not directory.is_dir():
         raise EngramError(f"{directory} is not a directory; give the directory of a run.")
-    if not (directory / "run.json").exists():
-        inner = sorted(path.parent.name for path in directory.glob("*/run.json"))
+    if not (directory / MANIFEST).exists():
+        inner = sorted(path.parent.name for path in directory.glob(f"*/{MANIFEST}"))
         hint = f"; it holds runs, so give those, such as {directory / inner[0]}" if inner else ""
-        raise EngramError(f"{directory} is not a run directory: it has no run.json{hint or '; give another one'}.")
-    info = _Record(_json(directory / "run.json"), directory / "run.json")
+        raise EngramError(f"{directory} is not a run directory: it has no {MANIFEST}{hint or '; give another one'}.")
+    info = _Record(_json(directory / MANIFEST), directory / MANIFEST)
     if info.get("format", int) != FORMAT:
         raise EngramError(
             f"{info.file} has run format {info.data['format']} and this engram reads format {FORMAT}; "
             "make the report with the engram version that made the run."
         )
-    if not (directory / "result.json").exists():
-        raise EngramError(f"{directory} has no finished stage yet (no result.json); let its first stage finish first.")
-    result = _Record(_json(directory / "result.json"), directory / "result.json")
+    if not (directory / RESULT).exists():
+        raise EngramError(f"{directory} has no finished stage yet (no {RESULT}); let its first stage finish first.")
+    result = _Record(_json(directory / RESULT), directory / RESULT)
     recipe = info.get("recipe", str)
     if result.get("recipe", str) != recipe:
-        result.fail(f"its recipe is {result.data['recipe']!r} but run.json says {recipe!r}")
+        result.fail(f"its recipe is {result.data['recipe']!r} but {MANIFEST} says {recipe!r}")
     return _assemble(directory, info, result)
 
 
@@ -192,30 +193,29 @@ def _assemble(directory: Path, info: _Record, result: _Record) -> Run:
     last = directory / "stages" / f"{len(stages) - 1:03d}.safetensors"
     targets, predictions, importance = _tensors(last, stages[-1], predictors)
     config, data = info.get("config", dict), info.sub("data")
-    card = info.texts("card")
     times = result.sub("seconds_by")
-    events = _events(directory / "events.jsonl")
+    events = _events(directory / EVENTS)
     return Run(
         directory=directory,
         recipe=info.get("recipe", str),
         method=result.get("method", str),
         dataset=data.get("name", str),
         fingerprint=data.get("fingerprint", str),
-        order=_text(info.sub("order").data.get("name", "?")),
-        seed=_text(result.data.get("seed", config.get("seed", "?"))),
+        order=info.sub("order").get("name", str),
+        seed=str(result.get("seed", int)),
         created=info.get("created", str),
         config=config,
         config_hash=info.get("config_hash", str),
-        card=card,
+        card=info.texts("card"),
         class_names=names,
         class_order=class_order,
         stage_sizes=sizes,
         predictors=predictors,
-        reported=_reported(config, card, predictors),
+        reported=_reported(config, predictors),
         stages=stages,
         metrics={metric: _metric(result.sub(metric), predictors) for metric in METRICS},
         seconds=result.get("seconds", float),
-        seconds_by={part: times.get(part, float, 0.0) for part in [*TIME_PARTS, *sorted(set(times.data))]},
+        seconds_by={part: times.get(part, float, 0.0) for part in [*SECONDS, *sorted(set(times.data))]},
         targets=targets,
         predictions=predictions,
         importance=importance,
@@ -243,7 +243,7 @@ def _stages(result: _Record, sizes: tuple[int, ...], predictors: tuple[str, ...]
     if not entries:
         raise EngramError(f"{result.file.parent} has no finished stage yet; let its first stage finish first.")
     if len(entries) > len(sizes):
-        result.fail(f"it holds {len(entries)} stages and run.json plans {len(sizes)}")
+        result.fail(f"it holds {len(entries)} stages and {MANIFEST} plans {len(sizes)}")
     stages = []
     for index, (entry, seen) in enumerate(zip(entries, accumulate(sizes), strict=False)):
         record = _Record(entry, result.file, f"stages[{index}]")
@@ -285,10 +285,10 @@ def _tensors(
         if labels.min() < 0 or labels.max() >= stage.classes:
             record.fail(f"{name!r} holds a label outside the {stage.classes} classes seen")
     for name, labels in predictions.items():
-        accuracy = 100 * float(np.mean(labels == targets))
+        accuracy = metrics.accuracy(targets, labels)
         if abs(accuracy - stage.accuracy[name]) > _ACCURACY_TOLERANCE:
             record.fail(
-                f"its {name} predictions are {accuracy:.2f} % right but result.json says {stage.accuracy[name]:.2f} %"
+                f"its {name} predictions are {accuracy:.2f} % right but {RESULT} says {stage.accuracy[name]:.2f} %"
             )
     importance = []
     while (values := tensors.get(f"importance.{len(importance)}")) is not None:
@@ -310,18 +310,10 @@ def _metric(record: _Record, predictors: tuple[str, ...]) -> dict[str, float | N
     }
 
 
-def _reported(config: Mapping[str, Any], card: Mapping[str, str], predictors: tuple[str, ...]) -> str:
-    """The predictor the recipe is judged by: what its configuration or its card names, else the first."""
-    settings = config.get("settings")
-    for source in (
-        config,
-        settings if isinstance(settings, dict) else {},
-        {k.lower(): v for k, v in card.items()},
-    ):
-        named = str(source.get("predictor", "")).lower()
-        if named in predictors:
-            return named
-    return predictors[0]
+def _reported(config: Mapping[str, Any], predictors: tuple[str, ...]) -> str:
+    """The predictor the recipe is judged by; the first where it was not evaluated."""
+    named = config.get("predictor")
+    return named if named in predictors else predictors[0]
 
 
 def _events(file: Path) -> list[dict[str, Any]]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterable, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,15 +12,16 @@ from urllib.parse import quote
 import jinja2
 
 from engram.errors import EngramError
-from engram.report import figures
+from engram.files import write_bytes
+from engram.report import FILES, figures
 from engram.report.groups import Group, make_groups
-from engram.report.load import Run, load_runs
+from engram.report.load import METRICS, Run, load_runs
 from engram.report.svg import SERIES, Drawing, drawing_style
 from engram.report.tables import confused_pairs, csv_files, duration, number, predictor_name
+from engram.rundir import version
 
 _OPEN_CONFUSIONS = 3
 _HEADLINE_GROUPS = 5
-_MANIFEST = "FILES.txt"
 _PREDICTOR_WORDS = {
     "cnn": "CNN: the class with the highest score of the classifier.",
     "nme": "NME: the class whose mean exemplar is nearest.",
@@ -48,7 +47,7 @@ def write_report(directories: Sequence[Path], out: Path | None = None) -> Path:
     )
     files = {f"{drawing.name}.svg": drawing.svg for drawing in drawings} | csv_files(groups)
     _write_folder(folder, files)
-    _write(target, page)
+    write_bytes(target, page.encode())
     return target
 
 
@@ -67,38 +66,14 @@ def _target(directories: list[Path], out: Path | None) -> Path:
 
 def _write_folder(folder: Path, files: dict[str, str]) -> None:
     """Nothing; the folder then holds these files, without those of an earlier report, and what others put there."""
-    manifest = folder / _MANIFEST
+    manifest = folder / FILES
     earlier = manifest.read_text(encoding="utf-8").splitlines() if manifest.is_file() else []
     for name, text in files.items():
-        _write(folder / name, text)
-    _write(manifest, "".join(f"{name}\n" for name in sorted(files)))
+        write_bytes(folder / name, text.encode())
+    write_bytes(manifest, "".join(f"{name}\n" for name in sorted(files)).encode())
     for name in set(earlier) - set(files):
         if Path(name).name == name:
             (folder / name).unlink(missing_ok=True)
-
-
-def _write(file: Path, text: str) -> None:
-    temporary: Path | None = None
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name[:40]}.", suffix=".part")
-        temporary = Path(name)
-        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as stream:
-            stream.write(text)
-        temporary.chmod(0o666 & ~_umask())
-        temporary.replace(file)
-    except OSError as error:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
-        raise EngramError(
-            f"The report cannot be written to {file} ({error.strerror or error}); give another place to write it."
-        ) from None
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _context(groups: list[Group]) -> tuple[dict[str, Any], list[Drawing]]:
@@ -112,24 +87,8 @@ def _context(groups: list[Group]) -> tuple[dict[str, Any], list[Drawing]]:
         kind: [{"drawing": figures.accuracy_matrix(cell.group, name)} for cell, name in pairs]
         for kind, pairs in {"reported": reported, "others": others}.items()
     }
-    kept = [
-        {
-            "drawing": figures.learned_and_kept(cell.group, cell.index, name),
-            "table": f"accuracy_matrix_{cell.group.slug}_{name}",
-        }
-        for cell, name in reported
-        if len(cell.group.classes) > 1
-    ]
-    confusions = [
-        {
-            "group": cell,
-            "predictor": predictor_name(name),
-            "drawing": figures.confusion(cell.group, name),
-            "pairs": confused_pairs(cell.group, name),
-            "is_open": cell.index < _OPEN_CONFUSIONS and name == cell.group.predictors[0],
-        }
-        for cell, name in [*reported, *others]
-    ]
+    kept = [_kept(cell, name) for cell, name in reported if len(cell.group.classes) > 1]
+    confusions = [_confusion(cell, name) for cell, name in [*reported, *others]]
     importance = [{"drawing": figures.importance(group)} for group in groups if group.importance()]
     losses = [{"drawing": figures.training_loss(group)} for group in groups if group.first.losses]
     seconds = figures.time_spent(groups)
@@ -159,7 +118,7 @@ def _context(groups: list[Group]) -> tuple[dict[str, Any], list[Drawing]]:
         "reused_base": [group.label for group in groups if any(run.reused_base for run in group.runs)],
         "losses": losses,
         "protocols": [_protocol(cell) for cell in cells],
-        "version": _version(),
+        "version": version(),
     }
     return context, [*curves, *(part["drawing"] for part in parts), seconds]
 
@@ -170,6 +129,23 @@ class _Cell:
     def __init__(self, group: Group, index: int) -> None:
         self.group, self.index = group, index
         self.label, self.n, self.key = group.label, group.n, index % len(SERIES)
+
+
+def _kept(cell: _Cell, predictor: str) -> dict[str, Any]:
+    return {
+        "drawing": figures.learned_and_kept(cell.group, cell.index, predictor),
+        "table": f"accuracy_matrix_{cell.group.slug}_{predictor}",
+    }
+
+
+def _confusion(cell: _Cell, predictor: str) -> dict[str, Any]:
+    return {
+        "group": cell,
+        "predictor": predictor_name(predictor),
+        "drawing": figures.confusion(cell.group, predictor),
+        "pairs": confused_pairs(cell.group, predictor),
+        "is_open": cell.index < _OPEN_CONFUSIONS and predictor == cell.group.predictors[0],
+    }
 
 
 def _title(groups: list[Group]) -> str:
@@ -267,15 +243,7 @@ def _summary(cells: list[_Cell]) -> list[dict[str, Any]]:
     rows = []
     for cell in cells:
         for position, name in enumerate(cell.group.predictors):
-            values = {
-                metric: cell.group.metric(metric, name)
-                for metric in (
-                    "average_incremental_accuracy",
-                    "final_accuracy",
-                    "forgetting",
-                    "backward_transfer",
-                )
-            }
+            values = {metric: cell.group.metric(metric, name) for metric in METRICS}
             rows.append(
                 {
                     "group": cell,
@@ -346,10 +314,3 @@ def _merged(texts: list[Any]) -> list[tuple[str, str]]:
 def _join(words: Iterable[str]) -> str:
     listed = list(words)
     return listed[0] if len(listed) == 1 else f"{', '.join(listed[:-1])} and {listed[-1]}"
-
-
-def _version() -> str:
-    try:
-        return version("engram")
-    except PackageNotFoundError:  # used from a source tree that is not installed
-        return "(source tree)"

@@ -116,3 +116,10 @@ def plain(text: str, limit: int = 10_000) -> str:
     """The text on one line without control characters (XML has no way to write them), cut to `limit`."""
     clean = "".join(c if c.isprintable() else " " for c in text).strip() or "(no name)"
     return clean if len(clean) <= limit else clean[: limit - 1].rstrip() + "…"
+
+
+def plain_label(text: str, limit: int) -> str:
+    """The text as `plain`, but cut in its middle: labels of groups often begin alike and differ at their end."""
+    clean = plain(text)
+    head = (limit - 1) // 3
+    return clean if len(clean) <= limit else f"{clean[:head].rstrip()}…{clean[head + 1 - limit :].lstrip()}"

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from engram.report.groups import Estimate, Group, row_percent
-from engram.report.load import METRICS, TIME_PARTS
+from engram.report.load import METRICS
+from engram.result import SECONDS
 
 PREDICTOR_NAMES = {"cnn": "CNN", "nme": "NME"}
 _CONFUSED_PAIRS = 10
@@ -147,7 +148,7 @@ def _runs(groups: Sequence[Group]) -> str:
 def time_parts(groups: Sequence[Group]) -> list[str]:
     """The parts of a run's time that any run names, in the order of the work."""
     named = {part for group in groups for run in group.runs for part in run.seconds_by}
-    return [*TIME_PARTS, *sorted(named.difference(TIME_PARTS))]
+    return [*SECONDS, *sorted(named.difference(SECONDS))]
 
 
 def _seconds(groups: Sequence[Group]) -> str:

@@ -18,7 +18,7 @@ from engram.data.store import ImageStore
 from engram.errors import EngramError
 from engram.events import Event, RunFinished, Stopped
 from engram.files import writing
-from engram.rundir import MANIFEST
+from engram.rundir import MANIFEST, is_used
 from engram.stagecache import StageCache
 
 RUNS = Path("runs")
@@ -51,12 +51,13 @@ def shared_stages(flags: RunningFlags) -> StageCache | None:
 
 
 def refuse_used(path: Path) -> None:
-    """Refuses a directory that holds something, before the images are read rather than after."""
+    """Refuses a directory that holds something, or a file, before the images are read rather than after."""
     with writing(path):
-        used = path.is_dir() and any(path.iterdir())
+        used = is_used(path)
     if used:
+        how = "is not empty" if path.is_dir() else "is a file"
         hint = f"'engram resume {path}' goes on with it, or " if (path / MANIFEST).exists() else ""
-        raise EngramError(f"{path} exists and is not empty; {hint}choose another directory with --out")
+        raise EngramError(f"{path} exists and {how}; {hint}choose another directory with --out")
 
 
 def read_images(data: DataConfig, console: Console, silent: bool) -> ImageStore:

@@ -18,7 +18,7 @@ from engram.cli.text import make_console, make_table, percent
 from engram.data.fetch import data_home
 from engram.errors import EngramError
 from engram.files import read_json
-from engram.rundir import MANIFEST, RESULT, read_manifest
+from engram.rundir import LOCK, MANIFEST, RESULT, read_manifest
 from engram.stagecache import StageCache
 
 DATASETS = {
@@ -198,7 +198,7 @@ def _predictor(config: dict[str, Any], result: dict[str, Any]) -> str:
 def _is_running(path: Path) -> bool:
     """Whether a process holds the run's lock."""
     try:
-        with (path / ".lock").open("rb") as lock:
+        with (path / LOCK).open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,14 +11,14 @@ from engram.cli.commands.common import print_line
 from engram.cli.options import Report
 from engram.cli.text import make_console
 from engram.errors import EngramError
-from engram.report import write_report
-from engram.rundir import MANIFEST
+from engram.report import is_report_folder, write_report
+from engram.rundir import MANIFEST, RESULT
 
 
 def report_command(options: Report, typed: Sequence[str]) -> int:
     """The exit status of `engram report`."""
     del typed
-    directories = [run for given in options.directories for run in expand(Path(given).expanduser())]
+    directories = expand([Path(given).expanduser() for given in options.directories])
     path = write_report(directories, None if options.out is None else Path(options.out).expanduser())
     console = make_console()
     print_line(console, str(path))
@@ -26,13 +27,34 @@ def report_command(options: Report, typed: Sequence[str]) -> int:
     return 0
 
 
-def expand(path: Path) -> list[Path]:
-    """The run directory itself, or the run directories in it."""
-    if not path.is_dir():
-        raise EngramError(f"there is no run directory at {path}; 'engram list runs' shows those there are")
-    if (path / MANIFEST).exists():
-        return [path]
-    inner = sorted(file.parent for file in path.glob(f"*/{MANIFEST}"))
-    if not inner:
+def expand(given: Sequence[Path]) -> list[Path]:
+    """The run directories among what was given and in it.
+
+    A pattern such as runs/* brings along what an earlier report left there, which is passed over. Other directories
+    without runs, and runs without a finished stage, are left out by name where there is something else to report on.
+    """
+    missing = [path for path in given if not path.exists()]
+    if missing or (len(given) == 1 and not given[0].is_dir()):
+        raise EngramError(
+            f"there is no run directory at {(missing or given)[0]}; 'engram list runs' shows those there are"
+        )
+    found = [(path, _runs_in(path)) for path in given if path.is_dir()]
+    if len(given) > 1:
+        found = [(path, runs) for path, runs in found if runs or not is_report_folder(path)]
+    runs = [run for _, inner in found for run in inner]
+    finished = [run for run in runs if (run / RESULT).exists()]
+    if not runs:
+        path = found[0][0] if found else given[0]
         raise EngramError(f"{path} is not a run directory (it has no {MANIFEST}) and holds none; give another")
-    return inner
+    for path in [path for path, inner in found if not inner]:
+        print(f"engram: left out {path}: it is not a run directory and holds none", file=sys.stderr)
+    if not finished:
+        return runs  # the report says of the first what it lacks
+    for run in [run for run in runs if run not in finished]:
+        print(f"engram: left out {run}: it has no finished stage yet", file=sys.stderr)
+    return finished
+
+
+def _runs_in(path: Path) -> list[Path]:
+    """The directory itself where it is a run, or the runs in it."""
+    return [path] if (path / MANIFEST).exists() else sorted(file.parent for file in path.glob(f"*/{MANIFEST}"))

@@ -1,0 +1,50 @@
+"""Recipes: every name makes its configuration, the numbers are the paper's, and a new method gets its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from engram import EngramError, RunConfig, Training, read_mini, recipe, recipe_names
+from engram.methods import METHODS, MethodInfo, Settings
+from engram.methods.replay import Replay
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_recipe_is_whole(name: str) -> None:
+    config = recipe(name)
+    assert config.recipe == name
+    assert name.startswith(config.method)
+    assert RunConfig.from_plain(config.to_plain()) == config
+    if "cifar100" in name:
+        stages = int(name.rsplit("-s", 1)[1])
+        assert (config.base, config.increment * stages) == (50, 50)
+
+
+def test_mini_recipes_fit_the_embedded_set() -> None:
+    store = read_mini()
+    for name in recipe_names():
+        if "-mini-" in name:
+            assert len(recipe(name).stream(store)) - 1 == int(name.rsplit("-s", 1)[1])
+
+
+def test_misspelt_recipe_gets_the_nearest_name() -> None:
+    with pytest.raises(EngramError, match="did you mean 'afc-cifar100-b50-s10'"):
+        recipe("afc-cifar10-b50-s10")
+
+
+@dataclass(frozen=True)
+class OwnSettings(Settings):
+    """Settings without a fine-tuning phase."""
+
+    train: Training = field(default_factory=Training)
+
+
+def test_new_method_has_recipes_and_spoils_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    info = MethodInfo("mine", "A method of one's own", "", "needed", ("cnn", "nme"), OwnSettings, Replay)
+    monkeypatch.setitem(METHODS, "mine", info)
+    own = recipe("mine-mini-b10-s5").settings
+    assert isinstance(own, OwnSettings)
+    assert own.train.epochs == recipe("afc-mini-b10-s5").settings.train.epochs  # pyright: ignore[reportAttributeAccessIssue]
+    assert "mine-cifar100-b50-s25" in recipe_names()
