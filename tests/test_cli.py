@@ -363,7 +363,7 @@ def test_a_used_directory_is_never_overwritten(
     assert_refused(engram("demo", "--out", stopped_copy), "not empty", "--out")
     assert contents(stopped_copy) == before
     (tmp_path / "file").write_text("mine")
-    assert_refused(engram(*run, "--out", tmp_path / "file"), "file")
+    assert_refused(engram(*run, "--out", tmp_path / "file"), "exists and is a file", "--out")
     assert_refused(engram(*run, "--out", tmp_path / "file" / "run"), "file")
     assert (tmp_path / "file").read_text() == "mine"
 
@@ -463,7 +463,11 @@ def test_run_prints_stages_and_summary_and_says_what_is_next(engram: Engram, pho
     assert manifest["command"].startswith("engram run afc-folder --data ")
     assert manifest["config"]["order"] == "seed:3"
     assert manifest["config"]["settings"]["finetune"]["batch_size"] == 16
-    assert len(json.loads((tmp_path / place / "result.json").read_text())["stages"]) == 3
+    result = json.loads((tmp_path / place / "result.json").read_text())
+    assert len(result["stages"]) == 3
+    assert result["recipe"] == manifest["recipe"] == manifest["card"]["Recipe"]
+    assert result["recipe"].startswith("afc-folder (train.epochs=1, ")
+    assert "increment=2" in result["recipe"]
 
 
 def test_flags_reach_the_configuration(engram: Engram, photos: Path) -> None:

@@ -145,7 +145,9 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shape = {"stage_sizes": (3, 1, 1, 1), "class_names": names}
     naive = fake_run(folder / "naive", method="naive", predictors=("cnn",), importance=False, **shape)
     command = "engram run afc-mini-b3-s3 " + "--note with-many-words " * 12
-    return write_report([naive, *(fake_run(folder / f"afc{s}", seed=s, command=command, **shape) for s in (1, 2))])
+    afc = [fake_run(folder / f"afc{s}", seed=s, command=command, **shape) for s in (1, 2)]
+    recipe = "afc-mini-b3-s3 (lambda_disc=0.5, importance_samples=1000, memory=per_class=10)"
+    return write_report([naive, *afc, fake_run(folder / "changed", recipe=recipe, **shape)])
 
 
 @pytest.mark.parametrize("width", [390, 1280])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,7 +14,7 @@ COLUMNS = (
 )
 
 
-def row(directory: Path, commit: str) -> dict[str, object]:
+def row(directory: Path) -> dict[str, object]:
     """The numbers of one run, and where they came from."""
     run, result = read_json(directory / "run.json"), read_json(directory / "result.json")
     average, final = result["average_incremental_accuracy"], result["final_accuracy"]
@@ -35,19 +34,17 @@ def row(directory: Path, commit: str) -> dict[str, object]:
         "torch": run["versions"]["torch"],
         "engram": run["engram"],
         "config_hash": run["config_hash"],
-        "commit": commit,
+        "commit": run["versions"].get("commit", ""),
     }
 
 
 def main() -> None:
     """Collects the runs named on the command line."""
     out, directories = Path(sys.argv[1]), [Path(name) for name in sys.argv[2:]]
-    command = ["git", "rev-parse", "--short=12", "HEAD"]
-    commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     with out.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
-        writer.writerows(row(directory, commit) for directory in directories)
+        writer.writerows(row(directory) for directory in directories)
 
 
 if __name__ == "__main__":

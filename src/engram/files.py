@@ -15,6 +15,8 @@ from typing import Any
 from engram.errors import EngramError
 
 TEMPORARY = ".part"
+_UMASK = os.umask(0)  # it can only be read by setting it
+os.umask(_UMASK)
 
 
 @contextmanager
@@ -42,7 +44,7 @@ def write_bytes(path: Path, content: bytes) -> None:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
-            os.chmod(temporary, 0o644)
+            os.chmod(temporary, 0o666 & ~_UMASK)
             os.replace(temporary, path)
         except BaseException:
             with suppress(OSError):
