@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ def run(
     checkpoint_minutes: float = 10.0,
     cache: StageCache | None = None,
     command: str | None = None,
-) -> Iterator[Event]:
+) -> Generator[Event, None, None]:
     """The events of a run, which takes place as they are consumed.
 
     directory: where the run keeps its files; None writes nothing. store: the images, where the configuration does not
@@ -57,7 +57,7 @@ def resume(
     checkpoint_minutes: float = 10.0,
     cache: StageCache | None = None,
     data_path: str | None = None,
-) -> Iterator[Event]:
+) -> Generator[Event, None, None]:
     """The events of going on with the run in a directory from its last checkpoint.
 
     data_path: where the images are now, if they moved.
