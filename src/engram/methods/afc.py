@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -19,18 +19,15 @@ from engram.data.stage import Stage
 from engram.errors import EngramError
 from engram.learner import Learner
 from engram.methods import losses
-from engram.methods._base import Method, Passes, Phase, Step, Terms, register
+from engram.methods._base import Passes, Phase, Step, Terms, register
 from engram.methods.host import (
     AFTER_BASE,
+    HostMethod,
     HostSettings,
     Variant,
     classification_loss,
-    host_base_key,
     host_phases,
-    imprint_proxies,
-    lsc_head,
 )
-from engram.models.heads import Head
 from engram.random import generator
 
 
@@ -81,17 +78,8 @@ def read_importance(step: Step) -> list[Tensor]:
     title="Adaptive Feature Consolidation",
     paper="Kang, Park, Han, CVPR 2022",
 )
-class AFC(Method[AFCSettings]):
+class AFC(HostMethod[AFCSettings]):
     """Distils feature maps, each channel weighted by its importance."""
-
-    def head(self, dim: int, capacity: int) -> Head:
-        return lsc_head(self.settings, dim, capacity)
-
-    def base_key(self) -> dict[str, Any]:
-        return host_base_key(self.settings)
-
-    def grow(self, learner: Learner, stage: Stage, passes: Passes) -> None:
-        imprint_proxies(learner, stage, passes)
 
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
         weights = {"discrepancy": discrepancy_weight(self.settings.lambda_disc, stage)}

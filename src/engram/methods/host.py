@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +17,9 @@ from engram.data.stage import Stage
 from engram.errors import EngramError, suggest
 from engram.learner import Learner
 from engram.methods import losses
-from engram.methods._base import Passes, Phase, Settings, Step, Terms, Training
+from engram.methods._base import Method, Passes, Phase, Settings, Step, Terms, Training
 from engram.methods.exemplars import choose_exemplars
-from engram.models.heads import LSCHead, Similarity
+from engram.models.heads import Head, LSCHead, Similarity
 from engram.models.kmeans import kmeans
 from engram.models.network import Part
 from engram.plain import to_plain
@@ -177,3 +177,19 @@ def host_phases(
     if settings.reading("balanced") and settings.finetune.epochs:
         phases.append(balanced_phase(settings, learner, stage, passes))
     return phases
+
+
+HostSettingsT = TypeVar("HostSettingsT", bound=HostSettings)
+
+
+class HostMethod(Method[HostSettingsT]):
+    """What all methods on this host have in common; each adds its phases and, if it has one, its own loss."""
+
+    def head(self, dim: int, capacity: int) -> Head:
+        return lsc_head(self.settings, dim, capacity)
+
+    def base_key(self) -> dict[str, Any] | None:
+        return host_base_key(self.settings)
+
+    def grow(self, learner: Learner, stage: Stage, passes: Passes) -> None:
+        imprint_proxies(learner, stage, passes)

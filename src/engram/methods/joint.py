@@ -6,20 +6,19 @@ from typing import final
 
 from engram.data.stage import Stage
 from engram.learner import Learner
-from engram.methods._base import Method, Passes, Phase, register
-from engram.methods.host import HostSettings, classify, lsc_head
-from engram.models.heads import Head
+from engram.methods._base import Passes, Phase, register
+from engram.methods.host import HostMethod, HostSettings, classify
 from engram.models.network import Part
 from engram.random import generator
 
 
 @final
 @register("joint", settings=HostSettings, title="All images of all classes seen (upper bound)", memory="all")
-class Joint(Method[HostSettings]):
+class Joint(HostMethod[HostSettings]):
     """Forgets its weights, not its data: each stage trains a fresh network on everything."""
 
-    def head(self, dim: int, capacity: int) -> Head:
-        return lsc_head(self.settings, dim, capacity)
+    def base_key(self) -> None:
+        """It is not shared: the base stage here is a restart like any other."""
 
     def grow(self, learner: Learner, stage: Stage, passes: Passes) -> None:
         learner.network.reset(generator(learner.seed, "restart", stage.index))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, final
+from typing import final
 
 from engram.data.stage import Stage
 from engram.learner import Learner
-from engram.methods._base import Method, Passes, Phase, Step, Terms, register
+from engram.methods._base import Passes, Phase, Step, Terms, register
 from engram.methods.afc import AFCSettings, discrepancy, discrepancy_weight
-from engram.methods.host import classification_loss, host_base_key, host_phases, imprint_proxies, lsc_head
-from engram.models.heads import Head
+from engram.methods.host import HostMethod, classification_loss, host_phases
 
 
 @final
@@ -19,17 +18,8 @@ from engram.models.heads import Head
     title="AFC with uniform importance",
     paper="Kang, Park, Han, CVPR 2022 (Table 4)",
 )
-class Uniform(Method[AFCSettings]):
+class Uniform(HostMethod[AFCSettings]):
     """Distils feature maps, all channels alike."""
-
-    def head(self, dim: int, capacity: int) -> Head:
-        return lsc_head(self.settings, dim, capacity)
-
-    def base_key(self) -> dict[str, Any]:
-        return host_base_key(self.settings)
-
-    def grow(self, learner: Learner, stage: Stage, passes: Passes) -> None:
-        imprint_proxies(learner, stage, passes)
 
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
         weights = {"discrepancy": discrepancy_weight(self.settings.lambda_disc, stage)}

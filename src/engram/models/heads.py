@@ -9,6 +9,7 @@ Legend: B batch, D embedding, K capacity in classes, P proxies a class.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from typing import Literal
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 Similarity = Literal["distance", "cosine"]
 
 
-class Head(nn.Module):
+class Head(nn.Module, ABC):
     """What all heads share: the rows in use, their growth, and the scale that the loss sees the scores through.
 
     `class_parameters` names the parameters whose first dimension is the class; everything else in the head (the scale)
@@ -78,12 +79,13 @@ class Head(nn.Module):
         seen[: len(self.seen)] = self.seen
         self.seen = seen
 
+    @abstractmethod
     def _fresh(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        raise NotImplementedError
+        """Random values for rows of a class parameter."""
 
+    @abstractmethod
     def forward(self, embedding: Tensor) -> Tensor:
         """Scores (B, K) of every row, seen or not."""
-        raise NotImplementedError
 
 
 class LSCHead(Head):
