@@ -707,11 +707,21 @@ def test_report_leaves_out_what_has_nothing_to_report_and_names_it(engram: Engra
         "engram: left out runs/2: it has no finished stage yet\n"
     )
     inside = engram("report", "runs")
-    assert (inside.status, inside.out) == (0, outcome.out)
+    assert inside.status == 0
+    assert (tmp_path / inside.out.strip()).samefile(outcome.out.strip())
     assert inside.err == "engram: left out runs/2: it has no finished stage yet\n"
     rows = (tmp_path / "runs/report_files/runs.csv").read_text(encoding="utf-8").splitlines()[1:]
     assert {row.split(",")[3] for row in rows} == {"1", "3"}
     assert_refused(engram("report", "runs/2"), "runs/2", "no finished stage yet")
+
+
+def test_report_on_the_runs_folder_finds_those_of_a_demo(engram: Engram, tmp_path: Path) -> None:
+    for method in ("replay", "afc"):
+        fake_run(tmp_path / "runs/demo" / method, method=method, stage_sizes=(3, 2), images_per_class=5, epochs=1)
+    outcome = engram("report", "runs")
+    assert (outcome.status, outcome.out) == (0, "runs/report.html\n")
+    rows = (tmp_path / "runs/report_files/runs.csv").read_text(encoding="utf-8").splitlines()[1:]
+    assert len(rows) >= 2
 
 
 def test_doctor_finds_this_installation_in_order(engram: Engram, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -263,7 +263,9 @@ def test_time_of_the_consumer_is_not_the_runs(store: ImageStore) -> None:
 
 def test_run_json_names_the_device_that_auto_stood_for(store: ImageStore, tmp_path: Path) -> None:
     train(make_config(device="auto", precision="auto"), store, tmp_path / "run")
-    config = json.loads((tmp_path / "run" / "run.json").read_text())["config"]
+    manifest = json.loads((tmp_path / "run" / "run.json").read_text())
+    config = manifest["config"]
+    assert manifest["hardware"]["threads"] == torch.get_num_threads()
     assert (config["device"], config["precision"]) in (("cpu", "float32"), ("cuda", "bf16"))
 
 

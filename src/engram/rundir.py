@@ -187,6 +187,7 @@ def processor_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def hardware(device: str, device_name: str) -> dict[str, Any]:
-    """What the run ran on."""
-    return {"device": device, "name": device_name, "cores": os.cpu_count(), "system": platform.platform()}
+def hardware(device: str, device_name: str, threads: int) -> dict[str, Any]:
+    """What the run ran on; threads are those of torch on the CPU, which sums depend on in their last bits."""
+    cores = os.cpu_count()
+    return {"device": device, "name": device_name, "cores": cores, "threads": threads, "system": platform.platform()}

@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from engram.checkpoint import load_checkpoint
 from engram.config import RunConfig, config_hash
 from engram.data.load import DataConfig, load_store
@@ -126,5 +128,5 @@ def _manifest(session: Session) -> dict[str, Any]:
         "order": {"name": config.order, "class_ids": list(stream.order)},
         "stage_sizes": list(stream.sizes),
         "predictors": list(session.method.predictors),
-        "hardware": hardware(str(session.engine.device), session.device_name),
+        "hardware": hardware(str(session.engine.device), session.device_name, torch.get_num_threads()),
     }

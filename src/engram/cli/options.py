@@ -147,6 +147,8 @@ class Demo:
     """Directory for the three runs and the report."""
     seed: Annotated[int, arg(metavar="N", help_behavior_hint="(default: 1)")] = 1
     """Seed of the runs and of their class order."""
+    threads: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: one a core)")] = None
+    """CPU threads to use; 1 is quicker where other programs keep the cores busy."""
     quiet: Annotated[bool, arg(help_behavior_hint="")] = False
     """Print the table and the path of the report alone."""
 

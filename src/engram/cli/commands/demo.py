@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from engram.cli.commands.common import RUNS, print_line, refuse_used
+from engram.cli.commands.common import RUNS, print_line, refuse_used, use_threads
 from engram.cli.display import follow, make_display
 from engram.cli.interrupt import Interrupt
 from engram.cli.options import Demo
@@ -42,6 +42,9 @@ def demo_command(options: Demo, typed: Sequence[str]) -> int:
     """The exit status of `engram demo`."""
     if options.seed < 0:
         raise EngramError(f"the seed must be 0 or more, got {options.seed}")
+    if options.threads is not None and options.threads < 1:
+        raise EngramError(f"--threads must be at least 1, got {options.threads}")
+    use_threads(options.threads)
     place = free_directory(RUNS, "demo") if options.out is None else Path(options.out).expanduser()
     refuse_used(place)
     console = make_console()
@@ -103,7 +106,7 @@ def verdict(results: Mapping[str, Mapping[str, Any]]) -> str:
     """A verdict that says no more than the numbers of these runs do."""
     average = {method: result["average_incremental_accuracy"]["cnn"] for method, result in results.items()}
     final = {method: result["final_accuracy"]["cnn"] for method, result in results.items()}
-    gap = average["afc"] - average["replay"]
+    gap = round(average["afc"], 1) - round(average["replay"], 1)  # as the reader would subtract them
     if abs(gap) < LEVEL:
         compared = "AFC and replay are level"
     else:

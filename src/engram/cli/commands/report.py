@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from engram.cli.commands.common import print_line
+from engram.cli.commands.listing import find_runs
 from engram.cli.options import Report
 from engram.cli.text import make_console
 from engram.errors import EngramError
@@ -18,8 +19,12 @@ from engram.rundir import MANIFEST, RESULT
 def report_command(options: Report, typed: Sequence[str]) -> int:
     """The exit status of `engram report`."""
     del typed
-    directories = expand([Path(given).expanduser() for given in options.directories])
-    path = write_report(directories, None if options.out is None else Path(options.out).expanduser())
+    given = [Path(name).expanduser() for name in options.directories]
+    directories = expand(given)
+    out = None if options.out is None else Path(options.out).expanduser()
+    if out is None and len(given) == 1:
+        out = given[0] / "report.html"  # beside the runs it is about, however many they are
+    path = write_report(directories, out)
     console = make_console()
     print_line(console, str(path))
     if options.open and not webbrowser.open(path.resolve().as_uri()):
@@ -56,5 +61,5 @@ def expand(given: Sequence[Path]) -> list[Path]:
 
 
 def _runs_in(path: Path) -> list[Path]:
-    """The directory itself where it is a run, or the runs in it."""
-    return [path] if (path / MANIFEST).exists() else sorted(file.parent for file in path.glob(f"*/{MANIFEST}"))
+    """The directory itself where it is a run, or the runs in it, those of a demo included."""
+    return [path] if (path / MANIFEST).exists() else find_runs(path)

@@ -87,7 +87,8 @@ def resume_command(options: Resume, typed: Sequence[str]) -> int:
         if not path.exists():
             raise EngramError(f"there is no file or folder {options.data}; --data should say where the images are")
         data = replace(data, path=str(path.resolve()))
-    use_threads(flags.threads)
+    # The threads it began with: with another number a CPU's sums differ in their last bits.
+    use_threads(flags.threads or manifest.get("hardware", {}).get("threads"))
     store = read_images(data, console, silent=flags.quiet or flags.json)
     interrupt = Interrupt()
     events = resume(
