@@ -113,7 +113,7 @@ def benchmark(options: argparse.Namespace, command: str, console: Console) -> bo
         started = time.perf_counter()
         try:
             results[part] = measure(ground, results)
-        except (EngramError, RuntimeError) as error:
+        except Exception as error:
             # What the other parts measure is not lost: a machine with a GPU may be there for minutes only.
             traceback.print_exc()
             results[part] = {"error": f"{type(error).__name__}: {error}"}

@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.ground import KINDS, TITLES, Ground, Kind
 from benchmarks.report import Table, number, percent
 from benchmarks.timing import EngineSteps, synchronise
+from engram.errors import EngramError
 
 OTHER = "other"
 TOP = 15
@@ -155,6 +156,10 @@ def _measure_kind(ground: Ground, kind: Kind) -> dict[str, Any]:
     unprofiled = 1e6 * (time.perf_counter() - started) / scale.profiled_steps
     profiled(taker, 1)  # the profiler's own start is not to be seen
     kernels = profiled(taker, scale.profiled_steps)
+    if not kernels:
+        raise EngramError(
+            "the profiler saw no kernel of the steps; end other profilers, or leave the part 'kernels' out"
+        )
     return {**breakdown(kernels, scale.profiled_steps), "unprofiled_us": unprofiled}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import threading
 import time
 from dataclasses import replace
@@ -301,6 +302,7 @@ def test_every_part_runs_and_says_where_its_numbers_come_from(
     out = tmp_path / "benchmark.json"
     arguments = ["--quick", "--device", "cpu", "--commit", "abc123", "--out", str(out)]
     assert command.main(arguments) == 0
+    assert multiprocessing.active_children() == []  # the plain loop's workers have ended
     record = json.loads(out.read_text())
     assert record["versions"]["commit"] == "abc123"
     assert record["versions"]["torch"] == torch.__version__
