@@ -25,7 +25,6 @@ def measure_plain(ground: Ground, step: dict[str, Any] | None) -> dict[str, Any]
                 ours = None if step is None else _one_run(step, kind)
                 entry["ratio_to_engram"] = None if ours is None else entry["ms"]["median"] / ours
                 entries.append(entry)
-    forget_memory(ground.device)  # ends the workers, too
     return {"precision": "float32", "tf32_convolutions": True, "steps": ground.scale.steps, "loops": entries}
 
 

@@ -81,10 +81,10 @@ def usable_workers(asked: int) -> int:
     return min(asked, cores)
 
 
-class PlainSteps:
-    """The steps of a prepared phase by a plain loop, on copies of the session's networks."""
+class PlainModel:
+    """Copies of a prepared session's networks, and the loss of its phase."""
 
-    def __init__(self, prepared: Prepared, workers: int, steps: int) -> None:
+    def __init__(self, prepared: Prepared, steps: int) -> None:
         learner = prepared.session.learner
         self.device = prepared.session.engine.device
         self.network = _normalised_outside(learner.network)
@@ -92,16 +92,6 @@ class PlainSteps:
         self.buffers = {name: value.clone() for name, value in learner.buffers.items()}
         self.phase = lengthened(prepared.phase, steps)
         self.num_old = prepared.stage.num_old
-        self.loader = plain_loader(prepared, workers)
-        self.loss = math.nan
-        self._steps = self._train()
-
-    def take(self, count: int) -> None:
-        for _ in range(count):
-            self.loss = next(self._steps)
-
-    def wait(self) -> None:
-        synchronise(self.device)
 
     def losses(self, images: Tensor, labels: Tensor, exemplar: Tensor) -> dict[str, Tensor]:
         """The loss terms of a batch of normalised images: the method's own loss of student and teacher."""
@@ -113,30 +103,52 @@ class PlainSteps:
         weights = {name: torch.tensor(value, device=self.device) for name, value in self.phase.weights.items()}
         return self.phase.loss(Step(labels, exemplar, student, teacher, weights, self.buffers))
 
-    def _train(self) -> Iterator[float]:
-        """The value of the loss at every step of the phase."""
-        training = self.phase.training
-        optimiser = torch.optim.SGD(
-            self.network.parameters(), lr=training.lr, momentum=training.momentum, weight_decay=training.weight_decay
-        )
-        schedule = _schedule(optimiser, self.phase, len(self.loader))
-        # The old classes' proxies are frozen in this phase; weight decay and momentum must not move them either.
-        proxies = self.network.head.get_parameter("weight")
-        frozen = proxies[: self.num_old].detach().clone()
-        self.network.train()
-        for _ in range(training.epochs):
-            for batch in self.loader:
-                images, labels, exemplar = (part.to(self.device, non_blocking=True) for part in batch)
-                loss = torch.stack(list(self.losses(images, labels, exemplar).values())).sum()
-                optimiser.zero_grad()
-                loss.backward()
-                if training.clip is not None:
-                    torch.nn.utils.clip_grad_value_(self.network.parameters(), training.clip)
-                optimiser.step()
-                schedule.step()
-                with torch.no_grad():
-                    proxies[: self.num_old] = frozen
-                yield loss.item()
+
+def train_plainly(model: PlainModel, loader: DataLoader[Item]) -> Iterator[float]:
+    """The value of the loss at every step of the phase."""
+    network, training = model.network, model.phase.training
+    optimiser = torch.optim.SGD(
+        network.parameters(), lr=training.lr, momentum=training.momentum, weight_decay=training.weight_decay
+    )
+    schedule = _schedule(optimiser, model.phase, len(loader))
+    # The old classes' proxies are frozen in this phase; weight decay and momentum must not move them either.
+    proxies = network.head.get_parameter("weight")
+    frozen = proxies[: model.num_old].detach().clone()
+    network.train()
+    for _ in range(training.epochs):
+        for batch in loader:
+            images, labels, exemplar = (part.to(model.device, non_blocking=True) for part in batch)
+            loss = torch.stack(list(model.losses(images, labels, exemplar).values())).sum()
+            optimiser.zero_grad()
+            loss.backward()
+            if training.clip is not None:
+                torch.nn.utils.clip_grad_value_(network.parameters(), training.clip)
+            optimiser.step()
+            schedule.step()
+            with torch.no_grad():
+                proxies[: model.num_old] = frozen
+            yield loss.item()
+
+
+class PlainSteps:
+    """The steps of a prepared phase by the plain loop.
+
+    Nothing here refers to itself, so that the workers end with the last reference; a collector that finds them in a
+    cycle ends them in an order that makes each wait for seconds.
+    """
+
+    def __init__(self, prepared: Prepared, workers: int, steps: int) -> None:
+        self.model = PlainModel(prepared, steps)
+        self.loader = plain_loader(prepared, workers)
+        self.loss = math.nan
+        self._steps = train_plainly(self.model, self.loader)
+
+    def take(self, count: int) -> None:
+        for _ in range(count):
+            self.loss = next(self._steps)
+
+    def wait(self) -> None:
+        synchronise(self.model.device)
 
 
 def _schedule(optimiser: torch.optim.Optimizer, phase: Phase, steps: int) -> torch.optim.lr_scheduler.LambdaLR:

@@ -48,7 +48,7 @@ class EngineSteps:
         session = prepared.session
         self.device = session.engine.device
         self.prepared = prepared
-        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._stream = torch.cuda.Stream() if self.device.type == "cuda" else None
         synchronise(self.device)
         started = time.perf_counter()
         with self._on_stream():

@@ -56,7 +56,7 @@ def test_the_plain_loop_does_engrams_training(kind: Kind) -> None:
     ours = engine.loop.terms()
 
     (batch,) = plain.loader
-    theirs = plain.losses(*batch)
+    theirs = plain.model.losses(*batch)
     assert set(ours) == ({"classification"} if kind == "base" else {"classification", "discrepancy"})
     assert {name: value.item() for name, value in theirs.items()} == pytest.approx(ours, rel=1e-4)
     if kind == "teacher":
@@ -68,13 +68,13 @@ def test_the_plain_loop_does_engrams_training(kind: Kind) -> None:
     engine.take(4)
     after = weights_of(prepared.session.learner.network)
     assert not torch.equal(after["backbone.conv.weight"], before["backbone.conv.weight"])
-    for name, value in weights_of(fresh.network).items():
+    for name, value in weights_of(fresh.model.network).items():
         torch.testing.assert_close(
             value, after[name], rtol=1e-3, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
         )
     if kind == "teacher":
         old = slice(0, CPU.base)
-        assert torch.equal(fresh.network.head.get_parameter("weight")[old], before["head.weight"][old])
+        assert torch.equal(fresh.model.network.head.get_parameter("weight")[old], before["head.weight"][old])
         assert float(engine.loop.terms()["discrepancy"]) > 0  # the student has left the teacher by now
 
 
