@@ -7,6 +7,7 @@ import multiprocessing
 import threading
 import time
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import __main__ as command
+from benchmarks import report
 from benchmarks.after import summarise_after
 from benchmarks.ground import KINDS, Ground, Kind
 from benchmarks.growth import fit_growth, summarise_growth
@@ -406,3 +408,16 @@ def test_a_mistake_is_answered_with_a_sentence(
 def test_cuda_is_refused_where_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--quick", "--device", "cuda"]) == 2
     assert "no CUDA device is available here" in capsys.readouterr().err
+
+
+def test_a_copy_that_is_not_installed_is_told_so_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing() -> dict[str, str]:
+        raise PackageNotFoundError("engram")
+
+    monkeypatch.setattr(report, "versions", missing)
+    assert command.main(["--quick", "--device", "cpu"]) == 2
+    shown = capsys.readouterr()
+    assert "engram is not installed here, and a measurement names its version" in shown.err
+    assert not shown.out
