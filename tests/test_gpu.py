@@ -70,7 +70,7 @@ def test_our_kernels_train_as_the_modules_do() -> None:
 
 
 def test_a_recording_serves_every_stage() -> None:
-    config = make_config(device="cuda", precision="bf16", settings__train__epochs=1, settings__finetune__epochs=1)
+    config = make_config(device="cuda", increment=1, settings__train__remainder="drop")
     recorded: list[set[int]] = []
     session = Session(config, make_store(train=24))
     for event in Execution(session, None, None, None, 10, None).events(resumed=False):

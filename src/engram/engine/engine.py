@@ -24,6 +24,7 @@ Precision = Literal["float32", "tf32", "bf16"]
 
 T = TypeVar("T")
 
+RECORDINGS = 8  # kept at most
 INFERENCE_PIXELS = 512 * 32 * 32
 
 
@@ -87,6 +88,8 @@ class Engine:
         if held is not None and held[0] == key:
             return held[1]
         self._recordings.pop(slot, None)
+        while len(self._recordings) >= RECORDINGS:
+            self._recordings.pop(next(iter(self._recordings)))  # the oldest; each holds the memory of a step
         recorded = CapturedStep(step, [*self._forward.state(), self.space.counter])
         self._recordings[slot] = (key, recorded)
         return recorded

@@ -37,9 +37,7 @@ class Plan:
             torch.zeros(shape, dtype=torch.bool, device=device),
             torch.zeros(shape, device=device),
         )
-        return cls(
-            torch.zeros(shape, dtype=torch.int64, device=device), draws, torch.zeros(steps, device=device)
-        )
+        return cls(torch.zeros(shape, dtype=torch.int64, device=device), draws, torch.zeros(steps, device=device))
 
     def tensors(self) -> tuple[Tensor, ...]:
         """All of it."""

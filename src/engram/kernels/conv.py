@@ -27,7 +27,7 @@ def multiply(a, b, total):
     return tl.dot(a, b, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def engram_conv_forward(
     x,  # (N, HI, WI, CX)
     weight,  # (CO, 3, 3, CW)
@@ -58,7 +58,6 @@ def engram_conv_forward(
     MODE: tl.constexpr,  # 0: the state of the norm after it; 1: bias and ReLU; 2: bias and shortcut
     BLOCK_M: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    TILES: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """The convolution of x, and what a norm needs to know of it (or, with the norm folded in, what follows it)."""
@@ -86,11 +85,9 @@ def engram_conv_forward(
         # About the running mean, so that the squares do not drown the variance.
         value = tl.where(inside[:, None], rounded.to(tl.float32) - tl.load(running_mean + k)[None, :], 0.0)
         tl.store(partial + program * CO + k, tl.sum(value, axis=0))
-        tl.store(partial + (TILES + program) * CO + k, tl.sum(value * value, axis=0))
-        if is_last_program(counter, TILES):
-            finish_statistics(
-                partial, gamma, beta, running_mean, running_var, state, M, momentum, epsilon, CO, BLOCK_T, TILES
-            )
+        tl.store(partial + (tl.num_programs(0) + program) * CO + k, tl.sum(value * value, axis=0))
+        if is_last_program(counter):
+            finish_statistics(partial, gamma, beta, running_mean, running_var, state, M, momentum, epsilon, CO, BLOCK_T)
     else:
         total += tl.load(bias + k)[None, :]
         if MODE == 1:
@@ -102,7 +99,7 @@ def engram_conv_forward(
         tl.store(y + here, total.to(tl.bfloat16), mask=inside[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def engram_conv_data_gradient(
     d,  # (N, H // STRIDE, W // STRIDE, CO): the gradient at the convolution's output
     weight,  # (CO, 3, 3, CI)
@@ -126,7 +123,6 @@ def engram_conv_data_gradient(
     NORM: tl.constexpr,  # 0: none; 1: the gradient goes on into a norm; 2: into a ReLU and then a norm
     BLOCK_M: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    TILES: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """The gradient at the convolution's input, and what the norm below needs to know of it."""
@@ -172,14 +168,14 @@ def engram_conv_data_gradient(
         mean = tl.load(below_state + 2 * CI + c)[None, :]
         inverse = tl.load(below_state + 3 * CI + c)[None, :]
         tl.store(partial + program * CI + c, tl.sum(kept, axis=0))
-        tl.store(partial + (TILES + program) * CI + c, tl.sum(kept * (value - mean) * inverse, axis=0))
-        if is_last_program(counter, TILES):
+        tl.store(partial + (tl.num_programs(0) + program) * CI + c, tl.sum(kept * (value - mean) * inverse, axis=0))
+        if is_last_program(counter):
             finish_gradient(
-                partial, below_gamma, below_state, below_coefficients, below_d_gamma, below_d_beta, M, CI, BLOCK_T, TILES
+                partial, below_gamma, below_state, below_coefficients, below_d_gamma, below_d_beta, M, CI, BLOCK_T
             )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "ROW"])
 def engram_conv_weight_gradient(
     x,  # (N, HI, WI, CX)
     d,  # (N, H, W, CO): the gradient at the convolution's output

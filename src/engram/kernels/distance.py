@@ -24,7 +24,7 @@ def signal(values, SQUARE: tl.constexpr):
     return values
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B"])
 def engram_distance_forward(
     ours,  # (B, P, C)
     theirs,  # (B, P, C)
@@ -67,7 +67,7 @@ def engram_distance_forward(
     tl.store(distance + at, tl.sqrt(apart), mask=c < C)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B"])
 def engram_distance_backward(
     ours,
     theirs,

@@ -19,7 +19,7 @@ from engram.kernels.simple import engram_augment, engram_sum_splits, engram_upda
 
 MOMENTUM, EPSILON = 0.1, 1e-5
 IMAGE_CHANNELS = 4  # red, green, blue and a zero
-PARTIAL_SUMS = 8192  # taken at once
+PARTIAL_SUMS = 8192  # of tiles, taken at once
 # (pixels in a tile, warps, pipeline stages) by the result's channels.
 TILES = {16: (256, 4, 3), 32: (256, 4, 3), 64: (64, 4, 3)}
 # (pixels in a block, blocks in a split, warps, pipeline stages) by channels out.
@@ -97,8 +97,7 @@ def conv_forward(conv: Conv, x: Tensor, weight: Tensor, norm: Norm, scratch: Scr
         SHORTCUT_STRIDE=1,
         MODE=0,
         BLOCK_M=block,
-        BLOCK_T=_rows_at_once(pixels, block, conv.channels_out),
-        TILES=triton.cdiv(pixels, block),
+        BLOCK_T=PARTIAL_SUMS // conv.channels_out,
         STAGES=stages,
         num_warps=warps,
     )
@@ -119,8 +118,7 @@ def conv_folded(conv: Conv, x: Tensor, weight: Tensor, bias: Tensor, shortcut: T
         SHORTCUT_STRIDE=1 if shortcut is None else shortcut.shape[1] // conv.height,
         MODE=1 if shortcut is None else 2,
         BLOCK_M=block,
-        BLOCK_T=_rows_at_once(pixels, block, conv.channels_out),
-        TILES=triton.cdiv(pixels, block),
+        BLOCK_T=PARTIAL_SUMS // conv.channels_out,
         STAGES=stages,
         num_warps=warps,
     )
@@ -173,8 +171,7 @@ def norm_gradient(g: Tensor, norm: NormGradient, scratch: Scratch) -> None:
         *(scratch.partial, scratch.counter, pixels),
         C=channels,
         BLOCK_M=block,
-        BLOCK_T=_rows_at_once(pixels, block, channels),
-        TILES=triton.cdiv(pixels, block),
+        BLOCK_T=PARTIAL_SUMS // channels,
         num_warps=4,
     )
 
@@ -216,8 +213,7 @@ def conv_data_gradient(
         SHORTCUT=shortcut is not None,
         NORM=0 if below is None else 2 if below.after_relu else 1,
         BLOCK_M=block,
-        BLOCK_T=_rows_at_once(pixels, block, conv.channels_in),
-        TILES=triton.cdiv(pixels, block),
+        BLOCK_T=PARTIAL_SUMS // conv.channels_in,
         STAGES=stages,
         num_warps=warps,
     )
@@ -248,9 +244,7 @@ def sum_splits(partial: Tensor, out: Tensor) -> None:
     """out (row,): the sum of partial (splits, row)."""
     splits, row = partial.shape
     block = 64
-    engram_sum_splits[(triton.cdiv(row, block),)](
-        partial, out, row, SPLITS=splits, BLOCK=block, BLOCK_S=min(32, triton.next_power_of_2(splits)), num_warps=4
-    )
+    engram_sum_splits[(triton.cdiv(row, block),)](partial, out, splits, row, BLOCK=block, BLOCK_S=32, num_warps=4)
 
 
 def augment(
@@ -301,11 +295,6 @@ def update(
         BLOCK=block,
         num_warps=4,
     )
-
-
-def _rows_at_once(pixels: int, block: int, channels: int) -> int:
-    """The rows of partial sums that the last program takes at once: all, up to a limit."""
-    return min(triton.next_power_of_2(triton.cdiv(pixels, block)), PARTIAL_SUMS // channels)
 
 
 def _shapes(conv: Conv) -> dict[str, int]:

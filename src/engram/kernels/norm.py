@@ -11,28 +11,31 @@ import triton.language as tl
 
 
 @triton.jit
-def is_last_program(counter, TILES: tl.constexpr):
+def is_last_program(counter):
     """Whether this program is the last of its launch to come here; what the others wrote before is visible then."""
     tl.debug_barrier()
     arrived = tl.atomic_add(counter, 1)
-    last = arrived == TILES - 1
+    last = arrived == tl.num_programs(0) - 1
     if last:
         tl.store(counter, 0)  # ready for the next launch
     return last
 
 
 @triton.jit
-def sum_tiles(partial, C: tl.constexpr, BLOCK_T: tl.constexpr, TILES: tl.constexpr):
-    """The two sums (C,) and (C,) of partial (2, TILES, C) over the tiles, in their order."""
+def sum_tiles(partial, C: tl.constexpr, BLOCK_T: tl.constexpr):
+    """The two sums (C,) and (C,) of partial (2, tiles, C) over the tiles, in their order; a tile for each program."""
+    tiles = tl.num_programs(0)
     c = tl.arange(0, C)
     t = tl.arange(0, BLOCK_T)
     first = tl.zeros((BLOCK_T, C), dtype=tl.float32)
     second = tl.zeros((BLOCK_T, C), dtype=tl.float32)
-    for start in range(0, TILES, BLOCK_T):
-        there = (start + t < TILES)[:, None]
+    start = 0
+    while start < tiles:
+        there = (start + t < tiles)[:, None]
         here = (start + t)[:, None] * C + c[None, :]
         first += tl.load(partial + here, mask=there, other=0.0, cache_modifier=".cg")
-        second += tl.load(partial + TILES * C + here, mask=there, other=0.0, cache_modifier=".cg")
+        second += tl.load(partial + tiles * C + here, mask=there, other=0.0, cache_modifier=".cg")
+        start += BLOCK_T
     return tl.sum(first, axis=0), tl.sum(second, axis=0)
 
 
@@ -49,7 +52,6 @@ def finish_statistics(
     epsilon,
     C: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    TILES: tl.constexpr,
 ):
     """The norm's state from each tile's sums of values and of squares, taken about the running mean."""
     c = tl.arange(0, C)
@@ -57,7 +59,7 @@ def finish_statistics(
     old_var = tl.load(running_var + c)
     weight = tl.load(gamma + c)
     offset = tl.load(beta + c)
-    values, squares = sum_tiles(partial, C, BLOCK_T, TILES)
+    values, squares = sum_tiles(partial, C, BLOCK_T)
     away = values / M
     mean = old_mean + away
     variance = tl.maximum(squares / M - away * away, 0.0)
@@ -82,14 +84,13 @@ def finish_gradient(
     M,
     C: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    TILES: tl.constexpr,
 ):
     """The norm's own gradients and the coefficients of its input's, from each tile's sums, in the tiles' order."""
     c = tl.arange(0, C)
     mean = tl.load(state + 2 * C + c)
     inverse = tl.load(state + 3 * C + c)
     factor = tl.load(gamma + c) * inverse
-    of_beta, of_gamma = sum_tiles(partial, C, BLOCK_T, TILES)
+    of_beta, of_gamma = sum_tiles(partial, C, BLOCK_T)
     tl.store(d_beta + c, of_beta)
     tl.store(d_gamma + c, of_gamma)
     tl.store(coefficients + c, factor)
@@ -97,7 +98,7 @@ def finish_gradient(
     tl.store(coefficients + 2 * C + c, factor * (inverse * mean * of_gamma - of_beta) / M)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def engram_norm_gradient(
     g,
     y,
@@ -112,7 +113,6 @@ def engram_norm_gradient(
     C: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    TILES: tl.constexpr,
 ):
     """What a norm's backward needs to know of the gradient g (M, C) at its output; y (M, C) is its input."""
     program = tl.program_id(0)
@@ -125,12 +125,12 @@ def engram_norm_gradient(
     mean = tl.load(state + 2 * C + c)[None, :]
     inverse = tl.load(state + 3 * C + c)[None, :]
     tl.store(partial + program * C + c, tl.sum(gradient, axis=0))
-    tl.store(partial + (TILES + program) * C + c, tl.sum(gradient * (value - mean) * inverse, axis=0))
-    if is_last_program(counter, TILES):
-        finish_gradient(partial, gamma, state, coefficients, d_gamma, d_beta, M, C, BLOCK_T, TILES)
+    tl.store(partial + (tl.num_programs(0) + program) * C + c, tl.sum(gradient * (value - mean) * inverse, axis=0))
+    if is_last_program(counter):
+        finish_gradient(partial, gamma, state, coefficients, d_gamma, d_beta, M, C, BLOCK_T)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total"])
 def engram_norm_apply(
     y,
     state,
@@ -166,7 +166,7 @@ def engram_norm_apply(
     tl.store(out + e, value.to(tl.bfloat16), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total"])
 def engram_norm_backward(g, y, coefficients, d, total, C: tl.constexpr, BLOCK: tl.constexpr):
     """The gradient at the norm's input: a * g + b * y + c, with coefficients (3, C)."""
     e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B"])
 def engram_augment(
     padded,  # uint8 (P, HP, WP, 3)
     rows,  # int64 (S, B)
@@ -48,19 +48,21 @@ def engram_augment(
     tl.store(out + b * (H * W * 4) + e, tl.where(colour, value, 0.0).to(tl.bfloat16), mask=inside)
 
 
-@triton.jit
-def engram_sum_splits(partial, out, row, SPLITS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_S: tl.constexpr):
-    """out (row,): the sum of partial (SPLITS, row), in the splits' order."""
+@triton.jit(do_not_specialize=["splits"])
+def engram_sum_splits(partial, out, splits, row, BLOCK: tl.constexpr, BLOCK_S: tl.constexpr):
+    """out (row,): the sum of partial (splits, row), in the splits' order."""
     e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     s = tl.arange(0, BLOCK_S)
     total = tl.zeros((BLOCK_S, BLOCK), dtype=tl.float32)
-    for start in range(0, SPLITS, BLOCK_S):
-        mask = (start + s < SPLITS)[:, None] & (e < row)[None, :]
+    start = 0
+    while start < splits:
+        mask = (start + s < splits)[:, None] & (e < row)[None, :]
         total += tl.load(partial + (start + s)[:, None].to(tl.int64) * row + e[None, :], mask=mask, other=0.0)
+        start += BLOCK_S
     tl.store(out + e, tl.sum(total, axis=0), mask=e < row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "shadowed"])
 def engram_update(
     values,
     gradients,
