@@ -28,8 +28,9 @@ from engram.cli.arguments import parse
 from engram.cli.commands.common import carry_out
 from engram.cli.interrupt import Interrupt
 from engram.cli.options import RunningFlags
-from engram.cli.overrides import configure, directory_name
+from engram.cli.overrides import configure
 from engram.cli.text import make_console
+from engram.config import directory_name
 from engram.events import Event, RunStarted
 from fake_runs import fake_run
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -134,10 +133,3 @@ def _with_training(config: RunConfig, flags: TrainingFlags) -> RunConfig:
         config = config.with_value(f"settings.{path}", value)
     changes = {name: getattr(flags, name) for name in ("seed", "backbone", "device", "precision")}
     return replace(config, **{name: value for name, value in changes.items() if value is not None})
-
-
-def directory_name(config: RunConfig) -> str:
-    """The name of the run's directory where none was given: recipe (and whether it was changed), order and seed."""
-    name, _, changed = config.recipe.partition(" (")
-    order = "given" if "," in config.order else re.sub(r"[^\w.]+", "-", config.order)
-    return f"{name}{'-changed' if changed else ''}-order{order}-seed{config.seed}"

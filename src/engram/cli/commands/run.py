@@ -25,9 +25,9 @@ from engram.cli.commands.common import (
 )
 from engram.cli.interrupt import Interrupt
 from engram.cli.options import Resume, Run
-from engram.cli.overrides import configure, directory_name
+from engram.cli.overrides import configure
 from engram.cli.text import card_table, make_console, make_table, shorten
-from engram.config import RunConfig
+from engram.config import RunConfig, directory_name
 from engram.data.store import ImageStore
 from engram.errors import EngramError
 from engram.events import RunFinished
