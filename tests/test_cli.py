@@ -525,7 +525,7 @@ def test_a_changed_recipe_says_what_was_changed(
 ) -> None:
     (tmp_path / "photos").mkdir()
     options = parse(["run", name, *flags.split()])[1]
-    config = configure(options)
+    config = configure(options, name)
     assert config.recipe == name + named
     assert directory_name(config) == place
 

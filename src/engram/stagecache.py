@@ -82,8 +82,8 @@ class Claim:
 class StageCache:
     """Trained base stages in a folder, the longest unused making room for new ones."""
 
-    def __init__(self, folder: Path, limit_bytes: int = LIMIT_BYTES) -> None:
-        self.folder = folder
+    def __init__(self, folder: str | Path, limit_bytes: int = LIMIT_BYTES) -> None:
+        self.folder = Path(folder)
         self.limit_bytes = limit_bytes
 
     def load(self, key: str) -> dict[str, Tensor] | None:

@@ -32,15 +32,19 @@ class Standing:
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """One of several runs. work and steps are what is left to do; base_key is None where no base stage is shared."""
+    """One of several runs. work and steps are what is left to do; base_key is None where no base stage is shared.
+
+    fingerprint: the store's. total_work: of the run from start to end.
+    """
 
     name: str
     config: RunConfig
     store: ImageStore
-    fingerprint: str  # of the store
+    fingerprint: str
     directory: Path | None
     standing: Standing
     stages: int
+    total_work: float
     work: float
     steps: int
     base_key: str | None
@@ -124,6 +128,7 @@ def _member(name: str, config: RunConfig, store: ImageStore, fingerprint: str, d
         directory=directory,
         standing=found,
         stages=len(stages),
+        total_work=sum(phase.work for stage in stages for phase in stage.phases),
         work=sum(phase.work for phase in left),
         steps=sum(phase.epochs * phase.steps for phase in left),
         base_key=None if found.finished else session.base_key(fingerprint),
