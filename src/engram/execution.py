@@ -6,16 +6,12 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 from engram.checkpoint import Checkpoint, save_checkpoint
 from engram.data.stage import Stage
 from engram.engine import PhaseLoop, PhaseState
-from engram.errors import EngramError
 from engram.events import (
-    BaseAwaited,
-    BaseReused,
     Checkpointed,
     EpochFinished,
     Event,
@@ -34,10 +30,10 @@ from engram.methods.exemplars import choose_exemplars, class_means
 from engram.result import Result, StageRecord, summarise
 from engram.rundir import RunDirectory, version
 from engram.session import PhasePlan, Session
-from engram.stagecache import Claim, StageCache
+from engram.sharedbase import SharedBase
+from engram.stagecache import StageCache
 
 PROGRESS_SECONDS = 0.2
-WAIT_SECONDS = 0.1
 UNLOGGED = (Progress, Working)
 
 
@@ -55,9 +51,8 @@ class Execution:
     ) -> None:
         self.session = session
         self.files = files
-        self.cache = cache
-        self.claim: Claim | None = None  # to the base stage, while it is trained
         self.stop = stop or (lambda: False)
+        self.base = SharedBase(session, cache, self.directory or session.config.recipe, self.stop)
         self.stop_after_stage = stop_after_stage
         self.checkpoint_seconds = checkpoint_minutes * 60
         self.records: list[StageRecord] = []
@@ -87,7 +82,7 @@ class Execution:
                 yield event
                 self.away += time.monotonic() - left
         finally:
-            self._release()
+            self.base.release()
             if self.files is not None:
                 self.files.close()
 
@@ -159,13 +154,13 @@ class Execution:
         if state is None:
             self.clock = {}
             if index == 0:
-                base = yield from self._reuse_base()
-                if base != "train":
-                    return base == "stopped"
+                how = yield from self.base.take()
+                if how != "train":
+                    return how == "stopped"
             with self._clocked("train"):
                 method.grow(learner, stage, engine)
         elif index == 0:
-            yield from self._claim_base()  # whether it gets it or not: it has begun
+            yield from self.base.claim()  # whether it gets it or not: it has begun
         for number, phase in enumerate(method.phases(learner, stage, engine)):
             if number >= first:
                 with self._clocked("train"):
@@ -173,76 +168,8 @@ class Execution:
                 if (yield from self._phase(index, number, loop)):
                     return True
         if index == 0:
-            yield from self._share_base()
+            yield from self.base.share()
         return False
-
-    @cached_property
-    def base_key(self) -> str | None:
-        """The name of the base stage in the cache; None where it is not shared."""
-        return None if self.cache is None else self.session.base_key()
-
-    def _reuse_base(self) -> Generator[Event, None, Literal["reused", "train", "stopped"]]:
-        """Takes the trained base stage from the cache, waiting where another run is training it; else claims it."""
-        if (yield from self._load_base(warn=True)):
-            return "reused"
-        awaited = False
-        while not (yield from self._claim_base()):
-            if not awaited:
-                assert self.cache is not None
-                assert self.base_key is not None
-                awaited = True
-                yield BaseAwaited(0, len(self.session.stream), self.cache.holder(self.base_key))
-            if self.stop():
-                return "stopped"
-            time.sleep(WAIT_SECONDS)
-        # Between looking and claiming another run may have finished it, and one that was waited for has.
-        if (yield from self._load_base(warn=False)):
-            self._release()
-            return "reused"
-        return "train"
-
-    def _load_base(self, warn: bool) -> Generator[Event, None, bool]:
-        """Loads the base stage from the cache; returns whether it was there and whole."""
-        if self.cache is None or self.base_key is None:
-            return False
-        try:
-            tensors = self.cache.load(self.base_key)
-        except EngramError as error:
-            if warn:
-                yield Warned(f"the base stage is trained although it was cached: {error}")
-            return False
-        if tensors is None:
-            return False
-        self.session.learner.network.load_state_dict(tensors)
-        yield BaseReused(0, str(self.cache.folder))
-        return True
-
-    def _claim_base(self) -> Generator[Event, None, bool]:
-        """Claims the base stage, so that others wait for it; returns False while another run has it."""
-        if self.cache is None or self.base_key is None:
-            return True
-        try:
-            self.claim = self.cache.claim(self.base_key, self.directory or self.session.config.recipe)
-        except EngramError as error:
-            yield Warned(f"the base stage is trained here, even if another run trains it too: {error}")
-            return True
-        return self.claim is not None or self.cache.is_held_here(self.base_key)
-
-    def _share_base(self) -> Iterator[Event]:
-        """Puts the trained base stage into the cache; a cache that cannot be written to stops nothing."""
-        if self.cache is None or self.base_key is None:
-            return
-        try:
-            self.cache.save(self.base_key, self.session.learner.network.state_dict())
-        except EngramError as error:
-            yield Warned(f"the base stage could not be cached: {error}")
-        self._release()
-
-    def _release(self) -> None:
-        """Lets another run train the base stage, where this one had the claim."""
-        if self.claim is not None:
-            self.claim.close()
-            self.claim = None
 
     def _phase(self, index: int, number: int, loop: PhaseLoop) -> Generator[Event, None, bool]:
         """The steps of a phase; returns whether it was asked to stop inside."""

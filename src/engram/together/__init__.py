@@ -12,9 +12,9 @@ from engram.data.store import ImageStore
 from engram.events import Event
 from engram.stagecache import StageCache
 from engram.together.members import Member, plan_members
-from engram.together.workers import Workers, default_at_once
+from engram.together.workers import ERROR, Workers
 
-__all__ = ["Member", "Workers", "default_at_once", "plan_members", "run_together"]
+__all__ = ["ERROR", "Member", "Workers", "plan_members", "run_together"]
 
 
 def run_together(

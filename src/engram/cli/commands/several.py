@@ -25,7 +25,7 @@ from engram.cli.text import bold, clock, make_console, make_table, percent
 from engram.config import RunConfig
 from engram.events import Event, RunFailed, RunFinished, RunSkipped, Stopped
 from engram.stagecache import StageCache
-from engram.together import Member, Workers, plan_members
+from engram.together import ERROR, Member, Workers, plan_members
 
 Last = dict[str, Event]  # the last event of each run that began, by its name
 
@@ -70,14 +70,21 @@ def run_several(options: Run, configs: Sequence[RunConfig], typed: Sequence[str]
         tell_results(console, last, parent)
     tell_failures(last, len(members))
     if not flags.json:
-        tell_unfinished(console, members, last, command)
+        without = "" if interrupt() or flags.stop_after_stage is None else " without --stop-after-stage"
+        tell_unfinished(console, members, last, f"the same command again{without}:", command)
     return exit_status(last, interrupt)
 
 
 def threads_begun_with(members: Sequence[Member]) -> int | None:
-    """The CPU threads that the runs to go on with began with, where all agree: sums differ in their last bits else."""
-    unfinished = [member.standing for member in members if member.standing.state == "incomplete"]
-    found = {standing.threads for standing in unfinished}
+    """The CPU threads that the runs to go on with began with: with another number sums differ in their last bits."""
+    unfinished = [member for member in members if member.standing.state == "incomplete"]
+    found = {member.standing.threads for member in unfinished if member.config.device == "cpu"} - {None}
+    if len(found) > 1:
+        print(
+            "engram: the runs to go on with began with different numbers of CPU threads; "
+            "the last bits of some will differ from a run that was never stopped",
+            file=sys.stderr,
+        )
     return found.pop() if len(found) == 1 else None
 
 
@@ -141,7 +148,7 @@ def tell_failures(last: Last, count: int) -> None:
         return
     lines = [f"engram: {len(failed)} of {count} runs failed"]
     for run, event in failed.items():
-        kept = Path(event.directory or "") / "error.txt"
+        kept = Path(event.directory or "") / ERROR
         where = f"; the details are in {kept}" if event.unexpected and kept.exists() else ""
         lines.append(f"engram: {run}: {event.message}{where}")
         if event.traceback is not None and not where:
@@ -149,14 +156,14 @@ def tell_failures(last: Last, count: int) -> None:
     print("\n".join(lines), file=sys.stderr)
 
 
-def tell_unfinished(console: Console, members: Sequence[Member], last: Last, command: str) -> None:
+def tell_unfinished(console: Console, members: Sequence[Member], last: Last, how: str, command: str) -> None:
     """Says how many runs are not complete without having failed, and how to go on with them."""
     stopped = sum(isinstance(event, Stopped) for event in last.values())
     waiting = len(members) - len(last)
     if stopped or waiting:
         parts = [f"{stopped} stopped and saved"] if stopped else []
         parts += [f"{waiting} not begun"] if waiting else []
-        print_line(console, f"{', '.join(parts)}; to go on, the same command again:")
+        print_line(console, f"{', '.join(parts)}; to go on, {how}")
         console.print(bold(command), soft_wrap=True)
 
 
