@@ -112,8 +112,8 @@ def test_every_combination_is_a_run() -> None:
 
 
 def test_one_combination_is_one_run_as_ever(engram: Engram, photos: Path, tmp_path: Path) -> None:
-    run = ("run", "naive-folder", "--data", photos, *SMALL, "--orders", "1", "--seeds", "3", "--stop-after-stage", "0")
-    for name in ("naive-folder-changed-order1-seed3", "naive-folder-changed-order1-seed3-2"):
+    run = ("run", "replay-folder", "--data", photos, *SMALL, "--orders", "1", "--seeds", "3", "--stop-after-stage", "0")
+    for name in ("replay-folder-changed-order1-seed3", "replay-folder-changed-order1-seed3-2"):
         outcome = engram(*run)
         assert outcome.status == 0
         assert f"engram resume runs/{name}" in outcome.out

@@ -127,6 +127,8 @@ class Session:
             "torch": torch.__version__,
             "device": self.engine.device.type,
             "precision": self.engine.precision,
+            # On a CPU sums depend on it in their last bits.
+            "threads": torch.get_num_threads() if self.engine.device.type == "cpu" else None,
             "data": fingerprint or self.store.fingerprint(),
             "classes": list(self.stream.order[:base]),
             "capacity": self.store.num_classes,

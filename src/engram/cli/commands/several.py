@@ -35,12 +35,14 @@ def run_several(options: Run, configs: Sequence[RunConfig], typed: Sequence[str]
     flags, console = options.running, make_console()
     parent = RUNS if options.out is None else Path(options.out).expanduser()
     silent = flags.quiet or flags.json
+    use_threads(flags.threads)
     members = plan_members(configs, directory=parent, read=lambda data: read_images(data, console, silent=silent))
     cache = shared_stages(flags)
     if options.dry_run:
         print_plan(console, members, cache, flags.json)
         return 0
-    use_threads(flags.threads or threads_begun_with(members))
+    if flags.threads is None:
+        use_threads(threads_begun_with(members))
     command = shlex.join(["engram", *typed])
     interrupt = Interrupt()
     workers = Workers(
