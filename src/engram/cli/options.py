@@ -121,9 +121,10 @@ class Run:
     running: RunningFlags
     recipes: Annotated[Positional[tuple[str, ...]], arg(metavar="RECIPE", help_behavior_hint="")]
     """The recipe or recipes, such as afc-mini-b10-s5; 'engram list' has them all."""
-    out: Annotated[str | None, arg(metavar="DIR", help_behavior_hint="(default: a new one under runs/)")] = None
-    """Run directory; one that holds something already is refused. With several runs, the directory that theirs are
-    in (default: runs)."""
+    out: Annotated[
+        str | None, arg(metavar="DIR", help_behavior_hint="(default: a new one under runs/; of several, runs)")
+    ] = None
+    """Run directory; one that holds something already is refused. Of several runs, the directory that holds theirs."""
     at_once: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: 1 on a CPU, 12 on a GPU)")] = None
     """Of several runs, how many at a time."""
     dry_run: Annotated[bool, arg(help_behavior_hint="")] = False
