@@ -69,7 +69,7 @@ def run_several(options: Run, configs: Sequence[RunConfig], typed: Sequence[str]
     finally:
         events.close()  # whatever went wrong here, the runs save themselves
     if not silent:
-        tell_results(console, last, parent)
+        tell_results(console, {member.name: last[member.name] for member in members if member.name in last}, parent)
     tell_failures(last, len(members))
     if not flags.json:
         without = "" if interrupt() or flags.stop_after_stage is None else " without --stop-after-stage"
