@@ -269,12 +269,14 @@ def test_summary_fits_80_columns() -> None:
 def test_exit_status_and_what_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fine = RunFinished(RESULT, None)
     expected, unexpected = RunFailed("no room", "a", False, None), RunFailed("oh", "b", True, "Traceback ...\n")
-    assert exit_status({"a": fine}, Interrupt()) == 0
-    assert exit_status({"a": fine, "b": expected}, Interrupt()) == 2
-    assert exit_status({"a": unexpected, "b": expected}, Interrupt()) == 1
+    assert exit_status({"a": fine}, 1, Interrupt()) == 0
+    assert exit_status({"a": fine, "b": expected}, 2, Interrupt()) == 2
+    assert exit_status({"a": unexpected, "b": expected}, 2, Interrupt()) == 1
     interrupt = Interrupt()
     interrupt.signal = 15
-    assert exit_status({"a": unexpected, "b": Stopped(1, 3, "interrupted", None)}, interrupt) == 143
+    assert exit_status({"a": unexpected, "b": Stopped(1, 3, "interrupted", None)}, 2, interrupt) == 143
+    assert exit_status({"a": fine}, 2, interrupt) == 143, "one was not begun"
+    assert exit_status({"a": fine, "b": fine}, 2, interrupt) == 0, "it came too late to stop anything"
     kept = RunFailed("oh", str(tmp_path), True, "Traceback ...\n")
     (tmp_path / "error.txt").write_text("Traceback ...\n")
     tell_failures({"a": fine, "b": expected, "c": unexpected, "d": kept}, 4)

@@ -74,7 +74,7 @@ def run_several(options: Run, configs: Sequence[RunConfig], typed: Sequence[str]
     if not flags.json:
         without = "" if interrupt() or flags.stop_after_stage is None else " without --stop-after-stage"
         tell_unfinished(console, members, last, f"the same command again{without}:", command)
-    return exit_status(last, interrupt)
+    return exit_status(last, len(members), interrupt)
 
 
 def threads_begun_with(members: Sequence[Member]) -> int | None:
@@ -98,9 +98,10 @@ def _quit_at_once() -> NoReturn:
     os._exit(INTERRUPTED)
 
 
-def exit_status(last: Last, interrupt: Interrupt) -> int:
-    """0 where all went well; the signal's after Ctrl-C; else 1 for an unexpected error and 2 for any other."""
-    if interrupt():
+def exit_status(last: Last, count: int, interrupt: Interrupt) -> int:
+    """0 where all went well; the signal's where one cut something off; else 1 for an unexpected error, 2 for others."""
+    cut = any(isinstance(event, Stopped) and event.reason == "interrupted" for event in last.values())
+    if interrupt() and (cut or len(last) < count):
         return interrupt.status
     failed = [event for event in last.values() if isinstance(event, RunFailed)]
     return 0 if not failed else 1 if any(event.unexpected for event in failed) else 2
