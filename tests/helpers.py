@@ -83,7 +83,7 @@ def train_phase(session: Session, stage: Stage, phase: Phase, number: int = 0) -
     """Takes every step of a phase."""
     loop = session.engine.start(session.learner, stage, phase, number)
     for _ in loop:
-        loop.check_finite()
+        loop.terms()  # refuses a loss that is not finite
 
 
 def learn_stage(session: Session, index: int, before_finish: Callable[[Stage], None] | None = None) -> Stage:

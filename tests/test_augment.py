@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engram.data.augment import Augmentation, Draws, augment, draw, pad_images, to_unit
-from engram.engine.plan import learning_rates, plan_epoch
+from engram.engine.plan import Plan, learning_rates, plan_epochs
 from engram.errors import EngramError
 from engram.methods import Training
 
@@ -165,11 +165,13 @@ def test_impossible_augmentations_are_refused(changes: dict[str, float], sentenc
 def used_rows(training: Training, images: int, epoch: int = 0, seed: int = 1) -> list[list[int]]:
     """The rows of each step, for a pool whose rows are 100, 101, ..."""
     rows = torch.arange(100, 100 + images)
-    plan = plan_epoch(training, Augmentation(), rows, epoch, (0, 0), seed, CPU)
+    plan = plan_epochs(training, Augmentation(), rows, range(epoch, epoch + 1), (0, 0), seed)
     steps: list[list[int]] = []
-    for i in range(len(plan.lr)):
-        size = plan.last if i == len(plan.lr) - 1 else plan.rows.shape[1]
-        batch, draws, lr = plan.row(torch.tensor([i]), size)
+    count, full = training.batches(images)
+    for i in range(len(plan)):
+        size = min(full, images - i * full) if i == count - 1 else full
+        batch, draws = plan.row(torch.tensor([i]), size)
+        lr = plan.learning_rate(torch.tensor([i]))
         assert len(batch) == len(draws.top) == len(draws.left) == len(draws.mirror) == len(draws.factor) == size
         assert torch.equal(draws.factor, plan.draws.factor[i, :size])
         assert lr.tolist() == [plan.lr[i].item()]
@@ -220,7 +222,7 @@ def test_epochs_and_seeds_shuffle_differently_and_repeat_themselves() -> None:
 
 def test_the_plan_keeps_to_the_rows_it_was_given() -> None:
     rows = torch.tensor([3, 11, 7, 19, 2])
-    plan = plan_epoch(Training(epochs=1, batch_size=2), Augmentation(), rows, 0, (0, 0), 1, CPU)
+    plan = plan_epochs(Training(epochs=1, batch_size=2), Augmentation(), rows, range(1), (0, 0), 1)
     assert set(plan.rows.flatten().tolist()) <= set(rows.tolist())
 
 
@@ -250,8 +252,28 @@ def test_the_constant_schedule_stays() -> None:
 def test_the_plans_of_the_epochs_hold_the_schedule_in_order(schedule: Literal["cosine", "constant"]) -> None:
     training = Training(epochs=4, batch_size=3, schedule=schedule, remainder="keep")
     rows = torch.arange(10)
-    plans = [plan_epoch(training, Augmentation(), rows, epoch, (0, 0), 1, CPU) for epoch in range(4)]
+    plans = [plan_epochs(training, Augmentation(), rows, range(e, e + 1), (0, 0), 1) for e in range(4)]
     assert torch.equal(torch.cat([plan.lr for plan in plans]), learning_rates(training, 4))
+
+
+def test_epochs_planned_together_are_those_planned_one_by_one() -> None:
+    training = Training(epochs=5, batch_size=3, remainder="keep")
+    rows = torch.arange(10)
+    together = plan_epochs(training, Augmentation(), rows, range(1, 4), (0, 0), 1)
+    alone = [plan_epochs(training, Augmentation(), rows, range(e, e + 1), (0, 0), 1) for e in range(1, 4)]
+    for ours, *theirs in zip(together.tensors(), *(plan.tensors() for plan in alone), strict=True):
+        assert torch.equal(ours, torch.cat(theirs))
+
+
+def test_a_plan_is_loaded_in_place_into_room_for_more() -> None:
+    plan = plan_epochs(Training(epochs=1, batch_size=2), Augmentation(), torch.arange(6), range(1), (0, 0), 1)
+    room = Plan.room(5, 2, torch.device("cpu"))
+    places = [tensor.data_ptr() for tensor in room.tensors()]
+    room.load(plan)
+    assert [tensor.data_ptr() for tensor in room.tensors()] == places
+    for held, loaded in zip(room.tensors(), plan.tensors(), strict=True):
+        assert torch.equal(held[:3], loaded)
+        assert not held[3:].any()
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch import Tensor
 from engram.data.memory import Memory, MemoryConfig
 from engram.learner import Learner
 from engram.methods import Phase, Training
-from engram.methods.host import HostSettings, classify
+from engram.methods.host import Classify, HostSettings
 from engram.methods.losses import nca_paper, nca_released
 from engram.models.heads import CosineHead, Head, LinearHead, LSCHead
 from engram.models.network import Network, Part
@@ -326,7 +326,7 @@ def test_rows_beyond_the_first_capacity_are_trained(kind: str) -> None:
         network.head.grow(2, seeded(index))
         before = parameters_of(network)
         phase = Phase(
-            "main", len(labels), lambda stage=stage: stage.all_rows, classify(HostSettings()), everything, training
+            "main", len(labels), lambda stage=stage: stage.all_rows, Classify(HostSettings()), everything, training
         )
         for _ in engine.start(learner, stage, phase, 0):
             pass

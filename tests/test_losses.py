@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engram.errors import EngramError
 from engram.methods.afc import AFCSettings, discrepancy, discrepancy_weight, read_importance
-from engram.methods.host import HostSettings, classification_loss, classify
+from engram.methods.host import Classify, HostSettings, classification_loss
 from engram.methods.losses import (
     discrepancy_paper,
     discrepancy_released,
@@ -210,7 +210,7 @@ def test_the_settings_choose_the_reading_of_the_loss_and_its_mean_is_trained_on(
         (HostSettings(variant="paper", classification="released"), released),
         (HostSettings(classification="paper"), paper),
     ):
-        terms = classify(chosen)(case.step())
+        terms = Classify(chosen)(case.step())
         assert list(terms) == ["classification"]
         assert terms["classification"].item() == pytest.approx(expected, rel=1e-10)
 

@@ -21,7 +21,7 @@ from engram.models.resnet import BACKBONES
 from engram.plain import from_plain, replace_at, to_plain
 
 Device = Literal["auto", "cpu", "cuda"]
-Precision = Literal["auto", "float32", "bf16"]
+Precision = Literal["auto", "float32", "tf32", "bf16"]
 
 
 @dataclass(frozen=True)
@@ -102,14 +102,14 @@ class RunConfig:
         """A short digest of everything here but the recipe's name and where the images lie."""
         return config_hash(self.to_plain())
 
-    def place(self) -> tuple[Literal["cpu", "cuda"], Literal["float32", "bf16"]]:
+    def place(self) -> tuple[Literal["cpu", "cuda"], Literal["float32", "tf32", "bf16"]]:
         """The device and precision that "auto" stands for on this machine; refuses what it cannot do."""
         available = torch.cuda.is_available()
         if self.device == "cuda" and not available:
             raise EngramError("no CUDA device is available here; a new run can use --device cpu")
         device = "cuda" if available and self.device != "cpu" else "cpu"
-        if self.precision == "bf16" and device == "cpu":
-            raise EngramError("bf16 is for CUDA devices; on a CPU use --precision float32")
+        if self.precision in ("bf16", "tf32") and device == "cpu":
+            raise EngramError(f"{self.precision} is for CUDA devices; on a CPU use --precision float32")
         if self.precision == "auto":
             return device, "bf16" if device == "cuda" else "float32"
         return device, self.precision

@@ -34,6 +34,7 @@ from engram.sharedbase import SharedBase
 from engram.stagecache import StageCache
 
 PROGRESS_SECONDS = 0.2
+MOMENTUM = "phase.momentum."
 UNLOGGED = (Progress, Working)
 
 
@@ -182,10 +183,8 @@ class Execution:
             seconds = meter.step()
             self._add("train", seconds)
             self.work_here, self.seconds_here = self.work_here + per_step, self.seconds_here + seconds
-            if loop.step == loop.steps:
-                yield EpochFinished(
-                    index, phase.name, loop.epoch + 1, loop.terms(), loop.learning_rate(), meter.epoch()
-                )
+            for epoch in loop.finished():
+                yield EpochFinished(index, phase.name, epoch.number + 1, epoch.terms, epoch.lr, meter.epoch())
             if meter.due():
                 yield self._progress(index, number, loop, meter.images_per_second())
             if self.files is not None and time.monotonic() - self.saved_at > self.checkpoint_seconds:
@@ -196,6 +195,9 @@ class Execution:
                     self._save((number, loop.state()))
                     yield Checkpointed(index, phase.name, loop.epoch)
                 return True
+        for epoch in loop.finished(wait=True):
+            self._add("train", meter.step())
+            yield EpochFinished(index, phase.name, epoch.number + 1, epoch.terms, epoch.lr, meter.epoch())
         self._add("train", meter.step())
         return False
 
@@ -252,7 +254,8 @@ class Execution:
         }
         if phase is not None:
             number, state = phase
-            tensors |= {"phase.rows": state.rows, "phase.momentum": state.momentum}
+            tensors |= {"phase.rows": state.rows}
+            tensors |= {f"{MOMENTUM}{name}": value for name, value in state.momentum.items()}
             data["phase"] = {"number": number, "epoch": state.epoch, "step": state.step}
         save_checkpoint(self.files.checkpoint, Checkpoint(tensors, data))
         self.saved_at = time.monotonic()
@@ -261,14 +264,15 @@ class Execution:
         """Takes over where a checkpoint stood."""
         tensors, data = dict(checkpoint.tensors), checkpoint.data
         phase = data["phase"]
-        rows, momentum = tensors.pop("phase.rows", None), tensors.pop("phase.momentum", None)
+        rows = tensors.pop("phase.rows", None)
+        momentum = {
+            name.removeprefix(MOMENTUM): tensors.pop(name) for name in list(tensors) if name.startswith(MOMENTUM)
+        }
         self.session.learner.load_state_dict(tensors)
         self.records = [StageRecord(**record) for record in data["records"]]
         self.clock = dict(data["clock"])
         if phase is not None:
             assert rows is not None
-            assert momentum is not None
-            momentum = momentum.to(self.session.engine.device)
             self.phase_at = (phase["number"], PhaseState(rows, momentum, phase["epoch"], phase["step"]))
 
 

@@ -75,9 +75,9 @@ class TrainingFlags:
     device: Annotated[Literal["auto", "cpu", "cuda"] | None, arg(metavar="WHERE", help_behavior_hint=OF_RECIPE)] = None
     """auto, cpu or cuda."""
     precision: Annotated[
-        Literal["auto", "float32", "bf16"] | None, arg(metavar="KIND", help_behavior_hint=OF_RECIPE)
+        Literal["auto", "float32", "tf32", "bf16"] | None, arg(metavar="KIND", help_behavior_hint=OF_RECIPE)
     ] = None
-    """auto, float32 or bf16; auto is bf16 on a GPU and float32 elsewhere."""
+    """auto, float32, tf32 or bf16; auto is bf16 on a GPU and float32 elsewhere."""
     set: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="KEY=VALUE", help_behavior_hint="(repeatable)")] = ()
     """Any other setting, such as settings.importance_samples=1000 or augmentation.pad=2."""
 

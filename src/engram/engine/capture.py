@@ -1,40 +1,63 @@
-"""Capture: on a GPU a step is a thousand small kernels; recorded once as a CUDA graph, it is replayed as one."""
+"""Capture: on a GPU a step is hundreds of small kernels; recorded once as a CUDA graph, it is replayed as one."""
 
 from __future__ import annotations
 
+import gc
+import threading
 from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-WARM_UP = 3
+WARM_UP = 2
+# One recording at a time in the process: what the others do meanwhile is not recorded, but compiling kernels and
+# collecting garbage are no one's own.
+_RECORDING = threading.Lock()
 
 
-class CapturedStep:
+T = TypeVar("T")
+
+
+class CapturedStep(Generic[T]):
     """A step recorded as a CUDA graph. Calling it replays the recording on whatever its tensors hold then.
 
-    The step must read and write only tensors that keep their place. `state` lists what it changes: warming up takes
-    real steps, and their effect is taken back.
+    The step must read and write only tensors that keep their place and live as long as this. `state` lists what it
+    changes: warming up takes real steps, and their effect is taken back. `returned` is what the step returned when it
+    was recorded.
     """
 
-    def __init__(self, step: Callable[[], None], state: Sequence[Tensor]) -> None:
+    def __init__(self, step: Callable[[], T], state: Sequence[Tensor]) -> None:
         saved = [tensor.clone() for tensor in state]
 
         def restore() -> None:
             for tensor, value in zip(state, saved, strict=True):
                 tensor.copy_(value)
 
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with _RECORDING, torch.cuda.stream(stream):
             for _ in range(WARM_UP):
                 step()
                 restore()  # each time: a phase may have fewer steps than the warm-up takes
-        torch.cuda.current_stream().wait_stream(side)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            step()
-        restore()
+            stream.synchronize()
+            self._graph = torch.cuda.CUDAGraph()
+            collecting = gc.isenabled()
+            gc.collect()
+            gc.disable()  # freeing another graph's memory would break the recording
+            try:
+                # What other threads do on their streams in the meantime is their own affair.
+                self._graph.capture_begin(capture_error_mode="thread_local")
+                try:
+                    self.returned = step()
+                finally:
+                    self._graph.capture_end()
+            finally:
+                if collecting:
+                    gc.enable()
+            restore()
+        torch.cuda.current_stream().wait_stream(stream)
 
-    def __call__(self) -> None:
+    def __call__(self) -> T:
         self._graph.replay()
+        return self.returned

@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Hashable, Sequence
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from engram.data.augment import Augmentation, Draws, augment, draw, pad_images, to_unit
+from engram.data.augment import Augmentation, to_unit
 from engram.data.stage import Stage
+from engram.engine.capture import CapturedStep
+from engram.engine.forward import Forward, FusedForward, PlainForward, pooled
 from engram.engine.loop import PhaseLoop, PhaseState
-from engram.engine.sgd import FlatSGD
+from engram.engine.space import Space
+from engram.engine.sweep import sweep
 from engram.learner import Learner
 from engram.methods import Phase, Step
-from engram.models.network import Network
-from engram.random import generator
+from engram.models.network import Network, Output
+from engram.models.resnet import ResNet
 
-Precision = Literal["float32", "bf16"]
+Precision = Literal["float32", "tf32", "bf16"]
+
+T = TypeVar("T")
 
 INFERENCE_PIXELS = 512 * 32 * 32
-
-
-@dataclass(frozen=True, eq=False)
-class Pool:
-    """A stage's pool on the device: images with their border, labels, and which are exemplars."""
-
-    padded: Tensor
-    labels: Tensor
-    exemplar: Tensor
 
 
 class Engine:
@@ -46,41 +41,55 @@ class Engine:
         self.precision: Precision = precision
         self.augmentation = augmentation
         self.image_size = image_size
-        if device.type == "cuda":
-            # The shapes of a run do not change, so trying each convolution's algorithms once pays.
-            torch.backends.cudnn.benchmark = True
-            # float32 means float32: no rounding of convolutions to TF32 behind the user's back.
-            torch.backends.cudnn.allow_tf32 = False
         self.capture = device.type == "cuda"
+        self.fuse = device.type == "cuda" and precision == "bf16"
         # On a CPU channels-last costs a fifth of the speed with resnet10, most of it in the distillation loss.
         self.layout = torch.channels_last if device.type == "cuda" else torch.contiguous_format
-        self._optimiser: FlatSGD | None = None
-        self._pool: tuple[Stage, Pool] | None = None
+        self.space = Space(device, augmentation.pad)
+        self._forward: Forward | None = None
+        self._recordings: dict[Hashable, tuple[object, CapturedStep]] = {}
+        if device.type == "cuda":
+            _set_flags(precision)
 
     def autocast(self) -> torch.autocast:
-        """The context that forward passes run in."""
+        """The context that forward passes by torch's modules run in."""
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.precision == "bf16")
 
-    def optimiser(self, network: Network) -> FlatSGD:
-        """The optimiser bound to a network; made once, and again only where the network has new tensors."""
-        if self._optimiser is None or not self._optimiser.holds(network):
-            self._optimiser = FlatSGD(network)
-        return self._optimiser
+    def bind(self, learner: Learner, batch_size: int) -> Forward:
+        """The passes over the learner; made once, and again only where the network has new tensors."""
+        held = self._forward
+        if held is None or held.batch_size < batch_size or not held.optimiser.holds(learner.network):
+            kind = FusedForward if self.why_not_fused(learner.network.backbone) is None else PlainForward
+            held = self._forward = kind(self, learner, batch_size)
+            self.space.version += 1
+        return held
 
-    def pool(self, stage: Stage) -> Pool:
-        """The stage's pool on the device; made once a stage."""
-        if self._pool is None or self._pool[0] is not stage:
-            samples = stage.pool
-            padded = pad_images(samples.images.to(self.device), self.augmentation.pad)
-            self._pool = (
-                stage,
-                Pool(padded, samples.labels.to(self.device), samples.exemplar.to(self.device)),
-            )
-        return self._pool[1]
+    def why_not_fused(self, backbone: ResNet) -> str | None:
+        """Why our own kernels do not run this backbone; None where they do."""
+        if not self.fuse:
+            return "they are for bf16 on a GPU"
+        from engram.kernels.fused import unsupported
 
-    def augment(self, pool: Pool, rows: Tensor, draws: Draws) -> Tensor:
-        """The rows of the pool as a batch to train on, (B, 3, H, W), laid out as suits the device."""
-        return augment(pool.padded, rows, draws, self.image_size).contiguous(memory_format=self.layout)
+        return unsupported(backbone, self.image_size)
+
+    def record(self, slot: Hashable, key: object, step: Callable[[], T], learner: Learner) -> Callable[[], T]:
+        """The step as a recording, the slot's own one where that was made under the same key and no tensor has moved.
+
+        The key says what the step does; elsewhere than on a GPU the step itself is returned.
+        """
+        if not self.capture:
+            return step
+        assert self._forward is not None
+        tensors = (learner.network.state_dict(), learner.teacher.state_dict(), learner.buffers)
+        places = tuple(tensor.data_ptr() for group in tensors for tensor in group.values())
+        key = (key, self.space.version, places)
+        held = self._recordings.get(slot)
+        if held is not None and held[0] == key:
+            return held[1]
+        self._recordings.pop(slot, None)
+        recorded = CapturedStep(step, [*self._forward.state(), self.space.counter])
+        self._recordings[slot] = (key, recorded)
+        return recorded
 
     def start(
         self, learner: Learner, stage: Stage, phase: Phase, index: int, resume: PhaseState | None = None
@@ -95,14 +104,22 @@ class Engine:
         network.eval()
         embeddings: list[Tensor] = []
         scores: list[Tensor] = []
+        fused = self.why_not_fused(network.backbone) is None
+        passes = _folded(network, self.image_size) if fused else self._by_modules(network)
         batch = max(1, INFERENCE_PIXELS // (images.shape[1] * images.shape[2]))
         for part in images.split(batch):
-            with self.autocast():
-                output = network(to_unit(part.to(self.device), mirror).contiguous(memory_format=self.layout))
+            output = passes(to_unit(part.to(self.device), mirror))
             embeddings.append(output.embedding)
             scores.append(output.scores)
         network.train(was_training)
         return torch.cat(embeddings), torch.cat(scores)
+
+    def _by_modules(self, network: Network) -> Callable[[Tensor], Output]:
+        def passes(unit: Tensor) -> Output:
+            with self.autocast():
+                return network(unit.contiguous(memory_format=self.layout))
+
+        return passes
 
     def embed(self, network: Network, images: Tensor, mirror: bool = False) -> Tensor:
         """Embeddings (N, D) of uint8 images (N, H, W, 3) in eval mode, not normalised."""
@@ -121,18 +138,29 @@ class Engine:
         Every image counts once, the last batch being as small as it must. Batch statistics do move, as in the
         released code.
         """
-        pool = self.pool(stage)
-        learner.network.train()
-        draws = draw(self.augmentation, (len(rows),), generator(learner.seed, "augment", "sweep", stage.index))
-        order = torch.randperm(len(rows), generator=generator(learner.seed, "shuffle", "sweep", stage.index))
-        rows, draws = rows.to(self.device), draws.to(self.device)
-        totals: list[Tensor] | None = None
-        for part in order.to(self.device).split(batch_size):
-            images = self.augment(pool, rows[part], draws[part])
-            with self.autocast():
-                output = learner.network(images)
-            labels, exemplar = pool.labels[rows[part]], pool.exemplar[rows[part]]
-            sums = visit(Step(labels, exemplar, output, None, {}, learner.buffers))
-            totals = list(sums) if totals is None else [a + b for a, b in zip(totals, sums, strict=True)]
-        assert totals is not None, "a sweep over no rows"
-        return totals
+        return sweep(self, learner, stage, rows, visit, batch_size)
+
+
+def _folded(network: Network, size: tuple[int, int]) -> Callable[[Tensor], Output]:
+    """The network's passes by our own kernels, its norms folded in."""
+    from engram.kernels.fused import FoldedBackbone
+
+    backbone = FoldedBackbone(network.backbone, size)
+
+    def passes(unit: Tensor) -> Output:
+        normalised = ((unit - network.mean) / network.std).permute(0, 2, 3, 1)
+        packed = torch.nn.functional.pad(normalised, (0, 1)).to(torch.bfloat16)
+        return pooled(network, backbone(packed.contiguous()))
+
+    return passes
+
+
+def _set_flags(precision: Precision) -> None:
+    """Torch's own convolutions and products on a GPU, for the whole process.
+
+    An algorithm chosen by timing would depend on what else the GPU is doing; float32 means float32, with no rounding
+    to TF32 behind the user's back.
+    """
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -11,8 +12,8 @@ import torch
 from torch import Tensor
 
 from engram.data.stage import Stage
-from engram.engine.capture import CapturedStep
-from engram.engine.plan import EpochPlan, plan_epoch
+from engram.engine.plan import learning_rates, plan_epochs
+from engram.engine.space import TERMS
 from engram.errors import EngramError
 from engram.learner import Learner
 from engram.methods import Phase, Step
@@ -30,20 +31,30 @@ class NonFiniteLoss(EngramError):
 class PhaseState:
     """Where a phase stands: enough, with the learner, to go on exactly.
 
-    rows: the rows of the pool it trains on. epoch, step: the next step to take.
+    rows: the rows of the pool it trains on. momentum: by parameter. epoch, step: the next step to take.
     """
 
     rows: Tensor
-    momentum: Tensor
+    momentum: dict[str, Tensor]
     epoch: int
     step: int
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """A finished epoch (from 0): the mean of each loss term over its steps, and its last learning rate."""
+
+    number: int
+    terms: dict[str, float]
+    lr: float
 
 
 class PhaseLoop:
     """The steps of one phase. Iterating takes them one by one; between two of them `state` says where the phase stands.
 
     The step itself reads everything from tensors that keep their place (plan, counter, weights, buffers) and branches
-    on nothing that changes from step to step, so that it can be captured and replayed as it is.
+    on nothing that changes from step to step, so that it can be recorded and replayed as it is. On a GPU a step is only
+    launched: nothing here waits for it but `terms`, `state` and `finished` when asked to.
     """
 
     def __init__(
@@ -61,109 +72,136 @@ class PhaseLoop:
             raise EngramError(f"stage {stage.index} has no image to train on in its {phase.name} phase")
         self.steps, self.batch_size = phase.training.batches(len(self.rows))
         self.epoch, self.step = (0, 0) if resume is None else (resume.epoch, resume.step)
+        self._first = self.step  # of the epoch in progress, the first step taken here
         self._engine, self._learner, self._stage, self._index = engine, learner, stage, index
-        self._pool = engine.pool(stage)
-        self._optimiser = engine.optimiser(learner.network)
+        self._forward = engine.bind(learner, self.batch_size)
         masks = learner.network.trainable(phase.train, stage.num_old)
-        self._optimiser.begin(masks, None if resume is None else resume.momentum)
-        device = engine.device
-        self._weights = {name: torch.tensor(value, device=device) for name, value in phase.weights.items()}
-        self._counter = torch.zeros(1, dtype=torch.int64, device=device)
+        self._forward.optimiser.begin(masks, None if resume is None else resume.momentum)
+        self._forward.refresh()
+        space = engine.space
+        self._pool, self._plan = space.pool(stage), space.plan(self.steps, self.batch_size)
+        self._weights, self._counter = space.weights(phase.weights), space.counter
+        self._history = space.history
+        self._lr = learning_rates(phase.training, self.steps)
+        self._planned = range(self.epoch, self.epoch)  # the epochs that the plan holds
         self._term_names: list[str] = []
-        self._history = torch.zeros(0, 0, device=device)  # (S, terms) of this epoch
-        self._first = 0  # the first step of this epoch that the history holds
-        self._plan: EpochPlan | None = None
-        self._steps: dict[int, Callable[[], None]] = {}  # by batch size
+        self._ended: deque[tuple[int, int, Tensor, torch.cuda.Event | None]] = deque()
+        self._takers: dict[int, Callable[[], list[str]]] = {}  # by batch size
 
     def __iter__(self) -> Iterator[None]:
         self._learner.network.train()
+        used = min(self.steps * self.batch_size, len(self.rows))
+        last = used - (self.steps - 1) * self.batch_size
         while self.epoch < self.phase.training.epochs:
-            plan = self._begin_epoch()
+            if self.epoch not in self._planned:
+                self._plan_ahead()
             while self.step < self.steps:
-                self._step_of(plan.last if self.step == self.steps - 1 else self.batch_size)()
+                self._term_names = self._taker(last if self.step == self.steps - 1 else self.batch_size)()
                 self.step += 1
+                if self.step == self.steps:
+                    self._end_epoch()
                 yield
-            self.epoch, self.step = self.epoch + 1, 0
+            self.epoch, self.step, self._first = self.epoch + 1, 0, 0
 
     def state(self) -> PhaseState:
         """Where the phase stands now; refuses to speak for weights that a non-finite loss has spoilt."""
-        self.check_finite()
-        return PhaseState(self.rows, self._optimiser.momentum, self.epoch, self.step)
+        self._check(self.epoch, self._first, self._values())
+        return PhaseState(self.rows, self._forward.optimiser.momentum_by_name(), self.epoch, self.step)
 
     def terms(self) -> dict[str, float]:
         """The mean of each loss term over this epoch's steps so far. Waits for the device."""
-        self.check_finite()
-        means = self._history[self._first : self.step].mean(dim=0).tolist()
-        return dict(zip(self._term_names, means, strict=True))
+        values = self._values()
+        self._check(self.epoch, self._first, values)
+        return self._means(values)
 
-    def check_finite(self) -> None:
-        """Raises NonFiniteLoss if a term of this epoch was infinite or not a number. Waits for the device."""
-        bad = torch.nonzero(~self._history[self._first : self.step].isfinite().all(dim=1))
+    def finished(self, wait: bool = False) -> Iterator[Epoch]:
+        """The epochs that ended since it was last asked and whose loss is known here by now; all of them, if to wait.
+
+        Raises NonFiniteLoss where a term was infinite or not a number.
+        """
+        while self._ended:
+            number, first, values, copied = self._ended[0]
+            if copied is not None:
+                if not wait and not copied.query():
+                    return
+                copied.synchronize()
+            self._ended.popleft()
+            self._check(number, first, values)
+            yield Epoch(number, self._means(values), float(self._lr[(number + 1) * self.steps - 1]))
+
+    def _means(self, values: Tensor) -> dict[str, float]:
+        return dict(zip(self._term_names, values.mean(dim=0).tolist(), strict=True))
+
+    def _values(self) -> Tensor:
+        """The terms (steps, terms) of this epoch's steps so far, where they are."""
+        start = (self.epoch - self._planned.start) * self.steps
+        return self._history[start + self._first : start + self.step, : len(self._term_names)].cpu()
+
+    def _end_epoch(self) -> None:
+        """Sends the epoch's losses on their way to the host."""
+        start = (self.epoch - self._planned.start) * self.steps
+        values = self._history[start + self._first : start + self.steps, : len(self._term_names)]
+        copied = None
+        if values.is_cuda:
+            on_host = torch.empty(values.shape, pin_memory=True)
+            on_host.copy_(values, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record()
+            values = on_host
+        else:
+            values = values.clone()
+        self._ended.append((self.epoch, self._first, values, copied))
+
+    def _check(self, epoch: int, first: int, values: Tensor) -> None:
+        """Refuses the terms of an epoch's steps, from the first given on, that are not finite."""
+        bad = torch.nonzero(~values.isfinite().all(dim=1))
         if len(bad) == 0:
             return
-        step = self._first + int(bad[0])
-        values = self._history[step].tolist()
-        terms = ", ".join(f"{name} = {value:g}" for name, value in zip(self._term_names, values, strict=True))
+        row = int(bad[0])
+        named = zip(self._term_names, values[row].tolist(), strict=True)
+        terms = ", ".join(f"{name} = {value:g}" for name, value in named)
         raise NonFiniteLoss(
             f"the loss stopped being finite in stage {self._stage.index}, phase {self.phase.name}, "
-            f"epoch {self.epoch + 1}, step {step + 1} of {self.steps} ({terms}); "
+            f"epoch {epoch + 1}, step {first + row + 1} of {self.steps} ({terms}); "
             "nothing was saved after it: try a lower learning rate"
         )
 
-    def learning_rate(self) -> float:
-        """The learning rate of the last step taken."""
-        assert self._plan is not None
-        return float(self._plan.lr[self.step - 1])
-
-    def _begin_epoch(self) -> EpochPlan:
-        plan = plan_epoch(
-            self.phase.training,
-            self._engine.augmentation,
-            self.rows,
-            self.epoch,
-            (self._stage.index, self._index),
-            self._learner.seed,
-            self._engine.device,
+    def _plan_ahead(self) -> None:
+        """Plans as many epochs, from this one on, as there is room for."""
+        ahead = min(len(self._plan) // self.steps, self.phase.training.epochs - self.epoch)
+        self._planned = range(self.epoch, self.epoch + ahead)
+        purpose = (self._stage.index, self._index)
+        plan = plan_epochs(
+            self.phase.training, self._engine.augmentation, self.rows, self._planned, purpose, self._learner.seed
         )
-        if self._plan is None:
-            self._plan = plan
-        else:
-            self._plan.load(plan)
+        self._plan.load(plan)
         self._counter.fill_(self.step)
-        self._first = self.step
-        self._history.zero_()
-        return self._plan
 
-    def _step_of(self, size: int) -> Callable[[], None]:
-        """The step for batches of that size: captured on a GPU, as it is elsewhere."""
-        if size not in self._steps:
+    def _taker(self, size: int) -> Callable[[], list[str]]:
+        """What takes a step with a batch of that size: recorded on a GPU, the step as it is elsewhere."""
+        if size not in self._takers:
+            phase, training = self.phase, self.phase.training
+            recipe = (training.momentum, training.weight_decay, training.clip)
+            key = (phase.loss, phase.train, phase.teacher, tuple(phase.weights), size, self.batch_size, recipe)
             step = partial(self._take_step, size)
-            if self._engine.capture:
-                network, optimiser = self._learner.network, self._optimiser
-                step = CapturedStep(step, [optimiser.values, optimiser.momentum, self._counter, *network.buffers()])
-            self._steps[size] = step
-        return self._steps[size]
+            self._takers[size] = self._engine.record(("phase", self._index, size), key, step, self._learner)
+        return self._takers[size]
 
-    def _take_step(self, size: int) -> None:
-        engine, learner, phase, plan = self._engine, self._learner, self.phase, self._plan
-        assert plan is not None
-        rows, draws, lr = plan.row(self._counter, size)
-        images = engine.augment(self._pool, rows, draws)
-        with engine.autocast():
-            student = learner.network(images, train_backbone=Part.BACKBONE in phase.train)
-            teacher = None
-            if phase.teacher:
-                with torch.no_grad():
-                    teacher = learner.teacher(images)
+    def _take_step(self, size: int) -> list[str]:
+        """One step with a batch of that size; the names of the loss's terms."""
+        learner, phase, forward, counter = self._learner, self.phase, self._forward, self._counter
+        images = forward.images(self._pool, self._plan, counter, size)
+        student = forward.student(images, train_backbone=Part.BACKBONE in phase.train)
+        teacher = forward.teacher(images) if phase.teacher else None
+        rows = self._plan.rows.index_select(0, counter)[0, :size]
         labels, exemplar = self._pool.labels[rows], self._pool.exemplar[rows]
         terms = phase.loss(Step(labels, exemplar, student, teacher, self._weights, learner.buffers))
+        if len(terms) > TERMS:
+            raise EngramError(f"a loss may have {TERMS} terms at most, and this one has {len(terms)}")
         values = torch.stack([term.float() for term in terms.values()])
-        self._optimiser.zero_grad()
+        forward.optimiser.zero_grad()
         values.sum().backward()
-        training = phase.training
-        self._optimiser.step(lr, training.momentum, training.weight_decay, training.clip)
-        if not self._term_names:
-            self._term_names = list(terms)
-            self._history = torch.zeros(self.steps, len(terms), device=engine.device)
-        self._history.index_copy_(0, self._counter, values.detach()[None])
-        self._counter += 1
+        forward.update(self._plan.learning_rate(counter), phase.training)
+        self._history[:, : len(terms)].index_copy_(0, counter, values.detach()[None])
+        counter += 1
+        return list(terms)

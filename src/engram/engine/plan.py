@@ -1,4 +1,4 @@
-"""The plan of an epoch: which images each step sees, how they are augmented, and the learning rate, all as tensors.
+"""The plan of some epochs: which images each step sees, how they are augmented, and the learning rate, all as tensors.
 
 A step reads its row of the plan through a counter on the device, so it is the same sequence of operations every time.
 """
@@ -17,49 +17,78 @@ from engram.random import generator
 
 
 @dataclass(frozen=True, eq=False)
-class EpochPlan:
-    """rows: int64 (S, B) into the pool. draws: (S, B). lr: (S,). The last step uses the first `last` columns."""
+class Plan:
+    """rows: int64 (S, B) into the pool. draws: (S, B). lr: (S,)."""
 
     rows: Tensor
     draws: Draws
     lr: Tensor
-    last: int
 
-    def load(self, other: EpochPlan) -> None:
-        """Takes over another epoch's plan, in place."""
-        self.rows.copy_(other.rows, non_blocking=True)
-        self.lr.copy_(other.lr, non_blocking=True)
-        for name in ("top", "left", "mirror", "factor"):
-            getattr(self.draws, name).copy_(getattr(other.draws, name), non_blocking=True)
+    def __len__(self) -> int:
+        return len(self.rows)
 
-    def row(self, at: Tensor, size: int) -> tuple[Tensor, Draws, Tensor]:
-        """The pool rows (size,), their draws and the learning rate (1,) of the step that the counter (1,) is at."""
-        draws = self.draws
-        top, left, mirror, factor = (
-            plan.index_select(0, at)[0, :size] for plan in (draws.top, draws.left, draws.mirror, draws.factor)
+    @classmethod
+    def room(cls, steps: int, batch_size: int, device: torch.device) -> Plan:
+        """A plan to load others into, up to so many steps."""
+        shape = (steps, batch_size)
+        draws = Draws(
+            torch.zeros(shape, dtype=torch.int64, device=device),
+            torch.zeros(shape, dtype=torch.int64, device=device),
+            torch.zeros(shape, dtype=torch.bool, device=device),
+            torch.zeros(shape, device=device),
         )
-        rows = self.rows.index_select(0, at)[0, :size]
-        return rows, Draws(top, left, mirror, factor), self.lr.index_select(0, at)
+        return cls(
+            torch.zeros(shape, dtype=torch.int64, device=device), draws, torch.zeros(steps, device=device)
+        )
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All of it."""
+        return self.rows, self.draws.top, self.draws.left, self.draws.mirror, self.draws.factor, self.lr
+
+    def load(self, other: Plan) -> None:
+        """Takes over another plan of no more steps, in place; on a GPU nothing waits for it."""
+        for held, new in zip(self.tensors(), other.tensors(), strict=True):
+            new = new.pin_memory() if held.is_cuda else new
+            held[: len(new)].copy_(new, non_blocking=True)
+
+    def row(self, at: Tensor, size: int) -> tuple[Tensor, Draws]:
+        """The pool rows (size,) and the draws of the step that the counter (1,) is at."""
+        top, left, mirror, factor = (
+            plan.index_select(0, at)[0, :size]
+            for plan in (self.draws.top, self.draws.left, self.draws.mirror, self.draws.factor)
+        )
+        return self.rows.index_select(0, at)[0, :size], Draws(top, left, mirror, factor)
+
+    def learning_rate(self, at: Tensor) -> Tensor:
+        """The learning rate (1,) of the step that the counter (1,) is at."""
+        return self.lr.index_select(0, at)
 
 
-def plan_epoch(
+def plan_epochs(
     training: Training,
     augmentation: Augmentation,
     rows: Tensor,
-    epoch: int,
+    epochs: range,
     purpose: tuple[str | int, ...],
     seed: int,
-    device: torch.device,
-) -> EpochPlan:
-    """The plan of one epoch over these rows; the same arguments give the same plan."""
+) -> Plan:
+    """The plan of some epochs over these rows, on the CPU; the same arguments give the same plan.
+
+    Where the last batch of an epoch is smaller, its row ends in zeros.
+    """
     steps, size = training.batches(len(rows))
-    shuffled = rows[torch.randperm(len(rows), generator=generator(seed, "shuffle", *purpose, epoch))]
     used = min(steps * size, len(rows))
-    grid = torch.zeros(steps * size, dtype=torch.int64)
-    grid[:used] = shuffled[:used]
-    draws = draw(augmentation, (steps, size), generator(seed, "augment", *purpose, epoch))
-    lr = learning_rates(training, steps)[epoch * steps : (epoch + 1) * steps]
-    return EpochPlan(grid.view(steps, size).to(device), draws.to(device), lr.to(device), last=used - (steps - 1) * size)
+    grids: list[Tensor] = []
+    drawn: list[Draws] = []
+    for epoch in epochs:
+        shuffled = rows[torch.randperm(len(rows), generator=generator(seed, "shuffle", *purpose, epoch))]
+        grid = torch.zeros(steps * size, dtype=torch.int64)
+        grid[:used] = shuffled[:used]
+        grids.append(grid.view(steps, size))
+        drawn.append(draw(augmentation, (steps, size), generator(seed, "augment", *purpose, epoch)))
+    draws = Draws(*(torch.cat([getattr(d, name) for d in drawn]) for name in ("top", "left", "mirror", "factor")))
+    lr = learning_rates(training, steps)[epochs.start * steps : epochs.stop * steps]
+    return Plan(torch.cat(grids), draws, lr)
 
 
 def learning_rates(training: Training, steps_per_epoch: int) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -12,13 +14,15 @@ class FlatSGD:
     """Momentum SGD on all of a network's parameters at once.
 
     The parameters become views of one buffer and so do their gradients; the mask says, element by element, what a
-    phase trains. The arithmetic is that of torch.optim.SGD after clamping each gradient.
+    phase trains. The arithmetic is that of torch.optim.SGD after clamping each gradient. The buffer holds the
+    convolutions' weights first, in the memory order of `layout`, then the other parameters in the modules' order.
     """
 
-    def __init__(self, network: Network) -> None:
-        named = list(network.named_parameters())
+    def __init__(self, network: Network, layout: torch.memory_format = torch.contiguous_format) -> None:
+        named = sorted(network.named_parameters(), key=lambda item: item[1].ndim != 4)
         sizes = [parameter.numel() for _, parameter in named]
         device = named[0][1].device
+        self.layout = layout
         self.values = torch.empty(sum(sizes), device=device)
         self.gradients = torch.zeros_like(self.values)
         self.momentum = torch.zeros_like(self.values)
@@ -35,7 +39,11 @@ class FlatSGD:
 
     def _view(self, flat: Tensor, name: str) -> Tensor:
         offset, shape = self._places[name]
-        return flat[offset : offset + shape.numel()].view(shape)
+        part = flat[offset : offset + shape.numel()]
+        if len(shape) == 4 and self.layout is torch.channels_last:
+            out, channels, height, width = shape
+            return part.view(out, height, width, channels).permute(0, 3, 1, 2)
+        return part.view(shape)
 
     def holds(self, network: Network) -> bool:
         """Whether the network's parameters are still the views made here; a head that outgrew its room has new ones."""
@@ -46,14 +54,19 @@ class FlatSGD:
             for name, parameter in named.items()
         )
 
-    def begin(self, trainable: dict[str, Tensor], momentum: Tensor | None = None) -> None:
+    def begin(self, trainable: Mapping[str, Tensor], momentum: Mapping[str, Tensor] | None = None) -> None:
         """Starts a phase: which elements may move, and the momentum to go on with (none: from rest)."""
         for name, mask in trainable.items():
             self._view(self.mask, name).copy_(mask)
         if momentum is None:
             self.momentum.zero_()
         else:
-            self.momentum.copy_(momentum)
+            for name, value in momentum.items():
+                self._view(self.momentum, name).copy_(value)
+
+    def momentum_by_name(self) -> dict[str, Tensor]:
+        """The momentum of each parameter, in its shape: copies, in the same order of memory everywhere."""
+        return {name: self._view(self.momentum, name).contiguous().clone() for name in self._places}
 
     def zero_grad(self) -> None:
         """Forgets the gradients; backward adds to them in place."""

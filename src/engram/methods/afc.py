@@ -92,6 +92,10 @@ class AFC(HostMethod[AFCSettings]):
             "discrepancy": step.weights["discrepancy"] * discrepancy(self.settings, step, read_importance(step)),
         }
 
+    def importance(self, step: Step) -> list[Tensor]:
+        """What a batch adds to the importance of each map's channels, before it is normalised."""
+        return losses.channel_importance(classification_loss(self.settings, step).sum(), step.student.maps)
+
     def finish(self, learner: Learner, stage: Stage, passes: Passes) -> None:
         """Algorithm 1: the importance of each channel, every sample counting the same."""
         rows = stage.all_rows
@@ -99,10 +103,7 @@ class AFC(HostMethod[AFCSettings]):
             shuffled = torch.randperm(len(rows), generator=generator(learner.seed, "importance", stage.index))
             rows = rows[shuffled[: self.settings.importance_samples]]
 
-        def visit(step: Step) -> list[Tensor]:
-            return losses.channel_importance(classification_loss(self.settings, step).sum(), step.student.maps)
-
-        sums = passes.sweep(learner, stage, rows, visit, self.settings.train.batch_size)
+        sums = passes.sweep(learner, stage, rows, self.importance, self.settings.train.batch_size)
         if not all(bool(importance.isfinite().all()) for importance in sums):
             raise EngramError(f"the importance after stage {stage.index} is not finite; try a lower learning rate")
         if any(not bool(importance.any()) for importance in sums):

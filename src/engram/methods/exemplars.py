@@ -19,14 +19,15 @@ def choose_exemplars(learner: Learner, stage: Stage, passes: Passes) -> dict[int
     if quota == 0:
         return {}
     select = SELECTORS[learner.memory.config.selection]
+    rows = {label: stage.rows_of(label) for label in stage.new_labels}
+    if quota is None:
+        return rows
+    together = torch.cat(list(rows.values()))
+    unit = F.normalize(passes.embed(learner.network, stage.pool.images[together]), dim=1)
     chosen: dict[int, Tensor] = {}
-    for label in stage.new_labels:
-        rows = stage.rows_of(label)
-        if quota is None:
-            chosen[label] = rows
-            continue
-        unit = F.normalize(passes.embed(learner.network, stage.pool.images[rows]), dim=1)
-        chosen[label] = rows[select(unit, quota, generator(learner.seed, "exemplars", label)).cpu()]
+    for (label, own), embeddings in zip(rows.items(), unit.split([len(own) for own in rows.values()]), strict=True):
+        picked = select(embeddings, quota, generator(learner.seed, "exemplars", label))
+        chosen[label] = own[picked.cpu()]
     return chosen
 
 

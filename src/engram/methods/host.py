@@ -103,9 +103,14 @@ def classification_loss(settings: HostSettings, step: Step) -> Tensor:
     return losses.nca_paper(student.logits, step.labels, student.scale, settings.margin)
 
 
-def classify(settings: HostSettings) -> Callable[[Step], Terms]:
-    """A loss that is the classification term alone."""
-    return lambda step: {"classification": classification_loss(settings, step).mean()}
+@dataclass(frozen=True)
+class Classify:
+    """A loss that is the classification term alone. Two with the same settings are equal: one recording serves both."""
+
+    settings: HostSettings
+
+    def __call__(self, step: Step) -> Terms:
+        return {"classification": classification_loss(self.settings, step).mean()}
 
 
 def imprint_proxies(learner: Learner, stage: Stage, passes: Passes) -> None:
@@ -121,10 +126,10 @@ def imprint_proxies(learner: Learner, stage: Stage, passes: Passes) -> None:
         return
     with torch.no_grad():
         norm = head.weight[: stage.num_old].norm(dim=2).mean()
-        for label in stage.new_labels:
-            images = stage.pool.images[stage.rows_of(label)]
-            unit = F.normalize(passes.embed(learner.network, images), dim=1)
-            centres = kmeans(unit, head.proxies, generator(learner.seed, "kmeans", label))
+        rows = [stage.rows_of(label) for label in stage.new_labels]
+        unit = F.normalize(passes.embed(learner.network, stage.pool.images[torch.cat(rows)]), dim=1)
+        for label, own in zip(stage.new_labels, unit.split([len(each) for each in rows]), strict=True):
+            centres = kmeans(own, head.proxies, generator(learner.seed, "kmeans", label))
             head.weight[label] = centres * norm
 
 
@@ -156,7 +161,7 @@ def balanced_phase(settings: HostSettings, learner: Learner, stage: Stage, passe
 
     images = sum(len(stage.rows_of(label)[:quota]) for label in range(stage.num_seen))
     parts = Part.OLD_CLASSES | Part.NEW_CLASSES
-    return Phase("balance", images, rows, classify(settings), parts, settings.finetune)
+    return Phase("balance", images, rows, Classify(settings), parts, settings.finetune)
 
 
 def host_phases(
@@ -169,9 +174,9 @@ def host_phases(
 ) -> list[Phase]:
     """The base stage classifies; later ones train with `distil` and the teacher, if given, then balance the head."""
     if stage.is_base:
-        return [main_phase(settings, stage, classify(settings))]
+        return [main_phase(settings, stage, Classify(settings))]
     if distil is None:
-        phases = [main_phase(settings, stage, classify(settings))]
+        phases = [main_phase(settings, stage, Classify(settings))]
     else:
         phases = [main_phase(settings, stage, distil, teacher=True, weights=weights)]
     if settings.reading("balanced") and settings.finetune.epochs:

@@ -7,7 +7,7 @@ from typing import final
 from engram.data.stage import Stage
 from engram.learner import Learner
 from engram.methods._base import Passes, Phase, register
-from engram.methods.host import HostMethod, HostSettings, classify
+from engram.methods.host import Classify, HostMethod, HostSettings
 from engram.models.network import Part
 from engram.random import generator
 
@@ -26,5 +26,5 @@ class Joint(HostMethod[HostSettings]):
 
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
         everything = Part.BACKBONE | Part.OLD_CLASSES | Part.NEW_CLASSES | Part.SCALE
-        loss = classify(self.settings)
+        loss = Classify(self.settings)
         return [Phase("main", len(stage.pool), lambda: stage.all_rows, loss, everything, self.settings.train)]

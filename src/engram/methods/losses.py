@@ -52,6 +52,23 @@ def _mean_over(per_sample: Tensor, counted: Tensor | None) -> Tensor:
     return (per_sample * counted).sum() / counted.sum().clamp(min=1)
 
 
+def channel_distance(ours: Tensor, theirs: Tensor, square: bool) -> Tensor:
+    """The distance (B, C) of the channels of two maps (B, C, H, W), each brought to length 1 over its pixels.
+
+    square: of the maps' squares. Only ours gets a gradient.
+    """
+    if ours.is_cuda and ours.dtype is torch.bfloat16:
+        from engram.kernels import distance
+
+        return distance.channel_distance(ours, theirs, square)
+
+    def unit(maps: Tensor) -> Tensor:
+        maps = maps.float().flatten(2)
+        return F.normalize(maps.square() if square else maps, dim=2)
+
+    return torch.linalg.vector_norm(unit(ours) - unit(theirs.detach()), dim=2)
+
+
 def discrepancy_released(
     student: Sequence[Tensor],
     teacher: Sequence[Tensor],
@@ -66,9 +83,7 @@ def discrepancy_released(
     """
     per_map: list[Tensor] = []
     for ours, theirs, weight in zip(student, teacher, importance, strict=True):
-        a = F.normalize(ours.float().square().flatten(2), dim=2)
-        b = F.normalize(theirs.float().square().flatten(2), dim=2)
-        distance = torch.linalg.vector_norm(a - b, dim=2)  # (B, C)
+        distance = channel_distance(ours, theirs, square=True)
         per_map.append(_mean_over((weight * distance).mean(dim=1), counted))
     return torch.stack(per_map).mean()
 
@@ -86,10 +101,8 @@ def discrepancy_paper(
     """
     total = student[0].new_zeros((), dtype=torch.float32)
     for ours, theirs, weight in zip(student, teacher, importance, strict=True):
-        a = F.normalize(ours.float().flatten(2), dim=2)
-        b = F.normalize(theirs.float().flatten(2), dim=2)
-        distance = (a - b).square().sum(dim=2)  # (B, C)
-        total = total + _mean_over((weight * distance).sum(dim=1), counted)
+        distance = channel_distance(ours, theirs, square=False)
+        total = total + _mean_over((weight * distance.square()).sum(dim=1), counted)
     return total
 
 

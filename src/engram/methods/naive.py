@@ -7,7 +7,7 @@ from typing import final
 from engram.data.stage import Stage
 from engram.learner import Learner
 from engram.methods._base import Passes, Phase, register
-from engram.methods.host import HostMethod, HostSettings, classify, main_phase
+from engram.methods.host import Classify, HostMethod, HostSettings, main_phase
 
 
 @final
@@ -18,4 +18,4 @@ class Naive(HostMethod[HostSettings]):
     predictors = ("cnn",)
 
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
-        return [main_phase(self.settings, stage, classify(self.settings))]
+        return [main_phase(self.settings, stage, Classify(self.settings))]

@@ -52,8 +52,12 @@ class Network(nn.Module):
     def forward(self, images: Tensor, train_backbone: bool = True) -> Output:
         with torch.set_grad_enabled(train_backbone and torch.is_grad_enabled()):
             maps, embedding = self.backbone((images - self.mean) / self.std)
+        return self.classify(maps, embedding)
+
+    def classify(self, maps: tuple[Tensor, ...], embedding: Tensor) -> Output:
+        """What the head says of the backbone's maps and embedding."""
         # The head is small and its softmaxes are sensitive: always in float32.
-        with torch.autocast(images.device.type, enabled=False):
+        with torch.autocast(embedding.device.type, enabled=False):
             embedding = embedding.float()
             scores = self.head(embedding)
             # Masked after scaling: the gradient of the scale must not see infinity times zero.

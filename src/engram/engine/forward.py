@@ -1,0 +1,132 @@
+"""How a step gets from rows of the pool to what student and teacher say: by torch's modules, or by our own kernels."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from engram.data.augment import augment
+from engram.engine.plan import Plan
+from engram.engine.sgd import FlatSGD
+from engram.engine.space import Pool
+from engram.learner import Learner
+from engram.methods import Training
+from engram.models.network import Network, Output
+
+if TYPE_CHECKING:
+    from engram.engine.engine import Engine
+
+
+class Forward(Protocol):
+    """The passes of a step over one learner, and its update."""
+
+    optimiser: FlatSGD
+    batch_size: int
+
+    def refresh(self) -> None:
+        """Takes over weights that changed between phases."""
+        ...
+
+    def images(self, pool: Pool, plan: Plan, counter: Tensor, size: int) -> Tensor:
+        """The batch of the step that the counter is at, augmented, as the passes want it."""
+        ...
+
+    def student(self, images: Tensor, train_backbone: bool) -> Output:
+        """What the network says, with batch statistics."""
+        ...
+
+    def teacher(self, images: Tensor) -> Output:
+        """What the teacher says."""
+        ...
+
+    def update(self, lr: Tensor, training: Training) -> None:
+        """One update from the gradients as they are."""
+        ...
+
+    def state(self) -> list[Tensor]:
+        """What a step changes, the method's own aside."""
+        ...
+
+
+class PlainForward:
+    """By torch's modules."""
+
+    def __init__(self, engine: Engine, learner: Learner, batch_size: int) -> None:
+        self._engine, self._learner = engine, learner
+        self.optimiser = FlatSGD(learner.network, engine.layout)
+        self.batch_size = batch_size
+
+    def refresh(self) -> None:
+        pass
+
+    def images(self, pool: Pool, plan: Plan, counter: Tensor, size: int) -> Tensor:
+        rows, draws = plan.row(counter, size)
+        images = augment(pool.padded, rows, draws, self._engine.image_size)
+        return images.contiguous(memory_format=self._engine.layout)
+
+    def student(self, images: Tensor, train_backbone: bool) -> Output:
+        with self._engine.autocast():
+            return self._learner.network(images, train_backbone)
+
+    def teacher(self, images: Tensor) -> Output:
+        with torch.no_grad(), self._engine.autocast():
+            return self._learner.teacher(images)
+
+    def update(self, lr: Tensor, training: Training) -> None:
+        self.optimiser.step(lr, training.momentum, training.weight_decay, training.clip)
+
+    def state(self) -> list[Tensor]:
+        return [self.optimiser.values, self.optimiser.momentum, *self._learner.network.buffers()]
+
+
+class FusedForward:
+    """By the kernels of engram.kernels, in bf16."""
+
+    def __init__(self, engine: Engine, learner: Learner, batch_size: int) -> None:
+        from engram.kernels.fused import FoldedBackbone, FusedBackbone
+
+        self._learner, self._size = learner, engine.image_size
+        self.optimiser = FlatSGD(learner.network, torch.channels_last)
+        self.batch_size = batch_size
+        optimiser, network = self.optimiser, learner.network
+        self._backbone = FusedBackbone(
+            network.backbone, engine.image_size, optimiser.values, optimiser.gradients, batch_size
+        )
+        self._folded = FoldedBackbone(learner.teacher.backbone, engine.image_size)
+
+    def refresh(self) -> None:
+        self._backbone.refresh()
+        self._folded.load(self._learner.teacher.backbone)
+
+    def images(self, pool: Pool, plan: Plan, counter: Tensor, size: int) -> Tensor:
+        from engram.kernels.launch import augment
+
+        network = self._learner.network
+        return augment(pool.padded, plan.tensors()[:5], counter, size, self._size, network.mean, network.std)
+
+    def student(self, images: Tensor, train_backbone: bool) -> Output:
+        with torch.set_grad_enabled(train_backbone and torch.is_grad_enabled()):
+            maps = self._backbone(images)
+        return pooled(self._learner.network, maps)
+
+    def teacher(self, images: Tensor) -> Output:
+        with torch.no_grad():
+            return pooled(self._learner.teacher, self._folded(images))
+
+    def update(self, lr: Tensor, training: Training) -> None:
+        from engram.kernels.launch import update
+
+        optimiser = self.optimiser
+        buffers = (optimiser.values, optimiser.gradients, optimiser.momentum, optimiser.mask, self._backbone.shadow)
+        update(*buffers, lr, training.momentum, training.weight_decay, training.clip)
+
+    def state(self) -> list[Tensor]:
+        optimiser = self.optimiser
+        return [optimiser.values, optimiser.momentum, self._backbone.shadow, *self._learner.network.buffers()]
+
+
+def pooled(network: Network, maps: tuple[Tensor, ...]) -> Output:
+    """What the network's head says of the maps."""
+    return network.classify(maps, maps[-1].float().mean(dim=(2, 3)))

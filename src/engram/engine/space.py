@@ -1,0 +1,82 @@
+"""Space: tensors on the device that keep their place from stage to stage, so that a recorded step stays valid."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engram.data.augment import pad_images
+from engram.data.stage import Stage
+from engram.engine.plan import Plan
+
+PLANNED_STEPS = 512  # planned ahead, in whole epochs
+TERMS = 16  # the terms that a loss may have
+GROWTH = 1.5
+
+
+@dataclass(frozen=True, eq=False)
+class Pool:
+    """A stage's pool on the device: images with their border, labels, and which are exemplars; room beyond them."""
+
+    padded: Tensor
+    labels: Tensor
+    exemplar: Tensor
+
+
+class Space:
+    """The pool, the plan, the step's counter, the history of the loss, and the loss weights."""
+
+    def __init__(self, device: torch.device, pad: int) -> None:
+        self.device = device
+        self.version = 0  # changes when a tensor has moved
+        self.counter = torch.zeros(1, dtype=torch.int64, device=device)
+        self.history = torch.zeros(PLANNED_STEPS, TERMS, device=device)
+        self._pad = pad
+        self._pool: Pool | None = None
+        self._stage: Stage | None = None
+        self._plans: dict[int, Plan] = {}
+        self._weights: dict[str, Tensor] = {}
+
+    def pool(self, stage: Stage) -> Pool:
+        """The stage's pool; brought here once a stage."""
+        if self._pool is None or self._stage is not stage:
+            samples = stage.pool
+            padded = pad_images(samples.images.to(self.device), self._pad)
+            held = self._pool
+            if held is None or len(held.labels) < len(samples) or held.padded.shape[1:] != padded.shape[1:]:
+                room = len(samples) if held is None else max(len(samples), int(GROWTH * len(held.labels)))
+                held = self._pool = Pool(
+                    padded.new_zeros(room, *padded.shape[1:]),
+                    torch.zeros(room, dtype=torch.int64, device=self.device),
+                    torch.zeros(room, dtype=torch.bool, device=self.device),
+                )
+                self.version += 1
+            held.padded[: len(samples)] = padded
+            held.labels[: len(samples)] = samples.labels.to(self.device)
+            held.exemplar[: len(samples)] = samples.exemplar.to(self.device)
+            self._stage = stage
+        assert self._pool is not None
+        return self._pool
+
+    def plan(self, steps: int, batch_size: int) -> Plan:
+        """Room for the plan of at least one epoch of so many steps."""
+        plan = self._plans.get(batch_size)
+        if plan is None or len(plan) < steps:
+            room = max(PLANNED_STEPS, steps)
+            plan = self._plans[batch_size] = Plan.room(room, batch_size, self.device)
+            if len(self.history) < room:
+                self.history = torch.zeros(room, TERMS, device=self.device)
+            self.version += 1
+        return plan
+
+    def weights(self, values: Mapping[str, float]) -> dict[str, Tensor]:
+        """The loss weights of a phase, by name, ()."""
+        for name, value in values.items():
+            if name not in self._weights:
+                self._weights[name] = torch.zeros((), device=self.device)
+                self.version += 1
+            self._weights[name].fill_(value)
+        return {name: self._weights[name] for name in values}

@@ -1,0 +1,79 @@
+"""A sweep: one pass over images in train mode that sums something up and moves no parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from engram.data.augment import Draws, draw
+from engram.data.stage import Stage
+from engram.engine.capture import CapturedStep
+from engram.engine.plan import Plan
+from engram.learner import Learner
+from engram.methods import Step
+from engram.random import generator
+
+if TYPE_CHECKING:
+    from engram.engine.engine import Engine
+
+
+def sweep(
+    engine: Engine,
+    learner: Learner,
+    stage: Stage,
+    rows: Tensor,
+    visit: Callable[[Step], Sequence[Tensor]],
+    batch_size: int,
+) -> list[Tensor]:
+    """See Engine.sweep."""
+    assert len(rows) > 0, "a sweep over no rows"
+    size = min(batch_size, len(rows))
+    full, rest = divmod(len(rows), size)
+    forward = engine.bind(learner, size)
+    forward.refresh()
+    space = engine.space
+    pool, room, counter = space.pool(stage), space.plan(full + 1, size), space.counter
+    room.load(_plan(engine, learner, stage, rows, size))
+    learner.network.train()
+
+    def take(size: int, totals: list[Tensor]) -> list[Tensor]:
+        images = forward.images(pool, room, counter, size)
+        output = forward.student(images, train_backbone=True)
+        picked = room.rows.index_select(0, counter)[0, :size]
+        sums = visit(Step(pool.labels[picked], pool.exemplar[picked], output, None, {}, learner.buffers))
+        if not totals:
+            totals += [torch.zeros_like(value) for value in sums]
+        for total, value in zip(totals, sums, strict=True):
+            total += value.detach()
+        counter.add_(1)
+        return totals
+
+    counter.zero_()
+    step = engine.record(("sweep", size), (visit, size), partial(take, size, []), learner)
+    if isinstance(step, CapturedStep):
+        for total in step.returned:
+            total.zero_()
+    totals: list[Tensor] = []
+    for _ in range(full):
+        totals = step()
+    totals = [total.clone() for total in totals]
+    return take(rest, totals) if rest else totals
+
+
+def _plan(engine: Engine, learner: Learner, stage: Stage, rows: Tensor, size: int) -> Plan:
+    """Every row once, shuffled, in rows of `size`; the last ends in zeros."""
+    draws = draw(engine.augmentation, (len(rows),), generator(learner.seed, "augment", "sweep", stage.index))
+    order = torch.randperm(len(rows), generator=generator(learner.seed, "shuffle", "sweep", stage.index))
+    steps = -(-len(rows) // size)
+
+    def grid(values: Tensor) -> Tensor:
+        padded = torch.zeros(steps * size, dtype=values.dtype)
+        padded[: len(values)] = values[order]
+        return padded.view(steps, size)
+
+    shuffled = Draws(grid(draws.top), grid(draws.left), grid(draws.mirror), grid(draws.factor))
+    return Plan(grid(rows), shuffled, torch.zeros(steps))

@@ -1,0 +1,294 @@
+"""A residual backbone as few kernels: forward and backward of a group of blocks as one differentiable operation.
+
+The maps between groups are ordinary tensors: a loss may use them and ask for gradients at them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engram.kernels.launch import (
+    EPSILON,
+    Conv,
+    Norm,
+    NormGradient,
+    Scratch,
+    conv_data_gradient,
+    conv_folded,
+    conv_forward,
+    conv_weight_gradient,
+    norm_apply,
+    norm_backward,
+    norm_gradient,
+    statistics_floats,
+    sum_splits,
+    weight_splits,
+)
+from engram.models.resnet import Block, ResNet
+
+WIDTHS = (16, 32, 64)
+
+
+def unsupported(backbone: ResNet, size: tuple[int, int]) -> str | None:
+    """Why these kernels cannot run the backbone on images of that size; None where they can."""
+    if any(width not in WIDTHS for width in backbone.widths):
+        return f"they are written for {', '.join(map(str, WIDTHS))} channels"
+    strides = 1
+    for group in backbone.groups:
+        for block in group.children():
+            assert isinstance(block, Block)
+            strides *= block.stride
+    if size[0] % strides or size[1] % strides:
+        return f"they need images whose sides divide by {strides}"
+    return None
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """The convolutions of a group in their order, the stem first in the first group; and its part of the buffers."""
+
+    stem: Conv | None
+    blocks: tuple[tuple[Conv, Conv], ...]
+    norms: tuple[torch.nn.BatchNorm2d, ...]
+
+    @property
+    def convs(self) -> list[Conv]:
+        """All of them."""
+        return [*([] if self.stem is None else [self.stem]), *(conv for block in self.blocks for conv in block)]
+
+    @property
+    def weights(self) -> slice:
+        """Its weights among all."""
+        convs = self.convs
+        return slice(convs[0].weight, convs[-1].weight + convs[-1].weights)
+
+    @property
+    def norm_values(self) -> slice:
+        """Its norms' values among all."""
+        convs = self.convs
+        return slice(convs[0].norm, convs[-1].norm + 2 * convs[-1].channels_out)
+
+
+def layout(backbone: ResNet, size: tuple[int, int]) -> list[Group]:
+    """The backbone's groups, with the places of their values: weights and norms each in the order of the modules."""
+    height, width = size
+    weight = norm = 0
+    groups: list[Group] = []
+
+    def place(module: torch.nn.Conv2d) -> Conv:
+        nonlocal height, width, weight, norm
+        stride = module.stride[0]
+        height, width = height // stride, width // stride
+        conv = Conv(module.in_channels, module.out_channels, stride, height, width, weight, norm)
+        weight, norm = weight + conv.weights, norm + 2 * conv.channels_out
+        return conv
+
+    stem: Conv | None = place(backbone.conv)
+    norms = [backbone.bn]
+    for group in backbone.groups:
+        blocks: list[tuple[Conv, Conv]] = []
+        for block in group.children():
+            assert isinstance(block, Block)
+            blocks.append((place(block.conv1), place(block.conv2)))
+            norms += [block.bn1, block.bn2]
+        groups.append(Group(stem, tuple(blocks), tuple(norms)))
+        stem, norms = None, []
+    return groups
+
+
+class FusedBackbone:
+    """A backbone in training, on flat buffers: values and gradients float32, weights also in bf16.
+
+    values and gradients begin with all weights in (C_out, 3, 3, C_in) order, then all norms' gamma and beta.
+    """
+
+    def __init__(self, backbone: ResNet, size: tuple[int, int], values: Tensor, gradients: Tensor, batch: int) -> None:
+        self.groups = layout(backbone, size)
+        self.batch = batch
+        convs = [conv for group in self.groups for conv in group.convs]
+        weights = sum(conv.weights for conv in convs)
+        norms = sum(2 * conv.channels_out for conv in convs)
+        self.weights, self.norms = values[:weights], values[weights : weights + norms]
+        self.shadow = self.weights.to(torch.bfloat16)
+        self.scratch = Scratch.on(values.device, statistics_floats(convs, batch))
+        room = max(_room(group, batch) for group in self.groups)
+        self.partial = torch.empty(room, device=values.device)
+        self.leaves: list[tuple[Tensor, Tensor]] = []
+        for group in self.groups:
+            pair: list[Tensor] = []
+            for of, part in ((values[:weights], group.weights), (values[weights : weights + norms], group.norm_values)):
+                leaf = of[part].detach().requires_grad_()
+                first = (leaf.data_ptr() - values.data_ptr()) // values.element_size()
+                leaf.grad = gradients[first : first + len(leaf)]
+                pair.append(leaf)
+            self.leaves.append((pair[0], pair[1]))
+
+    def __call__(self, images: Tensor) -> tuple[Tensor, ...]:
+        """The maps (N, C, H, W) of images (N, H, W, 4) in bf16, with batch statistics."""
+        assert len(images) <= self.batch, (len(images), self.batch)
+        x, maps = images, []
+        for number, (weights, norms) in enumerate(self.leaves):
+            maps.append(_Group.apply(x, weights, norms, self, number).permute(0, 3, 1, 2))
+            x = maps[-1].permute(0, 2, 3, 1)  # through the map, so that the gradient at it is all of it
+        return tuple(maps)
+
+    def refresh(self) -> None:
+        """Takes over values that were changed by other means than the update."""
+        self.shadow.copy_(self.weights)
+
+
+def _room(group: Group, batch: int) -> int:
+    return weight_splits(group.convs[0], batch) * (group.weights.stop - group.weights.start)
+
+
+class _Group(torch.autograd.Function):
+    """One group: (N, H, W, C) to (N, H', W', C')."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weights: Tensor, norms: Tensor, backbone: FusedBackbone, number: int) -> Tensor:
+        group = backbone.groups[number]
+        norm_modules = iter(group.norms)
+        kept: list[Tensor] = []
+
+        def conv(layer: Conv, x: Tensor) -> tuple[Tensor, Tensor]:
+            module = next(norm_modules)
+            gamma = layer.norm - group.norm_values.start
+            beta = gamma + layer.channels_out
+            assert module.running_mean is not None
+            assert module.running_var is not None
+            norm = Norm(norms[gamma:beta], norms[beta:], module.running_mean, module.running_var)
+            weight = backbone.shadow[layer.weight : layer.weight + layer.weights]
+            y, state = conv_forward(layer, x, weight, norm, backbone.scratch)
+            kept.extend((x, y, state))
+            return y, state
+
+        if group.stem is not None:
+            x = norm_apply(*conv(group.stem, x), None)
+        for first, second in group.blocks:
+            inner = norm_apply(*conv(first, x), None)
+            x = norm_apply(*conv(second, inner), x)
+        ctx.save_for_backward(norms, *kept)
+        ctx.backbone, ctx.number = backbone, number
+        return x
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        norms, *kept = ctx.saved_tensors
+        want_input, want_values = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
+        backward = _Backward(ctx.backbone, ctx.backbone.groups[ctx.number], norms, kept, want_input, want_values)
+        gradient = backward.run(g.contiguous())
+        return gradient, backward.d_weights, backward.d_norms, None, None
+
+
+class _Backward:
+    """The way back through one group."""
+
+    def __init__(
+        self,
+        backbone: FusedBackbone,
+        group: Group,
+        norms: Tensor,
+        kept: Sequence[Tensor],
+        want_input: bool,
+        want_values: bool,
+    ) -> None:
+        self.backbone, self.group, self.want_input, self.want_values = backbone, group, want_input, want_values
+        weights = group.weights.stop - group.weights.start
+        self.d_weights = torch.empty(weights, device=norms.device) if want_values else None
+        self.d_norms = torch.empty_like(norms)
+        self.inputs = list(kept[0::3])
+        self.norms: list[NormGradient] = []
+        for number, (conv, y, state) in enumerate(zip(group.convs, kept[1::3], kept[2::3], strict=True)):
+            gamma = conv.norm - group.norm_values.start
+            beta = gamma + conv.channels_out
+            after_relu = number % 2 == 0 if group.stem is None else number % 2 == 1 or number == 0
+            d_gamma, d_beta = self.d_norms[gamma:beta], self.d_norms[beta : beta + conv.channels_out]
+            coefficients = torch.empty(3, conv.channels_out, device=norms.device)
+            self.norms.append(NormGradient(y, state, norms[gamma:beta], d_gamma, d_beta, coefficients, after_relu))
+        if want_values:
+            splits = weight_splits(group.convs[0], len(kept[0]))
+            self.partial = backbone.partial[: splits * weights].view(splits, weights)
+
+    def run(self, g: Tensor) -> Tensor | None:
+        """From the gradient at the group's output to that at its input; the values' gradients on the way."""
+        scratch, convs = self.backbone.scratch, self.group.convs
+        norm_gradient(g, self.norms[-1], scratch)
+        for second in range(len(convs) - 1, 0, -2):
+            first = second - 1
+            d = norm_backward(g, self.norms[second])
+            self._weights(second, d)
+            inner = conv_data_gradient(convs[second], d, self._weight(second), None, self.norms[first], scratch)
+            d = norm_backward(inner, self.norms[first])
+            self._weights(first, d)
+            if first == 0 and not self.want_input:
+                break
+            below = self.norms[first - 1] if first > 0 else None
+            g = conv_data_gradient(convs[first], d, self._weight(first), g, below, scratch)
+        if self.group.stem is not None:
+            self._weights(0, norm_backward(g, self.norms[0]))
+        if self.d_weights is not None:
+            sum_splits(self.partial, self.d_weights)
+        return g if self.want_input else None
+
+    def _weight(self, number: int) -> Tensor:
+        conv = self.group.convs[number]
+        return self.backbone.shadow[conv.weight : conv.weight + conv.weights]
+
+    def _weights(self, number: int, d: Tensor) -> None:
+        if not self.want_values:
+            return
+        conv = self.group.convs[number]
+        assert weight_splits(conv, len(d)) == len(self.partial)
+        conv_weight_gradient(conv, self.inputs[number], d, self.partial, conv.weight - self.group.weights.start)
+
+
+class FoldedBackbone:
+    """A backbone that does not train, its norms folded into its weights: a teacher, or a model to evaluate."""
+
+    def __init__(self, backbone: ResNet, size: tuple[int, int]) -> None:
+        self.groups = layout(backbone, size)
+        device = backbone.conv.weight.device
+        convs = [conv for group in self.groups for conv in group.convs]
+        self.weights = torch.empty(sum(conv.weights for conv in convs), dtype=torch.bfloat16, device=device)
+        self.biases = torch.empty(sum(2 * conv.channels_out for conv in convs), device=device)
+        self.load(backbone)
+
+    @torch.no_grad()
+    def load(self, backbone: ResNet) -> None:
+        """Takes over the backbone's values, in place."""
+        pairs = [(backbone.conv, backbone.bn)]
+        for block in _blocks(backbone):
+            pairs += [(block.conv1, block.bn1), (block.conv2, block.bn2)]
+        convs = [conv for group in self.groups for conv in group.convs]
+        for conv, (module, norm) in zip(convs, pairs, strict=True):
+            assert norm.running_mean is not None
+            assert norm.running_var is not None
+            scale = norm.weight * (norm.running_var + EPSILON).rsqrt()
+            folded = (module.weight * scale[:, None, None, None]).permute(0, 2, 3, 1)
+            self.weights[conv.weight : conv.weight + conv.weights].view(folded.shape).copy_(folded)
+            self.biases[conv.norm : conv.norm + conv.channels_out] = norm.bias - norm.running_mean * scale
+
+    def __call__(self, images: Tensor) -> tuple[Tensor, ...]:
+        """The maps (N, C, H, W) of images (N, H, W, 4) in bf16, with running statistics."""
+
+        def conv(layer: Conv, x: Tensor, shortcut: Tensor | None) -> Tensor:
+            weight = self.weights[layer.weight : layer.weight + layer.weights]
+            return conv_folded(layer, x, weight, self.biases[layer.norm : layer.norm + layer.channels_out], shortcut)
+
+        x, maps = images, []
+        for group in self.groups:
+            if group.stem is not None:
+                x = conv(group.stem, x, None)
+            for first, second in group.blocks:
+                x = conv(second, conv(first, x, None), x)
+            maps.append(x.permute(0, 3, 1, 2))
+        return tuple(maps)
+
+
+def _blocks(backbone: ResNet) -> list[Block]:
+    return [block for group in backbone.groups for block in group.children() if isinstance(block, Block)]

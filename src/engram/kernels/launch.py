@@ -1,0 +1,322 @@
+"""Launching the kernels: tensors in, shapes and block sizes worked out here.
+
+Block sizes are fixed by shape, not chosen by timing on the spot: another choice sums in another order, and a run would
+depend on how busy the GPU was when it began. They were chosen on an H200 (benchmarks/).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from engram.kernels.conv import engram_conv_data_gradient, engram_conv_forward, engram_conv_weight_gradient
+from engram.kernels.norm import engram_norm_apply, engram_norm_backward, engram_norm_gradient
+from engram.kernels.simple import engram_augment, engram_sum_splits, engram_update
+
+MOMENTUM, EPSILON = 0.1, 1e-5
+IMAGE_CHANNELS = 4  # red, green, blue and a zero
+PARTIAL_SUMS = 8192  # taken at once
+# (pixels in a tile, warps, pipeline stages) by the result's channels.
+TILES = {16: (256, 4, 3), 32: (256, 4, 3), 64: (64, 4, 3)}
+# (pixels in a block, blocks in a split, warps, pipeline stages) by channels out.
+WEIGHT_GRADIENT = {16: (128, 4, 1, 2), 32: (64, 4, 2, 2), 64: (64, 4, 4, 3)}
+NORM_TILE = {16: 256, 32: 128, 64: 64}
+
+
+@dataclass(frozen=True)
+class Conv:
+    """A convolution and the norm after it: their shapes, and where their values lie in the flat buffers.
+
+    height, width: of the output. weight: the first element of the weight among all weights. norm: the first of gamma,
+    with beta behind it, among all norms' values.
+    """
+
+    channels_in: int
+    channels_out: int
+    stride: int
+    height: int
+    width: int
+    weight: int
+    norm: int
+
+    @property
+    def memory_in(self) -> int:
+        """The channels that the input has in memory."""
+        return IMAGE_CHANNELS if self.channels_in == 3 else self.channels_in
+
+    @property
+    def weights(self) -> int:
+        """The weight's elements."""
+        return 9 * self.channels_in * self.channels_out
+
+
+@dataclass(frozen=True, eq=False)
+class Norm:
+    """The tensors of a norm, each (C,)."""
+
+    gamma: Tensor
+    beta: Tensor
+    running_mean: Tensor
+    running_var: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Scratch:
+    """Room that launches on one stream share: partial sums, and a counter that every launch leaves at zero."""
+
+    partial: Tensor
+    counter: Tensor
+
+    @classmethod
+    def on(cls, device: torch.device, floats: int) -> Scratch:
+        """Room for so many partial sums."""
+        return cls(torch.empty(floats, device=device), torch.zeros(1, dtype=torch.int32, device=device))
+
+
+def statistics_floats(convs: list[Conv], batch: int) -> int:
+    """The partial sums that the largest of these layers needs at that batch size."""
+    return max(2 * conv.channels_out * triton.cdiv(batch * conv.height * conv.width, 64) for conv in convs)
+
+
+def conv_forward(conv: Conv, x: Tensor, weight: Tensor, norm: Norm, scratch: Scratch) -> tuple[Tensor, Tensor]:
+    """The convolution of x, and the state (4, C) of its norm."""
+    images = len(x)
+    pixels = images * conv.height * conv.width
+    y = x.new_empty(images, conv.height, conv.width, conv.channels_out)
+    state = torch.empty(4, conv.channels_out, device=x.device)
+    block, warps, stages = TILES[conv.channels_out]
+    engram_conv_forward[(triton.cdiv(pixels, block),)](
+        *(x, weight, state, x, y, scratch.partial, scratch.counter),
+        *(norm.gamma, norm.beta, norm.running_mean, norm.running_var, state, pixels, MOMENTUM, EPSILON),
+        **_shapes(conv),
+        CS=conv.channels_out,
+        SHORTCUT_STRIDE=1,
+        MODE=0,
+        BLOCK_M=block,
+        BLOCK_T=_rows_at_once(pixels, block, conv.channels_out),
+        TILES=triton.cdiv(pixels, block),
+        STAGES=stages,
+        num_warps=warps,
+    )
+    return y, state
+
+
+def conv_folded(conv: Conv, x: Tensor, weight: Tensor, bias: Tensor, shortcut: Tensor | None = None) -> Tensor:
+    """The convolution with its norm folded in, plus the shortcut; without one, its ReLU."""
+    images = len(x)
+    pixels = images * conv.height * conv.width
+    y = x.new_empty(images, conv.height, conv.width, conv.channels_out)
+    block, warps, stages = TILES[conv.channels_out]
+    engram_conv_forward[(triton.cdiv(pixels, block),)](
+        *(x, weight, bias, x if shortcut is None else shortcut, y, bias, bias),
+        *(bias, bias, bias, bias, bias, pixels, MOMENTUM, EPSILON),
+        **_shapes(conv),
+        CS=1 if shortcut is None else shortcut.shape[3],
+        SHORTCUT_STRIDE=1 if shortcut is None else shortcut.shape[1] // conv.height,
+        MODE=1 if shortcut is None else 2,
+        BLOCK_M=block,
+        BLOCK_T=_rows_at_once(pixels, block, conv.channels_out),
+        TILES=triton.cdiv(pixels, block),
+        STAGES=stages,
+        num_warps=warps,
+    )
+    return y
+
+
+def norm_apply(y: Tensor, state: Tensor, shortcut: Tensor | None) -> Tensor:
+    """The norm of y plus the shortcut, or its ReLU where there is none."""
+    out = torch.empty_like(y)
+    _, height, width, channels = y.shape
+    block = 2048
+    engram_norm_apply[(triton.cdiv(y.numel(), block),)](
+        *(y, state, y if shortcut is None else shortcut, out, y.numel()),
+        H=height,
+        W=width,
+        C=channels,
+        CS=channels if shortcut is None else shortcut.shape[3],
+        SHORTCUT_STRIDE=1 if shortcut is None else shortcut.shape[1] // height,
+        SHORTCUT=shortcut is not None,
+        BLOCK=block,
+        num_warps=4,
+    )
+    return out
+
+
+@dataclass(frozen=True, eq=False)
+class NormGradient:
+    """A norm on the way back: what it got and its state; where its own gradients go; the coefficients of its input's.
+
+    y: (N, H, W, C). state: (4, C). d_gamma, d_beta: (C,). coefficients: (3, C), written by the launch that completes
+    the gradient at the norm's output.
+    """
+
+    y: Tensor
+    state: Tensor
+    gamma: Tensor
+    d_gamma: Tensor
+    d_beta: Tensor
+    coefficients: Tensor
+    after_relu: bool
+
+
+def norm_gradient(g: Tensor, norm: NormGradient, scratch: Scratch) -> None:
+    """Completes a norm's gradient from the gradient g at its output."""
+    channels = g.shape[3]
+    pixels = g.numel() // channels
+    block = NORM_TILE[channels]
+    engram_norm_gradient[(triton.cdiv(pixels, block),)](
+        *(g, norm.y, norm.state, norm.gamma, norm.coefficients, norm.d_gamma, norm.d_beta),
+        *(scratch.partial, scratch.counter, pixels),
+        C=channels,
+        BLOCK_M=block,
+        BLOCK_T=_rows_at_once(pixels, block, channels),
+        TILES=triton.cdiv(pixels, block),
+        num_warps=4,
+    )
+
+
+def norm_backward(g: Tensor, norm: NormGradient) -> Tensor:
+    """The gradient at the norm's input, from the gradient g at its output (after a ReLU: already zero where that is)."""
+    d = torch.empty_like(g)
+    block = 2048
+    engram_norm_backward[(triton.cdiv(g.numel(), block),)](
+        *(g, norm.y, norm.coefficients, d, g.numel()), C=g.shape[3], BLOCK=block, num_warps=4
+    )
+    return d
+
+
+def conv_data_gradient(
+    conv: Conv, d: Tensor, weight: Tensor, shortcut: Tensor | None, below: NormGradient | None, scratch: Scratch
+) -> Tensor:
+    """The gradient at the convolution's input; completes the gradient of the norm below, if given.
+
+    d: the gradient at the convolution's output. shortcut: the gradient that the block's output hands straight to its
+    input.
+    """
+    images = len(d)
+    height, width = conv.height * conv.stride, conv.width * conv.stride
+    pixels = images * height * width
+    out = d.new_empty(images, height, width, conv.channels_in)
+    nothing = scratch.partial
+    under = NormGradient(d, *(5 * (nothing,)), after_relu=False) if below is None else below
+    block, warps, stages = TILES[conv.channels_in]
+    engram_conv_data_gradient[(triton.cdiv(pixels, block),)](
+        *(d, weight, d if shortcut is None else shortcut),
+        *(under.y, under.state, under.gamma, under.coefficients, under.d_gamma, under.d_beta),
+        *(out, scratch.partial, scratch.counter, pixels),
+        H=height,
+        W=width,
+        CI=conv.channels_in,
+        CO=conv.channels_out,
+        STRIDE=conv.stride,
+        SHORTCUT=shortcut is not None,
+        NORM=0 if below is None else 2 if below.after_relu else 1,
+        BLOCK_M=block,
+        BLOCK_T=_rows_at_once(pixels, block, conv.channels_in),
+        TILES=triton.cdiv(pixels, block),
+        STAGES=stages,
+        num_warps=warps,
+    )
+    return out
+
+
+def weight_splits(conv: Conv, images: int) -> int:
+    """The splits that the weight's gradient is summed from."""
+    block, blocks, *_ = WEIGHT_GRADIENT[conv.channels_out]
+    return triton.cdiv(images * conv.height * conv.width, block * blocks)
+
+
+def conv_weight_gradient(conv: Conv, x: Tensor, d: Tensor, partial: Tensor, offset: int) -> None:
+    """Each split's share of the weight's gradient into partial (splits, row), from column `offset` on."""
+    images = len(d)
+    block, blocks, warps, stages = WEIGHT_GRADIENT[conv.channels_out]
+    engram_conv_weight_gradient[(weight_splits(conv, images), 3)](
+        *(x, d, partial[:, offset:], images * conv.height * conv.width, partial.shape[1]),
+        **_shapes(conv),
+        BLOCK_P=block,
+        BLOCKS=blocks,
+        STAGES=stages,
+        num_warps=warps,
+    )
+
+
+def sum_splits(partial: Tensor, out: Tensor) -> None:
+    """out (row,): the sum of partial (splits, row)."""
+    splits, row = partial.shape
+    block = 64
+    engram_sum_splits[(triton.cdiv(row, block),)](
+        partial, out, row, SPLITS=splits, BLOCK=block, BLOCK_S=min(32, triton.next_power_of_2(splits)), num_warps=4
+    )
+
+
+def augment(
+    padded: Tensor,
+    plan: tuple[Tensor, ...],
+    counter: Tensor,
+    images: int,
+    size: tuple[int, int],
+    mean: Tensor,
+    std: Tensor,
+) -> Tensor:
+    """The batch (images, H, W, 4) of the step that the counter is at, in bf16, normalised.
+
+    padded: uint8 (P, H + border, W + border, 3). plan: rows, top, left, mirror and factor, each (S, B).
+    """
+    rows, top, left, mirror, factor = plan
+    height, width = size
+    out = torch.empty(images, height, width, IMAGE_CHANNELS, dtype=torch.bfloat16, device=padded.device)
+    block = 1024
+    engram_augment[(images, triton.cdiv(height * width * IMAGE_CHANNELS, block))](
+        *(padded, rows, top, left, mirror, factor, counter, mean, std, out, rows.shape[1]),
+        HP=padded.shape[1],
+        WP=padded.shape[2],
+        H=height,
+        W=width,
+        BLOCK=block,
+        num_warps=4,
+    )
+    return out
+
+
+def update(
+    values: Tensor,
+    gradients: Tensor,
+    velocity: Tensor,
+    mask: Tensor,
+    shadow: Tensor,
+    lr: Tensor,
+    momentum: float,
+    decay: float,
+    clip: float | None,
+) -> None:
+    """SGD with momentum on flat buffers (n,); shadow: the first of the values in bf16."""
+    block = 1024
+    engram_update[(triton.cdiv(len(values), block),)](
+        *(values, gradients, velocity, mask, shadow, lr, len(values), len(shadow)),
+        *(momentum, decay, math.inf if clip is None else clip),
+        BLOCK=block,
+        num_warps=4,
+    )
+
+
+def _rows_at_once(pixels: int, block: int, channels: int) -> int:
+    """The rows of partial sums that the last program takes at once: all, up to a limit."""
+    return min(triton.next_power_of_2(triton.cdiv(pixels, block)), PARTIAL_SUMS // channels)
+
+
+def _shapes(conv: Conv) -> dict[str, int]:
+    return {
+        "H": conv.height,
+        "W": conv.width,
+        "HI": conv.height * conv.stride,
+        "WI": conv.width * conv.stride,
+        "CX": conv.memory_in,
+        "CI": max(16, conv.channels_in),
+        "CW": conv.channels_in,
+        "CO": conv.channels_out,
+        "STRIDE": conv.stride,
+    }

@@ -1,0 +1,178 @@
+"""Batch normalisation in pieces: its sums ride on the convolutions, the last tile to end makes sense of them.
+
+A norm's state is (4, C): scale and shift of the affine transform it amounts to, then mean and inverse deviation. Its
+gradient is affine too: at its input it is a * g + b * y + c, with coefficients (3, C).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def is_last_program(counter, TILES: tl.constexpr):
+    """Whether this program is the last of its launch to come here; what the others wrote before is visible then."""
+    tl.debug_barrier()
+    arrived = tl.atomic_add(counter, 1)
+    last = arrived == TILES - 1
+    if last:
+        tl.store(counter, 0)  # ready for the next launch
+    return last
+
+
+@triton.jit
+def sum_tiles(partial, C: tl.constexpr, BLOCK_T: tl.constexpr, TILES: tl.constexpr):
+    """The two sums (C,) and (C,) of partial (2, TILES, C) over the tiles, in their order."""
+    c = tl.arange(0, C)
+    t = tl.arange(0, BLOCK_T)
+    first = tl.zeros((BLOCK_T, C), dtype=tl.float32)
+    second = tl.zeros((BLOCK_T, C), dtype=tl.float32)
+    for start in range(0, TILES, BLOCK_T):
+        there = (start + t < TILES)[:, None]
+        here = (start + t)[:, None] * C + c[None, :]
+        first += tl.load(partial + here, mask=there, other=0.0, cache_modifier=".cg")
+        second += tl.load(partial + TILES * C + here, mask=there, other=0.0, cache_modifier=".cg")
+    return tl.sum(first, axis=0), tl.sum(second, axis=0)
+
+
+@triton.jit
+def finish_statistics(
+    partial,
+    gamma,
+    beta,
+    running_mean,
+    running_var,
+    state,
+    M,
+    momentum,
+    epsilon,
+    C: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """The norm's state from each tile's sums of values and of squares, taken about the running mean."""
+    c = tl.arange(0, C)
+    old_mean = tl.load(running_mean + c)
+    old_var = tl.load(running_var + c)
+    weight = tl.load(gamma + c)
+    offset = tl.load(beta + c)
+    values, squares = sum_tiles(partial, C, BLOCK_T, TILES)
+    away = values / M
+    mean = old_mean + away
+    variance = tl.maximum(squares / M - away * away, 0.0)
+    inverse = tl.rsqrt(variance + epsilon)
+    scale = weight * inverse
+    tl.store(state + c, scale)
+    tl.store(state + C + c, offset - mean * scale)
+    tl.store(state + 2 * C + c, mean)
+    tl.store(state + 3 * C + c, inverse)
+    tl.store(running_mean + c, old_mean + momentum * away)
+    tl.store(running_var + c, old_var + momentum * (variance * M / tl.maximum(M - 1, 1) - old_var))
+
+
+@triton.jit
+def finish_gradient(
+    partial,
+    gamma,
+    state,
+    coefficients,
+    d_gamma,
+    d_beta,
+    M,
+    C: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """The norm's own gradients and the coefficients of its input's, from each tile's sums, in the tiles' order."""
+    c = tl.arange(0, C)
+    mean = tl.load(state + 2 * C + c)
+    inverse = tl.load(state + 3 * C + c)
+    factor = tl.load(gamma + c) * inverse
+    of_beta, of_gamma = sum_tiles(partial, C, BLOCK_T, TILES)
+    tl.store(d_beta + c, of_beta)
+    tl.store(d_gamma + c, of_gamma)
+    tl.store(coefficients + c, factor)
+    tl.store(coefficients + C + c, -factor * inverse * of_gamma / M)
+    tl.store(coefficients + 2 * C + c, factor * (inverse * mean * of_gamma - of_beta) / M)
+
+
+@triton.jit
+def engram_norm_gradient(
+    g,
+    y,
+    state,
+    gamma,
+    coefficients,
+    d_gamma,
+    d_beta,
+    partial,
+    counter,
+    M,
+    C: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """What a norm's backward needs to know of the gradient g (M, C) at its output; y (M, C) is its input."""
+    program = tl.program_id(0)
+    pixel = program * BLOCK_M + tl.arange(0, BLOCK_M)
+    c = tl.arange(0, C)
+    here = pixel[:, None] * C + c[None, :]
+    inside = (pixel < M)[:, None]
+    gradient = tl.load(g + here, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(y + here, mask=inside, other=0.0).to(tl.float32)
+    mean = tl.load(state + 2 * C + c)[None, :]
+    inverse = tl.load(state + 3 * C + c)[None, :]
+    tl.store(partial + program * C + c, tl.sum(gradient, axis=0))
+    tl.store(partial + (TILES + program) * C + c, tl.sum(gradient * (value - mean) * inverse, axis=0))
+    if is_last_program(counter, TILES):
+        finish_gradient(partial, gamma, state, coefficients, d_gamma, d_beta, M, C, BLOCK_T, TILES)
+
+
+@triton.jit
+def engram_norm_apply(
+    y,
+    state,
+    shortcut,
+    out,
+    total,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    C: tl.constexpr,
+    CS: tl.constexpr,
+    SHORTCUT_STRIDE: tl.constexpr,
+    SHORTCUT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The norm of y (N, H, W, C) plus the shortcut (N, H * stride, W * stride, CS); without one, its ReLU."""
+    e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = e < total
+    c = e % C
+    value = tl.load(y + e, mask=inside, other=0.0).to(tl.float32)
+    value = value * tl.load(state + c) + tl.load(state + C + c)
+    if SHORTCUT:
+        if SHORTCUT_STRIDE == 1 and CS == C:
+            value += tl.load(shortcut + e, mask=inside, other=0.0).to(tl.float32)
+        else:
+            pixel = e // C
+            image = pixel // (H * W)
+            row = ((pixel // W) % H) * SHORTCUT_STRIDE
+            column = (pixel % W) * SHORTCUT_STRIDE
+            from_ = ((image * (H * SHORTCUT_STRIDE) + row) * (W * SHORTCUT_STRIDE) + column) * CS + c
+            value += tl.load(shortcut + from_, mask=inside & (c < CS), other=0.0).to(tl.float32)
+    else:
+        value = tl.maximum(value, 0.0)
+    tl.store(out + e, value.to(tl.bfloat16), mask=inside)
+
+
+@triton.jit
+def engram_norm_backward(g, y, coefficients, d, total, C: tl.constexpr, BLOCK: tl.constexpr):
+    """The gradient at the norm's input: a * g + b * y + c, with coefficients (3, C)."""
+    e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = e < total
+    c = e % C
+    value = tl.load(g + e, mask=inside, other=0.0).to(tl.float32) * tl.load(coefficients + c)
+    value += tl.load(y + e, mask=inside, other=0.0).to(tl.float32) * tl.load(coefficients + C + c)
+    value += tl.load(coefficients + 2 * C + c)
+    tl.store(d + e, value.to(tl.bfloat16), mask=inside)
