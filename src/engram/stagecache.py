@@ -41,7 +41,7 @@ class Entry:
 def _package_code() -> str:
     digest = hashlib.blake2b(digest_size=16)
     root = Path(__file__).parent
-    for name in ("data", "models", "methods", "engine", "random.py", "learner.py", "session.py"):
+    for name in ("data", "models", "methods", "engine", "kernels", "random.py", "learner.py", "session.py"):
         paths = sorted((root / name).rglob("*.py")) if (root / name).is_dir() else [root / name]
         for path in paths:
             digest.update(path.read_bytes())
