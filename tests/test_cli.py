@@ -28,8 +28,9 @@ from engram.cli.arguments import parse
 from engram.cli.commands.common import carry_out
 from engram.cli.interrupt import Interrupt
 from engram.cli.options import RunningFlags
-from engram.cli.overrides import configure, directory_name
+from engram.cli.overrides import configure
 from engram.cli.text import make_console
+from engram.config import directory_name
 from engram.events import Event, RunStarted
 from fake_runs import fake_run
 
@@ -524,7 +525,7 @@ def test_a_changed_recipe_says_what_was_changed(
 ) -> None:
     (tmp_path / "photos").mkdir()
     options = parse(["run", name, *flags.split()])[1]
-    config = configure(options)
+    config = configure(options, name)
     assert config.recipe == name + named
     assert directory_name(config) == place
 

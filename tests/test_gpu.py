@@ -1,18 +1,20 @@
-"""What only a GPU can show: the captured step is the eager step, and bf16 learns as float32 does."""
+"""What only a GPU can show: the captured step is the eager step, bf16 learns as float32 does, runs share the device."""
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 
 from conftest import make_config, make_store
-from engram import recipe, train
+from engram import recipe, run_together, train
 from engram.engine import PhaseLoop
-from engram.events import StageFinished
+from engram.events import BaseReused, RunFinished, StageFinished
 from engram.execution import Execution
 from engram.session import Session
+from engram.stagecache import StageCache
 
 pytestmark = [
     pytest.mark.gpu,
@@ -100,3 +102,19 @@ def test_bf16_learns_as_float32_does() -> None:
         return train(config)["average_incremental_accuracy"]["cnn"]
 
     assert average("bf16") == pytest.approx(average("float32"), abs=3)
+
+
+def test_runs_side_by_side_learn_as_alone(tmp_path: Path) -> None:
+    """Eight runs in as many threads and streams: two methods with the same base stage, four seeds."""
+    configs = {
+        f"{method}-{seed}": recipe(f"{method}-mini-b10-s5").with_value("device", "cuda").with_value("seed", seed)
+        for method in ("afc", "replay")
+        for seed in (1, 2, 3, 4)
+    }
+    events = list(run_together(configs, directory=tmp_path / "runs", cache=StageCache(tmp_path / "cache")))
+    results = {name: event.result for name, event in events if isinstance(event, RunFinished)}
+    assert set(results) == set(configs), [event for _, event in events if event.name == "run_failed"]
+    assert sum(isinstance(event, BaseReused) for _, event in events) == 4
+    for name in ("afc-1", "replay-4"):
+        alone = train(configs[name])["average_incremental_accuracy"]["cnn"]
+        assert results[name]["average_incremental_accuracy"]["cnn"] == pytest.approx(alone, abs=3)

@@ -117,6 +117,16 @@ def test_what_determines_the_base_changes_the_key(change: dict[str, Any]) -> Non
     assert key(make_config(**change)) != key(make_config())
 
 
+def test_number_of_cpu_threads_is_in_the_key() -> None:
+    before, one = torch.get_num_threads(), key(make_config())
+    try:
+        torch.set_num_threads(before + 1)
+        assert key(make_config()) != one
+    finally:
+        torch.set_num_threads(before)
+    assert key(make_config()) == one
+
+
 def test_edited_code_changes_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     before = key(make_config())
     monkeypatch.setattr("engram.stagecache._package_code", lambda: "edited")

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from engram.report import write_report
     from engram.result import Result
     from engram.runner import resume, run, train
+    from engram.together import run_together
 
 _HOME = {
     "EngramError": "engram.errors",
@@ -42,6 +43,7 @@ _HOME = {
     "register": "engram.methods",
     "resume": "engram.runner",
     "run": "engram.runner",
+    "run_together": "engram.together",
     "train": "engram.runner",
     "write_report": "engram.report",
 }
@@ -64,6 +66,7 @@ __all__ = [
     "register",
     "resume",
     "run",
+    "run_together",
     "train",
     "write_report",
 ]

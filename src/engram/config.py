@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -174,3 +175,10 @@ def config_hash(plain: dict[str, Any]) -> str:
     data = {key: value for key, value in plain.items() if key != "recipe"}
     data["data"] = {key: value for key, value in plain.get("data", {}).items() if key != "path"}
     return hashlib.blake2b(json.dumps(data, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def directory_name(config: RunConfig) -> str:
+    """The name of the run's directory where none was given: recipe (and whether it was changed), order and seed."""
+    name, _, changed = config.recipe.partition(" (")
+    order = "given" if "," in config.order else re.sub(r"[^\w.]+", "-", config.order)
+    return f"{name}{'-changed' if changed else ''}-order{order}-seed{config.seed}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 from collections.abc import Iterable
 
 
@@ -20,3 +21,27 @@ def suggest(name: str, valid: Iterable[str]) -> str:
     if close:
         return f"did you mean {close[0]!r}?"
     return f"valid names: {', '.join(names)}" if names else "there are none"
+
+
+def explain(error: BaseException) -> tuple[str, bool]:
+    """One sentence about an error, and whether it is unexpected: a mistake in the program, for all that is known."""
+    unexpected = False
+    if isinstance(error, EngramError):
+        message = str(error)
+    elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        place = f" where {error.filename} should go" if error.filename else ""
+        message = f"the disk is full{place}; make room and try again, what was written before is intact"
+    elif isinstance(error, OSError) and error.filename:
+        message = f"{error.filename} cannot be used: {error.strerror}"
+    elif _is_out_of_memory(error):
+        message = "there is not enough memory for this; try a smaller --batch-size or --image-size"
+    else:
+        unexpected = True
+        message = f"unexpected error: {type(error).__name__}: {error}"
+    return " ".join(message.split()), unexpected
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    # torch has a class of its own for GPUs and a plain RuntimeError for the CPU; it may not be imported here.
+    named = type(error).__name__ == "OutOfMemoryError"
+    return isinstance(error, MemoryError) or named or "can't allocate memory" in str(error)

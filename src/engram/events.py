@@ -54,6 +54,15 @@ class BaseReused(Event):
 
 
 @dataclass(frozen=True)
+class BaseAwaited(Event):
+    """Another run is training the same base stage, and this one waits for it. holder: which run, where it is known."""
+
+    stage: int
+    stages: int
+    holder: str
+
+
+@dataclass(frozen=True)
 class PhaseStarted(Event):
     """images and steps are those of one epoch."""
 
@@ -147,3 +156,24 @@ class RunFinished(Event):
 
     result: dict[str, Any]
     directory: str | None
+
+
+@dataclass(frozen=True)
+class RunSkipped(Event):
+    """One of several runs was complete before they began. result is the content of its result.json."""
+
+    result: dict[str, Any]
+    directory: str
+
+
+@dataclass(frozen=True)
+class RunFailed(Event):
+    """One of several runs ended in an error; the others go on.
+
+    unexpected: a mistake in the program rather than in what was asked of it; traceback is given for those alone.
+    """
+
+    message: str
+    directory: str | None
+    unexpected: bool
+    traceback: str | None

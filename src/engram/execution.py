@@ -11,9 +11,7 @@ from typing import Any
 from engram.checkpoint import Checkpoint, save_checkpoint
 from engram.data.stage import Stage
 from engram.engine import PhaseLoop, PhaseState
-from engram.errors import EngramError
 from engram.events import (
-    BaseReused,
     Checkpointed,
     EpochFinished,
     Event,
@@ -32,6 +30,7 @@ from engram.methods.exemplars import choose_exemplars, class_means
 from engram.result import Result, StageRecord, summarise
 from engram.rundir import RunDirectory, version
 from engram.session import PhasePlan, Session
+from engram.sharedbase import SharedBase
 from engram.stagecache import StageCache
 
 PROGRESS_SECONDS = 0.2
@@ -53,8 +52,8 @@ class Execution:
     ) -> None:
         self.session = session
         self.files = files
-        self.cache = cache
         self.stop = stop or (lambda: False)
+        self.base = SharedBase(session, cache, self.directory or session.config.recipe, self.stop)
         self.stop_after_stage = stop_after_stage
         self.checkpoint_seconds = checkpoint_minutes * 60
         self.records: list[StageRecord] = []
@@ -84,6 +83,7 @@ class Execution:
                 yield event
                 self.away += time.monotonic() - left
         finally:
+            self.base.release()
             if self.files is not None:
                 self.files.close()
 
@@ -154,10 +154,14 @@ class Execution:
         self.phase_at = None
         if state is None:
             self.clock = {}
-            if index == 0 and (yield from self._reuse_base()):
-                return False
+            if index == 0:
+                how = yield from self.base.take()
+                if how != "train":
+                    return how == "stopped"
             with self._clocked("train"):
                 method.grow(learner, stage, engine)
+        elif index == 0:
+            yield from self.base.claim()  # whether it gets it or not: it has begun
         for number, phase in enumerate(method.phases(learner, stage, engine)):
             if number >= first:
                 with self._clocked("train"):
@@ -165,34 +169,8 @@ class Execution:
                 if (yield from self._phase(index, number, loop)):
                     return True
         if index == 0:
-            yield from self._share_base()
+            yield from self.base.share()
         return False
-
-    def _reuse_base(self) -> Generator[Event, None, bool]:
-        """Takes the trained base stage from the cache, if it is there; returns whether it was."""
-        key = None if self.cache is None else self.session.base_key()
-        if self.cache is None or key is None:
-            return False
-        try:
-            tensors = self.cache.load(key)
-        except EngramError as error:
-            yield Warned(f"the base stage is trained although it was cached: {error}")
-            return False
-        if tensors is None:
-            return False
-        self.session.learner.network.load_state_dict(tensors)
-        yield BaseReused(0, str(self.cache.folder))
-        return True
-
-    def _share_base(self) -> Iterator[Event]:
-        """Puts the trained base stage into the cache; a cache that cannot be written to stops nothing."""
-        key = None if self.cache is None else self.session.base_key()
-        if self.cache is None or key is None:
-            return
-        try:
-            self.cache.save(key, self.session.learner.network.state_dict())
-        except EngramError as error:
-            yield Warned(f"the base stage could not be cached: {error}")
 
     def _phase(self, index: int, number: int, loop: PhaseLoop) -> Generator[Event, None, bool]:
         """The steps of a phase; returns whether it was asked to stop inside."""

@@ -20,7 +20,7 @@ from safetensors.numpy import save
 
 from engram.errors import EngramError
 from engram.events import Event
-from engram.files import read_json, remove_temporaries, write_bytes, write_json, writing
+from engram.files import TEMPORARY, read_json, remove_temporaries, write_bytes, write_json, writing
 
 FORMAT = 1
 MANIFEST, RESULT, EVENTS, LOCK = "run.json", "result.json", "events.jsonl", ".lock"
@@ -51,6 +51,10 @@ class RunDirectory:
         }
         run = cls(path, {**content, **manifest, "versions": versions()})
         run._acquire()
+        if is_used(path):
+            run.close()
+            raise EngramError(f"another process has begun a run in {path}; choose another directory with --out")
+        remove_temporaries(path)
         try:
             write_json(path / MANIFEST, run.manifest)
         except BaseException:
@@ -139,8 +143,12 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 def is_used(path: Path) -> bool:
     """Whether there is something at the path that a new run would write over."""
-    # A lock alone is what a run leaves that was killed before it had written anything.
-    return path.exists() and (not path.is_dir() or any(entry.name != LOCK for entry in path.iterdir()))
+    return path.exists() and (not path.is_dir() or not all(_is_litter(entry.name) for entry in path.iterdir()))
+
+
+def _is_litter(name: str) -> bool:
+    """Whether a file of that name is all that a run leaves that was killed before it had written anything."""
+    return name == LOCK or (name.startswith(".") and name.endswith(TEMPORARY))
 
 
 def free_directory(parent: Path, name: str) -> Path:

@@ -41,9 +41,7 @@ def run(
     """
     if store is None:
         store = load_store(config.data)
-    elif store.origin != config.data.name:
-        config = replace(config, data=DataConfig(store.origin))  # run.json must not name images that were not used
-    session = Session(config.on_this_machine(), store)
+    session = Session(settle(config, store), store)
     files = None
     if directory is not None:
         files = RunDirectory.create(Path(directory), {**_manifest(session), "command": command})
@@ -96,6 +94,13 @@ def resume(
         files.close()
         raise
     yield from going.events(resumed=True)
+
+
+def settle(config: RunConfig, store: ImageStore) -> RunConfig:
+    """The configuration as a run of these images on this machine has it."""
+    if store.origin != config.data.name:
+        config = replace(config, data=DataConfig(store.origin))  # run.json must not name images that were not used
+    return config.on_this_machine()
 
 
 def train(config: RunConfig, store: ImageStore | None = None, directory: str | Path | None = None) -> Result:

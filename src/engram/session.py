@@ -113,8 +113,11 @@ class Session:
         head = self.method.head(backbone.dim, self.store.num_classes)
         return Network(backbone, head, *self.normalisation)
 
-    def base_key(self) -> str | None:
-        """A name for the trained base stage, made of everything that determines it; None if it is not shared."""
+    def base_key(self, fingerprint: str | None = None) -> str | None:
+        """A name for the trained base stage, made of everything that determines it; None if it is not shared.
+
+        fingerprint: the store's, where it is known; finding it out reads every image.
+        """
         method_key = self.method.base_key()
         if method_key is None:
             return None
@@ -124,7 +127,9 @@ class Session:
             "torch": torch.__version__,
             "device": self.engine.device.type,
             "precision": self.engine.precision,
-            "data": self.store.fingerprint(),
+            # On a CPU sums depend on it in their last bits.
+            "threads": torch.get_num_threads() if self.engine.device.type == "cpu" else None,
+            "data": fingerprint or self.store.fingerprint(),
             "classes": list(self.stream.order[:base]),
             "capacity": self.store.num_classes,
             "normalisation": self.normalisation,

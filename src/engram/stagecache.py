@@ -5,20 +5,26 @@ An entry is named by everything that determines it, so a changed setting has ano
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import inspect
 import os
+import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import IO
 
 from torch import Tensor
 
 from engram.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-from engram.files import remove_temporaries
+from engram.errors import EngramError
+from engram.files import remove_temporaries, writing
 
 LIMIT_BYTES = 2**30
+LOCK = ".lock"
+_HELD: dict[Path, int] = {}  # the lock files of this process, and the thread that has each
 
 
 @dataclass(frozen=True)
@@ -35,7 +41,7 @@ class Entry:
 def _package_code() -> str:
     digest = hashlib.blake2b(digest_size=16)
     root = Path(__file__).parent
-    for name in ("data", "models", "methods", "engine", "random.py", "learner.py", "session.py"):
+    for name in ("data", "models", "methods", "engine", "kernels", "random.py", "learner.py", "session.py"):
         paths = sorted((root / name).rglob("*.py")) if (root / name).is_dir() else [root / name]
         for path in paths:
             digest.update(path.read_bytes())
@@ -56,11 +62,28 @@ def code_digest(method: object) -> str:
     return digest.hexdigest()
 
 
+class Claim:
+    """The sole right to train the base stage of a key; it ends when it is closed or with the process."""
+
+    def __init__(self, path: Path, file: IO[str]) -> None:
+        self._path = path
+        self._file = file
+        _HELD[path] = threading.get_ident()
+
+    def close(self) -> None:
+        """Lets another run have it."""
+        _HELD.pop(self._path, None)
+        # While the lock is held, so that nobody removes a file that another has locked since.
+        with suppress(OSError):
+            self._path.unlink()
+        self._file.close()
+
+
 class StageCache:
     """Trained base stages in a folder, the longest unused making room for new ones."""
 
-    def __init__(self, folder: Path, limit_bytes: int = LIMIT_BYTES) -> None:
-        self.folder = folder
+    def __init__(self, folder: str | Path, limit_bytes: int = LIMIT_BYTES) -> None:
+        self.folder = Path(folder)
         self.limit_bytes = limit_bytes
 
     def load(self, key: str) -> dict[str, Tensor] | None:
@@ -77,6 +100,7 @@ class StageCache:
         """Keeps the tensors under the key, and removes the longest unused entries beyond the limit."""
         save_checkpoint(self._path(key), Checkpoint(tensors, {"key": key}))
         remove_temporaries(self.folder, older_than=24 * 3600)
+        self._remove_locks(key)
         entries = self.entries()
         excess = sum(entry.size for entry in entries) - self.limit_bytes
         for entry in entries:
@@ -85,6 +109,42 @@ class StageCache:
             with suppress(FileNotFoundError):  # another run may have made room at the same time
                 entry.path.unlink()
             excess -= entry.size
+
+    def claim(self, key: str, holder: str) -> Claim | None:
+        """The claim to train what belongs under the key, in the holder's name; None while another run has it.
+
+        Raises EngramError where the folder cannot be written to or locked.
+        """
+        path = self._lock_path(key)
+        with writing(path):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            while True:
+                file = path.open("a", encoding="utf-8")
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    if _is_at(path, file):
+                        break
+                except BlockingIOError:
+                    file.close()
+                    return None
+                except BaseException:
+                    file.close()
+                    raise
+                file.close()  # it was removed between opening and locking
+            file.truncate(0)
+            file.write(holder)
+            file.flush()
+        return Claim(path, file)
+
+    def holder(self, key: str) -> str:
+        """The name of the run that has the claim, as far as it can be told."""
+        with suppress(OSError, UnicodeDecodeError):
+            return self._lock_path(key).read_text(encoding="utf-8") or "another run"
+        return "another run"
+
+    def is_held_here(self, key: str) -> bool:
+        """Whether a run of this very thread has the claim: one that waited for it would wait for ever."""
+        return _HELD.get(self._lock_path(key)) == threading.get_ident()
 
     def entries(self) -> list[Entry]:
         """What is kept, the longest unused first."""
@@ -95,5 +155,25 @@ class StageCache:
                 found.append(Entry(path.stem, path, status.st_size, status.st_mtime))
         return sorted(found, key=lambda entry: entry.used)
 
+    def _remove_locks(self, key: str) -> None:
+        """Removes the lock files that killed runs left, but for the key's own."""
+        for path in self.folder.glob(f"*{LOCK}"):
+            if path.stem != key:
+                with suppress(EngramError):
+                    claim = self.claim(path.stem, "")
+                    if claim is not None:
+                        claim.close()
+
     def _path(self, key: str) -> Path:
         return self.folder / f"{key}.safetensors"
+
+    def _lock_path(self, key: str) -> Path:
+        return self.folder / f"{key}{LOCK}"
+
+
+def _is_at(path: Path, file: IO[str]) -> bool:
+    """Whether the open file is the one that the path names now."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import importlib
 import io
 import os
@@ -11,7 +10,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 
-from engram.errors import EngramError
+from engram.errors import explain
 
 # Where each command is carried out; imported when it is asked for, because most of them need torch.
 _MODULES = {
@@ -77,24 +76,8 @@ def _explain(error: Exception) -> int:
     """Prints one sentence about the error; returns the exit status."""
     if os.environ.get("ENGRAM_DEBUG") == "1":
         traceback.print_exception(error)
-    status = 2
-    if isinstance(error, EngramError):
-        message = str(error)
-    elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        place = f" where {error.filename} should go" if error.filename else ""
-        message = f"the disk is full{place}; make room and try again, what was written before is intact"
-    elif isinstance(error, OSError) and error.filename:
-        message = f"{error.filename} cannot be used: {error.strerror}"
-    elif _is_out_of_memory(error):
-        message = "there is not enough memory for this; try a smaller --batch-size or --image-size"
-    else:
-        status = 1
-        message = f"unexpected error: {type(error).__name__}: {error}; run again with ENGRAM_DEBUG=1 for the details"
-    print("engram: " + " ".join(message.split()), file=sys.stderr)
-    return status
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    # torch has a class of its own for GPUs and a plain RuntimeError for the CPU; it may not be imported here.
-    named = type(error).__name__ == "OutOfMemoryError"
-    return isinstance(error, MemoryError) or named or "can't allocate memory" in str(error)
+    message, unexpected = explain(error)
+    if unexpected:
+        message += "; run again with ENGRAM_DEBUG=1 for the details"
+    print(f"engram: {message}", file=sys.stderr)
+    return 1 if unexpected else 2

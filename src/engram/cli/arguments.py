@@ -57,7 +57,7 @@ def parse(arguments: Sequence[str]) -> tuple[str, Any]:
         raise EngramError(f"no {what} {name!r}: {suggest(name, [*COMMANDS, '--help', '--version'])}")
     rest, options = list(arguments[1:]), COMMANDS[name]
     if not {"-h", "--help"} & set(rest):
-        check(name, known_arguments(options), rest)
+        rest = check(name, known_arguments(options), rest)
     return name, tyro.cli(options, prog=f"engram {name}", args=rest, config=_CONFIG)
 
 
@@ -101,10 +101,11 @@ def _markers(annotation: Any) -> tuple[Any, ...]:
     return typing.get_args(annotation[int])[1:]
 
 
-def check(command: str, known: Sequence[Argument], arguments: Sequence[str]) -> None:
-    """Refuses the first thing that the command would not understand, by name."""
+def check(command: str, known: Sequence[Argument], arguments: Sequence[str]) -> list[str]:
+    """The arguments with those that are no flags in front; refuses the first that would not be understood, by name."""
     flags = {argument.name: argument for argument in known if not argument.positional}
     loose: list[str] = []
+    flagged: list[str] = []
     pending = list(arguments)
     while pending:
         text = pending.pop(0)
@@ -118,13 +119,16 @@ def check(command: str, known: Sequence[Argument], arguments: Sequence[str]) -> 
         if flags[name].kind is bool:
             if equals:
                 raise EngramError(f"{name} takes no value, got {value!r}")
+            flagged.append(name)
             continue
         if not equals:
             if not pending or (pending[0].startswith("-") and not _is_number(pending[0])):
                 raise EngramError(f"{name} needs a value; 'engram {command} --help' says which")
             value = pending.pop(0)
         _check_value(name, flags[name].kind, value)
+        flagged += [f"{name}={value}"] if equals else [name, value]
     _check_loose(command, [argument for argument in known if argument.positional], loose)
+    return [*loose, *flagged]
 
 
 def _nearest(name: str, flags: dict[str, Argument], command: str) -> str:

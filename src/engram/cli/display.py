@@ -19,8 +19,9 @@ from rich.table import Table
 from rich.text import Text
 
 from engram.cli.interrupt import SAVING, Interrupt
-from engram.cli.text import clock, duration, is_live, percent, stage_name
+from engram.cli.text import clock, duration, is_live, measures_text, percent, stage_name
 from engram.events import (
+    BaseAwaited,
     BaseReused,
     Event,
     PhaseStarted,
@@ -125,14 +126,14 @@ class PlainDisplay(Display):
             if time.monotonic() - self._said >= self._seconds:
                 self._say(progress_line(event))
         elif isinstance(event, StageFinished):
-            accuracy = ", ".join(f"{name} {percent(value)}" for name, value in event.accuracy.items())
-            average = ", ".join(f"{name} {percent(value)}" for name, value in event.average.items())
             self._say(
-                f"{stage_name(event.stage, event.stages)}: {event.classes} classes, {accuracy}; "
-                f"average {average}; {duration(event.seconds)}"
+                f"{stage_name(event.stage, event.stages)}: {event.classes} classes, {measures_text(event.accuracy)}; "
+                f"average {measures_text(event.average)}; {duration(event.seconds)}"
             )
         elif isinstance(event, BaseReused):
             self._say(reused_line(event))
+        elif isinstance(event, BaseAwaited):
+            self._say(awaited_line(event))
         elif isinstance(event, Warned) and event.message not in self._warnings:
             self._warnings.add(event.message)
             self._say(f"warning: {event.message}")
@@ -155,6 +156,11 @@ def start_line(event: RunStarted) -> str:
 def reused_line(event: BaseReused) -> str:
     """That the base stage was not trained, and where it came from."""
     return f"base: as an earlier run trained it, from {event.path} (--no-cache trains it anew)"
+
+
+def awaited_line(event: BaseAwaited) -> str:
+    """That the base stage is being trained by another run."""
+    return f"waiting for the base stage of {event.holder}"
 
 
 def loss_text(terms: dict[str, float]) -> str:
@@ -216,6 +222,8 @@ class LiveDisplay(Display):
             self._progress, self._done, self._left = event, event.done, event.seconds_left
         elif isinstance(event, Working):
             self._doing, self._progress = WORK.get(event.what, event.what), None
+        elif isinstance(event, BaseAwaited):
+            self._doing, self._progress = awaited_line(event), None
         elif isinstance(event, StageFinished):
             self._print_row(event)
         elif isinstance(event, Stopped):

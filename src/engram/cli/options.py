@@ -39,6 +39,8 @@ class StreamFlags:
     """New classes of each later stage."""
     order: Annotated[str | None, arg(metavar="ORDER", help_behavior_hint=OF_RECIPE)] = None
     """Class order: a number, seed:N, natural, or every class by name with commas between."""
+    orders: Annotated[str | None, arg(metavar="ORDER,ORDER", help_behavior_hint="")] = None
+    """Several class orders, such as 1,2,3: a run for each of them."""
     memory: Annotated[str | None, arg(metavar="BUDGET", help_behavior_hint=OF_RECIPE)] = None
     """Exemplars to keep: per_class=20, total=2000, all or none."""
     selection: Annotated[
@@ -54,6 +56,8 @@ class TrainingFlags:
 
     seed: Annotated[int | None, arg(metavar="N", help_behavior_hint=OF_RECIPE)] = None
     """Seed of weights, batches and augmentation."""
+    seeds: Annotated[str | None, arg(metavar="N,N", help_behavior_hint="")] = None
+    """Several seeds, such as 1,2,3: a run for each of them, with each class order."""
     epochs: Annotated[int | None, arg(metavar="N", help_behavior_hint=OF_RECIPE)] = None
     """Epochs of a stage's main phase."""
     finetune_epochs: Annotated[int | None, arg(metavar="N", help_behavior_hint=OF_RECIPE)] = None
@@ -91,19 +95,23 @@ class RunningFlags:
     threads: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: one a core)")] = None
     """CPU threads to use; 1 is quicker where other programs keep the cores busy."""
     quiet: Annotated[bool, arg(help_behavior_hint="")] = False
-    """Print one line at the end, and errors."""
+    """Print one line at the end of a run, and errors."""
     json: Annotated[bool, arg(help_behavior_hint="")] = False
     """Print every event as one line of JSON, and nothing else."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Train a recipe, stage by stage, into a run directory.
+    """Train a recipe, stage by stage, into a run directory; or several, side by side.
+
+    Every combination of the recipes, --orders and --seeds is one run. The same command again skips what is done and
+    goes on with what is not.
 
     For example:
         engram run afc-mini-b10-s5
         engram run afc-cifar100-b50-s10 --order 2 --seed 3
         engram run afc-folder --data photos --base 5 --memory per_class=10
+        engram run afc-mini-b10-s5 replay-mini-b10-s5 --orders 1,2,3
         engram run afc-cifar100-b50-s10 --dry-run
     """
 
@@ -111,10 +119,14 @@ class Run:
     stream: StreamFlags
     training: TrainingFlags
     running: RunningFlags
-    recipe: Annotated[Positional[str], arg(metavar="RECIPE", help_behavior_hint="")]
-    """The recipe, such as afc-mini-b10-s5; 'engram list' has them all."""
-    out: Annotated[str | None, arg(metavar="DIR", help_behavior_hint="(default: a new one under runs/)")] = None
-    """Run directory; one that holds something already is refused."""
+    recipes: Annotated[Positional[tuple[str, ...]], arg(metavar="RECIPE", help_behavior_hint="")]
+    """The recipe or recipes, such as afc-mini-b10-s5; 'engram list' has them all."""
+    out: Annotated[
+        str | None, arg(metavar="DIR", help_behavior_hint="(default: a new one under runs/; of several, runs)")
+    ] = None
+    """Run directory; one that holds something already is refused. Of several runs, the directory that holds theirs."""
+    at_once: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: 1 on a CPU, 12 on a GPU)")] = None
+    """Of several runs, how many at a time."""
     dry_run: Annotated[bool, arg(help_behavior_hint="")] = False
     """Print the protocol and what would be done, and write nothing."""
 

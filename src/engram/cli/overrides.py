@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,47 @@ from engram.recipes import recipe
 _FREE = ("recipe", "order", "seed", "data.path", "device", "precision")
 
 
-def configure(options: Run) -> RunConfig:
-    """The configuration that was asked for: the recipe's, changed where a flag says so, and named after both."""
-    original = recipe(options.recipe)
+def configure_all(options: Run) -> list[RunConfig]:
+    """The configuration of every run that was asked for: each recipe with each class order and each seed."""
+    _refuse_repeated("recipe", options.recipes)
+    orders = _listed("--orders", options.stream.orders)
+    seeds = _listed("--seeds", options.training.seeds)
+    for flag, single, several in (("--order", options.stream.order, orders), ("--seed", options.training.seed, seeds)):
+        key = flag.removeprefix("--")
+        is_set = any(setting.partition("=")[0].strip() == key for setting in options.training.set)
+        if several and (single is not None or is_set):
+            raise EngramError(f"{f'--set {key}' if is_set else flag} and {flag}s exclude each other; give one of them")
+    for seed in seeds:
+        if not seed.isdecimal():
+            raise EngramError(f"--seeds takes whole numbers with commas between, such as 1,2,3, got {seed!r}")
+    configs: list[RunConfig] = []
+    for name in options.recipes:
+        config = configure(options, name)
+        for order in orders or [config.order]:
+            configs += [replace(config, order=order, seed=int(seed)) for seed in seeds or [config.seed]]
+    return configs
+
+
+def _listed(flag: str, text: str | None) -> list[str]:
+    """The values with commas between; none where the flag was not given."""
+    if text is None:
+        return []
+    values = [str(int(value)) if value.strip().isdecimal() else value.strip() for value in text.split(",")]
+    if not all(values):
+        raise EngramError(f"{flag} takes values with commas between, such as 1,2,3, got {text!r}")
+    _refuse_repeated(flag.removeprefix("--").removesuffix("s"), values)
+    return values
+
+
+def _refuse_repeated(what: str, values: Sequence[str]) -> None:
+    repeated = sorted({value for value in values if values.count(value) > 1})
+    if repeated:
+        raise EngramError(f"the {what} {repeated[0]} is given more than once; each run is done once")
+
+
+def configure(options: Run, name: str) -> RunConfig:
+    """The configuration of one recipe: changed where a flag says so, and named after both."""
+    original = recipe(name)
     config = _with_data(original, options.data)
     config = _with_stream(config, options.stream)
     config = _with_training(config, options.training)
@@ -134,10 +172,3 @@ def _with_training(config: RunConfig, flags: TrainingFlags) -> RunConfig:
         config = config.with_value(f"settings.{path}", value)
     changes = {name: getattr(flags, name) for name in ("seed", "backbone", "device", "precision")}
     return replace(config, **{name: value for name, value in changes.items() if value is not None})
-
-
-def directory_name(config: RunConfig) -> str:
-    """The name of the run's directory where none was given: recipe (and whether it was changed), order and seed."""
-    name, _, changed = config.recipe.partition(" (")
-    order = "given" if "," in config.order else re.sub(r"[^\w.]+", "-", config.order)
-    return f"{name}{'-changed' if changed else ''}-order{order}-seed{config.seed}"

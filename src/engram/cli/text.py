@@ -40,6 +40,11 @@ def percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f}"
 
 
+def measures_text(values: Mapping[str, float]) -> str:
+    """Percentages by predictor: cnn 51.3, nme 49.0."""
+    return ", ".join(f"{name} {percent(value)}" for name, value in values.items())
+
+
 def duration(seconds: float) -> str:
     """How long something took: 4.2 s, 1:05 or 2:03:04."""
     return f"{seconds:.1f} s" if seconds < 59.95 else clock(seconds)

@@ -23,11 +23,12 @@ from engram.cli.commands.common import (
     tell_finished,
     use_threads,
 )
+from engram.cli.commands.several import run_several
 from engram.cli.interrupt import Interrupt
 from engram.cli.options import Resume, Run
-from engram.cli.overrides import configure, directory_name
+from engram.cli.overrides import configure_all
 from engram.cli.text import card_table, make_console, make_table, shorten
-from engram.config import RunConfig
+from engram.config import RunConfig, directory_name
 from engram.data.store import ImageStore
 from engram.errors import EngramError
 from engram.events import RunFinished
@@ -41,7 +42,12 @@ def run_command(options: Run, typed: Sequence[str]) -> int:
     """The exit status of `engram run`."""
     flags = options.running
     check_running(flags)
-    config = configure(options)
+    if options.at_once is not None and options.at_once < 1:
+        raise EngramError(f"--at-once must be at least 1, got {options.at_once}")
+    configs = configure_all(options)
+    if len(configs) > 1:
+        return run_several(options, configs, typed)
+    config = configs[0]
     place = free_directory(RUNS, directory_name(config)) if options.out is None else Path(options.out).expanduser()
     refuse_used(place)
     use_threads(flags.threads)

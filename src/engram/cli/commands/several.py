@@ -1,0 +1,222 @@
+"""`engram run` with several runs: what there is to do, following it, and what it came to."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rich.console import Console
+from rich.table import Table
+
+from engram.cli import INTERRUPTED
+from engram.cli.board import make_board
+from engram.cli.commands.common import RUNS, print_line, read_images, shared_stages, use_threads
+from engram.cli.interrupt import Interrupt
+from engram.cli.options import Run
+from engram.cli.text import bold, clock, make_console, make_table, percent
+from engram.config import RunConfig
+from engram.events import Event, RunFailed, RunFinished, RunSkipped, Stopped
+from engram.stagecache import StageCache
+from engram.together import ERROR, Member, Workers, plan_members
+
+Last = dict[str, Event]  # the last event of each run that began, by its name
+
+
+def run_several(options: Run, configs: Sequence[RunConfig], typed: Sequence[str]) -> int:
+    """The exit status of `engram run` with several runs."""
+    flags, console = options.running, make_console()
+    parent = RUNS if options.out is None else Path(options.out).expanduser()
+    silent = flags.quiet or flags.json
+    use_threads(flags.threads)
+    members = plan_members(configs, directory=parent, read=lambda data: read_images(data, console, silent=silent))
+    cache = shared_stages(flags)
+    if options.dry_run:
+        print_plan(console, members, cache, flags.json)
+        return 0
+    if flags.threads is None:
+        use_threads(threads_begun_with(members))
+    command = shlex.join(["engram", *typed])
+    interrupt = Interrupt()
+    workers = Workers(
+        members,
+        at_once=options.at_once,
+        stop=interrupt,
+        stop_after_stage=flags.stop_after_stage,
+        checkpoint_minutes=flags.checkpoint_minutes,
+        cache=cache,
+        command=command,
+    )
+    if not silent:
+        print_line(console, f"{len(members)} runs, at most {workers.at_once} at a time, in {parent}")
+    board = make_board(console, interrupt, members, quiet=flags.quiet, as_json=flags.json)
+    last: Last = {}
+    events = workers.events()
+    try:
+        with interrupt, board:
+            for run, event in events:
+                last[run] = event
+                board.show(run, event)
+    except KeyboardInterrupt:
+        _quit_at_once()
+    finally:
+        events.close()  # whatever went wrong here, the runs save themselves
+    if not silent:
+        tell_results(console, {member.name: last[member.name] for member in members if member.name in last}, parent)
+    tell_failures(last, len(members))
+    if not flags.json:
+        without = "" if interrupt() or flags.stop_after_stage is None else " without --stop-after-stage"
+        tell_unfinished(console, members, last, f"the same command again{without}:", command)
+    return exit_status(last, len(members), interrupt)
+
+
+def threads_begun_with(members: Sequence[Member]) -> int | None:
+    """The CPU threads that the runs to go on with began with: with another number sums differ in their last bits."""
+    unfinished = [member for member in members if member.standing.state == "incomplete"]
+    found = {member.standing.threads for member in unfinished if member.config.device == "cpu"} - {None}
+    if len(found) > 1:
+        print(
+            "engram: the runs to go on with began with different numbers of CPU threads; "
+            "the last bits of some will differ from a run that was never stopped",
+            file=sys.stderr,
+        )
+    return found.pop() if len(found) == 1 else None
+
+
+def _quit_at_once() -> NoReturn:
+    """Ends the process, whatever its threads are doing: an interpreter that goes down under torch may crash."""
+    with suppress(OSError):
+        sys.stdout.flush()
+    os.write(2, b"engram: quit at once; the same command again goes on from the last checkpoints\n")
+    os._exit(INTERRUPTED)
+
+
+def exit_status(last: Last, count: int, interrupt: Interrupt) -> int:
+    """0 where all went well; the signal's where one cut something off; else 1 for an unexpected error, 2 for others."""
+    cut = any(isinstance(event, Stopped) and event.reason == "interrupted" for event in last.values())
+    if interrupt() and (cut or len(last) < count):
+        return interrupt.status
+    failed = [event for event in last.values() if isinstance(event, RunFailed)]
+    return 0 if not failed else 1 if any(event.unexpected for event in failed) else 2
+
+
+def results_of(last: Last) -> list[dict[str, Any]]:
+    """The results of the complete runs."""
+    return [event.result for event in last.values() if isinstance(event, (RunFinished, RunSkipped))]
+
+
+def tell_results(console: Console, last: Last, parent: Path) -> None:
+    """Prints what the complete runs came to, and what to do with them."""
+    results = results_of(last)
+    if results:
+        console.print(results_table(results))
+        print_line(console, f"engram report {parent}")
+
+
+def results_table(results: Sequence[Mapping[str, Any]]) -> Table:
+    """For each recipe the number of runs, mean and spread of the accuracies in percent, and the time in all."""
+    predictors = list(dict.fromkeys(name for result in results for name in result["final_accuracy"]))
+    measures = {"average_incremental_accuracy": "average", "final_accuracy": "final"}
+    columns = {f"{label}\n{name} %": (key, name) for key, label in measures.items() for name in predictors}
+    table = make_table(["recipe", "n", *columns, "time"], right=["n", *columns, "time"])
+    table.padding = (0, 1, 0, 0)  # so that two predictors fit into 80 columns
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for result in results:
+        groups.setdefault(result["recipe"], []).append(result)
+    for recipe, runs in groups.items():
+        cells = [spread([run[key][name] for run in runs if name in run[key]]) for key, name in columns.values()]
+        table.add_row(recipe, str(len(runs)), *cells, clock(sum(run["seconds"] for run in runs)))
+    return table
+
+
+def spread(values: Sequence[float]) -> str:
+    """Mean and sample standard deviation, where there are two or more; "-" for none."""
+    if not values:
+        return "-"
+    mean = percent(statistics.fmean(values))
+    return mean if len(values) == 1 else f"{mean} ± {percent(statistics.stdev(values))}"
+
+
+def tell_failures(last: Last, count: int) -> None:
+    """Says on stderr which runs failed and why."""
+    failed = {run: event for run, event in last.items() if isinstance(event, RunFailed)}
+    if not failed:
+        return
+    lines = [f"engram: {len(failed)} of {count} runs failed"]
+    for run, event in failed.items():
+        kept = Path(event.directory or "") / ERROR
+        where = f"; the details are in {kept}" if event.unexpected and kept.exists() else ""
+        lines.append(f"engram: {run}: {event.message}{where}")
+        if event.traceback is not None and not where:
+            lines.append(event.traceback.rstrip())
+    print("\n".join(lines), file=sys.stderr)
+
+
+def tell_unfinished(console: Console, members: Sequence[Member], last: Last, how: str, command: str) -> None:
+    """Says how many runs are not complete without having failed, and how to go on with them."""
+    stopped = sum(isinstance(event, Stopped) for event in last.values())
+    waiting = len(members) - len(last)
+    if stopped or waiting:
+        parts = [f"{stopped} stopped and saved"] if stopped else []
+        parts += [f"{waiting} not begun"] if waiting else []
+        print_line(console, f"{', '.join(parts)}; to go on, {how}")
+        console.print(bold(command), soft_wrap=True)
+
+
+def print_plan(console: Console, members: Sequence[Member], cache: StageCache | None, as_json: bool) -> None:
+    """Prints which runs there are, how far each is, what is left to do, and which base stages are shared."""
+    rows = [_plan_row(member) for member in members]
+    shared = shared_bases(members, cache)
+    steps = sum(member.steps for member in members)
+    if as_json:
+        print_line(console, json.dumps({"runs": rows, "shared_bases": shared, "total_steps": steps}))
+        return
+    table = make_table(["directory", "state", "steps left"], right=["steps left"])
+    for row in rows:
+        table.add_row(row["directory"], row["state"], f"{row['steps']:,}")
+    console.print(table)
+    for base in shared:
+        runs = f"{len(base['runs'])} run{'s' if len(base['runs']) > 1 else ''}"
+        how = "is in the cache already, for" if base["cached"] else "is trained once for"
+        print_line(console, f"one base stage {how} {runs}: {', '.join(base['runs'])}")
+    counts = Counter(member.standing.state for member in members)
+    parts = ", ".join(f"{counts[state]} {state}" for state in ("done", "incomplete", "new") if counts[state])
+    print_line(console, f"{len(members)} runs ({parts}), {steps:,} steps left, before what shared base stages save")
+    print_line(console, "this was a dry run: nothing was written")
+
+
+def _plan_row(member: Member) -> dict[str, Any]:
+    standing = member.standing
+    state = f"incomplete, {standing.finished} of {member.stages} stages" if standing.state == "incomplete" else None
+    return {
+        "run": member.name,
+        "directory": member.place,
+        "state": state or standing.state,
+        "stages": member.stages,
+        "stages_finished": standing.finished,
+        "steps": member.steps,
+        "config": member.config.to_plain(),
+    }
+
+
+def shared_bases(members: Sequence[Member], cache: StageCache | None) -> list[dict[str, Any]]:
+    """The base stages that several of the runs need, or that the cache has: the runs, and whether it has them."""
+    if cache is None:
+        return []
+    cached = {entry.key for entry in cache.entries()}
+    groups: dict[str, list[str]] = {}
+    for member in members:
+        if member.base_key is not None:
+            groups.setdefault(member.base_key, []).append(member.name)
+    return [
+        {"key": key, "runs": names, "cached": key in cached}
+        for key, names in groups.items()
+        if len(names) > 1 or key in cached
+    ]

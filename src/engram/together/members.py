@@ -1,0 +1,180 @@
+"""The members of a set of runs: what each is, where it stands, and what is left of it to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from engram.config import RunConfig, config_hash, directory_name
+from engram.data.load import DataConfig, load_store
+from engram.data.store import ImageStore
+from engram.errors import EngramError
+from engram.files import read_json, writing
+from engram.rundir import MANIFEST, RESULT, is_used, read_manifest
+from engram.runner import settle
+from engram.session import Session
+
+State = Literal["new", "incomplete", "done"]
+SHOWN_DIFFERENCES = 3
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How far the run in a directory is. finished: its stages. result: that of a complete run."""
+
+    state: State
+    finished: int = 0
+    result: dict[str, Any] | None = None
+    threads: int | None = None  # of the CPU, that it began with
+
+
+@dataclass(frozen=True, eq=False)
+class Member:
+    """One of several runs. work and steps are what is left to do; base_key is None where no base stage is shared.
+
+    fingerprint: the store's. total_work: of the run from start to end.
+    """
+
+    name: str
+    config: RunConfig
+    store: ImageStore
+    fingerprint: str
+    directory: Path | None
+    standing: Standing
+    stages: int
+    total_work: float
+    work: float
+    steps: int
+    base_key: str | None
+
+    @property
+    def place(self) -> str | None:
+        """The directory as events name it."""
+        return None if self.directory is None else str(self.directory)
+
+    def look_again(self) -> Standing:
+        """Where the run stands now: another process may have been at work since it was planned."""
+        if self.directory is None:
+            return self.standing
+        return standing(self.directory, self.config, self.fingerprint)
+
+
+def plan_members(
+    configs: Sequence[RunConfig] | Mapping[str, RunConfig],
+    store: ImageStore | None = None,
+    directory: str | Path | None = None,
+    read: Callable[[DataConfig], ImageStore] = load_store,
+) -> list[Member]:
+    """The members of a set of runs, in the order given; refuses what could not be run before anything is."""
+    named = dict(configs) if isinstance(configs, Mapping) else name_runs(configs)
+    if not named:
+        raise EngramError("there is no run to do; give at least one configuration")
+    for name in named:
+        if not name or name.startswith(".") or "/" in name or "\0" in name:
+            raise EngramError(f"a run cannot be called {name!r}, because its directory is; use a plain file name")
+    parent = None if directory is None else Path(directory)
+    if parent is not None:
+        check_parent(parent)
+    stores: dict[DataConfig | None, tuple[ImageStore, str]] = {}
+    if store is not None:
+        stores[None] = (store, store.fingerprint())
+    members: list[Member] = []
+    for name, config in named.items():
+        key = None if store is not None else config.data
+        if key not in stores:
+            images = read(config.data)
+            stores[key] = (images, images.fingerprint())
+        place = None if parent is None else parent / name
+        members.append(_member(name, config, *stores[key], place))
+    return members
+
+
+def name_runs(configs: Sequence[RunConfig]) -> dict[str, RunConfig]:
+    """The configurations by the names of their directories, which must be distinct."""
+    named: dict[str, RunConfig] = {}
+    for config in configs:
+        name = directory_name(config)
+        if name in named:
+            same = named[name].fingerprint() == config.fingerprint()
+            what = "are the same" if same else "differ in settings that the name does not tell"
+            raise EngramError(f"two of the runs are called {name} and {what}; give each a name of its own")
+        named[name] = config
+    return named
+
+
+def check_parent(parent: Path) -> None:
+    """Refuses a directory for several runs that is a file or itself a run."""
+    with writing(parent):
+        exists, is_folder = parent.exists(), parent.is_dir()
+    if exists and not is_folder:
+        raise EngramError(f"{parent} is a file, and several runs need a directory; choose another with --out")
+    if (parent / MANIFEST).exists():
+        raise EngramError(f"{parent} is a run itself; choose another directory with --out for several runs")
+
+
+def _member(name: str, config: RunConfig, store: ImageStore, fingerprint: str, directory: Path | None) -> Member:
+    config = settle(config, store)
+    found = Standing("new") if directory is None else standing(directory, config, fingerprint)
+    session = Session(config, store)
+    stages = session.plan()
+    left = [phase for stage in stages[found.finished :] for phase in stage.phases]
+    return Member(
+        name=name,
+        config=config,
+        store=store,
+        fingerprint=fingerprint,
+        directory=directory,
+        standing=found,
+        stages=len(stages),
+        total_work=sum(phase.work for stage in stages for phase in stage.phases),
+        work=sum(phase.work for phase in left),
+        steps=sum(phase.epochs * phase.steps for phase in left),
+        base_key=None if found.finished else session.base_key(fingerprint),
+    )
+
+
+def standing(directory: Path, config: RunConfig, fingerprint: str) -> Standing:
+    """Where the run in a directory stands; refuses one that is no run, or another than this."""
+    with writing(directory):
+        used = is_used(directory)
+    if not used:
+        return Standing("new")
+    if directory.is_dir() and not (directory / MANIFEST).exists():
+        raise EngramError(f"{directory} holds something that is not a run; choose another directory with --out")
+    manifest = read_manifest(directory)
+    if config_hash(manifest["config"]) != manifest["config_hash"]:
+        raise EngramError(f"the configuration in {directory / MANIFEST} was changed after the run began; remove it")
+    # As this version reads it, so that a run saved before a setting existed is still the same run.
+    theirs = RunConfig.from_plain(manifest["config"])
+    if theirs.fingerprint() != config.fingerprint():
+        raise EngramError(
+            f"{directory} holds a run with other settings ({_differences(theirs, config)}); "
+            "choose another directory with --out"
+        )
+    if manifest["data"].get("fingerprint") != fingerprint:
+        raise EngramError(f"{directory} holds a run of other images; choose another directory with --out")
+    result = read_json(directory / RESULT) if (directory / RESULT).exists() else {}
+    finished, total = len(result.get("stages", [])), len(manifest["stage_sizes"])
+    threads = manifest.get("hardware", {}).get("threads")
+    if finished == total:
+        return Standing("done", finished, result, threads)
+    return Standing("incomplete", finished, None, threads)
+
+
+def _differences(theirs: RunConfig, ours: RunConfig) -> str:
+    """The settings in which two configurations differ, with their values there and here."""
+    there, here = _leaves(theirs.to_plain()), _leaves(ours.to_plain())
+    keys = [key for key in here | there if key not in ("recipe", "data.path") and there.get(key) != here.get(key)]
+    shown = [f"{key} is {there.get(key)} there and {here.get(key)} here" for key in keys[:SHOWN_DIFFERENCES]]
+    more = len(keys) - len(shown)
+    return ", ".join(shown) + (f", and {more} more" if more else "")
+
+
+def _leaves(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Every setting by its dotted path."""
+    leaves: dict[str, Any] = {}
+    for key, value in plain.items():
+        leaves |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return leaves

@@ -1,0 +1,291 @@
+"""The boards of several runs, fed with events that no run produced."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from conftest import make_config, make_store
+from engram.cli.board import Board, JsonBoard, LiveBoard, PlainBoard, QuietBoard, make_board, shorten_name
+from engram.cli.commands.several import exit_status, results_table, spread, tell_failures
+from engram.cli.interrupt import SAVING, Interrupt
+from engram.cli.tally import Tally
+from engram.events import (
+    BaseAwaited,
+    BaseReused,
+    Event,
+    Progress,
+    RunFailed,
+    RunFinished,
+    RunSkipped,
+    RunStarted,
+    StageFinished,
+    StageStarted,
+    Stopped,
+    Warned,
+    Working,
+)
+from engram.together import Member, plan_members
+
+LONG = "afc-cifar100-b50-s10-changed-order{order}-seed1"
+RESULT = {
+    "recipe": "afc-mini-b10-s5",
+    "average_incremental_accuracy": {"cnn": 51.26, "nme": 49.0},
+    "final_accuracy": {"cnn": 40.04, "nme": 41.0},
+    "seconds": 75.4,
+}
+
+
+@pytest.fixture(scope="module")
+def members() -> list[Member]:
+    """Four runs of equal work."""
+    first = plan_members({LONG.format(order=1): make_config()}, make_store())[0]
+    return [replace(first, name=LONG.format(order=order)) for order in (1, 2, 3, 4)]
+
+
+def progress(done: float, stage: int = 1, left: float | None = 72.0) -> Progress:
+    return Progress(stage, 11, "balance", 14, 20, 7, 40, {"classification": 0.8}, 3214.4, done, left)
+
+
+def finished(stage: int) -> StageFinished:
+    return StageFinished(stage, 11, 50, {"cnn": 60.0, "nme": 58.0}, {}, {"cnn": 61.24, "nme": 59.0}, 4.25)
+
+
+def story(members: list[Member]) -> Iterator[tuple[str, Event]]:
+    """One run is done already, one finishes, one waits for the second's base stage and fails, one is stopped."""
+    done, first, second, third = (member.name for member in members)
+    yield done, RunSkipped(RESULT, f"runs/{done}")
+    for name in (first, second, third):
+        yield name, RunStarted("afc", "afc", f"runs/{name}", 11, {}, False)
+        yield name, StageStarted(0, 11, ["cup"], 1, 5, 0)
+        yield name, Warned("two of the images are odd")
+    yield second, BaseAwaited(0, 11, f"runs/{first}")
+    yield first, progress(0.1, 0)
+    yield first, Working(0, 11, "evaluate")
+    yield first, finished(0)
+    yield second, BaseReused(0, "cache")
+    yield second, RunFailed("the disk is full", f"runs/{second}", False, None)
+    yield third, progress(0.2)
+    yield third, Stopped(1, 11, "interrupted", f"runs/{third}")
+    yield first, progress(0.9, 10)
+    yield first, RunFinished(RESULT, f"runs/{first}")
+
+
+def terminal(width: int, height: int = 24) -> Console:
+    return Console(file=io.StringIO(), force_terminal=True, width=width, height=height, color_system=None, markup=False)
+
+
+def pipe() -> Console:
+    return Console(file=io.StringIO(), width=200)
+
+
+def written(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def lines_of(board: LiveBoard) -> list[str]:
+    paper = Console(file=io.StringIO(), width=board.console.width, height=board.console.height, color_system=None)
+    paper.print(board.render())
+    return written(paper).splitlines()
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_moving_lines_fit_and_there_is_one_for_each_run(width: int, members: list[Member]) -> None:
+    board = LiveBoard(terminal(width), Interrupt(), members, refresh=False)
+    with board:
+        for run, event in story(members):
+            board.show(run, event)
+            lines = lines_of(board)
+            assert max(map(len, lines)) <= width
+            assert len(lines) <= 4
+
+
+def test_a_line_says_where_how_far_and_how_well(members: list[Member]) -> None:
+    board = LiveBoard(terminal(80), Interrupt(), members, refresh=False)
+    name = members[1].name
+    board.show(name, RunStarted("afc", "afc", None, 11, {}, False))
+    board.show(name, finished(0))
+    board.show(name, progress(0.5, stage=3))
+    first, totals = lines_of(board)
+    start, _, rest = first.partition(" ")
+    assert start.startswith("afc-cifar100-b50-s1")
+    assert start.endswith("…-order2-seed1")
+    assert rest.split()[:3] == ["3/10", "balance", "14/20"]
+    assert rest.split()[-2:] == ["61.2", "1:12"]
+    assert totals.startswith("0 of 4 done, 1 at work, 3 waiting")
+    board.show(members[2].name, RunStarted("afc", "afc", None, 11, {}, False))
+    board.show(members[2].name, BaseAwaited(0, 11, f"some/where/{name}"))
+    assert lines_of(board)[1] == f"{members[2].name}: waiting for the base stage of {name}"[:79] + "…"
+
+
+def test_more_runs_than_lines(members: list[Member]) -> None:
+    board = LiveBoard(terminal(80, height=5), Interrupt(), members, refresh=False)
+    for member in members:
+        board.show(member.name, RunStarted("afc", "afc", None, 11, {}, False))
+    lines = lines_of(board)
+    assert len(lines) == 3
+    assert lines[1:] == ["and 3 more at work", "0 of 4 done, 4 at work"]
+    interrupt = Interrupt(announce=False)
+    interrupt.signal = 2
+    asked = LiveBoard(terminal(80), interrupt, members, refresh=False)
+    assert lines_of(asked)[-2] == SAVING
+
+
+def test_time_left_is_of_all_runs_at_the_rate_so_far(members: list[Member]) -> None:
+    time = [100.0]
+    tally = Tally(members, now=lambda: time[0])
+    for member in members[:2]:
+        tally.note(member.name, RunStarted("afc", "afc", None, 11, {}, False))
+    assert tally.seconds_left() is None
+    tally.note(members[0].name, progress(0.0))
+    tally.note(members[1].name, progress(0.5))  # half of it another process's work
+    time[0] = 110.0
+    tally.note(members[0].name, progress(0.5))
+    tally.note(members[1].name, progress(1.0))
+    assert tally.seconds_left() == pytest.approx(25), "one run's work in 10 seconds, two and a half to go"
+    tally.note(members[1].name, RunFinished(RESULT, None))
+    tally.note(members[2].name, RunFailed("no", None, False, None))
+    assert tally.seconds_left() == pytest.approx(15)
+    assert tally.text() == "1 of 4 done, 1 at work, 1 waiting, 1 failed; 0:15 left"
+
+
+def test_plain_lines(members: list[Member]) -> None:
+    console = pipe()
+    board = PlainBoard(console, members)
+    for run, event in story(members):
+        board.show(run, event)
+    done, first, second, third = (member.name for member in members)
+    assert written(console).splitlines() == [
+        f"{done}: done already; average cnn 51.3, nme 49.0; final cnn 40.0, nme 41.0; 1:15",
+        f"{first}: warning: two of the images are odd",
+        f"{second}: waiting for the base stage of {first}",
+        f"{first}: base: 50 classes, cnn 60.0, nme 58.0; 4.2 s",
+        f"{second}: base: as another run trained it",
+        f"{second}: failed: the disk is full",
+        f"{third}: saved, interrupted in stage 1 of 10",
+        f"{first}: average cnn 51.3, nme 49.0; final cnn 40.0, nme 41.0; 1:15",
+    ]
+    often = pipe()
+    PlainBoard(often, members, seconds=0).show(first, progress(0.5))
+    assert written(often) == "0 of 4 done, 4 waiting\n"
+
+
+def test_what_has_ended_stays_above_the_moving_lines(members: list[Member]) -> None:
+    console = terminal(120)
+    board = LiveBoard(console, Interrupt(), members, refresh=False)
+    with board:
+        for run, event in story(members):
+            board.show(run, event)
+    text = written(console)
+    assert text.count("two of the images are odd") == 1
+    for words in ("done already; average cnn 51.3", "failed: the disk is full", "saved, interrupted in stage 1 of 10"):
+        assert text.count(words) == 1
+    assert text.endswith("\x1b[2K"), "the moving lines are wiped"
+
+
+def test_json_names_the_run_and_quiet_is_a_line_a_run(members: list[Member]) -> None:
+    console, quiet = pipe(), pipe()
+    boards: list[Board] = [JsonBoard(console), QuietBoard(quiet)]
+    for run, event in story(members):
+        for board in boards:
+            board.show(run, event)
+    parsed = [json.loads(line) for line in written(console).splitlines()]
+    assert parsed == [{"run": run, **event.to_json()} for run, event in story(members)]
+    assert [line.partition(":")[0] for line in written(quiet).splitlines()] == [members[0].name, members[1].name]
+
+
+@pytest.mark.parametrize(
+    ("console", "flags", "kind", "announces"),
+    [
+        (terminal(80), {}, LiveBoard, False),
+        (pipe(), {}, PlainBoard, True),
+        (terminal(80), {"quiet": True}, QuietBoard, True),
+        (terminal(80), {"as_json": True}, JsonBoard, True),
+    ],
+)
+def test_the_board_suits_the_console(
+    console: Console, flags: dict[str, bool], kind: type[Board], announces: bool, members: list[Member]
+) -> None:
+    interrupt = Interrupt()
+    assert type(make_board(console, interrupt, members, **flags)) is kind
+    assert interrupt.announce is announces
+
+
+def test_names_are_cut_where_it_hurts_least() -> None:
+    assert shorten_name("afc-mini-order1-seed1", 30) == "afc-mini-order1-seed1"
+    for width in range(40):
+        assert len(shorten_name("afc-mini-b10-s5-changed-order12-seed34", width)) <= width
+    assert shorten_name("afc-mini-b10-s5-changed-order12-seed34", 25) == "afc-mini-…-order12-seed34"
+
+
+# What they came to.
+
+
+def result(recipe: str, seed: int, cnn: float, **others: float) -> dict[str, object]:
+    accuracy = {"cnn": cnn, **others}
+    return {
+        "recipe": recipe,
+        "seed": seed,
+        "average_incremental_accuracy": accuracy,
+        "final_accuracy": {name: value / 2 for name, value in accuracy.items()},
+        "seconds": 50.0,
+    }
+
+
+def test_summary_is_mean_and_sample_spread_by_recipe() -> None:
+    results = [
+        result("afc", 1, 40.0, nme=50.0),
+        result("naive", 1, 20.0),
+        result("afc", 2, 44.0, nme=50.0),
+        result("afc", 3, 48.0, nme=50.0),
+    ]
+    console = pipe()
+    console.print(results_table(results))
+    lines = [" ".join(line.split()) for line in written(console).splitlines() if line.strip()]
+    assert lines[:2] == ["average average final final", "recipe n cnn % nme % cnn % nme % time"]
+    assert lines[3] == "afc 3 44.0 ± 4.0 50.0 ± 0.0 22.0 ± 2.0 25.0 ± 0.0 2:30"
+    assert lines[4] == "naive 1 20.0 - 10.0 - 0:50", "one run has no spread"
+    assert spread([]) == "-"
+
+
+def test_summary_fits_80_columns() -> None:
+    console = terminal(80)
+    console.print(
+        results_table([result("afc-cifar100-b50-s10 (train.epochs=1)", seed, 64.0 + seed, nme=64.0) for seed in (1, 2)])
+    )
+    lines = written(console).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "64.0 ± 0.0" in written(console)
+    assert "afc-cifar100-b50-s10 " in written(console), "a name is not broken"
+
+
+def test_exit_status_and_what_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fine = RunFinished(RESULT, None)
+    expected, unexpected = RunFailed("no room", "a", False, None), RunFailed("oh", "b", True, "Traceback ...\n")
+    assert exit_status({"a": fine}, 1, Interrupt()) == 0
+    assert exit_status({"a": fine, "b": expected}, 2, Interrupt()) == 2
+    assert exit_status({"a": unexpected, "b": expected}, 2, Interrupt()) == 1
+    interrupt = Interrupt()
+    interrupt.signal = 15
+    assert exit_status({"a": unexpected, "b": Stopped(1, 3, "interrupted", None)}, 2, interrupt) == 143
+    assert exit_status({"a": fine}, 2, interrupt) == 143, "one was not begun"
+    assert exit_status({"a": fine, "b": fine}, 2, interrupt) == 0, "it came too late to stop anything"
+    kept = RunFailed("oh", str(tmp_path), True, "Traceback ...\n")
+    (tmp_path / "error.txt").write_text("Traceback ...\n")
+    tell_failures({"a": fine, "b": expected, "c": unexpected, "d": kept}, 4)
+    assert capsys.readouterr().err.splitlines() == [
+        "engram: 3 of 4 runs failed",
+        "engram: b: no room",
+        "engram: c: oh",
+        "Traceback ...",
+        f"engram: d: oh; the details are in {tmp_path}/error.txt",
+    ]
+    tell_failures({"a": fine}, 1)
+    assert capsys.readouterr().err == ""

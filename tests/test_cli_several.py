@@ -1,0 +1,316 @@
+"""`engram run` with several runs, as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from engram.cli.arguments import parse
+from engram.cli.overrides import configure_all
+from test_cli import Engram, Outcome, assert_refused, contents, engram, one_thread, photos, start, timeless
+
+__all__ = ["engram", "one_thread", "photos"]  # fixtures
+
+SMALL = (
+    "--backbone",
+    "resnet10",
+    "--epochs",
+    "1",
+    "--finetune-epochs",
+    "1",
+    "--batch-size",
+    "16",
+    "--base",
+    "2",
+    "--increment",
+    "2",
+)
+
+
+def several(photos: Path, *more: str | Path) -> list[str | Path]:
+    """Four quick runs: two methods with two seeds."""
+    return ["run", "afc-folder", "replay-folder", "--data", photos, *SMALL, "--seeds", "1,2", *more]
+
+
+def names(*seeds: int) -> list[str]:
+    return [f"{method}-folder-changed-order1-seed{seed}" for method in ("afc", "replay") for seed in seeds]
+
+
+@pytest.fixture(scope="module")
+def alone(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same four runs, each by a command of its own."""
+    from engram.cli import main
+
+    parent = tmp_path_factory.mktemp("alone")
+    for name in names(1, 2):
+        recipe, seed = name.partition("-changed")[0], name[-1]
+        place = ["--out", str(parent / name), "--quiet", "--no-cache"]
+        assert main(["run", recipe, "--data", str(photos), *SMALL, "--seed", seed, *place]) == 0
+    return parent
+
+
+@pytest.fixture(scope="module")
+def done(alone: Path, photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The four runs together, without a display."""
+    from engram.cli import main
+
+    parent = tmp_path_factory.mktemp("done") / "runs"
+    command = several(photos, "--at-once", "3", "--out", parent, "--quiet", "--no-cache")
+    assert main([str(argument) for argument in command]) == 0
+    return parent
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["afc-mini-b10-s5", "--order", "1", "--orders", "1,2"], ["--order and --orders exclude each other"]),
+        (["afc-mini-b10-s5", "--seed", "1", "--seeds", "1,2"], ["--seed and --seeds exclude each other"]),
+        (["afc-mini-b10-s5", "--set", "seed=4", "--seeds", "1,2"], ["--set seed and --seeds"]),
+        (["afc-mini-b10-s5", "--orders", "1,2,1"], ["order 1 is given more than once"]),
+        (["afc-mini-b10-s5", "--orders", "1,01"], ["order 1 is given more than once"]),
+        (["afc-mini-b10-s5", "--seeds", "3,3"], ["seed 3 is given more than once"]),
+        (["afc-mini-b10-s5", "--seeds", "1,,2"], ["--seeds takes values with commas between", "'1,,2'"]),
+        (["afc-mini-b10-s5", "--orders", ""], ["--orders takes values", "''"]),
+        (["afc-mini-b10-s5", "--seeds", "1,two"], ["--seeds takes whole numbers", "'two'"]),
+        (["afc-mini-b10-s5", "--seeds=-1,2"], ["--seeds takes whole numbers", "'-1'"]),
+        (["afc-mini-b10-s5", "--orders", "1,backwards"], ["'backwards'", "natural"]),
+        (["afc-mini-b10-s5", "afc-mini-b10-s5"], ["recipe afc-mini-b10-s5 is given more than once"]),
+        (["afc-mini-b10-s5", "replay-mini-b10-s6"], ["'replay-mini-b10-s6'", "did you mean"]),
+        (["afc-mini-b10-s5", "--seeds", "1,2", "--at-once", "0"], ["--at-once must be at least 1, got 0"]),
+        (["afc-mini-b10-s5", "--at-once", "some"], ["--at-once", "whole number"]),
+        (["afc-mini-b10-s5", "naive-mini-b10-s5", "--lambda-disc", "2"], ["--lambda-disc", "naive"]),
+    ],
+    ids=lambda value: " ".join(value[1:]) if isinstance(value, list) else None,
+)
+def test_a_wrong_input_gets_one_sentence(
+    arguments: list[str], words: list[str], engram: Engram, tmp_path: Path
+) -> None:
+    assert_refused(engram("run", *arguments), *words)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_combination_is_a_run() -> None:
+    typed = ["run", "afc-mini-b10-s5", "--orders", "2,seed:7,natural", "--seeds", "1, 3", "replay-mini-b10-s5"]
+    found = [(config.recipe, config.order, config.seed) for config in configure_all(parse(typed)[1])]
+    assert found == [
+        (recipe, order, seed)
+        for recipe in ("afc-mini-b10-s5", "replay-mini-b10-s5")
+        for order in ("2", "seed:7", "natural")
+        for seed in (1, 3)
+    ]
+    single = configure_all(parse(["run", "afc-mini-b10-s5", "--orders", "2", "--seeds", "5"])[1])
+    assert [(config.order, config.seed) for config in single] == [("2", 5)]
+
+
+def test_one_combination_is_one_run_as_ever(engram: Engram, photos: Path, tmp_path: Path) -> None:
+    run = ("run", "replay-folder", "--data", photos, *SMALL, "--orders", "1", "--seeds", "3", "--stop-after-stage", "0")
+    for name in ("replay-folder-changed-order1-seed3", "replay-folder-changed-order1-seed3-2"):
+        outcome = engram(*run)
+        assert outcome.status == 0
+        assert f"engram resume runs/{name}" in outcome.out
+        assert (tmp_path / "runs" / name / "run.json").exists()
+    assert_refused(engram(*run, "--out", f"runs/{name}"), "not empty", "engram resume")
+
+
+def test_runs_side_by_side_end_as_each_alone(alone: Path, done: Path) -> None:
+    assert sorted(path.name for path in done.iterdir()) == names(1, 2)
+    for name in names(1, 2):
+        assert timeless(done / name) == timeless(alone / name)
+        for file in ("000", "001", "002"):
+            stage = Path("stages") / f"{file}.safetensors"
+            assert (done / name / stage).read_bytes() == (alone / name / stage).read_bytes()
+
+
+def test_lines_and_summary_and_the_same_again(engram: Engram, photos: Path, alone: Path, tmp_path: Path) -> None:
+    command = several(photos, "--at-once", "2")
+    outcome = engram(*command)
+    assert (outcome.status, outcome.err) == (0, "")
+    lines = outcome.out.splitlines()
+    assert lines[0] == "4 runs, at most 2 at a time, in runs"
+    assert "\x1b" not in outcome.out
+    for name in names(1, 2):
+        said = [line for line in lines if line.startswith(f"{name}: ")]
+        assert said[-1].startswith(f"{name}: average cnn ")
+        assert sum(" classes, cnn " in line for line in said) == 3
+        assert timeless(tmp_path / "runs" / name) == timeless(alone / name), "also with shared base stages"
+    assert sum("as another run trained it" in line for line in lines) == 2
+    assert sum(line.lstrip().startswith(("afc-folder (", "replay-folder (")) and " ± " in line for line in lines) == 2
+    assert lines[-1] == "engram report runs"
+    before = contents(tmp_path / "runs")
+    again = engram(*command)
+    assert again.status == 0
+    assert again.out.count("done already") == 4
+    assert again.out.partition("recipe")[2] == outcome.out.partition("recipe")[2], "the same summary"
+    assert contents(tmp_path / "runs") == before
+    manifest = json.loads((tmp_path / "runs" / names(1)[0] / "run.json").read_text())
+    assert manifest["command"].startswith("engram run afc-folder replay-folder --data ")
+
+
+def test_dry_run_is_a_table_of_what_is_left(engram: Engram, photos: Path, done: Path, tmp_path: Path) -> None:
+    parent = tmp_path / "runs"
+    parent.mkdir()
+    shutil.copytree(done / names(1)[0], parent / names(1)[0])
+    stopped = ("run", "replay-folder", "--data", photos, *SMALL, "--seed", "2", "--stop-after-stage", "1", "--no-cache")
+    assert engram(*stopped, "--out", parent / names(2)[1]).status == 0
+    before = contents(parent)
+    outcome = engram(*several(photos, "--dry-run"))
+    assert outcome.status == 0
+    rows = {line.split()[0]: line.split()[1:] for line in outcome.out.splitlines() if line.lstrip().startswith("runs/")}
+    assert list(rows) == [f"runs/{name}" for name in names(1, 2)]
+    assert [row[0] for row in rows.values()] == ["done", "new", "new", "incomplete,"]
+    assert rows[f"runs/{names(2)[1]}"] == ["incomplete,", "2", "of", "3", "stages", rows[f"runs/{names(2)[1]}"][-1]]
+    plan = json.loads(engram(*several(photos, "--dry-run", "--json")).out)
+    steps = {run["run"]: run["steps"] for run in plan["runs"]}
+    assert steps[names(1)[0]] == 0
+    assert 0 < steps[names(2)[1]] < steps[names(1)[1]]
+    assert plan["total_steps"] == sum(steps.values())
+    assert plan["shared_bases"] == []
+    assert contents(parent) == before
+    shared = engram(*several(photos, "--dry-run", "--out", "elsewhere")).out
+    for seed in (1, 2):
+        afc, replay = names(seed)
+        assert f"one base stage is trained once for 2 runs: {afc}, {replay}" in shared
+    assert "one base stage" not in engram(*several(photos, "--dry-run", "--out", "elsewhere", "--no-cache")).out
+
+
+def test_a_failing_run_is_named_at_the_end(engram: Engram, photos: Path, done: Path, tmp_path: Path) -> None:
+    """A checkpoint that is damaged is found when its run is taken up; the other three are not disturbed."""
+    parent = Path(shutil.copytree(done, tmp_path / "runs"))
+    spoilt = parent / names(2)[0]
+    shutil.rmtree(parent / names(2)[1])
+    result = json.loads((spoilt / "result.json").read_text())
+    (spoilt / "result.json").write_text(json.dumps(result | {"stages": result["stages"][:2]}))
+    (spoilt / "checkpoint" / "state.safetensors").write_bytes(b"nothing")
+    outcome = engram(*several(photos, "--out", parent, "--no-cache"))
+    assert outcome.status == 2
+    failed, why = outcome.err.splitlines()
+    assert failed == "engram: 1 of 4 runs failed"
+    assert why.startswith(f"engram: {spoilt.name}: the checkpoint ")
+    assert "damaged" in why
+    assert timeless(parent / names(2)[1]) == timeless(done / names(2)[1])
+    assert f"{spoilt.name}: failed: the checkpoint" in outcome.out
+    quiet = engram(*several(photos, "--out", parent, "--no-cache", "--quiet"))
+    assert quiet.status == 2
+    assert [line.partition(":")[0] for line in quiet.out.splitlines()] == [names(1)[0], *names(1, 2)[2:]]
+    assert quiet.err == outcome.err
+
+
+def test_another_run_in_the_way_stops_all_before_they_begin(
+    engram: Engram, photos: Path, done: Path, tmp_path: Path
+) -> None:
+    parent = tmp_path / "runs"
+    parent.mkdir()
+    shutil.copytree(done / names(1)[0], parent / names(1)[0])
+    before = contents(parent)
+    outcome = engram(*several(photos, "--lr", "0.01"))
+    assert_refused(outcome, names(1)[0], "settings.train.lr is", "there and 0.01 here", "--out")
+    assert contents(parent) == before
+    assert_refused(engram(*several(photos, "--out", parent / names(1)[0])), "is a run itself")
+
+
+def test_json_has_the_name_of_the_run(engram: Engram, photos: Path, tmp_path: Path) -> None:
+    outcome = engram(*several(photos, "--json", "--at-once", "4"))
+    events = outcome.events()
+    assert {event["run"] for event in events} == set(names(1, 2))
+    finished = {event["run"]: event["result"] for event in events if event["event"] == "run_finished"}
+    assert finished == {name: json.loads((tmp_path / "runs" / name / "result.json").read_text()) for name in finished}
+    assert len(finished) == 4
+
+
+def cut_off(photos: Path, tmp_path: Path, number: signal.Signals, *flags: str) -> tuple[Outcome, list[str | Path]]:
+    """What comes of a signal once a run is in its second stage, and the command."""
+    command = several(photos, "--epochs", "15", "--threads", "1", "--at-once", "3", "--out", "cut")
+    process = start(*command, *flags, cwd=tmp_path)
+    assert process.stdout is not None
+    seen: list[str] = []
+    for line in process.stdout:
+        seen.append(line)
+        if ": base: " in line or '"event": "stage_finished"' in line:
+            process.send_signal(number)
+            break
+    out, err = process.communicate(timeout=60)
+    return Outcome(process.returncode, "".join(seen) + out, err), command
+
+
+def test_ctrl_c_saves_every_run_and_the_same_command_goes_on(photos: Path, tmp_path: Path, engram: Engram) -> None:
+    cut, command = cut_off(photos, tmp_path, signal.SIGINT, "--json")
+    assert (cut.status, cut.err) == (130, "engram: saving... (Ctrl-C again to quit at once)\n")
+    last = {event["run"]: event["event"] for event in cut.events()}
+    assert len(last) == 3, "the fourth was not begun"
+    assert set(last.values()) == {"stopped"}
+    dry = engram(*command, "--dry-run").out
+    assert dry.count("incomplete") == 3 + 1
+    again = engram(*command)
+    assert (again.status, again.err) == (0, "")
+    assert engram(*command, "--out", "whole", "--no-cache", "--quiet").status == 0
+    for name in names(1, 2):
+        assert timeless(tmp_path / "cut" / name) == timeless(tmp_path / "whole" / name)
+
+
+def test_a_signal_says_how_to_go_on(photos: Path, tmp_path: Path, engram: Engram) -> None:
+    cut, command = cut_off(photos, tmp_path, signal.SIGTERM)
+    assert cut.status == 143
+    assert cut.err.startswith("engram: saving...")
+    text = cut.out.splitlines()
+    assert text[-2] == "3 stopped and saved, 1 not begun; to go on, the same command again:"
+    assert text[-1] == shlex.join(["engram", *map(str, command)])
+    stopped = engram(*several(photos, "--stop-after-stage", "0"))
+    assert stopped.status == 0
+    assert "4 stopped and saved; to go on, the same command again without --stop-after-stage:" in stopped.out
+
+
+# Runs that never hear that they should stop.
+DEAF = """
+import sys
+from engram.cli import main
+from engram.together import Workers
+Workers._stopping = lambda self: False
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_second_ctrl_c_quits_at_once(photos: Path, tmp_path: Path) -> None:
+    command = several(photos, "--epochs", "4000", "--threads", "1", "--at-once", "2")
+    process = subprocess.Popen(
+        [sys.executable, "-c", DEAF, *map(str, command)],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert process.stdout.readline().startswith("4 runs")
+    while not list((tmp_path / "runs").glob("*/events.jsonl")):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    assert process.stderr.readline() == "engram: saving... (Ctrl-C again to quit at once)\n"
+    process.send_signal(signal.SIGINT)
+    err = process.communicate(timeout=10)[1]
+    assert process.returncode == 130
+    assert err == "engram: quit at once; the same command again goes on from the last checkpoints\n"
+
+
+def test_threads_are_those_the_runs_began_with(photos: Path, tmp_path: Path, engram: Engram) -> None:
+    stop = ("--stop-after-stage", "0", "--no-cache", "--quiet")
+    run = ("run", "replay-folder", "--data", photos, *SMALL, *stop)
+    assert engram(*run, "--seed", "1", "--threads", "2", "--out", f"runs/{names(1)[1]}").status == 0
+    torch.set_num_threads(1)
+    outcome = engram(*several(photos, *stop))
+    assert (outcome.status, outcome.err, torch.get_num_threads()) == (0, "", 2)
+    assert engram(*run, "--seed", "2", "--threads", "1", "--out", f"other/{names(2)[1]}").status == 0
+    shutil.copytree(tmp_path / "runs" / names(1)[1], tmp_path / "other" / names(1)[1])
+    outcome = engram(*several(photos, *stop, "--out", "other"))
+    assert outcome.status == 0
+    assert "different numbers of CPU threads" in outcome.err
+    torch.set_num_threads(1)
