@@ -73,11 +73,12 @@ def test_our_kernels_train_as_the_modules_do() -> None:
 
 def test_a_recording_serves_every_stage() -> None:
     config = make_config(device="cuda", increment=1, settings__train__remainder="drop")
-    recorded: list[set[int]] = []
     session = Session(config, make_store(train=24))
-    for event in Execution(session, None, None, None, 10, None).events(resumed=False):
-        if isinstance(event, StageFinished) and event.stage > 0:
-            recorded.append({id(step) for _, step in session.engine._recordings.values()})
+    recorded = [
+        {id(step) for _, step in session.engine._recordings.values()}
+        for event in Execution(session, None, None, None, 10, None).events(resumed=False)
+        if isinstance(event, StageFinished) and event.stage > 0
+    ]
     assert len(recorded) > 2
     # New room may be needed in the first stages; then nothing is recorded again.
     assert recorded[-1] == recorded[-2]

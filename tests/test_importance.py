@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engram.data.stage import Stage
+from engram.engine.space import Space
 from engram.events import EpochFinished, RunFinished, Warned
 from engram.methods import Step
 from engram.methods.losses import channel_importance
@@ -207,7 +208,7 @@ def test_the_sweep_is_augmented_and_the_same_each_time() -> None:
     session.method.grow(session.learner, stage, session.engine)
     first, again = importance_of(session, stage), importance_of(session, stage)
     session.engine.augmentation = NO_AUGMENTATION
-    session.engine._pool = None
+    session.engine.space = Space(session.engine.device, NO_AUGMENTATION.pad)
     plain = importance_of(session, stage)
     for a, b, c in zip(first, again, plain, strict=True):
         np.testing.assert_array_equal(a, b)

@@ -298,7 +298,8 @@ def test_flat_sgd_takes_over_the_weights_and_backward_fills_its_gradients() -> N
         assert parameter.grad is not None
         torch.testing.assert_close(network.get_parameter(name).grad, 2 * parameter.grad, rtol=1e-4, atol=1e-5)
     # The convolutions' weights come first, so that they are one piece.
-    weights = [parameter.grad.flatten() for parameter in network.parameters() if parameter.ndim == 4]
+    convolutions = [parameter for parameter in network.parameters() if parameter.ndim == 4]
+    weights = [parameter.grad.flatten() for parameter in convolutions if parameter.grad is not None]
     assert torch.equal(optimiser.gradients[: sum(map(len, weights))], torch.cat(weights))
     optimiser.zero_grad()
     assert all((parameter.grad == 0).all() for parameter in network.parameters() if parameter.grad is not None)

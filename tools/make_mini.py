@@ -94,8 +94,8 @@ def make(path: Path, out: Path, place: int = PLACE) -> dict[str, Any]:
         "attribution": "Made from CIFAR-100: A. Krizhevsky, Learning Multiple Layers of Features "
         "from Tiny Images, 2009, https://www.cs.toronto.edu/~kriz/cifar.html",
         "made_by": "tools/make_mini.py",
-        "how": "of each superclass the class at a place in the rank of sha256(seed/name), images by rank of sha256(seed/pixels), 2x2 mean rounded; "
-        "the mosaics hold one row for each class",
+        "how": "of each superclass the class at a place in the rank of sha256(seed/name), images by rank of "
+        "sha256(seed/pixels), 2x2 mean rounded; the mosaics hold one row for each class",
         "seed": SEED,
         "place": place,
         "image_size": SIZE,

@@ -3,6 +3,9 @@
 Legend: B batch, C channels, P pixels of a map. A program takes BLOCK_C channels of one image.
 """
 
+# Triton adds launch options such as num_warps to what a kernel takes.
+# pyright: reportCallIssue=false, reportArgumentType=false
+
 from __future__ import annotations
 
 import torch
@@ -149,10 +152,10 @@ def channel_distance(ours: Tensor, theirs: Tensor, square: bool) -> Tensor:
 
     square: of the maps' squares. Only ours gets a gradient.
     """
-    return ChannelDistance.apply(ours, theirs, square)  # pyright: ignore[reportReturnType]
+    return ChannelDistance.apply(ours, theirs, square)
 
 
 def _shapes(batch: int, pixels: int, channels: int, square: bool) -> tuple[tuple[int, int], dict[str, int]]:
-    block = min(triton.next_power_of_2(pixels), ELEMENTS // BLOCK_C)
+    block = min(1 << (pixels - 1).bit_length(), ELEMENTS // BLOCK_C)
     shapes = {"P": pixels, "C": channels, "SQUARE": square, "BLOCK_P": block, "BLOCK_C": BLOCK_C}
-    return (batch, triton.cdiv(channels, BLOCK_C)), {**shapes, "num_warps": 8 if block >= 512 else 4}
+    return (batch, -(-channels // BLOCK_C)), {**shapes, "num_warps": 8 if block >= 512 else 4}

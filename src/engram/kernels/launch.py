@@ -1,8 +1,11 @@
 """Launching the kernels: tensors in, shapes and block sizes worked out here.
 
 Block sizes are fixed by shape, not chosen by timing on the spot: another choice sums in another order, and a run would
-depend on how busy the GPU was when it began. They were chosen on an H200 (benchmarks/).
+depend on how busy the GPU was when it began. They were chosen on an H200.
 """
+
+# Triton adds launch options such as num_warps to what a kernel takes.
+# pyright: reportCallIssue=false
 
 from __future__ import annotations
 
@@ -10,7 +13,6 @@ import math
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 
 from engram.kernels.conv import engram_conv_data_gradient, engram_conv_forward, engram_conv_weight_gradient
@@ -25,6 +27,11 @@ TILES = {16: (256, 4, 3), 32: (256, 4, 3), 64: (64, 4, 3)}
 # (pixels in a block, blocks in a split, warps, pipeline stages) by channels out.
 WEIGHT_GRADIENT = {16: (128, 4, 1, 2), 32: (64, 4, 2, 2), 64: (64, 4, 4, 3)}
 NORM_TILE = {16: 256, 32: 128, 64: 64}
+
+
+def blocks_of(items: int, block: int) -> int:
+    """How many blocks so many items fill."""
+    return -(-items // block)
 
 
 @dataclass(frozen=True)
@@ -79,7 +86,7 @@ class Scratch:
 
 def statistics_floats(convs: list[Conv], batch: int) -> int:
     """The partial sums that the largest of these layers needs at that batch size."""
-    return max(2 * conv.channels_out * triton.cdiv(batch * conv.height * conv.width, 64) for conv in convs)
+    return max(2 * conv.channels_out * blocks_of(batch * conv.height * conv.width, 64) for conv in convs)
 
 
 def conv_forward(conv: Conv, x: Tensor, weight: Tensor, norm: Norm, scratch: Scratch) -> tuple[Tensor, Tensor]:
@@ -89,7 +96,7 @@ def conv_forward(conv: Conv, x: Tensor, weight: Tensor, norm: Norm, scratch: Scr
     y = x.new_empty(images, conv.height, conv.width, conv.channels_out)
     state = torch.empty(4, conv.channels_out, device=x.device)
     block, warps, stages = TILES[conv.channels_out]
-    engram_conv_forward[(triton.cdiv(pixels, block),)](
+    engram_conv_forward[(blocks_of(pixels, block),)](
         *(x, weight, state, x, y, scratch.partial, scratch.counter),
         *(norm.gamma, norm.beta, norm.running_mean, norm.running_var, state, pixels, MOMENTUM, EPSILON),
         **_shapes(conv),
@@ -110,7 +117,7 @@ def conv_folded(conv: Conv, x: Tensor, weight: Tensor, bias: Tensor, shortcut: T
     pixels = images * conv.height * conv.width
     y = x.new_empty(images, conv.height, conv.width, conv.channels_out)
     block, warps, stages = TILES[conv.channels_out]
-    engram_conv_forward[(triton.cdiv(pixels, block),)](
+    engram_conv_forward[(blocks_of(pixels, block),)](
         *(x, weight, bias, x if shortcut is None else shortcut, y, bias, bias),
         *(bias, bias, bias, bias, bias, pixels, MOMENTUM, EPSILON),
         **_shapes(conv),
@@ -130,7 +137,7 @@ def norm_apply(y: Tensor, state: Tensor, shortcut: Tensor | None) -> Tensor:
     out = torch.empty_like(y)
     _, height, width, channels = y.shape
     block = 2048
-    engram_norm_apply[(triton.cdiv(y.numel(), block),)](
+    engram_norm_apply[(blocks_of(y.numel(), block),)](
         *(y, state, y if shortcut is None else shortcut, out, y.numel()),
         H=height,
         W=width,
@@ -166,7 +173,7 @@ def norm_gradient(g: Tensor, norm: NormGradient, scratch: Scratch) -> None:
     channels = g.shape[3]
     pixels = g.numel() // channels
     block = NORM_TILE[channels]
-    engram_norm_gradient[(triton.cdiv(pixels, block),)](
+    engram_norm_gradient[(blocks_of(pixels, block),)](
         *(g, norm.y, norm.state, norm.gamma, norm.coefficients, norm.d_gamma, norm.d_beta),
         *(scratch.partial, scratch.counter, pixels),
         C=channels,
@@ -177,10 +184,10 @@ def norm_gradient(g: Tensor, norm: NormGradient, scratch: Scratch) -> None:
 
 
 def norm_backward(g: Tensor, norm: NormGradient) -> Tensor:
-    """The gradient at the norm's input, from the gradient g at its output (after a ReLU: already zero where that is)."""
+    """The gradient at the norm's input, from the gradient g at its output; where a ReLU follows, at its input."""
     d = torch.empty_like(g)
     block = 2048
-    engram_norm_backward[(triton.cdiv(g.numel(), block),)](
+    engram_norm_backward[(blocks_of(g.numel(), block),)](
         *(g, norm.y, norm.coefficients, d, g.numel()), C=g.shape[3], BLOCK=block, num_warps=4
     )
     return d
@@ -201,7 +208,7 @@ def conv_data_gradient(
     nothing = scratch.partial
     under = NormGradient(d, *(5 * (nothing,)), after_relu=False) if below is None else below
     block, warps, stages = TILES[conv.channels_in]
-    engram_conv_data_gradient[(triton.cdiv(pixels, block),)](
+    engram_conv_data_gradient[(blocks_of(pixels, block),)](
         *(d, weight, d if shortcut is None else shortcut),
         *(under.y, under.state, under.gamma, under.coefficients, under.d_gamma, under.d_beta),
         *(out, scratch.partial, scratch.counter, pixels),
@@ -223,7 +230,7 @@ def conv_data_gradient(
 def weight_splits(conv: Conv, images: int) -> int:
     """The splits that the weight's gradient is summed from."""
     block, blocks, *_ = WEIGHT_GRADIENT[conv.channels_out]
-    return triton.cdiv(images * conv.height * conv.width, block * blocks)
+    return blocks_of(images * conv.height * conv.width, block * blocks)
 
 
 def conv_weight_gradient(conv: Conv, x: Tensor, d: Tensor, partial: Tensor, offset: int) -> None:
@@ -244,7 +251,7 @@ def sum_splits(partial: Tensor, out: Tensor) -> None:
     """out (row,): the sum of partial (splits, row)."""
     splits, row = partial.shape
     block = 64
-    engram_sum_splits[(triton.cdiv(row, block),)](partial, out, splits, row, BLOCK=block, BLOCK_S=32, num_warps=4)
+    engram_sum_splits[(blocks_of(row, block),)](partial, out, splits, row, BLOCK=block, BLOCK_S=32, num_warps=4)
 
 
 def augment(
@@ -264,7 +271,7 @@ def augment(
     height, width = size
     out = torch.empty(images, height, width, IMAGE_CHANNELS, dtype=torch.bfloat16, device=padded.device)
     block = 1024
-    engram_augment[(images, triton.cdiv(height * width * IMAGE_CHANNELS, block))](
+    engram_augment[(images, blocks_of(height * width * IMAGE_CHANNELS, block))](
         *(padded, rows, top, left, mirror, factor, counter, mean, std, out, rows.shape[1]),
         HP=padded.shape[1],
         WP=padded.shape[2],
@@ -289,7 +296,7 @@ def update(
 ) -> None:
     """SGD with momentum on flat buffers (n,); shadow: the first of the values in bf16."""
     block = 1024
-    engram_update[(triton.cdiv(len(values), block),)](
+    engram_update[(blocks_of(len(values), block),)](
         *(values, gradients, velocity, mask, shadow, lr, len(values), len(shadow)),
         *(momentum, decay, math.inf if clip is None else clip),
         BLOCK=block,

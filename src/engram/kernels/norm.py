@@ -4,6 +4,9 @@ A norm's state is (4, C): scale and shift of the affine transform it amounts to,
 gradient is affine too: at its input it is a * g + b * y + c, with coefficients (3, C).
 """
 
+# What a Triton function returns is not known to a type checker.
+# pyright: reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 import triton
