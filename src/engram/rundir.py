@@ -174,7 +174,12 @@ def versions() -> dict[str, str]:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout that this file is in, marked where files differ from it; None outside a checkout."""
+    """The commit of the checkout that this file is in, marked where files differ from it; None outside a checkout.
+
+    A copy without its history can be told by the variable ENGRAM_COMMIT.
+    """
+    if os.environ.get("ENGRAM_COMMIT"):
+        return os.environ["ENGRAM_COMMIT"]
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None

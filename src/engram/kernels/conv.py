@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton import knobs
 
 from engram.kernels.norm import finish_gradient, finish_statistics, is_last_program
 
 # Triton's interpreter, which the tests use where there is no GPU, takes the bits of bf16 for integers in a product.
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 
 
 @triton.jit
