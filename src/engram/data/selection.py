@@ -24,6 +24,7 @@ def herd(embeddings: Tensor, count: int, generator: torch.Generator | None = Non
     A row that comes up again is not added a second time but still moves the target. After HERDING_ROUNDS rounds,
     or ten for each row wanted (duplicates can make it circle), the rows closest to the mean fill what is missing.
     """
+    embeddings = embeddings.cpu()  # many small steps, each of which has to wait for the one before
     count = min(count, len(embeddings))
     mean = embeddings.mean(dim=0)
     similarity = embeddings @ embeddings.T if len(embeddings) <= 4 * count else None

@@ -16,7 +16,22 @@ WARM_UP = 2
 _RECORDING = threading.Lock()
 
 
+_SPARE: list[torch.cuda.Stream] = []  # for runs on the default stream, which cannot be recorded
+
 T = TypeVar("T")
+
+
+def _recording_stream() -> torch.cuda.Stream:
+    """The stream to record on: the caller's own, so that no one else can be on it.
+
+    torch hands out the same few streams again and again: a new one for each recording would soon be another run's.
+    """
+    current = torch.cuda.current_stream()
+    if current != torch.cuda.default_stream():
+        return current
+    if not _SPARE:
+        _SPARE.append(torch.cuda.Stream())
+    return _SPARE[0]
 
 
 class CapturedStep(Generic[T]):
@@ -34,7 +49,7 @@ class CapturedStep(Generic[T]):
             for tensor, value in zip(state, saved, strict=True):
                 tensor.copy_(value)
 
-        stream = torch.cuda.Stream()
+        stream = _recording_stream()
         stream.wait_stream(torch.cuda.current_stream())
         with _RECORDING, torch.cuda.stream(stream):
             for _ in range(WARM_UP):

@@ -25,7 +25,7 @@ Precision = Literal["float32", "tf32", "bf16"]
 T = TypeVar("T")
 
 RECORDINGS = 8  # kept at most
-INFERENCE_PIXELS = 512 * 32 * 32
+INFERENCE_PIXELS = {"cpu": 512 * 32 * 32, "cuda": 4096 * 32 * 32}  # in a batch
 
 
 class Engine:
@@ -109,7 +109,7 @@ class Engine:
         scores: list[Tensor] = []
         fused = self.why_not_fused(network.backbone) is None
         passes = _folded(network, self.image_size) if fused else self._by_modules(network)
-        batch = max(1, INFERENCE_PIXELS // (images.shape[1] * images.shape[2]))
+        batch = max(1, INFERENCE_PIXELS[self.device.type] // (images.shape[1] * images.shape[2]))
         for part in images.split(batch):
             output = passes(to_unit(part.to(self.device), mirror))
             embeddings.append(output.embedding)

@@ -254,31 +254,36 @@ class FoldedBackbone:
         self.groups = layout(backbone, size)
         device = backbone.conv.weight.device
         convs = [conv for group in self.groups for conv in group.convs]
-        self.weights = torch.empty(sum(conv.weights for conv in convs), dtype=torch.bfloat16, device=device)
-        self.biases = torch.empty(sum(2 * conv.channels_out for conv in convs), device=device)
+        channels = torch.arange(sum(conv.channels_out for conv in convs))
+        elements = [9 * conv.channels_in for conv in convs for _ in range(conv.channels_out)]
+        self._channel = channels.repeat_interleave(torch.tensor(elements)).to(device)  # of each weight's element
+        self.weights = torch.empty(len(self._channel), dtype=torch.bfloat16, device=device)
+        self.biases = torch.empty(len(channels), device=device)
         self.load(backbone)
 
     @torch.no_grad()
     def load(self, backbone: ResNet) -> None:
         """Takes over the backbone's values, in place."""
-        pairs = [(backbone.conv, backbone.bn)]
+        convs, norms = [backbone.conv], [backbone.bn]
         for block in _blocks(backbone):
-            pairs += [(block.conv1, block.bn1), (block.conv2, block.bn2)]
-        convs = [conv for group in self.groups for conv in group.convs]
-        for conv, (module, norm) in zip(convs, pairs, strict=True):
-            assert norm.running_mean is not None
-            assert norm.running_var is not None
-            scale = norm.weight * (norm.running_var + EPSILON).rsqrt()
-            folded = (module.weight * scale[:, None, None, None]).permute(0, 2, 3, 1)
-            self.weights[conv.weight : conv.weight + conv.weights].view(folded.shape).copy_(folded)
-            self.biases[conv.norm : conv.norm + conv.channels_out] = norm.bias - norm.running_mean * scale
+            convs += [block.conv1, block.conv2]
+            norms += [block.bn1, block.bn2]
+        gamma, beta, mean, variance = (
+            torch.cat([getattr(norm, name) for norm in norms])
+            for name in ("weight", "bias", "running_mean", "running_var")
+        )
+        scale = gamma * (variance + EPSILON).rsqrt()
+        weights = torch.cat([conv.weight.permute(0, 2, 3, 1).reshape(-1) for conv in convs])
+        self.weights.copy_(weights * scale[self._channel])
+        self.biases.copy_(beta - mean * scale)
 
     def __call__(self, images: Tensor) -> tuple[Tensor, ...]:
         """The maps (N, C, H, W) of images (N, H, W, 4) in bf16, with running statistics."""
 
         def conv(layer: Conv, x: Tensor, shortcut: Tensor | None) -> Tensor:
             weight = self.weights[layer.weight : layer.weight + layer.weights]
-            return conv_folded(layer, x, weight, self.biases[layer.norm : layer.norm + layer.channels_out], shortcut)
+            first = layer.norm // 2  # among gammas and betas both
+            return conv_folded(layer, x, weight, self.biases[first : first + layer.channels_out], shortcut)
 
         x, maps = images, []
         for group in self.groups:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -19,6 +20,10 @@ from engram.stagecache import StageCache
 from engram.together.members import Member
 
 ON_CPU, ON_CUDA = 1, 12
+MOST = 30  # torch has 32 streams to give out; with more runs two would be on the same
+# Seconds after which a thread gives way to another. Python's own 5 ms make each of the many short waits of one run as
+# long as the others together take.
+TURN = 1e-4
 WAITING_EVENTS = 1000  # beyond these a run waits for whoever reads them
 ERROR = "error.txt"
 
@@ -47,6 +52,8 @@ class Workers:
     ) -> None:
         if at_once is not None and at_once < 1:
             raise EngramError(f"at least one run at a time is needed, got {at_once}")
+        if at_once is not None and at_once > MOST:
+            raise EngramError(f"at most {MOST} runs at a time, got {at_once}; the others wait their turn")
         self.members = list(members)
         self.at_once = default_at_once(members) if at_once is None else at_once
         self._stop = stop or (lambda: False)
@@ -66,7 +73,10 @@ class Workers:
     def events(self) -> Generator[tuple[str, Event], None, None]:
         """The events of all runs as they come, each with the name of its run."""
         waits = True
+        turn = sys.getswitchinterval()
         try:
+            if self.at_once > 1:
+                sys.setswitchinterval(TURN)
             for member in self.members:
                 if member.standing.result is not None:
                     yield member.name, RunSkipped(member.standing.result, str(member.directory))
@@ -87,6 +97,7 @@ class Workers:
         finally:
             if waits:
                 self._wind_up()
+            sys.setswitchinterval(turn)
 
     def _start(self) -> None:
         """Starts as many runs as there are places for."""
