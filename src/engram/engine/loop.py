@@ -23,6 +23,11 @@ if TYPE_CHECKING:
     from engram.engine.engine import Engine
 
 
+# On a GPU the host is never more than so many steps ahead. Left to itself it fills the driver's queue, and whoever finds
+# that full waits with the driver locked, so that no other run can launch anything.
+STRIDE, STRIDES = 16, 4
+
+
 class NonFiniteLoss(EngramError):
     """A loss became infinite or not a number; the weights since then are worthless."""
 
@@ -54,7 +59,7 @@ class PhaseLoop:
 
     The step itself reads everything from tensors that keep their place (plan, counter, weights, buffers) and branches
     on nothing that changes from step to step, so that it can be recorded and replayed as it is. On a GPU a step is only
-    launched: nothing here waits for it but `terms`, `state` and `finished` when asked to.
+    launched: `terms`, `state` and `finished` when asked to wait for it.
     """
 
     def __init__(
@@ -86,6 +91,8 @@ class PhaseLoop:
         self._planned = range(self.epoch, self.epoch)  # the epochs that the plan holds
         self._term_names: list[str] = []
         self._ended: deque[tuple[int, int, Tensor, torch.cuda.Event | None]] = deque()
+        self._under_way: deque[torch.cuda.Event] = deque()  # one every STRIDE steps
+        self._taken = 0
         self._takers: dict[int, Callable[[], list[str]]] = {}  # by batch size
 
     def __iter__(self) -> Iterator[None]:
@@ -98,6 +105,8 @@ class PhaseLoop:
             while self.step < self.steps:
                 self._term_names = self._taker(last if self.step == self.steps - 1 else self.batch_size)()
                 self.step += 1
+                if self._engine.capture:
+                    self._keep_pace()
                 if self.step == self.steps:
                     self._end_epoch()
                 yield
@@ -136,6 +145,17 @@ class PhaseLoop:
         """The terms (steps, terms) of this epoch's steps so far, where they are."""
         start = (self.epoch - self._planned.start) * self.steps
         return self._history[start + self._first : start + self.step, : len(self._term_names)].cpu()
+
+    def _keep_pace(self) -> None:
+        """Waits until the device is no more than some steps behind."""
+        self._taken += 1
+        if self._taken % STRIDE:
+            return
+        reached = torch.cuda.Event(blocking=True)
+        reached.record()
+        self._under_way.append(reached)
+        if len(self._under_way) > STRIDES:
+            self._under_way.popleft().synchronize()
 
     def _end_epoch(self) -> None:
         """Sends the epoch's losses on their way to the host."""
