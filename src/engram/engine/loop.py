@@ -59,7 +59,7 @@ class PhaseLoop:
 
     The step itself reads everything from tensors that keep their place (plan, counter, weights, buffers) and branches
     on nothing that changes from step to step, so that it can be recorded and replayed as it is. On a GPU a step is only
-    launched: `terms`, `state` and `finished` when asked to wait for it.
+    launched, and the device may be some steps behind; `terms` and `state` wait for it.
     """
 
     def __init__(
