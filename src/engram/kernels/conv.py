@@ -104,7 +104,7 @@ def engram_conv_forward(
 def engram_conv_data_gradient(
     d,  # (N, H // STRIDE, W // STRIDE, CO): the gradient at the convolution's output
     weight,  # (CO, 3, 3, CI)
-    shortcut,  # (N, H // STRIDE, W // STRIDE, CO): a gradient to add, SHORTCUT
+    shortcut,  # (N, H // STRIDE, W // STRIDE, CO): a gradient to add to the channels it has, SHORTCUT
     below,  # (N, H, W, CI): what the norm below got, NORM
     below_state,  # (4, CI), NORM
     below_gamma,
@@ -152,6 +152,8 @@ def engram_conv_data_gradient(
         mask = inside[:, None]
         if STRIDE == 2:
             mask = mask & ((row % 2 == 0) & (column % 2 == 0))[:, None]
+        if CI > CO:
+            mask = mask & (c < CO)[None, :]
         from_ = ((image * HO + row // STRIDE) * WO + column // STRIDE) * CO
         total += tl.load(shortcut + from_[:, None] + c[None, :], mask=mask, other=0.0).to(tl.float32)
     here = pixel[:, None] * CI + c[None, :]

@@ -38,9 +38,11 @@ def unsupported(backbone: ResNet, size: tuple[int, int]) -> str | None:
     if any(width not in WIDTHS for width in backbone.widths):
         return f"they are written for {', '.join(map(str, WIDTHS))} channels"
     strides = 1
-    for group in backbone.groups:
+    for number, group in enumerate(backbone.groups):
         for block in group.children():
             assert isinstance(block, Block)
+            if block.stride not in (1, 2 if number else 1):
+                return "they are written for strides of 1 and 2, and 1 in the first group"
             strides *= block.stride
     if size[0] % strides or size[1] % strides:
         return f"they need images whose sides divide by {strides}"

@@ -1,0 +1,753 @@
+"""The GPU kernels against slow, obvious references in float64.
+
+They run natively where there is a GPU, and elsewhere in Triton's interpreter, which is why the problems are small. The
+images are not square, and batch sizes are odd, so that a swapped or an unmasked dimension shows.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.grad import conv2d_input, conv2d_weight
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+INTERPRETED = DEVICE.type == "cpu"
+if INTERPRETED:
+    os.environ["TRITON_INTERPRET"] = "1"  # triton looks when it is first imported, and again at each launch
+pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
+
+from engram.data import augment as reference_augment  # noqa: E402
+from engram.engine.sgd import FlatSGD  # noqa: E402
+from engram.kernels import launch  # noqa: E402
+from engram.kernels.distance import BLOCK_C, ELEMENTS, channel_distance  # noqa: E402
+from engram.kernels.fused import FoldedBackbone, FusedBackbone, layout, unsupported  # noqa: E402
+from engram.kernels.launch import Conv, Norm, NormGradient, Scratch  # noqa: E402
+from engram.models.heads import CosineHead  # noqa: E402
+from engram.models.network import Network  # noqa: E402
+from engram.models.resnet import Block, Group, ResNet  # noqa: E402
+
+# A GPU rounds to the nearest bf16; Triton's interpreter cuts off what does not fit.
+ROUNDING = 1.0 if INTERPRETED else 0.5
+# Of float32 sums, relative to the sum of the absolute terms.
+SUMS = 1e-5
+
+# Convolutions with more pixels than a tile, and a last tile that is not full.
+CONVS = {
+    "stem": (Conv(3, 16, 1, 6, 10, 0, 0), 5),
+    "16": (Conv(16, 16, 1, 6, 10, 0, 0), 5),
+    "16 to 32, stride 2": (Conv(16, 32, 2, 4, 6, 0, 0), 11),
+    "32": (Conv(32, 32, 1, 5, 6, 0, 0), 9),
+    "32 to 64, stride 2": (Conv(32, 64, 2, 3, 5, 0, 0), 5),
+    "64": (Conv(64, 64, 1, 3, 5, 0, 0), 9),
+}
+every_conv = pytest.mark.parametrize(("conv", "images"), CONVS.values(), ids=CONVS.keys())
+every_inner_conv = pytest.mark.parametrize(("conv", "images"), list(CONVS.values())[1:], ids=list(CONVS)[1:])
+
+
+@pytest.fixture(params=["tiles", "small tiles"])
+def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles and splits as they are, or so small that their sums are taken in several rounds."""
+    if request.param == "small tiles":
+        monkeypatch.setattr(launch, "PARTIAL_SUMS", 128)
+        monkeypatch.setattr(launch, "TILES", dict.fromkeys(launch.TILES, (32, 4, 2)))
+        monkeypatch.setattr(launch, "NORM_TILE", dict.fromkeys(launch.NORM_TILE, 32))
+        small = {channels: (32, 2, *rest) for channels, (_, _, *rest) in launch.WEIGHT_GRADIENT.items()}
+        monkeypatch.setattr(launch, "WEIGHT_GRADIENT", small)
+
+
+class Draw:
+    """Random tensors on the device, from one seed."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def normal(self, *shape: int) -> Tensor:
+        """float32."""
+        return torch.randn(shape, generator=self.generator).to(DEVICE)
+
+    def uniform(self, low: float, high: float, *shape: int) -> Tensor:
+        """float32."""
+        return (low + (high - low) * torch.rand(shape, generator=self.generator)).to(DEVICE)
+
+    def map(self, *shape: int) -> Tensor:
+        """bf16."""
+        return self.normal(*shape).bfloat16()
+
+    def conv(self, conv: Conv, images: int) -> tuple[Tensor, Tensor]:
+        """An input, with a mean that the norm has to take away, and a weight."""
+        x = self.map(images, conv.height * conv.stride, conv.width * conv.stride, conv.memory_in) + 0.25
+        if conv.channels_in == 3:
+            x[..., 3] = 0
+        return x, self.map(conv.weights)
+
+
+def scratch() -> Scratch:
+    """Room whose contents would show in any sum that took more than was written."""
+    room = Scratch.on(DEVICE, 4096)
+    room.partial.fill_(torch.nan)
+    return room
+
+
+def nchw(x: Tensor) -> Tensor:
+    return x.double().permute(0, 3, 1, 2)
+
+
+def nhwc(x: Tensor) -> Tensor:
+    return x.permute(0, 2, 3, 1)
+
+
+def kernel(conv: Conv, weight: Tensor) -> Tensor:
+    """The flat weight as torch has it, (C_out, C_in, 3, 3) in float64."""
+    return nchw(weight.view(conv.channels_out, 3, 3, conv.channels_in))
+
+
+def convolve(conv: Conv, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The convolution (N, H, W, C) in float64, and the sum of its absolute terms."""
+    inputs, weights = nchw(x)[:, : conv.channels_in], kernel(conv, weight)
+    exact = F.conv2d(inputs, weights, stride=conv.stride, padding=1)
+    return nhwc(exact), nhwc(F.conv2d(inputs.abs(), weights.abs(), stride=conv.stride, padding=1))
+
+
+def spacing(exact: Tensor) -> Tensor:
+    """The distance of neighbouring bf16 numbers at each value."""
+    return torch.where(exact == 0, 0.0, torch.ldexp(torch.ones_like(exact), torch.frexp(exact).exponent - 8))
+
+
+def assert_stored(got: Tensor, exact: Tensor, size: Tensor) -> None:
+    """got is exact in bf16, but for the error of float32 sums whose absolute terms come to size."""
+    assert got.dtype is torch.bfloat16
+    assert got.shape == exact.shape
+    excess = (got.double() - exact).abs() - ROUNDING * spacing(exact) - SUMS * size
+    assert excess.max() <= 0, f"{int((excess > 0).sum())} of {excess.numel()} values are off, by up to {excess.max()}"
+
+
+def assert_sums(got: Tensor, exact: Tensor, size: Tensor) -> None:
+    """got is exact, but for the error of float32 sums whose absolute terms come to size."""
+    assert got.shape == exact.shape
+    excess = (got.double() - exact).abs() - SUMS * size
+    assert excess.max() <= 0, f"{int((excess > 0).sum())} of {excess.numel()} values are off, by up to {excess.max()}"
+
+
+def state_of(y: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
+    """Scale, shift, mean and inverse deviation (4, C) of the norm of y, in float64."""
+    values = y.double().flatten(0, 2)
+    mean, variance = values.mean(dim=0), values.var(dim=0, correction=0)
+    inverse = (variance + 1e-5).rsqrt()
+    scale = gamma.double() * inverse
+    return torch.stack((scale, beta.double() - mean * scale, mean, inverse))
+
+
+def make_norm(channels: int, draw: Draw) -> tuple[Norm, nn.BatchNorm2d]:
+    """A norm, and torch's own with the same values in float64."""
+    gamma, beta, running_mean = draw.uniform(0.5, 1.5, channels), draw.normal(channels), draw.normal(channels)
+    norm = Norm(gamma, beta, running_mean, draw.uniform(0.5, 1.5, channels))
+    theirs = nn.BatchNorm2d(channels).double().to(DEVICE)
+    for name, tensor in (("weight", norm.gamma), ("bias", norm.beta)):
+        getattr(theirs, name).data.copy_(tensor)
+    for name, tensor in (("running_mean", norm.running_mean), ("running_var", norm.running_var)):
+        getattr(theirs, name).copy_(tensor)
+    return norm, theirs
+
+
+def make_norm_gradient(y: Tensor, draw: Draw, after_relu: bool) -> tuple[NormGradient, Tensor]:
+    """A norm on the way back, its results not numbers yet; and the state it was made from, in float64."""
+    channels = y.shape[3]
+    gamma, beta = draw.uniform(0.5, 1.5, channels), draw.normal(channels)
+    state = state_of(y, gamma, beta)
+    results = torch.full((5, channels), torch.nan, device=DEVICE)
+    return NormGradient(y, state.float(), gamma, results[0], results[1], results[2:], after_relu), state
+
+
+def assert_norm_gradient(g: Tensor, norm: NormGradient) -> None:
+    """The norm's gradients, at its values and at its input, are those of torch's norm for the gradient g after it."""
+    y = norm.y.double().requires_grad_()
+    gamma = norm.gamma.double().requires_grad_()
+    beta = torch.zeros_like(gamma).requires_grad_()
+    out = F.batch_norm(y.permute(0, 3, 1, 2), None, None, gamma, beta, training=True, eps=1e-5)
+    d_y, d_gamma, d_beta = torch.autograd.grad(nhwc(out), (y, gamma, beta), g.double())
+    unit = nhwc(out).detach() / gamma.detach()
+    size = g.double().abs()
+    assert_sums(norm.d_beta, d_beta, size.sum(dim=(0, 1, 2)))
+    assert_sums(norm.d_gamma, d_gamma, (size * unit.abs()).sum(dim=(0, 1, 2)))
+    factor = gamma.detach() * norm.state[3].double()
+    assert_stored(launch.norm_backward(g, norm), d_y, factor * (size + y.detach().abs() + 1))
+
+
+# Convolutions
+
+
+@every_conv
+@pytest.mark.usefixtures("tiles")
+def test_the_forward_convolution_leaves_the_state_of_its_norm(conv: Conv, images: int) -> None:
+    draw, room = Draw(), scratch()
+    x, weight = draw.conv(conv, images)
+    norm, theirs = make_norm(conv.channels_out, draw)
+    y, state = launch.conv_forward(conv, x, weight, norm, room)
+    assert_stored(y, *convolve(conv, x, weight))
+    torch.testing.assert_close(state.double(), state_of(y, norm.gamma, norm.beta), rtol=1e-5, atol=1e-5)
+    theirs(nchw(y))
+    assert theirs.running_mean is not None
+    assert theirs.running_var is not None
+    torch.testing.assert_close(norm.running_mean.double(), theirs.running_mean, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(norm.running_var.double(), theirs.running_var, rtol=1e-5, atol=1e-5)
+    assert room.counter.item() == 0
+
+
+def test_a_variance_far_from_zero_is_not_lost_in_the_squares() -> None:
+    """The mean is 64 deviations away: squares about zero in float32 would leave three digits of the variance."""
+    conv, draw = Conv(16, 16, 1, 6, 10, 0, 0), Draw()
+    x = draw.map(5, 6, 10, 16)
+    x[..., 0] = 128 + 2 * draw.normal(5, 6, 10)
+    weight = torch.zeros(16, 3, 3, 16, device=DEVICE)
+    weight[:, 1, 1, 0] = 1
+    norm, theirs = make_norm(16, draw)
+    norm.running_mean.fill_(128)
+    y, state = launch.conv_forward(conv, x, weight.bfloat16().flatten(), norm, scratch())
+    exact = state_of(y, norm.gamma, norm.beta)
+    torch.testing.assert_close(state[3].double(), exact[3], rtol=3e-6, atol=0)
+    torch.testing.assert_close(state[2].double(), exact[2], rtol=3e-6, atol=0)
+    theirs(nchw(y))
+    assert theirs.running_var is not None
+    torch.testing.assert_close(norm.running_var.double(), theirs.running_var, rtol=3e-6, atol=0)
+
+
+@every_conv
+def test_a_folded_convolution_ends_in_a_relu(conv: Conv, images: int) -> None:
+    draw = Draw()
+    x, weight = draw.conv(conv, images)
+    bias = draw.normal(conv.channels_out)
+    exact, size = convolve(conv, x, weight)
+    assert_stored(launch.conv_folded(conv, x, weight, bias), (exact + bias.double()).relu(), size + bias.abs())
+
+
+def shortcut_of(x: Tensor, stride: int, channels: int) -> Tensor:
+    """Every stride-th pixel of x (N, H, W, C), with zeros for the channels it does not have, in float64."""
+    return F.pad(x[:, ::stride, ::stride].double(), (0, channels - x.shape[3]))
+
+
+SHORTCUTS = pytest.mark.parametrize(
+    ("channels_in", "channels_out", "stride"),
+    [(16, 16, 1), (16, 32, 2), (32, 64, 2), (32, 64, 1), (64, 64, 2)],
+)
+
+
+@SHORTCUTS
+def test_a_folded_convolution_adds_the_shortcut(channels_in: int, channels_out: int, stride: int) -> None:
+    conv, draw = Conv(channels_out, channels_out, 1, 4, 6, 0, 0), Draw()
+    x, weight = draw.conv(conv, 11)
+    bias, shortcut = draw.normal(channels_out), draw.map(11, 4 * stride, 6 * stride, channels_in)
+    got = launch.conv_folded(conv, x, weight, bias, shortcut)
+    exact, size = convolve(conv, x, weight)
+    added = bias.double() + shortcut_of(shortcut, stride, channels_out)
+    assert_stored(got, exact + added, size + added.abs())
+
+
+WAYS_BACK = pytest.mark.parametrize(
+    ("with_shortcut", "below"),
+    [(False, None), (True, None), (False, "relu"), (True, "norm"), (True, "relu")],
+    ids=["alone", "shortcut", "relu below", "shortcut and norm below", "shortcut and relu below"],
+)
+
+
+def check_data_gradient(conv: Conv, images: int, with_shortcut: bool, below: str | None) -> None:
+    """One launch against torch's gradient, and the norm below against torch's norm."""
+    draw, room = Draw(), scratch()
+    x, weight = draw.conv(conv, images)
+    d = draw.map(images, conv.height, conv.width, conv.channels_out)
+    shape = torch.Size((images, conv.channels_in, *x.shape[1:3]))
+    gradients = (nchw(d), nchw(d).abs()), (kernel(conv, weight), kernel(conv, weight).abs())
+    exact, size = (
+        nhwc(conv2d_input(shape, w, g, stride=conv.stride, padding=1)) for g, w in zip(*gradients, strict=True)
+    )
+    shortcut = draw.map(*d.shape) if with_shortcut else None
+    if shortcut is not None:
+        added = torch.zeros_like(exact)
+        both = min(conv.channels_in, conv.channels_out)
+        added[:, :: conv.stride, :: conv.stride, :both] = shortcut.double()[..., :both]
+        exact, size = exact + added, size + added.abs()
+    norm = None
+    if below is not None:
+        norm, state = make_norm_gradient(x, draw, below == "relu")
+        if below == "relu":
+            exact = torch.where(x.double() * state[0] + state[1] > 0, exact, 0.0)
+    out = launch.conv_data_gradient(conv, d, weight, shortcut, norm, room)
+    assert_stored(out, exact, size)
+    if norm is not None:
+        assert_norm_gradient(out, norm)
+    assert room.counter.item() == 0
+
+
+@every_inner_conv
+@WAYS_BACK
+def test_the_gradient_at_a_convolutions_input(conv: Conv, images: int, with_shortcut: bool, below: str | None) -> None:
+    check_data_gradient(conv, images, with_shortcut, below)
+
+
+@every_inner_conv
+@pytest.mark.parametrize("tiles", ["small tiles"], indirect=True)
+@pytest.mark.usefixtures("tiles")
+def test_the_gradient_at_a_convolutions_input_from_many_tiles(conv: Conv, images: int) -> None:
+    check_data_gradient(conv, min(images, 5), with_shortcut=True, below="relu")
+
+
+def test_the_gradient_of_a_shortcut_that_drops_channels() -> None:
+    check_data_gradient(Conv(32, 16, 2, 4, 6, 0, 0), 5, with_shortcut=True, below="norm")
+
+
+@every_conv
+@pytest.mark.usefixtures("tiles")
+def test_the_splits_of_a_weights_gradient_sum_to_it(conv: Conv, images: int) -> None:
+    draw, offset = Draw(), 7
+    x, _ = draw.conv(conv, images)
+    d = draw.map(images, conv.height, conv.width, conv.channels_out)
+    splits = launch.weight_splits(conv, images)
+    partial = torch.full((splits, offset + conv.weights + 5), torch.nan, device=DEVICE)
+    launch.conv_weight_gradient(conv, x, d, partial, offset)
+    written = partial[:, offset : offset + conv.weights]
+    shape = torch.Size((conv.channels_out, conv.channels_in, 3, 3))
+    inputs = nchw(x)[:, : conv.channels_in]
+    exact, size = (
+        nhwc(conv2d_weight(a, shape, g, stride=conv.stride, padding=1)).flatten()
+        for a, g in ((inputs, nchw(d)), (inputs.abs(), nchw(d).abs()))
+    )
+    assert_sums(written.double().sum(dim=0), exact, size)
+    assert partial[:, :offset].isnan().all()
+    assert partial[:, offset + conv.weights :].isnan().all()
+
+
+@pytest.mark.parametrize("images", [18, 35])
+def test_a_weights_gradient_in_splits_of_their_own_size(images: int) -> None:
+    conv = Conv(64, 64, 1, 3, 5, 0, 0)
+    assert launch.weight_splits(conv, images) > 1
+    draw = Draw()
+    x, d = draw.map(images, 3, 5, 64), draw.map(images, 3, 5, 64)
+    partial = torch.full((launch.weight_splits(conv, images), conv.weights), torch.nan, device=DEVICE)
+    launch.conv_weight_gradient(conv, x, d, partial, 0)
+    exact = nhwc(conv2d_weight(nchw(x), torch.Size((64, 64, 3, 3)), nchw(d), padding=1)).flatten()
+    assert (partial.double().sum(dim=0) - exact).norm() < 1e-5 * exact.norm()
+
+
+@pytest.mark.parametrize(("splits", "row"), [(1, 64), (33, 65), (70, 130)])
+def test_splits_are_summed(splits: int, row: int) -> None:
+    partial = Draw().normal(splits, row)
+    room = torch.full((row + 100,), torch.nan, device=DEVICE)
+    launch.sum_splits(partial, room[:row])
+    assert_sums(room[:row], partial.double().sum(dim=0), partial.abs().sum(dim=0))
+    assert room[row:].isnan().all()
+
+
+# Norms
+
+
+@SHORTCUTS
+def test_a_norm_adds_the_shortcut(channels_in: int, channels_out: int, stride: int) -> None:
+    draw = Draw()
+    y, state = draw.map(11, 4, 6, channels_out), draw.normal(4, channels_out)
+    shortcut = draw.map(11, 4 * stride, 6 * stride, channels_in)
+    added = shortcut_of(shortcut, stride, channels_out)
+    scaled, shift = y.double() * state[0].double(), state[1].double()
+    got = launch.norm_apply(y, state, shortcut)
+    assert_stored(got, scaled + shift + added, scaled.abs() + shift.abs() + added.abs())
+
+
+@pytest.mark.parametrize("channels", [16, 32, 64])
+def test_a_norm_without_a_shortcut_ends_in_a_relu(channels: int) -> None:
+    draw = Draw()
+    y, state = draw.map(11, 4, 6, channels), draw.normal(4, channels)
+    scaled, shift = y.double() * state[0].double(), state[1].double()
+    assert_stored(launch.norm_apply(y, state, None), (scaled + shift).relu(), scaled.abs() + shift.abs())
+
+
+@pytest.mark.parametrize("channels", [16, 32, 64])
+@pytest.mark.usefixtures("tiles")
+def test_the_gradient_of_a_norm(channels: int) -> None:
+    draw, room = Draw(), scratch()
+    y = draw.map(11, 5, 6, channels) + 0.5
+    g = (0.5 * y + 0.3 + draw.normal(*y.shape)).bfloat16()  # with a part along y, which the norm takes away
+    norm, _ = make_norm_gradient(y, draw, after_relu=False)
+    launch.norm_gradient(g, norm, room)
+    assert_norm_gradient(g, norm)
+    assert room.counter.item() == 0
+
+
+# Augmentation and update
+
+
+def test_augmentation_is_that_of_the_plain_step() -> None:
+    draw, size, pad = Draw(), (18, 15), 3
+    images = torch.randint(0, 256, (7, *size, 3), dtype=torch.uint8, generator=draw.generator)
+    padded = reference_augment.pad_images(images, pad).to(DEVICE)
+    rows = torch.randint(0, 7, (3, 6), generator=draw.generator).to(DEVICE)
+    draws = reference_augment.draw(reference_augment.Augmentation(pad), (3, 6), draw.generator).to(DEVICE)
+    assert 0 < draws.mirror[2, :5].sum() < 5
+    mean, std = torch.tensor([0.5, 0.4, 0.3], device=DEVICE), torch.tensor([0.3, 0.2, 0.25], device=DEVICE)
+    plan = (rows, draws.top, draws.left, draws.mirror, draws.factor)
+    counter = torch.tensor([2], device=DEVICE)
+    got = launch.augment(padded, plan, counter, 5, size, mean, std)  # fewer than the plan has, as at an epoch's end
+    step = reference_augment.Draws(draws.top[2, :5], draws.left[2, :5], draws.mirror[2, :5], draws.factor[2, :5])
+    unit = nhwc(reference_augment.augment(padded, rows[2, :5], step, size))
+    assert (unit == 1).any()  # brightened beyond white
+    exact = (unit.double() - mean.double()) / std.double()
+    assert_stored(got[..., :3], exact, (unit + mean) / std)
+    assert (got[..., 3] == 0).all()
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_the_update_is_that_of_the_plain_optimiser(clip: float | None) -> None:
+    draw = Draw()
+    head = CosineHead(16, 3)
+    network = Network(ResNet([Group(16, 1)], draw.generator), head, (0.5,) * 3, (0.5,) * 3).to(DEVICE)
+    theirs = FlatSGD(network)
+    theirs.mask.copy_(draw.uniform(0, 1, len(theirs.mask)) > 0.3)
+    shadowed = len(theirs.values) - 100
+    values, velocity = theirs.values.clone(), theirs.momentum.clone()
+    room = torch.full((len(values),), torch.nan, dtype=torch.bfloat16, device=DEVICE)
+    assert len(values) > 2048
+    assert len(values) % 1024
+    for lr in (0.1, 0.07, 0.01):
+        gradients, rate = draw.normal(len(values)), torch.tensor([lr], device=DEVICE)
+        launch.update(values, gradients, velocity, theirs.mask, room[:shadowed], rate, 0.9, 0.05, clip)
+        theirs.gradients.copy_(gradients)
+        theirs.step(rate, 0.9, 0.05, clip)
+    torch.testing.assert_close(values, theirs.values, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(velocity, theirs.momentum, rtol=1e-6, atol=1e-6)
+    assert_stored(room[:shadowed], values[:shadowed].double(), torch.zeros(shadowed, device=DEVICE))
+    assert room[shadowed:].isnan().all()
+
+
+def test_the_update_keeps_what_is_not_a_number() -> None:
+    values, velocity, mask = torch.ones(4, device=DEVICE), torch.zeros(4, device=DEVICE), torch.ones(4, device=DEVICE)
+    gradients = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0], device=DEVICE)
+    shadow, rate = torch.zeros(4, dtype=torch.bfloat16, device=DEVICE), torch.tensor([0.5], device=DEVICE)
+    launch.update(values, gradients, velocity, mask, shadow, rate, 0.9, 0.0, 2.0)
+    assert values.isnan().tolist() == [True, False, False, False]
+    assert values[1:].tolist() == [0.0, 2.0, 1.0]
+
+
+# The distance of maps
+
+
+@pytest.mark.parametrize("square", [True, False], ids=["squares", "values"])
+@pytest.mark.parametrize(
+    ("batch", "channels", "height", "width"),
+    [(3, 16, 4, 4), (2, 24, 3, 5), (1, 7, 33, 32)],
+    ids=["full blocks", "part of a block", "two blocks of pixels"],
+)
+def test_the_distance_of_channels(batch: int, channels: int, height: int, width: int, square: bool) -> None:
+    draw = Draw()
+    theirs = draw.map(batch, channels, height, width)
+    near = (theirs + 0.1 * draw.normal(*theirs.shape)).bfloat16()
+    near[0, 0] = 0  # of no length
+    near[0, 1] = theirs[0, 1]  # the same
+    near[0, 2], theirs[0, 2] = 0, 0  # neither has a length
+    ours, exact_ours = near.clone().requires_grad_(), near.double().requires_grad_()
+    got = channel_distance(ours, theirs, square)
+
+    def unit(maps: Tensor) -> Tensor:
+        return F.normalize((maps.square() if square else maps).flatten(2), dim=2)
+
+    exact = torch.linalg.vector_norm(unit(exact_ours) - unit(theirs.double()), dim=2)
+    torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-6)
+    upstream = draw.normal(batch, channels)
+    got.backward(upstream)
+    exact.backward(upstream.double())
+    assert ours.grad is not None
+    assert exact_ours.grad is not None
+    assert (ours.grad[0, 1] == 0).all()
+    assert (ours.grad[0, 2] == 0).all()
+    reach = exact_ours.grad.abs().flatten(2).amax(dim=2)[:, :, None, None]
+    assert_stored(ours.grad, exact_ours.grad, reach.expand_as(exact_ours.grad))
+
+
+def test_the_distance_tests_reach_a_second_block() -> None:
+    assert ELEMENTS // BLOCK_C < 33 * 32
+    assert 24 % BLOCK_C
+
+
+# Backbones
+
+
+def make_backbone(groups: list[Group], seed: int = 0) -> ResNet:
+    """A backbone whose weights are bf16 numbers and whose norms do something."""
+    generator = torch.Generator().manual_seed(seed)
+    backbone = ResNet(groups, generator)
+    for module in backbone.modules():
+        if isinstance(module, nn.Conv2d):
+            module.weight.data.copy_(module.weight.data.bfloat16())
+        if isinstance(module, nn.BatchNorm2d):
+            assert module.running_mean is not None
+            assert module.running_var is not None
+            module.weight.data.uniform_(0.5, 1.5, generator=generator)
+            module.bias.data.uniform_(-0.3, 0.3, generator=generator)
+            module.running_mean.uniform_(-0.1, 0.1, generator=generator)
+            module.running_var.uniform_(0.8, 1.2, generator=generator)
+    return backbone.to(DEVICE)
+
+
+def make_images(count: int, size: tuple[int, int]) -> Tensor:
+    images = Draw(1).map(count, *size, 4)
+    images[..., 3] = 0
+    return images
+
+
+def in_bf16(x: Tensor) -> Tensor:
+    """The float64 values as a kernel stores them."""
+    if INTERPRETED:
+        return (x.float().view(torch.int32) & -65536).view(torch.float32).double()
+    return x.bfloat16().double()
+
+
+class Stored(torch.autograd.Function):
+    """Values, and gradients, as a kernel stores them."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return in_bf16(x)
+
+    @staticmethod
+    def backward(ctx, g: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return in_bf16(g)
+
+
+class Summed(torch.autograd.Function):
+    """A map: its gradient is the sum of several, by torch, to the nearest bf16."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return g.bfloat16().double()
+
+
+def stored(x: Tensor) -> Tensor:
+    return Stored.apply(x)
+
+
+def maps_in_bf16(backbone: ResNet, images: Tensor) -> list[Tensor]:
+    """The maps of a float64 backbone in training, with bf16 for all that the kernels store."""
+
+    def layer(conv: nn.Module, norm: nn.Module, x: Tensor) -> Tensor:
+        return norm(stored(conv(x)))
+
+    maps: list[Tensor] = []
+    x = stored(layer(backbone.conv, backbone.bn, nchw(images)[:, :3]).relu())
+    for number, group in enumerate(backbone.groups):
+        x = stored(x) if number else x
+        for block in group.children():
+            assert isinstance(block, Block)
+            inner = stored(layer(block.conv1, block.bn1, x).relu())
+            shortcut = nchw(shortcut_of(nhwc(x), block.stride, block.conv1.out_channels))
+            x = stored(layer(block.conv2, block.bn2, inner) + shortcut)
+        x = Summed.apply(x)
+        assert isinstance(x, Tensor)
+        maps.append(x)
+    return maps
+
+
+def flat(tensors: list[Tensor]) -> Tensor:
+    """Weights in (C_out, 3, 3, C_in) order, then the norms' values."""
+    convs = [tensor.permute(0, 2, 3, 1).flatten() for tensor in tensors if tensor.ndim == 4]
+    return torch.cat([*convs, *(tensor for tensor in tensors if tensor.ndim == 1)])
+
+
+def apart(got: Tensor, exact: Tensor) -> float:
+    """The relative error, of all values together."""
+    return float((got.double() - exact).norm() / exact.norm())
+
+
+def statistics(backbone: ResNet) -> list[Tensor]:
+    return [tensor for name, tensor in backbone.named_buffers() if "running" in name]
+
+
+SIZE = (6, 10)
+GROUPS = [Group(16, 2), Group(16, 1), Group(32, 1, 2)]
+
+
+class Pass:
+    """Forward and backward of a fused backbone: maps, gradients at maps and at all values, running statistics."""
+
+    def __init__(self) -> None:
+        self.backbone = make_backbone(GROUPS)
+        self.images = make_images(5, SIZE)
+        self.before = copy.deepcopy(self.backbone)
+        self.values = flat([parameter.data for parameter in self.backbone.parameters()])
+        self.gradients = torch.zeros_like(self.values)
+        self.fused = FusedBackbone(self.backbone, SIZE, self.values, self.gradients, batch=6)
+        self.maps = self.fused(self.images)
+        draw = Draw(2)
+        self.upstream = [draw.map(*each.shape) for each in self.maps]
+        self.at_maps = torch.autograd.grad(self.loss(self.maps), list(self.maps), retain_graph=True)
+        self.loss(self.maps).backward()
+
+    def loss(self, maps: tuple[Tensor, ...] | list[Tensor]) -> Tensor:
+        """Linear in each map, so that the gradient there is known but for what comes through later groups."""
+        terms = [(each.to(torch.float64) * part.double()).sum() for each, part in zip(maps, self.upstream, strict=True)]
+        return torch.stack(terms).sum()
+
+    def reference(
+        self, maps_of: Callable[[ResNet], list[Tensor] | tuple[Tensor, ...]], dtype: torch.dtype = torch.float64
+    ) -> list[Tensor]:
+        """Maps, gradients at maps, gradients at the values and running statistics of the module, as maps_of runs it."""
+        backbone = copy.deepcopy(self.before).to(dtype).train()
+        maps = list(maps_of(backbone))
+        at_maps = torch.autograd.grad(self.loss(maps), maps, retain_graph=True)
+        self.loss(maps).backward()
+        gradients = [parameter.grad for parameter in backbone.parameters() if parameter.grad is not None]
+        return [*(each.detach() for each in maps), *at_maps, flat(gradients), *statistics(backbone)]
+
+    def results(self) -> list[Tensor]:
+        """As `reference` has them."""
+        return [*(each.detach() for each in self.maps), *self.at_maps, self.gradients, *statistics(self.backbone)]
+
+
+@pytest.fixture(scope="module")
+def passed() -> Pass:
+    return Pass()
+
+
+def test_a_fused_backbone_is_the_module_with_bf16_for_what_it_stores(passed: Pass) -> None:
+    """Not to the last bit: a float32 sum may round to the other neighbour, and each layer hands that on to many."""
+    exact = passed.reference(lambda backbone: maps_in_bf16(backbone, passed.images))
+    bounds = [8e-3] * len(GROUPS) + [0.02] * len(GROUPS) + [0.03] + [4e-3] * len(statistics(passed.backbone))
+    for number, (got, want, bound) in enumerate(zip(passed.results(), exact, bounds, strict=True)):
+        assert apart(got, want) < bound, number
+    # Each convolution's and norm's gradient for itself: a small one is not hidden by the others.
+    of_values = exact[2 * len(GROUPS)]
+    norms = passed.fused.weights.numel()
+    for group in layout(passed.backbone, SIZE):
+        for conv in group.convs:
+            first = norms + conv.norm
+            for part in slice(conv.weight, conv.weight + conv.weights), slice(first, first + 2 * conv.channels_out):
+                assert apart(passed.gradients[part], of_values[part]) < 0.04, conv
+    assert passed.fused.scratch.counter.item() == 0
+
+
+def test_the_gradient_at_a_map_includes_what_comes_through_later_groups(passed: Pass) -> None:
+    assert torch.equal(passed.at_maps[-1], passed.upstream[-1])
+    for got, alone in zip(passed.at_maps[:-1], passed.upstream[:-1], strict=True):
+        assert apart(got, alone.double()) > 0.5
+
+
+@pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN")
+def test_a_fused_backbone_is_as_near_the_module_as_autocast_is(passed: Pass) -> None:
+    images = nchw(passed.images)[:, :3]
+
+    def by_autocast(backbone: ResNet) -> tuple[Tensor, ...]:
+        with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
+            return backbone(images.float())[0]
+
+    exact = passed.reference(lambda backbone: backbone(images)[0])
+    # Not by oneDNN: its bf16 takes instructions that a virtual processor may claim to have and not run.
+    with torch.backends.mkldnn.flags(enabled=False):
+        theirs = passed.reference(by_autocast, torch.float32)
+    for number in range(2 * len(GROUPS) + 1):  # maps, and all gradients
+        got, other = (apart(results[number], exact[number]) for results in (passed.results(), theirs))
+        assert got <= 2 * other, number
+
+
+def test_the_same_pass_gives_the_same_bits_and_adds_to_the_gradients(passed: Pass) -> None:
+    before = [each.clone() for each in passed.results()]
+    for ours, start in zip(statistics(passed.backbone), statistics(passed.before), strict=True):
+        ours.copy_(start)
+    maps = passed.fused(passed.images)
+    passed.loss(maps).backward()
+    passed.gradients /= 2  # exactly, where the second are the first
+    after = [*(each.detach() for each in maps), *passed.results()[len(maps) :]]
+    for number, (one, other) in enumerate(zip(before, after, strict=True)):
+        assert torch.equal(one, other), number
+
+
+def test_values_changed_by_other_means_are_taken_over() -> None:
+    images, made = make_images(3, (4, 6)), []
+    for seed in (0, 1):
+        backbone = make_backbone([Group(16, 1)], seed)
+        values = flat([parameter.data for parameter in backbone.parameters()])
+        made.append((FusedBackbone(backbone, (4, 6), values, torch.zeros_like(values), batch=3), backbone, values))
+    (ours, backbone, values), (theirs, other, other_values) = made
+    values.copy_(other_values)
+    backbone.load_state_dict(other.state_dict())
+    ours.refresh()
+    assert torch.equal(ours(images)[0], theirs(images)[0])
+
+
+def test_a_batch_beyond_the_buffers_is_refused(passed: Pass) -> None:
+    with pytest.raises(AssertionError, match=r"\(7, 6\)"):
+        passed.fused(make_images(7, SIZE))
+
+
+FOLDED_GROUPS = [Group(16, 2), Group(32, 1, 2), Group(64, 1, 2), Group(64, 1)]
+
+
+def folded_in_bf16(backbone: ResNet, images: Tensor) -> list[Tensor]:
+    """The maps of a float64 backbone in evaluation: norms folded into bf16 weights, bf16 for all that is stored."""
+
+    def layer(conv: nn.Module, norm: nn.Module, x: Tensor) -> Tensor:
+        assert isinstance(conv, nn.Conv2d)
+        assert isinstance(norm, nn.BatchNorm2d)
+        assert norm.running_mean is not None
+        assert norm.running_var is not None
+        scale = norm.weight / (norm.running_var + norm.eps).sqrt()
+        weight = (conv.weight * scale[:, None, None, None]).bfloat16().double()
+        return F.conv2d(x, weight, norm.bias - norm.running_mean * scale, stride=conv.stride, padding=1)
+
+    maps: list[Tensor] = []
+    x = in_bf16(layer(backbone.conv, backbone.bn, nchw(images)[:, :3]).relu())
+    for group in backbone.groups:
+        for block in group.children():
+            assert isinstance(block, Block)
+            inner = in_bf16(layer(block.conv1, block.bn1, x).relu())
+            shortcut = nchw(shortcut_of(nhwc(x), block.stride, block.conv1.out_channels))
+            x = in_bf16(layer(block.conv2, block.bn2, inner) + shortcut)
+        maps.append(x)
+    return maps
+
+
+def test_a_folded_backbone_is_the_module_in_evaluation() -> None:
+    size, backbone = (8, 12), make_backbone(FOLDED_GROUPS)
+    images = make_images(5, size)
+    maps = FoldedBackbone(backbone, size)(images)
+    exact = copy.deepcopy(backbone).double().eval()
+    with torch.no_grad():
+        plain, _ = exact(nchw(images)[:, :3])
+        for got, want, unrounded in zip(maps, folded_in_bf16(exact, images), plain, strict=True):
+            assert got.dtype is torch.bfloat16
+            assert apart(got, want) < 1e-3
+            assert apart(got, unrounded) < ROUNDING * 0.03
+
+
+def test_a_folded_backbone_takes_over_values_in_place() -> None:
+    groups, size = [Group(16, 1), Group(32, 1, 2)], (4, 6)
+    one, other = make_backbone(groups, seed=1), make_backbone(groups, seed=2)
+    images, folded = make_images(3, size), FoldedBackbone(one, size)
+    places = folded.weights.data_ptr(), folded.biases.data_ptr()
+    before = folded(images)
+    folded.load(other)
+    assert (folded.weights.data_ptr(), folded.biases.data_ptr()) == places
+    for got, want, old in zip(folded(images), FoldedBackbone(other, size)(images), before, strict=True):
+        assert torch.equal(got, want)
+        assert not torch.equal(got, old)
+
+
+@pytest.mark.parametrize(
+    ("groups", "size", "why"),
+    [
+        (GROUPS, SIZE, None),
+        (FOLDED_GROUPS, (32, 32), None),
+        ([Group(16, 1), Group(24, 1, 2)], (8, 8), "they are written for 16, 32, 64 channels"),
+        (FOLDED_GROUPS, (30, 32), "they need images whose sides divide by 4"),
+        (FOLDED_GROUPS, (32, 30), "they need images whose sides divide by 4"),
+        (GROUPS, (5, 10), "they need images whose sides divide by 2"),
+        ([Group(16, 1), Group(32, 1, 4)], (8, 8), "they are written for strides of 1 and 2, and 1 in the first group"),
+        ([Group(16, 1, 2)], (8, 8), "they are written for strides of 1 and 2, and 1 in the first group"),
+    ],
+)
+def test_what_the_kernels_cannot_run_is_said(groups: list[Group], size: tuple[int, int], why: str | None) -> None:
+    assert unsupported(make_backbone(groups), size) == why
