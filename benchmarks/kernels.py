@@ -23,15 +23,18 @@ TOP = 15
 # do; inductor's (triton_*) name the operations fused into them; then cuDNN and CUTLASS, cuBLAS, and torch's own. The
 # last words on operations (aten::) are for a CPU, where there are no kernels.
 TABLE: tuple[tuple[str, str], ...] = (
-    ("distillation loss", r"engram_\w*(distil|discrepancy)"),
+    ("distillation loss", r"engram_\w*(distance|distil|discrepancy)"),
     ("head and classification", r"engram_\w*(head|nca|classif|prox|logit|score)"),
     ("optimiser", r"engram_\w*(sgd|optimis|momentum|update)"),
     ("augmentation and gather", r"engram_\w*(augment|gather|crop)"),
-    ("convolution, weight gradient", r"engram_conv\w*weight_grad|wgrad|conv\w*_(bwd|backward)_?(filter|weight)"),
+    (
+        "convolution, weight gradient",
+        r"engram_conv\w*weight_grad|engram_sum_splits|wgrad|conv\w*_(bwd|backward)_?(filter|weight)",
+    ),
     ("convolution, data gradient", r"engram_conv\w*(data|input)_grad|dgrad|conv\w*_(bwd|backward)_?(data|input)"),
     ("convolution, both gradients", r"engram_conv\w*(backward|gradient)|convolution_backward"),
     ("copies and casts", r"engram_\w*(cast|copy|pack)"),
-    ("batch norm and elementwise", r"engram_\w*(norm|statist|relu|shortcut|add|scale|pool|mean)"),
+    ("batch norm", r"engram_\w*(norm|statist|relu|shortcut|add|scale|pool|mean)"),
     (
         "convolution, forward",
         r"engram_conv|fprop|implicit_?(convolve|gemm|sgemm)|winograd|conv(olution)?_?(fwd|forward)",
@@ -43,13 +46,13 @@ TABLE: tuple[tuple[str, str], ...] = (
         "augmentation and gather",
         r"index_select|indexSelect|index_kernel|index_elementwise|gather|index_copy|aten::index",
     ),
-    ("batch norm and elementwise", r"batch_?norm|\bbn_(fw|bw)|bnorm|triton_\w*(relu|constant_pad)|threshold"),
+    ("batch norm", r"batch_?norm|\bbn_(fw|bw)|bnorm|triton_\w*(relu|constant_pad)|threshold"),
     (
         "head and classification",
         r"softmax|gemm|gemv|nvjet|cublas|splitK|triton_\w*(logsumexp|exp|log)|aten::(add)?b?mm",
     ),
-    ("copies and casts", r"memcpy|memset|copy|nchwTonhwc|nhwcTonchw|convert|triton_\w*_to_copy|fill|cast"),
-    ("batch norm and elementwise", r"elementwise|aten::(add|mul|sub|div|relu|clamp_min|constant_pad)|triton_poi"),
+    ("copies and casts", r"memcpy|memset|copy_kernel|aten::copy|nchwTonhwc|nhwcTonchw|convert|triton_\w*_to_copy|fill"),
+    ("elementwise and reductions", r"elementwise|reduce|aten::(add|mul|sub|div|relu|clamp_min|constant_pad)|triton_"),
 )
 _PATTERNS = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in TABLE)
 ORDER = (
@@ -57,9 +60,10 @@ ORDER = (
     "convolution, data gradient",
     "convolution, weight gradient",
     "convolution, both gradients",
-    "batch norm and elementwise",
+    "batch norm",
     "distillation loss",
     "head and classification",
+    "elementwise and reductions",
     "optimiser",
     "augmentation and gather",
     "copies and casts",

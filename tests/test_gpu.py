@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from engram import recipe, run_together, train
 from engram.engine import PhaseLoop
 from engram.events import BaseReused, RunFinished, StageFinished
 from engram.execution import Execution
+from engram.methods import Step
+from engram.methods._base import Terms
 from engram.session import Session
 from engram.stagecache import StageCache
 
@@ -82,6 +85,27 @@ def test_a_recording_serves_every_stage() -> None:
     assert len(recorded) > 2
     # New room may be needed in the first stages; then nothing is recorded again.
     assert recorded[-1] == recorded[-2]
+
+
+def test_a_loss_that_waits_for_the_device_is_trained_step_by_step() -> None:
+    session, loop = at_second_stage("bf16")
+    phase = loop.phase
+
+    def waits(step: Step) -> Terms:
+        terms = phase.loss(step)
+        return {name: term * (1 + 0 * float(term)) for name, term in terms.items()}
+
+    stage = session.stage(1)
+    slow = session.engine.start(session.learner, stage, replace(phase, loss=waits), 0)
+    for _ in slow:
+        break
+    (note,) = session.learner.notes
+    assert note.startswith("the steps of the main phase are taken one kernel at a time")
+    before = {name: value.clone() for name, value in session.learner.network.named_parameters()}
+    for _ in session.engine.start(session.learner, stage, phase, 0):  # another loss is recorded as ever
+        break
+    assert any(not torch.equal(before[name], value) for name, value in session.learner.network.named_parameters())
+    assert len(session.learner.notes) == 1
 
 
 def test_a_run_beside_others_is_the_run_alone() -> None:

@@ -176,6 +176,8 @@ class Execution:
         """The steps of a phase; returns whether it was asked to stop inside."""
         phase, epochs = loop.phase, loop.phase.training.epochs
         yield PhaseStarted(index, phase.name, epochs, len(loop.rows), loop.steps)
+        if self.session.engine.is_cold:
+            yield Working(index, len(self.plan), "kernels")
         planned = PhasePlan.of(phase)
         per_step = planned.work / max(1, planned.epochs * planned.steps)
         meter = Meter(loop.batch_size, self.now)

@@ -36,6 +36,7 @@ from engram.events import (
 
 PLAIN_SECONDS = 30.0
 WORK = {
+    "kernels": "compiling kernels for these images (kept for the next time)",
     "importance": "measuring the importance of channels",
     "exemplars": "choosing exemplars",
     "evaluate": "evaluating on the test images",

@@ -23,7 +23,7 @@ from engram.events import (
 )
 from engram.together import Member
 
-WORK = {"importance": "importance", "exemplars": "exemplars", "evaluate": "evaluating"}
+WORK = {"kernels": "compiling kernels", "importance": "importance", "exemplars": "exemplars", "evaluate": "evaluating"}
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Generic, TypeVar
 
 import torch
@@ -34,6 +35,10 @@ def _recording_stream() -> torch.cuda.Stream:
     return _SPARE[0]
 
 
+class NotRecordable(Exception):
+    """A step that cannot be recorded, with the reason; it was left without effect."""
+
+
 class CapturedStep(Generic[T]):
     """A step recorded as a CUDA graph. Calling it replays the recording on whatever its tensors hold then.
 
@@ -61,17 +66,24 @@ class CapturedStep(Generic[T]):
             gc.collect()
             gc.disable()  # freeing another graph's memory would break the recording
             try:
-                # What other threads do on their streams in the meantime is their own affair.
-                self._graph.capture_begin(capture_error_mode="thread_local")
-                try:
-                    self.returned = step()
-                finally:
-                    self._graph.capture_end()
+                self.returned = self._record(step)
             finally:
                 if collecting:
                     gc.enable()
-            restore()
+                restore()
         torch.cuda.current_stream().wait_stream(stream)
+
+    def _record(self, step: Callable[[], T]) -> T:
+        # What other threads do on their streams in the meantime is their own affair.
+        self._graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            returned = step()
+        except RuntimeError as error:
+            with suppress(RuntimeError):  # that the recording is spoilt is known already
+                self._graph.capture_end()
+            raise NotRecordable(str(error).strip().splitlines()[0]) from error
+        self._graph.capture_end()
+        return returned
 
     def __call__(self) -> T:
         self._graph.replay()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engram.data.augment import Augmentation, to_unit
 from engram.data.stage import Stage
-from engram.engine.capture import CapturedStep
+from engram.engine.capture import CapturedStep, NotRecordable
 from engram.engine.forward import Forward, FusedForward, PlainForward, pooled
 from engram.engine.loop import PhaseLoop, PhaseState
 from engram.engine.space import Space
@@ -52,6 +52,11 @@ class Engine:
         if device.type == "cuda":
             _set_flags(precision)
 
+    @property
+    def is_cold(self) -> bool:
+        """Whether the first step will take a while, because nothing is recorded yet."""
+        return self.capture and not self._recordings
+
     def autocast(self) -> torch.autocast:
         """The context that forward passes by torch's modules run in."""
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.precision == "bf16")
@@ -73,10 +78,13 @@ class Engine:
 
         return unsupported(backbone, self.image_size)
 
-    def record(self, slot: Hashable, key: object, step: Callable[[], T], learner: Learner) -> Callable[[], T]:
+    def record(
+        self, slot: Hashable, key: object, step: Callable[[], T], learner: Learner, what: str
+    ) -> Callable[[], T]:
         """The step as a recording, the slot's own one where that was made under the same key and no tensor has moved.
 
-        The key says what the step does; elsewhere than on a GPU the step itself is returned.
+        The key says what the step does. The step itself is returned elsewhere than on a GPU, and where it cannot be
+        recorded; the learner's notes say why then. what: what it is a step of, for that.
         """
         if not self.capture:
             return step
@@ -90,7 +98,12 @@ class Engine:
         self._recordings.pop(slot, None)
         while len(self._recordings) >= RECORDINGS:
             self._recordings.pop(next(iter(self._recordings)))  # the oldest; each holds the memory of a step
-        recorded = CapturedStep(step, [*self._forward.state(), self.space.counter])
+        try:
+            recorded = CapturedStep(step, [*self._forward.state(), self.space.counter])
+        except NotRecordable as error:
+            note = f"the steps of {what} are taken one kernel at a time, and slower, because they cannot be recorded: "
+            learner.notes.append(f"{note}{error}")
+            return step
         self._recordings[slot] = (key, recorded)
         return recorded
 

@@ -105,7 +105,7 @@ class PhaseLoop:
             while self.step < self.steps:
                 self._term_names = self._taker(last if self.step == self.steps - 1 else self.batch_size)()
                 self.step += 1
-                if self._engine.capture:
+                if self._engine.device.type == "cuda":
                     self._keep_pace()
                 if self.step == self.steps:
                     self._end_epoch()
@@ -204,7 +204,8 @@ class PhaseLoop:
             recipe = (training.momentum, training.weight_decay, training.clip)
             key = (phase.loss, phase.train, phase.teacher, tuple(phase.weights), size, self.batch_size, recipe)
             step = partial(self._take_step, size)
-            self._takers[size] = self._engine.record(("phase", self._index, size), key, step, self._learner)
+            slot, what = ("phase", self._index, size), f"the {phase.name} phase"
+            self._takers[size] = self._engine.record(slot, key, step, self._learner, what)
         return self._takers[size]
 
     def _take_step(self, size: int) -> list[str]:

@@ -65,11 +65,13 @@ class Space:
         """Room for the plan of at least one epoch of so many steps."""
         plan = self._plans.get(batch_size)
         if plan is None or len(plan) < steps:
+            if plan is not None:
+                self.version += 1
             room = max(PLANNED_STEPS, steps)
             plan = self._plans[batch_size] = Plan.room(room, batch_size, self.device)
             if len(self.history) < room:
                 self.history = torch.zeros(room, TERMS, device=self.device)
-            self.version += 1
+                self.version += 1
         return plan
 
     def weights(self, values: Mapping[str, float]) -> dict[str, Tensor]:
@@ -77,6 +79,5 @@ class Space:
         for name, value in values.items():
             if name not in self._weights:
                 self._weights[name] = torch.zeros((), device=self.device)
-                self.version += 1
             self._weights[name].fill_(value)
         return {name: self._weights[name] for name in values}

@@ -53,7 +53,7 @@ def sweep(
         return totals
 
     counter.zero_()
-    step = engine.record(("sweep", size), (visit, size), partial(take, size, []), learner)
+    step = engine.record(("sweep", size), (visit, size), partial(take, size, []), learner, "the sweep after a stage")
     if isinstance(step, CapturedStep):
         for total in step.returned:
             total.zero_()

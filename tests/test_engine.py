@@ -1,0 +1,163 @@
+"""The engine's own promises, where no GPU is needed to keep them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from conftest import make_config, make_store
+from engram import EngramError
+from engram.engine.capture import NotRecordable
+from engram.engine.loop import Epoch
+from engram.engine.space import TERMS
+from engram.methods import Step
+from engram.models.resnet import build_backbone
+from engram.random import generator
+from engram.session import Session
+
+
+class FakeRecording:
+    """Stands for a CUDA graph: counts the recordings, and replays by taking the step."""
+
+    made = 0
+
+    def __init__(self, step: Callable[[], Any], state: Sequence[Tensor]) -> None:
+        type(self).made += 1
+        self.step, self.returned = step, None
+        assert all(isinstance(tensor, Tensor) for tensor in state)
+
+    def __call__(self) -> Any:
+        self.returned = self.step()
+        return self.returned
+
+
+def learn(session: Session, index: int) -> None:
+    """The training of one stage, and what the next needs."""
+    stage = session.stage(index)
+    learner, method, engine = session.learner, session.method, session.engine
+    method.grow(learner, stage, engine)
+    for number, phase in enumerate(method.phases(learner, stage, engine)):
+        for _ in engine.start(learner, stage, phase, number):
+            pass
+    method.finish(learner, stage, engine)
+    learner.snapshot_teacher()
+
+
+def recording_session(monkeypatch: pytest.MonkeyPatch, recording: type) -> Session:
+    """A session that would record its steps, on a CPU."""
+    monkeypatch.setattr("engram.engine.engine.CapturedStep", recording)
+    session = Session(make_config(increment=1, settings__train__remainder="drop"), make_store())
+    session.engine.capture = True
+    return session
+
+
+def test_a_recording_serves_every_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeRecording, "made", 0)
+    session = recording_session(monkeypatch, FakeRecording)
+    made: list[int] = []
+    for index in range(4):
+        learn(session, index)
+        made.append(FakeRecording.made)
+    # The base stage's step and its sweep; with the first teacher the main and the balanced step, and the sweep again,
+    # which could have read the importance that is there now; then no more.
+    assert made == [2, 5, 5, 5]
+
+
+def test_another_loss_or_a_moved_tensor_is_recorded_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeRecording, "made", 0)
+    session = recording_session(monkeypatch, FakeRecording)
+    learner, engine = session.learner, session.engine
+    stage = session.stage(0)
+    session.method.grow(learner, stage, engine)
+    (phase,) = session.method.phases(learner, stage, engine)
+
+    def recorded(changed: object = phase) -> int:
+        before = FakeRecording.made
+        for _ in engine.start(learner, stage, changed, 0):  # pyright: ignore[reportArgumentType]
+            break
+        return FakeRecording.made - before
+
+    assert recorded() == 1
+    assert recorded() == 0
+    assert recorded(replace(phase, loss=lambda step: dict(phase.loss(step)))) == 1
+    assert recorded() == 1  # the slot holds one recording
+    assert recorded(replace(phase, training=replace(phase.training, momentum=0.5))) == 1
+    assert recorded() == 1
+    learner.store("of the method", torch.zeros(3))  # a tensor that the step may have read under this name
+    assert recorded() == 1
+    learner.store("of the method", torch.ones(3))  # in place
+    assert recorded() == 0
+
+
+def test_what_cannot_be_recorded_is_taken_step_by_step_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refuses:
+        def __init__(self, step: Callable[[], Any], state: Sequence[Tensor]) -> None:
+            raise NotRecordable("operation not permitted when stream is capturing")
+
+    session = recording_session(monkeypatch, Refuses)
+    plain = Session(session.config, make_store())
+    learn(session, 0)
+    learn(plain, 0)
+    assert session.learner.notes == [
+        f"the steps of {what} are taken one kernel at a time, and slower, because they cannot be recorded: "
+        "operation not permitted when stream is capturing"
+        for what in ("the main phase", "the sweep after a stage")
+    ]
+    ours, theirs = session.learner.state_dict(), plain.learner.state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_loss_with_too_many_terms_is_refused() -> None:
+    session = Session(make_config(), make_store())
+    stage = session.stage(0)
+    session.method.grow(session.learner, stage, session.engine)
+    (phase,) = session.method.phases(session.learner, stage, session.engine)
+
+    def many(step: Step) -> dict[str, Tensor]:
+        (term,) = phase.loss(step).values()
+        return {f"term {i}": term for i in range(TERMS + 1)}
+
+    with pytest.raises(EngramError, match=f"{TERMS} terms at most, and this one has {TERMS + 1}"):
+        next(iter(session.engine.start(session.learner, stage, replace(phase, loss=many), 0)))
+
+
+def test_epochs_are_reported_once_each_with_their_own_terms_and_rate() -> None:
+    session = Session(make_config(settings__train__epochs=5), make_store())
+    stage = session.stage(0)
+    session.method.grow(session.learner, stage, session.engine)
+    (phase,) = session.method.phases(session.learner, stage, session.engine)
+    loop = session.engine.start(session.learner, stage, phase, 0)
+    means: list[dict[str, float]] = []
+    seen: list[Epoch] = []
+    for _ in loop:
+        if loop.step == loop.steps:
+            means.append(loop.terms())
+        if loop.epoch == 2:  # the others are asked for late
+            seen += list(loop.finished())
+    seen += list(loop.finished(wait=True))
+    assert [epoch.number for epoch in seen] == list(range(5))
+    assert [epoch.terms for epoch in seen] == means
+    assert [epoch.lr for epoch in seen] == sorted((epoch.lr for epoch in seen), reverse=True)
+    assert list(loop.finished(wait=True)) == []
+
+
+def test_the_plan_is_made_in_pieces_without_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    def parameters() -> list[Tensor]:
+        session = Session(make_config(settings__train__epochs=6), make_store())
+        learn(session, 0)
+        return list(session.learner.network.parameters())
+
+    whole = parameters()
+    monkeypatch.setattr("engram.engine.space.PLANNED_STEPS", 9)  # two epochs of four steps at a time
+    assert all(torch.equal(a, b) for a, b in zip(whole, parameters(), strict=True))
+
+
+def test_our_kernels_are_for_bf16_on_a_gpu() -> None:
+    session = Session(make_config(), make_store())
+    backbone = build_backbone("resnet10", generator(1))
+    assert session.engine.why_not_fused(backbone) == "they are for bf16 on a GPU"
