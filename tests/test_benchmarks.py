@@ -204,7 +204,7 @@ def test_milliseconds_are_per_run_and_step() -> None:
         ("engram_sum_splits", "convolution, weight gradient"),
         ("engram_distance_backward", "distillation loss"),
         (
-            "void at::native::elementwise_kernel<128, 2, at::native::gpu_kernel_impl_nocast<at::native::BinaryFunctor>>",
+            "void at::native::elementwise_kernel<128, 2, at::native::gpu_kernel_impl_nocast<at::native::BinaryFun>>",
             "elementwise and reductions",
         ),
         ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>", "elementwise and reductions"),
