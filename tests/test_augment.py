@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -248,7 +249,25 @@ def test_the_constant_schedule_stays() -> None:
     assert rates.tolist() == pytest.approx([0.05] * 12)
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "constant"])
+def test_the_steps_schedule_falls_at_the_milestones_whatever_the_epochs() -> None:
+    training = Training(epochs=10, lr=0.4, schedule="steps", milestones=(0.5, 0.8), factor=0.5)
+    assert learning_rates(training, 2).tolist() == pytest.approx([0.4] * 10 + [0.2] * 6 + [0.1] * 4)
+    short = replace(training, epochs=5)
+    assert learning_rates(short, 1).tolist() == pytest.approx([0.4] * 3 + [0.2, 0.1])
+    none = replace(training, milestones=())
+    assert learning_rates(none, 2).tolist() == pytest.approx([0.4] * 20)
+
+
+def test_images_that_are_not_augmented_come_as_they_are() -> None:
+    augmentation = Augmentation(pad=2, brightness=0.2)
+    images = torch.randint(256, (5, 6, 7, 3), dtype=torch.uint8)
+    plan = plan_epochs(Training(epochs=1, batch_size=5), augmentation, torch.arange(5), range(1), (0,), 1, False)
+    rows, draws = plan.row(torch.tensor([0]), 5)
+    batch = augment(pad_images(images, 2), rows, draws, (6, 7))
+    torch.testing.assert_close(batch, to_unit(images[rows]))
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "constant", "steps"])
 def test_the_plans_of_the_epochs_hold_the_schedule_in_order(schedule: Literal["cosine", "constant"]) -> None:
     training = Training(epochs=4, batch_size=3, schedule=schedule, remainder="keep")
     rows = torch.arange(10)
@@ -287,6 +306,9 @@ def test_a_plan_is_loaded_in_place_into_room_for_more() -> None:
         ({"clip": 0}, "clip must be above 0, or none, got 0"),
         ({"schedule": "cosin"}, "cosin"),
         ({"remainder": "dropped"}, "dropped"),
+        ({"milestones": (0.5, 1.0)}, "between 0 and 1"),
+        ({"milestones": (0.5, 0.2)}, "in order"),
+        ({"factor": 0}, "factor must be above 0"),
     ],
 )
 def test_impossible_trainings_are_refused(changes: dict[str, int], sentence: str) -> None:

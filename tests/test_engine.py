@@ -12,10 +12,12 @@ from torch import Tensor
 
 from conftest import make_config, make_store
 from engram import EngramError
+from engram.data.stage import NEVER
 from engram.engine.capture import NotRecordable
 from engram.engine.loop import Epoch
 from engram.engine.space import TERMS
-from engram.methods import Step
+from engram.methods import Phase, Step
+from engram.models.network import Network, Part
 from engram.models.resnet import build_backbone
 from engram.random import generator
 from engram.session import Session
@@ -161,3 +163,68 @@ def test_our_kernels_are_for_bf16_on_a_gpu() -> None:
     session = Session(make_config(), make_store())
     backbone = build_backbone("resnet10", generator(1))
     assert session.engine.why_not_fused(backbone) == "they are for bf16 on a GPU"
+
+
+def phase_of(session: Session, **changes: Any) -> Phase:
+    """The base stage's phase with something changed, the head grown."""
+    stage = session.stage(0)
+    session.method.grow(session.learner, stage, session.engine)
+    (phase,) = session.method.phases(session.learner, stage, session.engine)
+    return replace(phase, **changes)
+
+
+def test_a_frozen_network_keeps_its_statistics_and_trains_its_head() -> None:
+    session = Session(make_config(), make_store())
+    phase = phase_of(session, frozen=True, train=Part.NEW_CLASSES)
+    network = session.learner.network
+    before = {name: value.clone() for name, value in network.state_dict().items()}
+    seen: list[bool] = []
+
+    def loss(step: Step) -> dict[str, Tensor]:
+        seen.append(network.training)
+        return phase.loss(step)
+
+    for _ in session.engine.start(session.learner, session.stage(0), replace(phase, loss=loss), 0):
+        pass
+    assert set(seen) == {False}
+    changed = {name for name, value in network.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed == {"head.weight"}
+    with pytest.raises(AssertionError, match="backbone cannot train"):
+        replace(phase, train=Part.BACKBONE)
+
+
+def test_what_follows_an_update_is_in_force_at_the_next_step() -> None:
+    session = Session(make_config(), make_store())
+
+    def clamp(network: Network) -> None:
+        network.get_parameter("head.weight").clamp_(min=0)
+
+    phase = phase_of(session, after_step=clamp)
+    weight = session.learner.network.get_parameter("head.weight")
+    loop = session.engine.start(session.learner, session.stage(0), phase, 0)
+    assert {float(weight.detach().min()) for _ in loop} == {0.0}
+
+
+def test_a_loss_sees_which_stage_each_class_came_with() -> None:
+    session = Session(make_config(base=2, increment=2), make_store())
+    learn(session, 0)
+    learn(session, 1)
+    stage = session.stage(2)
+    session.method.grow(session.learner, stage, session.engine)
+    phase = session.method.phases(session.learner, stage, session.engine)[0]
+    steps: list[Step] = []
+
+    def loss(step: Step) -> dict[str, Tensor]:
+        steps.append(step)
+        return phase.loss(step)
+
+    for _ in session.engine.start(session.learner, stage, replace(phase, loss=loss), 0):
+        break
+    (step,) = steps
+    assert step.arrival is not None
+    assert step.arrival.tolist() == [0, 0, 1, 1, 2, 2]
+    assert step.old.tolist() == [True] * 4 + [False] * 2
+    assert step.new.tolist() == [False] * 4 + [True] * 2
+    early = session.stage(0).arrival(6).tolist()
+    assert early[:2] == [0, 0]
+    assert set(early[2:]) == {NEVER}

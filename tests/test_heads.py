@@ -335,3 +335,35 @@ def test_rows_beyond_the_first_capacity_are_trained(kind: str) -> None:
             assert not torch.equal(after["head.weight"][row], before["head.weight"][row]), (index, row)
         learner.snapshot_teacher()
     assert teacher.head.num_classes == 4
+
+
+def test_a_correction_is_of_the_scores_of_its_classes_alone() -> None:
+    head = LinearHead(4, 5, corrected=True)
+    plain = LinearHead(4, 5)
+    for each in (head, plain):
+        each.grow(5, torch.Generator().manual_seed(1))
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(2))
+    assert torch.equal(head(x), plain(x))
+    head.correct(range(3, 5))
+    assert head.correction is not None
+    head.correction.data = torch.tensor([2.0, 0.5])
+    torch.testing.assert_close(head(x)[:, :3], plain(x)[:, :3])
+    torch.testing.assert_close(head(x)[:, 3:], 2 * plain(x)[:, 3:] + 0.5)
+    twin = LinearHead(4, 5, corrected=True)
+    twin.load_state_dict(head.state_dict())  # it travels with the teacher
+    assert torch.equal(twin(x), head(x))
+    head.reserve(7)
+    assert head(x).shape == (3, 7)
+    assert head.corrected.tolist() == [False] * 3 + [True] * 2 + [False] * 2
+    head.correct(range(5, 7))
+    assert torch.equal(head(x)[:, :5], plain(x))
+
+
+def test_a_linear_head_sees_what_is_positive_in_the_last_map() -> None:
+    network = tiny_network(LinearHead(8, 3))
+    network.head.grow(3, torch.Generator().manual_seed(1))
+    output = network.eval()(torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(2)))
+    features = output.maps[-1].relu().mean(dim=(2, 3))
+    torch.testing.assert_close(output.scores, network.head(features))
+    torch.testing.assert_close(output.embedding, output.maps[-1].mean(dim=(2, 3)))
+    assert not torch.allclose(features, output.embedding)

@@ -77,6 +77,8 @@ TRAINING: dict[str, Any] = {
     "batch_size": 4,
     "lr": 0.01,
     "schedule": "constant",
+    "milestones": (0.5,),
+    "factor": 0.5,
     "momentum": 0.5,
     "weight_decay": 0.0,
     "clip": None,

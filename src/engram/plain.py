@@ -69,6 +69,8 @@ def _convert(hint: Any, item: Any, label: str) -> Any:
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return item if isinstance(item, hint) else from_plain(hint, item, label)
     if origin is tuple:
+        if isinstance(item, str):
+            item = [part for part in item.split(",") if part]
         if not isinstance(item, (list, tuple)):
             raise EngramError(f"{label} should be a list, got {item!r}")
         return tuple(_convert(arguments[0], part, label) for part in item)

@@ -152,7 +152,7 @@ class Session:
         )
         kept = self.learner.memory.samples()
         pool = new if kept is None else Samples.concatenate([new, kept])
-        return Stage(index, labels.start, len(labels), pool)
+        return Stage(index, labels.start, len(labels), pool, self.stream.sizes[: index + 1])
 
     def plan(self) -> list[StagePlan]:
         """What the run will do, stage by stage, without doing any of it."""

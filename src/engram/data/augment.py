@@ -60,6 +60,12 @@ def draw(augmentation: Augmentation, shape: tuple[int, ...], generator: torch.Ge
     return Draws(top, left, mirror, factor)
 
 
+def as_they_are(augmentation: Augmentation, shape: tuple[int, ...]) -> Draws:
+    """Draws that leave the images of a padded pool as they are."""
+    corner = torch.full(shape, augmentation.pad)
+    return Draws(corner, corner.clone(), torch.zeros(shape, dtype=torch.bool), torch.ones(shape))
+
+
 def pad_images(images: Tensor, pad: int) -> Tensor:
     """uint8 (N, H, W, 3) with a black border of `pad` pixels."""
     return F.pad(images, (0, 0, pad, pad, pad, pad)) if pad else images

@@ -10,18 +10,22 @@ from torch import Tensor
 
 from engram.data.samples import Samples
 
+NEVER = 2**31
+
 
 @dataclass(frozen=True, eq=False)
 class Stage:
     """One arrival of new classes.
 
-    pool: the images of the new classes, then the exemplars of the old ones. Phases name rows of it.
+    pool: the images of the new classes, then the exemplars of the old ones. Phases name rows of it. sizes: the new
+    classes of every stage up to this one.
     """
 
     index: int
     num_old: int
     num_new: int
     pool: Samples
+    sizes: tuple[int, ...] = ()
 
     @property
     def is_base(self) -> bool:
@@ -40,6 +44,15 @@ class Stage:
     def all_rows(self) -> Tensor:
         """Every row of the pool."""
         return torch.arange(len(self.pool))
+
+    def arrival(self, capacity: int) -> Tensor:
+        """int64 (capacity,): the stage that each label came with, NEVER where it has not come."""
+        arrival = torch.full((capacity,), NEVER)
+        sizes = self.sizes or ((self.num_old, self.num_new) if self.num_old else (self.num_new,))
+        first = self.index + 1 - len(sizes)
+        seen = torch.repeat_interleave(torch.arange(first, self.index + 1), torch.tensor(sizes))
+        arrival[: len(seen)] = seen
+        return arrival
 
     def rows_of(self, label: int) -> Tensor:
         """The rows of the pool that hold images of one class."""

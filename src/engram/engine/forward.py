@@ -25,8 +25,8 @@ class Forward(Protocol):
     optimiser: FlatSGD
     batch_size: int
 
-    def refresh(self) -> None:
-        """Takes over weights that changed between phases."""
+    def refresh(self, frozen: bool = False) -> None:
+        """Takes over weights that changed between phases; frozen: the network's own too, for `frozen` passes."""
         ...
 
     def images(self, pool: Pool, plan: Plan, counter: Tensor, size: int) -> Tensor:
@@ -35,6 +35,10 @@ class Forward(Protocol):
 
     def student(self, images: Tensor, train_backbone: bool) -> Output:
         """What the network says, with batch statistics."""
+        ...
+
+    def frozen(self, images: Tensor) -> Output:
+        """What the network says, with running statistics; only its head gets gradients."""
         ...
 
     def teacher(self, images: Tensor) -> Output:
@@ -58,7 +62,7 @@ class PlainForward:
         self.optimiser = FlatSGD(learner.network, engine.layout)
         self.batch_size = batch_size
 
-    def refresh(self) -> None:
+    def refresh(self, frozen: bool = False) -> None:
         pass
 
     def images(self, pool: Pool, plan: Plan, counter: Tensor, size: int) -> Tensor:
@@ -69,6 +73,10 @@ class PlainForward:
     def student(self, images: Tensor, train_backbone: bool) -> Output:
         with self._engine.autocast():
             return self._learner.network(images, train_backbone)
+
+    def frozen(self, images: Tensor) -> Output:
+        with self._engine.autocast():
+            return self._learner.network(images, train_backbone=False)
 
     def teacher(self, images: Tensor) -> Output:
         with torch.no_grad(), self._engine.autocast():
@@ -95,10 +103,13 @@ class FusedForward:
             network.backbone, engine.image_size, optimiser.values, optimiser.gradients, batch_size
         )
         self._folded = FoldedBackbone(learner.teacher.backbone, engine.image_size)
+        self._own_folded = FoldedBackbone(network.backbone, engine.image_size)
 
-    def refresh(self) -> None:
+    def refresh(self, frozen: bool = False) -> None:
         self._backbone.refresh()
         self._folded.load(self._learner.teacher.backbone)
+        if frozen:
+            self._own_folded.load(self._learner.network.backbone)
 
     def images(self, pool: Pool, plan: Plan, counter: Tensor, size: int) -> Tensor:
         from engram.kernels.launch import augment
@@ -109,6 +120,11 @@ class FusedForward:
     def student(self, images: Tensor, train_backbone: bool) -> Output:
         with torch.set_grad_enabled(train_backbone and torch.is_grad_enabled()):
             maps = self._backbone(images)
+        return pooled(self._learner.network, maps)
+
+    def frozen(self, images: Tensor) -> Output:
+        with torch.no_grad():
+            maps = self._own_folded(images)
         return pooled(self._learner.network, maps)
 
     def teacher(self, images: Tensor) -> Output:

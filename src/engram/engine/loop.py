@@ -82,11 +82,12 @@ class PhaseLoop:
         self._forward = engine.bind(learner, self.batch_size)
         masks = learner.network.trainable(phase.train, stage.num_old)
         self._forward.optimiser.begin(masks, None if resume is None else resume.momentum)
-        self._forward.refresh()
+        self._forward.refresh(phase.frozen)
         space = engine.space
         self._pool, self._plan = space.pool(stage), space.plan(self.steps, self.batch_size)
         self._weights, self._counter = space.weights(phase.weights), space.counter
         self._history = space.history
+        self._arrival = space.arrival(stage, learner.network.head.capacity)
         self._lr = learning_rates(phase.training, self.steps)
         self._planned = range(self.epoch, self.epoch)  # the epochs that the plan holds
         self._term_names: list[str] = []
@@ -96,7 +97,7 @@ class PhaseLoop:
         self._takers: dict[int, Callable[[], list[str]]] = {}  # by batch size
 
     def __iter__(self) -> Iterator[None]:
-        self._learner.network.train()
+        self._learner.network.train(not self.phase.frozen)
         used = min(self.steps * self.batch_size, len(self.rows))
         last = used - (self.steps - 1) * self.batch_size
         while self.epoch < self.phase.training.epochs:
@@ -191,9 +192,8 @@ class PhaseLoop:
         ahead = min(len(self._plan) // self.steps, self.phase.training.epochs - self.epoch)
         self._planned = range(self.epoch, self.epoch + ahead)
         purpose = (self._stage.index, self._index)
-        plan = plan_epochs(
-            self.phase.training, self._engine.augmentation, self.rows, self._planned, purpose, self._learner.seed
-        )
+        training, seed, augmented = self.phase.training, self._learner.seed, self.phase.augment
+        plan = plan_epochs(training, self._engine.augmentation, self.rows, self._planned, purpose, seed, augmented)
         self._plan.load(plan)
         self._counter.fill_(self.step)
 
@@ -202,7 +202,8 @@ class PhaseLoop:
         if size not in self._takers:
             phase, training = self.phase, self.phase.training
             recipe = (training.momentum, training.weight_decay, training.clip)
-            key = (phase.loss, phase.train, phase.teacher, tuple(phase.weights), size, self.batch_size, recipe)
+            how = (phase.train, phase.teacher, phase.frozen, phase.after_step, tuple(phase.weights))
+            key = (phase.loss, *how, size, self.batch_size, recipe)
             step = partial(self._take_step, size)
             slot, what = ("phase", self._index, size), f"the {phase.name} phase"
             self._takers[size] = self._engine.record(slot, key, step, self._learner, what)
@@ -212,17 +213,24 @@ class PhaseLoop:
         """One step with a batch of that size; the names of the loss's terms."""
         learner, phase, forward, counter = self._learner, self.phase, self._forward, self._counter
         images = forward.images(self._pool, self._plan, counter, size)
-        student = forward.student(images, train_backbone=Part.BACKBONE in phase.train)
+        if phase.frozen:
+            student = forward.frozen(images)
+        else:
+            student = forward.student(images, train_backbone=Part.BACKBONE in phase.train)
         teacher = forward.teacher(images) if phase.teacher else None
         rows = self._plan.rows.index_select(0, counter)[0, :size]
         labels, exemplar = self._pool.labels[rows], self._pool.exemplar[rows]
-        terms = phase.loss(Step(labels, exemplar, student, teacher, self._weights, learner.buffers))
+        where = (self._arrival, self._engine.space.stage)
+        terms = phase.loss(Step(labels, exemplar, student, teacher, self._weights, learner.buffers, *where))
         if len(terms) > TERMS:
             raise EngramError(f"a loss may have {TERMS} terms at most, and this one has {len(terms)}")
         values = torch.stack([term.float() for term in terms.values()])
         forward.optimiser.zero_grad()
         values.sum().backward()
         forward.update(self._plan.learning_rate(counter), phase.training)
+        if phase.after_step is not None:
+            with torch.no_grad():
+                phase.after_step(learner.network)
         self._history[:, : len(terms)].index_copy_(0, counter, values.detach()[None])
         counter += 1
         return list(terms)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engram.data.augment import Augmentation, Draws, draw
+from engram.data.augment import Augmentation, Draws, as_they_are, draw
 from engram.methods import Training
 from engram.random import generator
 
@@ -69,10 +69,11 @@ def plan_epochs(
     epochs: range,
     purpose: tuple[str | int, ...],
     seed: int,
+    augmented: bool = True,
 ) -> Plan:
     """The plan of some epochs over these rows, on the CPU; the same arguments give the same plan.
 
-    Where the last batch of an epoch is smaller, its row ends in zeros.
+    augmented: at random, or each image as it is. Where the last batch of an epoch is smaller, its row ends in zeros.
     """
     steps, size = training.batches(len(rows))
     used = min(steps * size, len(rows))
@@ -83,7 +84,10 @@ def plan_epochs(
         grid = torch.zeros(steps * size, dtype=torch.int64)
         grid[:used] = shuffled[:used]
         grids.append(grid.view(steps, size))
-        drawn.append(draw(augmentation, (steps, size), generator(seed, "augment", *purpose, epoch)))
+        if augmented:
+            drawn.append(draw(augmentation, (steps, size), generator(seed, "augment", *purpose, epoch)))
+        else:
+            drawn.append(as_they_are(augmentation, (steps, size)))
     draws = Draws(*(torch.cat([getattr(d, name) for d in drawn]) for name in ("top", "left", "mirror", "factor")))
     lr = learning_rates(training, steps)[epochs.start * steps : epochs.stop * steps]
     return Plan(torch.cat(grids), draws, lr)
@@ -94,4 +98,8 @@ def learning_rates(training: Training, steps_per_epoch: int) -> Tensor:
     total = training.epochs * steps_per_epoch
     if training.schedule == "constant":
         return torch.full((total,), training.lr)
+    if training.schedule == "steps":
+        begun = torch.arange(total) // max(1, steps_per_epoch)
+        passed = sum((begun >= share * training.epochs).long() for share in training.milestones)
+        return training.lr * training.factor ** (passed + torch.zeros(total))
     return training.lr * 0.5 * (1 + torch.cos(math.pi * torch.arange(total) / total))

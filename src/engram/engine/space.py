@@ -34,6 +34,8 @@ class Space:
         self.version = 0  # changes when a tensor has moved
         self.counter = torch.zeros(1, dtype=torch.int64, device=device)
         self.history = torch.zeros(PLANNED_STEPS, TERMS, device=device)
+        self.stage = torch.zeros((), dtype=torch.int64, device=device)
+        self._arrival = torch.zeros(0, dtype=torch.int64, device=device)
         self._pad = pad
         self._pool: Pool | None = None
         self._stage: Stage | None = None
@@ -73,6 +75,15 @@ class Space:
                 self.history = torch.zeros(room, TERMS, device=self.device)
                 self.version += 1
         return plan
+
+    def arrival(self, stage: Stage, capacity: int) -> Tensor:
+        """The stage that each class came with, (capacity,); sets the stage at hand too."""
+        if len(self._arrival) != capacity:
+            self._arrival = torch.zeros(capacity, dtype=torch.int64, device=self.device)
+            self.version += 1
+        self._arrival.copy_(stage.arrival(capacity))
+        self.stage.fill_(stage.index)
+        return self._arrival
 
     def weights(self, values: Mapping[str, float]) -> dict[str, Tensor]:
         """The loss weights of a phase, by name, ()."""

@@ -39,12 +39,14 @@ def sweep(
     pool, room, counter = space.pool(stage), space.plan(full + 1, size), space.counter
     room.load(_plan(engine, learner, stage, rows, size))
     learner.network.train()
+    arrival = space.arrival(stage, learner.network.head.capacity)
 
     def take(size: int, totals: list[Tensor]) -> list[Tensor]:
         images = forward.images(pool, room, counter, size)
         output = forward.student(images, train_backbone=True)
         picked = room.rows.index_select(0, counter)[0, :size]
-        sums = visit(Step(pool.labels[picked], pool.exemplar[picked], output, None, {}, learner.buffers))
+        labels, exemplar = pool.labels[picked], pool.exemplar[picked]
+        sums = visit(Step(labels, exemplar, output, None, {}, learner.buffers, arrival, space.stage))
         if not totals:
             totals += [torch.zeros_like(value) for value in sums]
         for total, value in zip(totals, sums, strict=True):

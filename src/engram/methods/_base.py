@@ -25,7 +25,8 @@ Terms = dict[str, Tensor]
 class Training:
     """How one phase trains: SGD with momentum over so many epochs.
 
-    clip: each gradient is clamped element-wise to [-clip, clip]. schedule "cosine" falls to 0 over the phase.
+    clip: each gradient is clamped element-wise to [-clip, clip]. schedule "cosine" falls to 0 over the phase; "steps"
+    multiplies by `factor` at each of the milestones, which are shares of the phase (0.5: after half of its epochs).
     remainder: what is left of an epoch after the full batches is dropped (a fresh permutation each epoch) or kept as a
     smaller batch. A phase with fewer images than batch_size trains on batches of what there is.
     """
@@ -33,7 +34,9 @@ class Training:
     epochs: int = 160
     batch_size: int = 128
     lr: float = 0.1
-    schedule: Literal["cosine", "constant"] = "cosine"
+    schedule: Literal["cosine", "constant", "steps"] = "cosine"
+    milestones: tuple[float, ...] = ()
+    factor: float = 0.1
     momentum: float = 0.9
     weight_decay: float = 5e-4
     clip: float | None = 5.0
@@ -49,9 +52,13 @@ class Training:
         ):
             if getattr(self, name) < least:
                 raise EngramError(f"{name} must be at least {least}, got {getattr(self, name)}")
-        for name, choices in (("schedule", ("cosine", "constant")), ("remainder", ("drop", "keep"))):
+        for name, choices in (("schedule", ("cosine", "constant", "steps")), ("remainder", ("drop", "keep"))):
             if getattr(self, name) not in choices:
                 raise EngramError(f"no {name} {getattr(self, name)!r}: {suggest(str(getattr(self, name)), choices)}")
+        if any(not 0 < share < 1 for share in self.milestones) or list(self.milestones) != sorted(self.milestones):
+            raise EngramError(f"milestones must be shares of the phase between 0 and 1 in order, got {self.milestones}")
+        if not 0 < self.factor <= 1:
+            raise EngramError(f"factor must be above 0 and at most 1, got {self.factor}")
         if self.clip is not None and self.clip <= 0:
             raise EngramError(f"clip must be above 0, or none, got {self.clip}")
 
@@ -68,6 +75,7 @@ class Step:
 
     labels: (B,). exemplar: (B,) bool, true for images out of the memory. teacher: None in phases without one.
     weights: the phase's loss weights by name, (). buffers: the method's tensors by name, as kept in the learner.
+    arrival: (K,), the stage that each class came with, NEVER where it has not come. stage: (), the stage at hand.
     """
 
     labels: Tensor
@@ -76,6 +84,22 @@ class Step:
     teacher: Output | None
     weights: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
+    arrival: Tensor | None = None
+    stage: Tensor | None = None
+
+    @property
+    def old(self) -> Tensor:
+        """(K,) bool, the columns of the classes that came before this stage."""
+        assert self.arrival is not None
+        assert self.stage is not None
+        return self.arrival < self.stage
+
+    @property
+    def new(self) -> Tensor:
+        """(K,) bool, the columns of this stage's new classes."""
+        assert self.arrival is not None
+        assert self.stage is not None
+        return self.arrival == self.stage
 
 
 @dataclass(frozen=True)
@@ -84,7 +108,9 @@ class Phase:
 
     rows gives the rows of the stage's pool to train on; it is asked when the phase starts, after the phases before.
     images is how many they will be, for plans made beforehand. loss returns named terms, whose sum is minimised.
-    train says which parts of the network move.
+    train says which parts of the network move. augment: whether images are cropped, mirrored and brightened at random,
+    or taken as they are. frozen: the network runs as in evaluation, with its running statistics; the backbone cannot
+    train then. after_step: changes the network's parameters in place after each update, as in a clamp.
     """
 
     name: str
@@ -95,6 +121,12 @@ class Phase:
     training: Training
     teacher: bool = False
     weights: Mapping[str, float] = field(default_factory=dict)
+    augment: bool = True
+    frozen: bool = False
+    after_step: Callable[[Network], None] | None = None
+
+    def __post_init__(self) -> None:
+        assert not (self.frozen and Part.BACKBONE in self.train), "a frozen network's backbone cannot train"
 
 
 class Passes(Protocol):

@@ -23,10 +23,11 @@ class Head(nn.Module, ABC):
     """What all heads share: the rows in use, their growth, and the scale that the loss sees the scores through.
 
     `class_parameters` names the parameters whose first dimension is the class; everything else in the head (the scale)
-    belongs to no class.
+    belongs to no class. `rectified`: it takes the mean of the last map's positive part for its embedding.
     """
 
     class_parameters: tuple[str, ...] = ("weight",)
+    rectified = False
     seen: Tensor
 
     def __init__(self, capacity: int, learned_scale: bool) -> None:
@@ -141,12 +142,21 @@ class CosineHead(Head):
 
 
 class LinearHead(Head):
-    """A weight and a bias a class."""
+    """A weight and a bias a class.
+
+    corrected: with an affine correction (factor, offset) of the scores of the classes in `corrected`; it is (1, 0) for
+    none of them at first.
+    """
 
     class_parameters = ("weight", "bias")
+    rectified = True
+    corrected: Tensor
 
-    def __init__(self, dim: int, capacity: int, bias: bool = True) -> None:
+    def __init__(self, dim: int, capacity: int, bias: bool = True, corrected: bool = False) -> None:
         super().__init__(capacity, learned_scale=False)
+        self.correction = nn.Parameter(torch.tensor([1.0, 0.0])) if corrected else None
+        if corrected:
+            self.register_buffer("corrected", torch.zeros(capacity, dtype=torch.bool))
         self.weight = nn.Parameter(torch.zeros(capacity, dim))
         if bias:
             self.bias = nn.Parameter(torch.zeros(capacity))
@@ -160,5 +170,24 @@ class LinearHead(Head):
         # He initialisation (fan-in), as for the last layer of the networks it is compared with.
         return torch.randn(shape, generator=generator) * math.sqrt(2 / shape[-1])
 
+    def correct(self, labels: range) -> None:
+        """Starts a new correction, of these classes alone."""
+        assert self.correction is not None
+        with torch.no_grad():
+            self.correction.copy_(torch.tensor([1.0, 0.0]))
+            self.corrected.zero_()
+            self.corrected[labels.start : labels.stop] = True
+
+    def reserve(self, capacity: int) -> None:
+        if self.correction is not None and capacity > self.capacity:
+            corrected = torch.zeros(capacity, dtype=torch.bool, device=self.corrected.device)
+            corrected[: len(self.corrected)] = self.corrected
+            self.corrected = corrected
+        super().reserve(capacity)
+
     def forward(self, embedding: Tensor) -> Tensor:
-        return F.linear(embedding, self.weight, self.bias)
+        scores = F.linear(embedding, self.weight, self.bias)
+        if self.correction is None:
+            return scores
+        factor, offset = self.correction
+        return torch.where(self.corrected, factor * scores + offset, scores)

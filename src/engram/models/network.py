@@ -20,6 +20,7 @@ class Part(enum.Flag):
     OLD_CLASSES = enum.auto()
     NEW_CLASSES = enum.auto()
     SCALE = enum.auto()
+    CORRECTION = enum.auto()
 
 
 class Output(NamedTuple):
@@ -59,7 +60,7 @@ class Network(nn.Module):
         # The head is small and its softmaxes are sensitive: always in float32.
         with torch.autocast(embedding.device.type, enabled=False):
             embedding = embedding.float()
-            scores = self.head(embedding)
+            scores = self.head(maps[-1].float().relu().mean(dim=(2, 3)) if self.head.rectified else embedding)
             # Masked after scaling: the gradient of the scale must not see infinity times zero.
             scale = scores.new_ones(()) if self.head.scale is None else self.head.scale
             logits = (scale * scores).masked_fill(~self.head.seen, -torch.inf)
@@ -80,6 +81,8 @@ class Network(nn.Module):
             if name in rows_by_name:
                 mask[:num_old] = float(Part.OLD_CLASSES in parts)
                 mask[num_old : self.head.num_classes] = float(Part.NEW_CLASSES in parts)
+            elif name == "head.correction":
+                mask.fill_(float(Part.CORRECTION in parts))
             elif name.startswith("head."):
                 mask.fill_(float(Part.SCALE in parts))
             else:
