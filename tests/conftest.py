@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import numpy as np
 import pytest
 import torch
@@ -48,11 +50,14 @@ def make_config(method: str = "afc", **changes: object) -> RunConfig:
         backbone="resnet10",
         augmentation=Augmentation(pad=1),
         device="cpu",
-    ).with_settings(
-        proxies=3,
-        train=Training(epochs=3, batch_size=8, lr=0.05, remainder="keep"),
-        finetune=Training(epochs=2, batch_size=8, lr=0.02, schedule="constant"),
     )
+    settings = {
+        "proxies": 3,
+        "train": Training(epochs=3, batch_size=8, lr=0.05, remainder="keep"),
+        "finetune": Training(epochs=2, batch_size=8, lr=0.02, schedule="constant"),
+    }
+    known = {field.name for field in fields(config.settings)}
+    config = config.with_settings(**{name: value for name, value in settings.items() if name in known})
     for path, value in changes.items():
         config = config.with_value(path.replace("__", "."), value)
     return config

@@ -1,0 +1,62 @@
+"""UCIR: a unified classifier by rebalancing (Hou, Pan, Loy, Wang, Lin, CVPR 2019), also known as LUCIR.
+
+With few exemplars and many new images, the new classes' weights grow longer, old embeddings drift towards them, and
+old images are taken for new ones. Three answers: cosines instead of products, so that length does not count; the
+embedding must keep its direction under the old model; and an old image must be nearer to its own class than to the
+most alike of the new ones, by a margin.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import final
+
+from engram.data.stage import Stage
+from engram.errors import EngramError
+from engram.learner import Learner
+from engram.methods._base import Passes, Phase, Step, Terms, register
+from engram.methods.cosine import CosineMethod, CosineSettings, cosine_phases, cross_entropy, old_weight
+from engram.methods.cosine_losses import cosine_distance, ranking
+from engram.methods.host import AFTER_BASE
+
+
+@dataclass(frozen=True)
+class UCIRSettings(CosineSettings):
+    """UCIR's settings beside the host's; the defaults are those of CIFAR-100.
+
+    lambda_embedding: weight of the embedding's direction, before sqrt(n_old / m). lambda_ranking, margin, rivals: of
+    the ranking of old classes above new ones; the margin is in cosines, the rivals are K.
+    """
+
+    lambda_embedding: float = field(default=5.0, metadata=AFTER_BASE)
+    lambda_ranking: float = field(default=1.0, metadata=AFTER_BASE)
+    margin: float = field(default=0.5, metadata=AFTER_BASE)
+    rivals: int = field(default=2, metadata=AFTER_BASE)
+
+    def __post_init__(self) -> None:
+        for name in ("lambda_embedding", "lambda_ranking", "margin"):
+            if getattr(self, name) < 0:
+                raise EngramError(f"{name} must be 0 or more, got {getattr(self, name)}")
+        if self.rivals < 1:
+            raise EngramError(f"an old image needs at least 1 rival, got {self.rivals}")
+
+
+@final
+@register("ucir", settings=UCIRSettings, title="Unified classifier by rebalancing", paper="Hou et al., CVPR 2019")
+class UCIR(CosineMethod[UCIRSettings]):
+    """Keeps the direction of embeddings, and old images nearer to their class than to the new ones."""
+
+    def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
+        weights = {"embedding": old_weight(self.settings.lambda_embedding, stage)}
+        return cosine_phases(self.settings, stage, self.loss, weights)
+
+    def loss(self, step: Step) -> Terms:
+        """Eq. 10 of the paper: cross-entropy, less-forget constraint, inter-class separation."""
+        assert step.teacher is not None
+        student, settings = step.student, self.settings
+        apart = ranking(student.scores, step.labels, step.old, step.new, settings.rivals, settings.margin)
+        return {
+            "classification": cross_entropy(step),
+            "embedding": step.weights["embedding"] * cosine_distance(student.embedding, step.teacher.embedding),
+            "ranking": settings.lambda_ranking * apart,
+        }
