@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -60,6 +60,8 @@ def tiny_config(
     info = find_method(method)
     train = Training(epochs=epochs, batch_size=batch_size, lr=0.05, remainder="keep")
     settings = {"train": train, "finetune": replace(train, epochs=finetune, schedule="constant")}
+    known = {field.name for field in fields(info.settings)}
+    settings = {name: value for name, value in settings.items() if name in known}
     config = RunConfig(
         method=method,
         settings=info.settings(**settings),
