@@ -22,7 +22,7 @@ from engram.data.samples import Samples
 from engram.data.stage import Stage
 from engram.data.store import ImageStore
 from engram.engine import Engine
-from engram.methods import Phase, Settings, Step, Training, find_method
+from engram.methods import Phase, Step, Training, find_method
 from engram.methods.exemplars import choose_exemplars, class_means
 from engram.models.network import Network, Output
 from engram.session import Session
@@ -53,11 +53,6 @@ def toy_store(
     return ImageStore.from_arrays(images(per_class), train, images(test_per_class), test, class_names=names, name="toy")
 
 
-def having(settings: type[Settings], values: dict[str, Any]) -> dict[str, Any]:
-    """Those of the values that these settings have a field for."""
-    return {name: value for name, value in values.items() if name in {each.name for each in fields(settings)}}
-
-
 def tiny_config(
     method: str = "afc", *, epochs: int = 2, finetune: int = 1, batch_size: int = 8, **changes: Any
 ) -> RunConfig:
@@ -65,9 +60,11 @@ def tiny_config(
     info = find_method(method)
     train = Training(epochs=epochs, batch_size=batch_size, lr=0.05, remainder="keep")
     settings = {"train": train, "finetune": replace(train, epochs=finetune, schedule="constant")}
+    known = {field.name for field in fields(info.settings)}
+    settings = {name: value for name, value in settings.items() if name in known}
     config = RunConfig(
         method=method,
-        settings=info.settings(**having(info.settings, settings)),
+        settings=info.settings(**settings),
         base=2,
         increment=2,
         order="natural",

@@ -17,11 +17,12 @@ from engram.events import EpochFinished, RunFinished, StageFinished, StageStarte
 from engram.methods import METHODS, Method, Step, Training, find_method
 from engram.runner import run
 from engram.session import Session
-from helpers import having, parameters_of, tiny_config, tiny_session, toy_store
+from helpers import parameters_of, tiny_config, tiny_session, toy_store
 
 # Beyond what every tiny run has; a method that needs nothing more is not listed.
 SETTINGS: dict[str, dict[str, Any]] = {
     "afc": {"importance_samples": 20},
+    "icarl": {"train__lr": 1.0},
 }
 
 
@@ -236,8 +237,11 @@ def test_planned_phases_are_those_that_run(method: str) -> None:
 
 @methods
 def test_no_epochs_still_ends_in_a_result(method: str) -> None:
-    settings = {"train": Training(epochs=0), "finetune": Training(epochs=0)}
-    config = tiny_config(method).with_settings(**having(find_method(method).settings, settings))
+    config = tiny_config(method)
+    settings = {
+        name: Training(epochs=0) for name, value in vars(config.settings).items() if isinstance(value, Training)
+    }
+    config = config.with_settings(**settings)
     events = list(run(config, toy_store(num_classes=4)))
     assert isinstance(events[-1], RunFinished)
     assert len(events[-1].result["stages"]) == 2

@@ -157,7 +157,10 @@ SettingsT = TypeVar("SettingsT", bound=Settings)
 
 
 class Method(ABC, Generic[SettingsT]):
-    """What a method says of itself. Subclasses are final."""
+    """What a method says of itself. Subclasses are final.
+
+    predictors: how it predicts; the first is the one its recipes report.
+    """
 
     predictors: tuple[str, ...] = ("cnn", "nme")
 

@@ -6,7 +6,6 @@ A name is method, data set, base classes and the number of stages after the base
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,7 +15,7 @@ from engram.data.augment import Augmentation
 from engram.data.load import DataConfig
 from engram.data.memory import MemoryConfig
 from engram.errors import EngramError, suggest
-from engram.methods import METHODS, MethodInfo, Training
+from engram.methods import METHODS, MethodInfo
 
 CIFAR100_STAGES = {50: 1, 25: 2, 10: 5, 5: 10}
 MINI_STAGES = {10: 1, 5: 2}
@@ -31,6 +30,7 @@ def cifar100(method: MethodInfo, stages: int) -> RunConfig:
         base=50,
         increment=CIFAR100_STAGES[stages],
         memory=_memory(method, 20),
+        predictor=method.predictors[0],
     )
 
 
@@ -45,20 +45,23 @@ def mini(method: MethodInfo, stages: int) -> RunConfig:
         memory=_memory(method, 5),
         backbone="resnet10",
         augmentation=Augmentation(pad=2),
+        predictor=method.predictors[0],
     )
-    train = Training(epochs=16, batch_size=64, remainder="keep")
-    finetune = Training(epochs=10, batch_size=64, lr=0.05, schedule="constant", remainder="keep")
-    return _where_it_has_them(config, train=train, finetune=finetune)
+    config = _where_it_has_it(config, "train", epochs=16, batch_size=64, remainder="keep")
+    return _where_it_has_it(config, "finetune", epochs=10, batch_size=64, remainder="keep")
 
 
 def folder(method: MethodInfo) -> RunConfig:
     """A folder of class folders: half of the classes first, then one at a time; 20 exemplars a class."""
     config = RunConfig(
-        method=method.name, settings=method.settings(), data=DataConfig("folder"), memory=_memory(method, 20)
+        method=method.name,
+        settings=method.settings(),
+        data=DataConfig("folder"),
+        memory=_memory(method, 20),
+        predictor=method.predictors[0],
     )
-    train = Training(epochs=60, remainder="keep")
-    finetune = Training(epochs=20, lr=0.05, schedule="constant", remainder="keep")
-    return _where_it_has_them(config, train=train, finetune=finetune)
+    config = _where_it_has_it(config, "train", epochs=60, remainder="keep")
+    return _where_it_has_it(config, "finetune", epochs=20, remainder="keep")
 
 
 def afc_nme(config: RunConfig) -> RunConfig:
@@ -70,10 +73,13 @@ def _memory(method: MethodInfo, per_class: int) -> MemoryConfig:
     return MemoryConfig(size=per_class) if method.memory == "needed" else MemoryConfig(budget=method.memory, size=0)
 
 
-def _where_it_has_them(config: RunConfig, **settings: Any) -> RunConfig:
-    """The configuration with these settings, as far as its method has settings of that name."""
-    known = {field.name for field in dataclasses.fields(config.settings)}
-    return config.with_settings(**{name: value for name, value in settings.items() if name in known})
+def _where_it_has_it(config: RunConfig, phase: str, **changes: Any) -> RunConfig:
+    """The configuration with a phase's training changed, if its method has settings for one of that name.
+
+    The rate and its schedule stay the method's own.
+    """
+    training = getattr(config.settings, phase, None)
+    return config if training is None else config.with_settings(**{phase: replace(training, **changes)})
 
 
 def _catalogue() -> dict[str, Callable[[], RunConfig]]:

@@ -1,0 +1,73 @@
+"""iCaRL: incremental classifier and representation learning (Rebuffi, Kolesnikov, Sperl, Lampert, CVPR 2017).
+
+Every class is a yes-or-no question to its own sigmoid. The columns of old classes are asked to say what the previous
+model said, for new images and exemplars alike; those of new classes to say what the labels say. The network so trained
+is a representation: a class is predicted by the nearest mean of exemplars, which herding chose.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import final
+
+import torch
+from torch import Tensor
+
+from engram.data.stage import Stage
+from engram.learner import Learner
+from engram.methods._base import Passes, Phase, Settings, Step, Terms, Training, register
+from engram.methods.distillation import binary_cross_entropy
+from engram.methods.linear import LinearMethod, main_phase, seen_columns
+
+
+def icarl_training() -> Training:
+    """70 epochs, a fifth of the rate after 49 and 63. The rate is high because the loss is a mean over classes too."""
+    return Training(
+        70, lr=2.0, schedule="steps", milestones=(49 / 70, 63 / 70), factor=0.2, weight_decay=5e-5, clip=None
+    )
+
+
+@dataclass(frozen=True)
+class ICaRLSettings(Settings):
+    """iCaRL's settings; the defaults are those of CIFAR-100."""
+
+    train: Training = field(default_factory=icarl_training)
+
+
+@final
+@register(
+    "icarl",
+    settings=ICaRLSettings,
+    title="Incremental Classifier and Representation Learning",
+    paper="Rebuffi, Kolesnikov, Sperl, Lampert, CVPR 2017",
+)
+class ICaRL(LinearMethod[ICaRLSettings]):
+    """Distils the sigmoids of the old classes and predicts by the nearest mean of exemplars."""
+
+    predictors = ("nme", "cnn")
+
+    def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
+        return [main_phase(stage, self.settings.train, self.classify if stage.is_base else self.loss)]
+
+    def classify(self, step: Step) -> Terms:
+        """The base stage: binary cross-entropy with the labels, a mean over batch and classes."""
+        return {"classification": self._mean(step, _is_label(step), step.new)}
+
+    def loss(self, step: Step) -> Terms:
+        """One binary cross-entropy, told apart by where the targets come from: labels, or the previous model."""
+        assert step.teacher is not None
+        return {
+            "classification": self._mean(step, _is_label(step), step.new),
+            "distillation": self._mean(step, step.teacher.logits.sigmoid(), step.old),
+        }
+
+    def _mean(self, step: Step, targets: Tensor, columns: Tensor) -> Tensor:
+        """What these columns add to the mean over the batch and all classes seen."""
+        sums = binary_cross_entropy(step.student.logits, targets, columns)
+        return (sums / seen_columns(step).sum()).mean()
+
+
+def _is_label(step: Step) -> Tensor:
+    """(B, K), 1 at each sample's label and 0 elsewhere."""
+    columns = torch.arange(step.student.logits.shape[1], device=step.labels.device)
+    return (step.labels[:, None] == columns).to(step.student.logits.dtype)

@@ -1,0 +1,71 @@
+"""What the methods with a linear head do beside their losses: what moves, what is held back, what is written after."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from engram.config import RunConfig
+from engram.engine.plan import learning_rates
+from engram.methods import METHODS, Training, find_method
+from engram.recipes import recipe
+from engram.session import Session
+from helpers import learn_stage, tiny_config, tiny_session, toy_store, train_phase
+
+FAMILY = ["icarl"]
+OTHER: dict[str, Any] = {}  # another value for every setting of one of them that is not a training
+
+
+def test_icarl_trains_by_its_own_schedule() -> None:
+    config = recipe("icarl-cifar100-b50-s10")
+    assert config.predictor == "nme"
+    training = config.settings.train  # pyright: ignore[reportAttributeAccessIssue]
+    rates = learning_rates(training, 1)
+    assert [round(float(rates[epoch]), 4) for epoch in (0, 48, 49, 62, 63, 69)] == [2.0, 2.0, 0.4, 0.4, 0.08, 0.08]
+
+
+@pytest.mark.parametrize("method", FAMILY)
+def test_it_learns_one_class_at_a_time(method: str) -> None:
+    session = tiny_session(tiny_config(method, base=1, increment=1), toy_store(num_classes=3, per_class=8))
+    for index in range(3):
+        learn_stage(session, index)  # refuses a loss that is not finite
+    assert session.learner.num_classes == 3
+    assert all(value.isfinite().all() for value in session.learner.network.parameters())
+
+
+@pytest.mark.parametrize("method", FAMILY)
+def test_short_recipes_keep_the_methods_own_rate(method: str) -> None:
+    own = find_method(method).settings().train  # pyright: ignore[reportAttributeAccessIssue]
+    for name, epochs in ((f"{method}-mini-b10-s5", 16), (f"{method}-folder", 60)):
+        train = recipe(name).settings.train  # pyright: ignore[reportAttributeAccessIssue]
+        assert (train.epochs, train.lr, train.milestones) == (epochs, own.lr, own.milestones)
+
+
+def trained_base(config: RunConfig) -> torch.Tensor:
+    session = tiny_session(config)
+    stage = session.stage(0)
+    session.method.grow(session.learner, stage, session.engine)
+    for number, phase in enumerate(session.method.phases(session.learner, stage, session.engine)):
+        train_phase(session, stage, phase, number)
+    return torch.cat([value.float().flatten() for value in session.learner.network.state_dict().values()])
+
+
+def key(config: RunConfig) -> str | None:
+    return Session(config, toy_store()).base_key()
+
+
+@pytest.mark.parametrize("method", FAMILY)
+def test_every_setting_is_in_the_base_key_or_plays_no_part(method: str) -> None:
+    """The guard against stale entries: what is left out of the key must not change the trained base by one bit."""
+    config = tiny_config(method)
+    if key(config) is None:
+        pytest.skip(f"{method} does not share its base stage")
+    for name, value in vars(config.settings).items():
+        other = dataclasses.replace(value, epochs=1, lr=0.02) if isinstance(value, Training) else OTHER[name]
+        changed = config.with_value(f"settings.{name}", other)
+        if key(changed) == key(config):
+            assert torch.equal(trained_base(changed), trained_base(config)), name
+    assert key(config) not in [key(tiny_config(each)) for each in METHODS if each != method]
