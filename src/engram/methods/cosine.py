@@ -50,7 +50,7 @@ def classify(step: Step) -> Terms:
 
 
 def old_weight(factor: float, stage: Stage) -> float:
-    """factor * sqrt(n_old / m): the more old classes a new one comes upon, the more holds them (UCIR, section 3.2)."""
+    """factor * sqrt(n_old / m): the more old classes a new one comes upon, the more holds them."""
     return factor * math.sqrt(stage.num_old / stage.num_new)
 
 

@@ -51,7 +51,7 @@ class UCIR(CosineMethod[UCIRSettings]):
         return cosine_phases(self.settings, stage, self.loss, weights)
 
     def loss(self, step: Step) -> Terms:
-        """Eq. 10 of the paper: cross-entropy, less-forget constraint, inter-class separation."""
+        """The paper's three terms: cross-entropy, less-forget constraint, inter-class separation."""
         assert step.teacher is not None
         student, settings = step.student, self.settings
         apart = ranking(student.scores, step.labels, step.old, step.new, settings.rivals, settings.margin)

@@ -1,0 +1,111 @@
+"""LwM: learning without memorizing (Dhar, Singh, Peng, Wu, Chellappa, CVPR 2019).
+
+No image of an old class is kept. Beside the old classes' scores, as in LwF, the student must keep looking at the same
+places: for the old class that the teacher sees most of in an image, the two models' attention maps are to agree.
+Attention is GradCAM's: the last activations, each channel weighted by the gradient of the class's score.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engram.data.stage import Stage
+from engram.errors import EngramError
+from engram.learner import Learner
+from engram.methods._base import Passes, Phase, Settings, Step, Terms, Training, register
+from engram.methods.distillation import cross_entropy, distillation
+from engram.methods.host import AFTER_BASE
+from engram.methods.linear import LinearMethod, check_temperature, main_phase
+from engram.models.heads import LinearHead
+from engram.models.network import Part
+
+ROWS = "head.rows"
+
+
+@dataclass(frozen=True)
+class LwMSettings(Settings):
+    """LwM's settings; the schedule is the one in use for LwF on CIFAR-100.
+
+    lambda_distillation, lambda_attention: the paper's beta and gamma.
+    """
+
+    lambda_distillation: float = field(default=1.0, metadata=AFTER_BASE)
+    lambda_attention: float = field(default=1.0, metadata=AFTER_BASE)
+    temperature: float = field(default=2.0, metadata=AFTER_BASE)
+    train: Training = field(
+        default_factory=lambda: Training(
+            250, schedule="steps", milestones=(0.24, 0.48, 0.72, 0.88), factor=0.1, weight_decay=2e-4, clip=None
+        )
+    )
+
+    def __post_init__(self) -> None:
+        check_temperature(self.temperature)
+        for name in ("lambda_distillation", "lambda_attention"):
+            if getattr(self, name) < 0:
+                raise EngramError(f"{name} must be 0 or more, got {getattr(self, name)}")
+
+
+def attention(maps: Tensor, weights: Tensor) -> Tensor:
+    """Where a class is seen in each image, (B, H W) of length 1, from maps (B, C, H, W) and the class's row (B, C).
+
+    The head is linear in the mean of the map's positive part, so the gradient of a class's score there is its row, the
+    same at every pixel up to a factor that the length takes away.
+    """
+    seen = (F.relu(maps.float()) * weights[:, :, None, None]).sum(dim=1)
+    return F.normalize(F.relu(seen).flatten(1), dim=1)
+
+
+def attention_distance(ours: Tensor, theirs: Tensor, weights: Tensor) -> Tensor:
+    """The L1 distance of two models' attention, averaged over the batch; only our map (B, C, H, W) gets a gradient."""
+    return (attention(ours, weights) - attention(theirs.detach(), weights)).abs().sum(dim=1).mean()
+
+
+@final
+@register(
+    "lwm", settings=LwMSettings, title="Learning without memorizing", paper="Dhar et al., CVPR 2019", memory="none"
+)
+class LwM(LinearMethod[LwMSettings]):
+    """Distils the old classes' scores and where the teacher looks; keeps no images."""
+
+    predictors = ("cnn",)
+
+    def grow(self, learner: Learner, stage: Stage, passes: Passes) -> None:
+        super().grow(learner, stage, passes)
+        if stage.is_base:
+            return
+        if stage.num_new == 1 and 1 not in stage.sizes[1:-1]:  # said once
+            learner.notes.append(
+                f"stage {stage.index} has one new class, and lwm, without a memory, only tells new classes apart from "
+                "each other: such a class is not learned; bring two or more at a time"
+            )
+        head = learner.network.head
+        assert isinstance(head, LinearHead)
+        learner.store(ROWS, head.weight)  # those of old classes stay so for the stage, in student and teacher
+
+    def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
+        # The old rows have no image to learn from: only the distillation would move them.
+        parts = Part.BACKBONE | Part.NEW_CLASSES
+        loss = self.classify if stage.is_base else self.loss
+        return [main_phase(stage, self.settings.train, loss, train=parts)]
+
+    def classify(self, step: Step) -> Terms:
+        """Cross-entropy over the new classes alone."""
+        return {"classification": cross_entropy(step.student.logits, step.labels, step.new).mean()}
+
+    def loss(self, step: Step) -> Terms:
+        """Classification, distillation of the old scores, and of attention to the top old class."""
+        assert step.teacher is not None
+        settings, student, teacher = self.settings, step.student, step.teacher
+        top = teacher.scores.masked_fill(~step.old, -torch.inf).argmax(dim=1)
+        distilled = distillation(student.logits, teacher.logits, step.old, settings.temperature).mean()
+        looked = attention_distance(student.maps[-1], teacher.maps[-1], step.buffers[ROWS][top])
+        return {
+            **self.classify(step),
+            "distillation": settings.lambda_distillation * distilled,
+            "attention": settings.lambda_attention * looked,
+        }
