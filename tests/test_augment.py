@@ -258,6 +258,18 @@ def test_the_steps_schedule_falls_at_the_milestones_whatever_the_epochs() -> Non
     assert learning_rates(none, 2).tolist() == pytest.approx([0.4] * 20)
 
 
+def test_the_restarts_schedule_starts_again_for_twice_as_long_each_time() -> None:
+    training = Training(epochs=16, lr=0.05, schedule="restarts", factor=0.01)
+    expected = [0.005]
+    for length in (1, 2, 4, 8):
+        expected += [0.0005 + 0.0495 * (1 + math.cos(math.pi * at / length)) / 2 for at in range(length)]
+    assert learning_rates(training, 1).tolist() == pytest.approx(expected)
+    by_step = learning_rates(training, 3)
+    assert by_step.tolist() == pytest.approx([rate for rate in expected for _ in range(3)])
+    assert by_step.dtype == torch.float32
+    assert learning_rates(replace(training, epochs=0), 3).tolist() == []
+
+
 def test_images_that_are_not_augmented_come_as_they_are() -> None:
     augmentation = Augmentation(pad=2, brightness=0.2)
     images = torch.randint(256, (5, 6, 7, 3), dtype=torch.uint8)
@@ -267,7 +279,7 @@ def test_images_that_are_not_augmented_come_as_they_are() -> None:
     torch.testing.assert_close(batch, to_unit(images[rows]))
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "constant", "steps"])
+@pytest.mark.parametrize("schedule", ["cosine", "constant", "steps", "restarts"])
 def test_the_plans_of_the_epochs_hold_the_schedule_in_order(schedule: Literal["cosine", "constant"]) -> None:
     training = Training(epochs=4, batch_size=3, schedule=schedule, remainder="keep")
     rows = torch.arange(10)

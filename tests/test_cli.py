@@ -471,6 +471,15 @@ def test_run_prints_stages_and_summary_and_says_what_is_next(engram: Engram, pho
     assert "increment=2" in result["recipe"]
 
 
+@pytest.mark.parametrize(("method", "phases"), [("ucir", {"train"}), ("gdumb", {"train", "rehearse"})])
+def test_the_batch_size_is_that_of_the_phases_a_method_has(engram: Engram, method: str, phases: set[str]) -> None:
+    outcome = engram("run", f"{method}-mini-b10-s5", "--batch-size", "9", "--dry-run", "--json")
+    assert outcome.status == 0
+    settings = json.loads(outcome.out)["config"]["settings"]
+    sizes = {name: value["batch_size"] for name, value in settings.items() if isinstance(value, dict)}
+    assert sizes == dict.fromkeys(phases, 9)
+
+
 def test_flags_reach_the_configuration(engram: Engram, photos: Path) -> None:
     outcome = engram(
         *("run", "afc-folder", "--data", photos, "--dry-run", "--json", "--base", "4", "--increment", "2"),

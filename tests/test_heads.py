@@ -16,7 +16,7 @@ from engram.learner import Learner
 from engram.methods import Phase, Training
 from engram.methods.host import Classify, HostSettings
 from engram.methods.losses import nca_paper, nca_released
-from engram.models.heads import CosineHead, Head, LinearHead, LSCHead
+from engram.models.heads import CosineHead, Head, LinearHead, LSCHead, NormalisedHead
 from engram.models.network import Network, Part
 from engram.models.resnet import Group, ResNet
 from helpers import (
@@ -32,6 +32,7 @@ from helpers import (
 
 HEADS: dict[str, Callable[[int, int], Head]] = {
     "linear": LinearHead,
+    "normalised": NormalisedHead,
     "linear without bias": lambda dim, capacity: LinearHead(dim, capacity, bias=False),
     "cosine": CosineHead,
     "lsc": lambda dim, capacity: LSCHead(dim, capacity, proxies=4),

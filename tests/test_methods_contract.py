@@ -22,6 +22,7 @@ from helpers import parameters_of, tiny_config, tiny_session, toy_store
 # Beyond what every tiny run has; a method that needs nothing more is not listed.
 SETTINGS: dict[str, dict[str, Any]] = {
     "afc": {"importance_samples": 20},
+    "gdumb": {"rehearse": Training(epochs=12, batch_size=4, lr=0.05, remainder="keep")},
     "icarl": {"train__lr": 1.0},
 }
 

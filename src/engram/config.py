@@ -161,6 +161,9 @@ class RunConfig:
         train, finetune = getattr(self.settings, "train", None), getattr(self.settings, "finetune", None)
         if train is None:
             return "-"
+        rehearse = getattr(self.settings, "rehearse", None)
+        if rehearse is not None:
+            return f"{train.epochs} for the base, {rehearse.epochs} on the memory for each stage after it"
         text = f"{train.epochs} a stage"
         if finetune is not None and finetune.epochs and find_method(self.method).memory == "needed":
             text += f", {finetune.epochs} of balanced fine-tuning"

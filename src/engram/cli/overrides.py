@@ -161,6 +161,7 @@ def _with_training(config: RunConfig, flags: TrainingFlags) -> RunConfig:
         ("--finetune-epochs", "finetune.epochs", flags.finetune_epochs),
         ("--batch-size", "train.batch_size", flags.batch_size),
         ("--batch-size", "finetune.batch_size", flags.batch_size),
+        ("--batch-size", "rehearse.batch_size", flags.batch_size),
         ("--lr", "train.lr", flags.lr),
         ("--variant", "variant", flags.variant),
         ("--lambda-disc", "lambda_disc", flags.lambda_disc),
@@ -168,6 +169,8 @@ def _with_training(config: RunConfig, flags: TrainingFlags) -> RunConfig:
         if value is None:
             continue
         if not hasattr(config.settings, path.partition(".")[0]):
+            if path in ("finetune.batch_size", "rehearse.batch_size"):
+                continue  # a phase that not every method has
             raise EngramError(f"{flag} is not a setting of {config.method}; leave it out or choose another recipe")
         config = config.with_value(f"settings.{path}", value)
     changes = {name: getattr(flags, name) for name in ("seed", "backbone", "device", "precision")}

@@ -102,4 +102,11 @@ def learning_rates(training: Training, steps_per_epoch: int) -> Tensor:
         begun = torch.arange(total) // max(1, steps_per_epoch)
         passed = sum((begun >= share * training.epochs).long() for share in training.milestones)
         return training.lr * training.factor ** (passed + torch.zeros(total))
+    if training.schedule == "restarts":
+        begun = torch.arange(total) // max(1, steps_per_epoch)
+        # The cycle of 2^c epochs begins with epoch 2^c; epoch 0 comes before them all.
+        start = 2 ** begun.clamp(min=1).double().log2().floor()
+        falling = 0.5 * (1 + torch.cos(math.pi * (begun - start) / start))
+        share = training.factor + (1 - training.factor) * falling
+        return (training.lr * torch.where(begun == 0, 0.1, share)).float()
     return training.lr * 0.5 * (1 + torch.cos(math.pi * torch.arange(total) / total))

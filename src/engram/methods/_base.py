@@ -12,6 +12,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from torch import Tensor
 
+from engram.data.selection import Selection
 from engram.data.stage import Stage
 from engram.errors import EngramError, suggest
 from engram.learner import Learner
@@ -26,7 +27,9 @@ class Training:
     """How one phase trains: SGD with momentum over so many epochs.
 
     clip: each gradient is clamped element-wise to [-clip, clip]. schedule "cosine" falls to 0 over the phase; "steps"
-    multiplies by `factor` at each of the milestones, which are shares of the phase (0.5: after half of its epochs).
+    multiplies by `factor` at each of the milestones, which are shares of the phase (0.5: after half of its epochs);
+    "restarts" has a tenth of the rate for one epoch and then, epoch by epoch, cosines from the rate down to `factor` of
+    it, over 1, 2, 4, 8 ... epochs (so that it ends low after 16, 32, 64 ...).
     remainder: what is left of an epoch after the full batches is dropped (a fresh permutation each epoch) or kept as a
     smaller batch. A phase with fewer images than batch_size trains on batches of what there is.
     """
@@ -34,7 +37,7 @@ class Training:
     epochs: int = 160
     batch_size: int = 128
     lr: float = 0.1
-    schedule: Literal["cosine", "constant", "steps"] = "cosine"
+    schedule: Literal["cosine", "constant", "steps", "restarts"] = "cosine"
     milestones: tuple[float, ...] = ()
     factor: float = 0.1
     momentum: float = 0.9
@@ -52,7 +55,8 @@ class Training:
         ):
             if getattr(self, name) < least:
                 raise EngramError(f"{name} must be at least {least}, got {getattr(self, name)}")
-        for name, choices in (("schedule", ("cosine", "constant", "steps")), ("remainder", ("drop", "keep"))):
+        schedules = ("cosine", "constant", "steps", "restarts")
+        for name, choices in (("schedule", schedules), ("remainder", ("drop", "keep"))):
             if getattr(self, name) not in choices:
                 raise EngramError(f"no {name} {getattr(self, name)!r}: {suggest(str(getattr(self, name)), choices)}")
         if any(not 0 < share < 1 for share in self.milestones) or list(self.milestones) != sorted(self.milestones):
@@ -201,6 +205,7 @@ class MethodInfo:
     predictors: tuple[str, ...]
     settings: type[Settings]
     make: Callable[..., Method]
+    selection: Selection = "herding"
 
 
 METHODS: dict[str, MethodInfo] = {}
@@ -215,16 +220,18 @@ def register(
     title: str,
     paper: str = "",
     memory: Literal["needed", "none", "all"] = "needed",
+    selection: Selection = "herding",
 ) -> Callable[[type[MethodT]], type[MethodT]]:
     """A class decorator that makes a method known by name.
 
-    memory says what the method is defined with: a budget of exemplars, none, or every image.
+    memory says what the method is defined with: a budget of exemplars, none, or every image; selection, how its recipes
+    choose them.
     """
 
     def decorate(cls: type[MethodT]) -> type[MethodT]:
         if name in METHODS:
             raise EngramError(f"a method named {name!r} is registered already ({METHODS[name].make.__qualname__})")
-        METHODS[name] = MethodInfo(name, title, paper, memory, cls.predictors, settings, cls)
+        METHODS[name] = MethodInfo(name, title, paper, memory, cls.predictors, settings, cls, selection)
         return cls
 
     return decorate

@@ -47,3 +47,10 @@ def class_means(learner: Learner, passes: Passes) -> Tensor | None:
     totals = torch.zeros(learner.num_classes, unit.shape[1], device=unit.device).index_add_(0, labels, unit)
     # The mean's length does not matter once it is brought to 1.
     return F.normalize(totals, dim=1)
+
+
+def balanced_rows(learner: Learner, stage: Stage, passes: Passes) -> Tensor:
+    """Rows of the pool: as many of each class as the memory keeps, the new classes' chosen by the model as it is."""
+    quota = learner.memory.config.per_class(stage.num_seen)
+    old = [stage.rows_of(label)[:quota] for label in range(stage.num_old)]
+    return torch.cat([*old, *choose_exemplars(learner, stage, passes).values()])

@@ -191,3 +191,45 @@ class LinearHead(Head):
             return scores
         factor, offset = self.correction
         return torch.where(self.corrected, factor * scores + offset, scores)
+
+
+class NormalisedHead(Head):
+    """A weight a class, and a batch norm over the scores: each class's have mean 0 and variance 1 in a batch.
+
+    gain, shift: what the norm does after that. mean, variance: the running ones, for evaluation.
+    """
+
+    class_parameters = ("weight", "gain", "shift")
+    rectified = True
+    mean: Tensor
+    variance: Tensor
+
+    def __init__(self, dim: int, capacity: int) -> None:
+        super().__init__(capacity, learned_scale=False)
+        self.weight = nn.Parameter(torch.zeros(capacity, dim))
+        self.gain = nn.Parameter(torch.zeros(capacity))
+        self.shift = nn.Parameter(torch.zeros(capacity))
+        self.register_buffer("mean", torch.zeros(capacity))
+        self.register_buffer("variance", torch.ones(capacity))
+
+    def _fresh(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        if name == "weight":
+            return torch.randn(shape, generator=generator) / math.sqrt(shape[-1])
+        return torch.full(shape, float(name == "gain"))
+
+    def _randomise(self, labels: range, generator: torch.Generator) -> None:
+        super()._randomise(labels, generator)
+        self.mean[labels.start : labels.stop] = 0
+        self.variance[labels.start : labels.stop] = 1
+
+    def reserve(self, capacity: int) -> None:
+        room = max(0, capacity - self.capacity)
+        super().reserve(capacity)
+        if room:
+            self.mean, self.variance = F.pad(self.mean, (0, room)), F.pad(self.variance, (0, room), value=1)
+
+    def forward(self, embedding: Tensor) -> Tensor:
+        scores = F.linear(embedding, self.weight)
+        # One sample has no variance: it is taken by the running ones.
+        by_batch = self.training and len(scores) > 1
+        return F.batch_norm(scores, self.mean, self.variance, self.gain, self.shift, training=by_batch)

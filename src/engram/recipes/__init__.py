@@ -70,7 +70,9 @@ def afc_nme(config: RunConfig) -> RunConfig:
 
 
 def _memory(method: MethodInfo, per_class: int) -> MemoryConfig:
-    return MemoryConfig(size=per_class) if method.memory == "needed" else MemoryConfig(budget=method.memory, size=0)
+    if method.memory == "needed":
+        return MemoryConfig(size=per_class, selection=method.selection)
+    return MemoryConfig(budget=method.memory, size=0)
 
 
 def _where_it_has_it(config: RunConfig, phase: str, **changes: Any) -> RunConfig:

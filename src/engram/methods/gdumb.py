@@ -1,0 +1,85 @@
+"""GDumb: greedy sampler and dumb learner (Prabhu, Torr, Dokania, ECCV 2020).
+
+A question put to all other methods: what if nothing is learned from the stream but a balanced memory of it? At each
+stage the network goes back to what it was after the base stage, gets a new head for all classes seen, and is trained on
+the memory alone. There is no teacher and nothing else is carried from stage to stage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch.nn.functional as F
+
+from engram.data.stage import Stage
+from engram.learner import Learner
+from engram.methods._base import Method, Passes, Phase, Settings, Step, Terms, Training, register
+from engram.methods.exemplars import balanced_rows
+from engram.methods.host import AFTER_BASE
+from engram.models.heads import Head, NormalisedHead
+from engram.models.network import Part
+from engram.plain import to_plain
+from engram.random import generator
+
+KEPT = "base."
+
+
+def _training(epochs: int) -> Training:
+    """The paper's: batches of 16 and a rate that starts again and again, each time for twice as long."""
+    return Training(epochs, 16, lr=0.05, schedule="restarts", factor=0.01, weight_decay=1e-6, clip=None)
+
+
+@dataclass(frozen=True)
+class GDumbSettings(Settings):
+    """GDumb's settings; the defaults are those of CIFAR-100. train: the base stage. rehearse: each later one."""
+
+    train: Training = field(default_factory=lambda: _training(256))
+    rehearse: Training = field(default_factory=lambda: _training(32), metadata=AFTER_BASE)
+
+
+def classify(step: Step) -> Terms:
+    """Cross-entropy over all classes seen."""
+    return {"classification": F.cross_entropy(step.student.logits, step.labels)}
+
+
+@final
+@register(
+    "gdumb",
+    settings=GDumbSettings,
+    title="Greedy sampler, dumb learner",
+    paper="Prabhu, Torr, Dokania, ECCV 2020",
+    selection="random",
+)
+class GDumb(Method[GDumbSettings]):
+    """Trains on the memory alone, each time from the base stage's weights."""
+
+    def head(self, dim: int, capacity: int) -> Head:
+        return NormalisedHead(dim, capacity)
+
+    def base_key(self) -> dict[str, Any] | None:
+        return {"host": "gdumb", "train": to_plain(self.settings.train)}
+
+    def grow(self, learner: Learner, stage: Stage, passes: Passes) -> None:
+        network, fresh = learner.network, generator(learner.seed, "head", stage.index)
+        network.head.grow(stage.num_new, fresh)
+        if not stage.is_base:
+            kept = {name: learner.buffers[KEPT + name] for name in network.backbone.state_dict()}
+            network.backbone.load_state_dict(kept)
+            network.head.initialise(fresh)
+
+    def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
+        everything = Part.BACKBONE | Part.OLD_CLASSES | Part.NEW_CLASSES
+        if stage.is_base:
+            rows, count, training = lambda: stage.all_rows, len(stage.pool), self.settings.train
+        else:
+            quota = learner.memory.config.per_class(stage.num_seen)
+            rows, training = lambda: balanced_rows(learner, stage, passes), self.settings.rehearse
+            count = sum(len(stage.rows_of(label)[:quota]) for label in range(stage.num_seen))
+        return [Phase("main", count, rows, classify, everything, training)]
+
+    def finish(self, learner: Learner, stage: Stage, passes: Passes) -> None:
+        """Keeps the backbone that every later stage starts from."""
+        if stage.is_base:
+            for name, value in learner.network.backbone.state_dict().items():
+                learner.store(KEPT + name, value)
