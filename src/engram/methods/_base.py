@@ -15,6 +15,7 @@ from torch import Tensor
 from engram.data.stage import Stage
 from engram.errors import EngramError, suggest
 from engram.learner import Learner
+from engram.methods.exemplars import choose_exemplars
 from engram.models.heads import Head
 from engram.models.network import Network, Output, Part
 
@@ -188,6 +189,10 @@ class Method(ABC, Generic[SettingsT]):
 
     def finish(self, learner: Learner, stage: Stage, passes: Passes) -> None:
         """What the method computes for the next stage once this one is trained; nothing by default."""
+
+    def exemplars(self, learner: Learner, stage: Stage, passes: Passes) -> dict[int, Tensor]:
+        """Rows of the pool to keep of each new class, best first; by default as the memory's selection says."""
+        return choose_exemplars(learner, stage, passes)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,8 +11,10 @@ from torch import Tensor
 from engram.data.selection import SELECTORS
 from engram.data.stage import Stage
 from engram.learner import Learner
-from engram.methods._base import Passes
 from engram.random import generator
+
+if TYPE_CHECKING:
+    from engram.methods._base import Passes
 
 
 def choose_exemplars(learner: Learner, stage: Stage, passes: Passes) -> dict[int, Tensor]:
