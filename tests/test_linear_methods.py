@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from engram import resume, run
+from engram.checkpoint import load_checkpoint
 from engram.config import RunConfig
 from engram.engine.plan import learning_rates
 from engram.errors import EngramError
+from engram.events import Checkpointed, PhaseStarted
 from engram.methods import METHODS, Training, find_method
 from engram.recipes import recipe
 from engram.session import Session
 from helpers import learn_stage, tiny_config, tiny_session, toy_store, train_phase
 
-FAMILY = ["icarl", "wa", "lwf"]
+FAMILY = ["icarl", "wa", "lwf", "bic"]
+PHASES = [*((method, "main") for method in FAMILY), ("bic", "correct")]
 ROWS = ("head.weight", "head.bias")
 OTHER: dict[str, Any] = {
     "temperature": 3.0,
@@ -137,3 +142,33 @@ def test_settings_that_make_no_sense_are_refused(change: dict[str, float]) -> No
     (name,) = change
     with pytest.raises(EngramError, match=f"{name} must be"):
         tiny_config("lwf").with_settings(**change)
+
+
+@pytest.mark.parametrize(("method", "phase"), PHASES)
+def test_stopped_in_any_phase_it_resumes_exactly(method: str, phase: str, tmp_path: Path) -> None:
+    config = tiny_config(method, finetune=2)
+    if method == "bic":
+        config = config.with_settings(correction__epochs=4)
+    for _ in run(config, toy_store(), tmp_path / "whole"):
+        pass
+    steps, begun = 0, False
+
+    def stop() -> bool:
+        nonlocal steps
+        steps += begun
+        return steps == 2
+
+    events = []
+    for event in run(config, toy_store(), tmp_path / "stopped", stop=stop):
+        begun |= isinstance(event, PhaseStarted) and (event.stage, event.phase) == (1, phase)
+        events.append(event)
+    assert isinstance(events[-2], Checkpointed)
+    assert (events[-2].stage, events[-2].phase) == (1, phase)
+    for _ in resume(tmp_path / "stopped", toy_store()):
+        pass
+    whole, resumed = (
+        load_checkpoint(tmp_path / name / "checkpoint" / "state.safetensors").tensors for name in ("whole", "stopped")
+    )
+    assert whole.keys() == resumed.keys()
+    for name, value in whole.items():
+        assert torch.equal(value, resumed[name]), name
