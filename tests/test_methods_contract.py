@@ -14,10 +14,10 @@ from torch import Tensor
 import engram.runner
 from engram.data.store import ImageStore, Split
 from engram.events import EpochFinished, RunFinished, StageFinished, StageStarted
-from engram.methods import METHODS, Method, Step, Training, find_method
+from engram.methods import METHODS, Method, Phase, Step, Training, find_method
 from engram.runner import run
 from engram.session import Session
-from helpers import parameters_of, tiny_config, tiny_session, toy_store
+from helpers import learn_stage, parameters_of, tiny_config, tiny_session, toy_store
 
 # Beyond what every tiny run has; a method that needs nothing more is not listed.
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -209,6 +209,33 @@ def test_a_stage_smaller_than_a_batch_trains(method: str, remainder: str) -> Non
             pass
     assert sizes == [24, 24]
     assert not torch.equal(session.learner.network.backbone.conv.weight, before["backbone.conv.weight"])
+
+
+@methods
+def test_one_class_at_a_time_trains(method: str) -> None:
+    run_ = play(method, toy_store(num_classes=3), base=1, increment=1, epochs=1)
+    assert [stage["classes"] for stage in run_.result["stages"]] == [1, 2, 3]
+    for event in run_.events:
+        if isinstance(event, EpochFinished):
+            assert np.isfinite(list(event.terms.values())).all()
+
+
+@methods
+def test_one_loss_serves_every_stage(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step is recorded once: what changes from stage to stage is in its tensors, not in its loss."""
+    session = tiny_session(tiny_config(method, epochs=1).with_settings(**SETTINGS.get(method, {})))
+    describe = session.method.phases
+    seen: list[list[Any]] = []
+
+    def phases(*args: Any) -> list[Phase]:
+        described = describe(*args)
+        seen.append([(phase.loss, phase.train, phase.teacher, tuple(phase.weights)) for phase in described])
+        return described
+
+    monkeypatch.setattr(session.method, "phases", phases)
+    for index in range(3):
+        learn_stage(session, index)
+    assert seen[1] == seen[2]
 
 
 @methods
