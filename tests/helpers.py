@@ -185,6 +185,17 @@ def random_step(seed: int, batch: int = 5, classes: int = 6) -> RandomStep:
     )
 
 
+def numeric_gradient(function: Callable[[np.ndarray], float], at: np.ndarray, step: float = 1e-6) -> np.ndarray:
+    """Central differences of a function of one array."""
+    gradient = np.zeros_like(at)
+    for place in np.ndindex(at.shape):
+        up, down = at.copy(), at.copy()
+        up[place] += step
+        down[place] -= step
+        gradient[place] = (function(up) - function(down)) / (2 * step)
+    return gradient
+
+
 def slow_nca_released(scores: list[float], label: int) -> float:
     """s <- s - max(s); log(sum_{i != y} exp(s_i) + 1) - s_y."""
     top = max(scores)

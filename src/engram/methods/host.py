@@ -5,6 +5,7 @@ PODNet brought this host and AFC changed only what is distilled, so each method 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeVar
@@ -81,6 +82,13 @@ class HostSettings(Settings):
         return DIFFERENCES[difference][self.variant] if value is None else value
 
 
+def refuse_negative(settings: HostSettings, *names: str) -> None:
+    """Refuses weights that are below 0 or not a number."""
+    for name in names:
+        if not getattr(settings, name) >= 0:
+            raise EngramError(f"{name} must be 0 or more, got {getattr(settings, name)}")
+
+
 def host_base_key(settings: HostSettings) -> dict[str, Any]:
     """What determines the base stage of every method on this host: all settings but those marked AFTER_BASE."""
     later = {field.name for field in fields(settings) if field.metadata.get("after_base")}
@@ -101,6 +109,17 @@ def classification_loss(settings: HostSettings, step: Step) -> Tensor:
     if settings.reading("classification") == "released":
         return losses.nca_released(student.logits, step.labels)
     return losses.nca_paper(student.logits, step.labels, student.scale, settings.margin)
+
+
+def distilled(settings: HostSettings, step: Step, **distances: Tensor) -> Terms:
+    """The classification term, and each distance of student and teacher times the phase's weight of that name."""
+    weighted = {name: step.weights[name] * distance for name, distance in distances.items()}
+    return {"classification": classification_loss(settings, step).mean(), **weighted}
+
+
+def stage_weight(weight: float, stage: Stage) -> float:
+    """weight * sqrt(n / m): n classes seen, the m new ones included (AFC's eq. final_loss, and PODNet's)."""
+    return weight * math.sqrt(stage.num_seen / stage.num_new)
 
 
 @dataclass(frozen=True)
