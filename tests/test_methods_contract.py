@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 import engram.runner
+from engram.data.stage import Stage
 from engram.data.store import ImageStore, Split
 from engram.events import EpochFinished, RunFinished, StageFinished, StageStarted
 from engram.methods import METHODS, Method, Phase, Step, Training, find_method
@@ -247,16 +248,17 @@ def test_one_loss_serves_every_stage(method: str, monkeypatch: pytest.MonkeyPatc
     assert seen[1] == seen[2]
 
 
-def without_values(session: Session, phase: Phase) -> None:
+def without_values(session: Session, stage: Stage, phase: Phase) -> None:
     """Takes the phase's loss and its gradient over tensors that have a shape and no values."""
     learner = session.learner
+    where = (stage.arrival(learner.network.head.capacity), torch.tensor(stage.index))
     with FakeTensorMode(allow_non_fake_inputs=True):
         images, labels = torch.rand(8, 3, 8, 8), torch.zeros(8, dtype=torch.int64)
         student = learner.network(images)
         with torch.no_grad():
             teacher = learner.teacher(images) if phase.teacher else None
         weights = {name: torch.ones(()) for name in phase.weights}
-        terms = phase.loss(Step(labels, labels > 0, student, teacher, weights, learner.buffers))
+        terms = phase.loss(Step(labels, labels > 0, student, teacher, weights, learner.buffers, *where))
         parameters = [each for each in learner.network.parameters() if each.requires_grad]
         torch.autograd.grad(torch.stack(list(terms.values())).sum(), parameters, allow_unused=True)
 
@@ -270,7 +272,7 @@ def test_its_losses_look_at_no_value(method: str) -> None:
     session.method.grow(session.learner, stage, session.engine)
     session.learner.network.train()
     for phase in session.method.phases(session.learner, stage, session.engine):
-        without_values(session, phase)
+        without_values(session, stage, phase)
 
 
 @pytest.mark.parametrize("peek", [lambda term: term * float(term), lambda term: term[term > 0].sum()])
@@ -284,7 +286,7 @@ def test_a_loss_that_looks_at_a_value_is_found_out(peek: Any) -> None:
         return {name: peek(term) for name, term in main.loss(step).items()}
 
     with pytest.raises((DataDependentOutputException, DynamicOutputShapeException)):
-        without_values(session, replace(main, loss=loss))
+        without_values(session, stage, replace(main, loss=loss))
 
 
 @methods

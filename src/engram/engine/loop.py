@@ -72,6 +72,8 @@ class PhaseLoop:
         resume: PhaseState | None,
     ) -> None:
         self.phase = phase
+        if resume is None and phase.start is not None:
+            phase.start()
         self.rows = phase.rows() if resume is None else resume.rows
         if len(self.rows) == 0:
             raise EngramError(f"stage {stage.index} has no image to train on in its {phase.name} phase")

@@ -111,7 +111,8 @@ class Phase:
     images is how many they will be, for plans made beforehand. loss returns named terms, whose sum is minimised.
     train says which parts of the network move. augment: whether images are cropped, mirrored and brightened at random,
     or taken as they are. frozen: the network runs as in evaluation, with its running statistics; the backbone cannot
-    train then. after_step: changes the network's parameters in place after each update, as in a clamp.
+    train then. after_step: changes the network's parameters in place after each update, as in a clamp. start: what to do
+    to the learner when the phase starts, before rows is asked, and not again when it is resumed.
     """
 
     name: str
@@ -125,6 +126,7 @@ class Phase:
     augment: bool = True
     frozen: bool = False
     after_step: Callable[[Network], None] | None = None
+    start: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
         assert not (self.frozen and Part.BACKBONE in self.train), "a frozen network's backbone cannot train"

@@ -35,6 +35,19 @@ def choose_exemplars(learner: Learner, stage: Stage, passes: Passes) -> dict[int
     return chosen
 
 
+def balanced_rows(learner: Learner, stage: Stage, passes: Passes) -> Tensor:
+    """As many rows of each class as the memory keeps; the new classes' are chosen by the model as it is now."""
+    quota = learner.memory.config.per_class(stage.num_seen)
+    old = [stage.rows_of(label)[:quota] for label in range(stage.num_old)]
+    return torch.cat([*old, *choose_exemplars(learner, stage, passes).values()])
+
+
+def balanced_count(learner: Learner, stage: Stage) -> int:
+    """How many `balanced_rows` will be."""
+    quota = learner.memory.config.per_class(stage.num_seen)
+    return sum(len(stage.rows_of(label)[:quota]) for label in range(stage.num_seen))
+
+
 def class_means(learner: Learner, passes: Passes) -> Tensor | None:
     """The unit mean (K, D) of each class's unit embeddings, of its exemplars and of their mirror images.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -19,7 +20,7 @@ from engram.errors import EngramError, suggest
 from engram.learner import Learner
 from engram.methods import losses
 from engram.methods._base import Method, Passes, Phase, Settings, Step, Terms, Training
-from engram.methods.exemplars import choose_exemplars
+from engram.methods.exemplars import balanced_count, balanced_rows
 from engram.models.heads import Head, LSCHead, Similarity
 from engram.models.kmeans import kmeans
 from engram.models.network import Part
@@ -170,16 +171,8 @@ def balanced_phase(settings: HostSettings, learner: Learner, stage: Stage, passe
 
     The new classes' images are chosen by the model as it is when the phase starts.
     """
-
-    quota = learner.memory.config.per_class(stage.num_seen)
-
-    def rows() -> Tensor:
-        chosen = choose_exemplars(learner, stage, passes)
-        old = [stage.rows_of(label)[:quota] for label in range(stage.num_old)]
-        return torch.cat([*old, *chosen.values()])
-
-    images = sum(len(stage.rows_of(label)[:quota]) for label in range(stage.num_seen))
     parts = Part.OLD_CLASSES | Part.NEW_CLASSES
+    images, rows = balanced_count(learner, stage), partial(balanced_rows, learner, stage, passes)
     return Phase("balance", images, rows, Classify(settings), parts, settings.finetune)
 
 
