@@ -19,6 +19,7 @@ from engram.methods.distillation import (
     distillation,
     distillation_by_group,
 )
+from engram.methods.eeil import EEIL, EEILSettings
 from engram.methods.icarl import ICaRL, ICaRLSettings
 from engram.methods.linear import convex_weights
 from engram.methods.lwf import LwF, LwFSettings
@@ -250,3 +251,28 @@ def test_lwf_classifies_among_the_new_and_distils_the_old(seed: int) -> None:
     assert float(terms["distillation"].detach()) == pytest.approx(3 * slow_parts(case, 2.0)[1], rel=1e-9)
     (gradient,) = torch.autograd.grad(terms["classification"], scores, retain_graph=True)
     assert not gradient[:, :5].any(), "no new image pushes an old class down"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_eeil_distils_every_earlier_stage_and_then_the_newest(seed: int) -> None:
+    case = case_of(seed)
+    case = Case(case.student, [[*row[:5], 0.3, -row[0], -INFINITY] for row in case.teacher], case.labels)
+    step, scores = case.step()
+    rows = list(zip(case.student, case.teacher, strict=True))
+    before = [slow_distillation(*row, [0, 1, 2], 2.0) + slow_distillation(*row, [3, 4], 2.0) for row in rows]
+    newest = [slow_distillation(*row, [5, 6], 2.0) for row in rows]
+    method = EEIL(EEILSettings())
+    for loss, distilled in ((method.loss, before), (method.balance, newest)):
+        terms = loss(step)
+        assert float(terms["classification"].detach()) == pytest.approx(slow_parts(case, 2.0)[0], rel=1e-9)
+        assert float(terms["distillation"].detach()) == pytest.approx(sum(distilled) / 5, rel=1e-9)
+        (gradient,) = torch.autograd.grad(torch.stack(list(terms.values())).sum(), scores)
+        assert gradient.isfinite().all()
+
+
+def test_eeil_distils_in_the_first_stage_after_the_base() -> None:
+    """A loop over earlier stages that leaves out the latest would distil nothing here."""
+    case = Case([[0.5, -1.0, 2.0, 1.0, 0.0, *[-INFINITY] * 3]], [[2.0, 0.1, -0.7, *[-INFINITY] * 5]], [3])
+    step, _ = case.step(stage=1)
+    expected = slow_distillation(case.student[0], case.teacher[0], [0, 1, 2], 2.0)
+    assert float(EEIL(EEILSettings()).loss(step)["distillation"].detach()) == pytest.approx(expected, rel=1e-9)

@@ -18,10 +18,10 @@ from engram.events import Checkpointed, PhaseStarted
 from engram.methods import METHODS, Training, find_method
 from engram.recipes import recipe
 from engram.session import Session
-from helpers import learn_stage, tiny_config, tiny_session, toy_store, train_phase
+from helpers import learn_stage, parameters_of, tiny_config, tiny_session, toy_store, train_phase
 
-FAMILY = ["icarl", "wa", "lwf", "bic"]
-PHASES = [*((method, "main") for method in FAMILY), ("bic", "correct")]
+FAMILY = ["icarl", "wa", "lwf", "bic", "eeil"]
+PHASES = [*((method, "main") for method in FAMILY), ("bic", "correct"), ("eeil", "balance")]
 ROWS = ("head.weight", "head.bias")
 OTHER: dict[str, Any] = {
     "temperature": 3.0,
@@ -172,3 +172,29 @@ def test_stopped_in_any_phase_it_resumes_exactly(method: str, phase: str, tmp_pa
     assert whole.keys() == resumed.keys()
     for name, value in whole.items():
         assert torch.equal(value, resumed[name]), name
+
+
+def test_eeil_balances_all_weights_under_a_copy_from_just_before() -> None:
+    session = tiny_session(tiny_config("eeil", finetune=2))
+    learner = session.learner
+    learn_stage(session, 0)
+    stage = session.stage(1)
+    session.method.grow(learner, stage, session.engine)
+    main, balance = session.method.phases(learner, stage, session.engine)
+    base = parameters_of(learner.teacher)
+    train_phase(session, stage, main)
+    assert all(torch.equal(value, base[name]) for name, value in learner.teacher.named_parameters())
+    trained = parameters_of(learner.network)
+    train_phase(session, stage, balance, 1)
+    assert all(torch.equal(value, trained[name]) for name, value in learner.teacher.named_parameters())
+    for name, value in learner.network.named_parameters():
+        rows = slice(0, 4) if name.startswith("head.") else slice(None)
+        assert not torch.equal(value[rows], trained[name][rows]), name
+    labels = stage.pool.labels[balance.rows()]
+    assert torch.bincount(labels).tolist() == [3, 3, 3, 3]
+    assert len(labels) == balance.images
+
+
+def test_eeil_without_fine_tuning_has_one_phase() -> None:
+    session = tiny_session(tiny_config("eeil", finetune=0))
+    assert [[phase.name for phase in stage.phases] for stage in session.plan()] == [["main"]] * 3
