@@ -23,7 +23,7 @@ from engram.data.stage import Stage
 from engram.data.store import ImageStore
 from engram.engine import Engine
 from engram.methods import Phase, Step, Training, find_method
-from engram.methods.exemplars import choose_exemplars, class_means
+from engram.methods.exemplars import class_means
 from engram.models.network import Network, Output
 from engram.session import Session
 
@@ -98,7 +98,7 @@ def learn_stage(session: Session, index: int, before_finish: Callable[[Stage], N
     if before_finish is not None:
         before_finish(stage)
     method.finish(learner, stage, engine)
-    learner.memory.update(stage.pool, choose_exemplars(learner, stage, engine), stage.num_seen)
+    learner.memory.update(stage.pool, method.exemplars(learner, stage, engine), stage.num_seen)
     if "nme" in method.predictors:
         learner.class_means = class_means(learner, engine)
     learner.snapshot_teacher()
@@ -183,6 +183,17 @@ def random_step(seed: int, batch: int = 5, classes: int = 6) -> RandomStep:
         scale=float(random.uniform(0.5, 4)),
         weight=float(random.uniform(0.5, 9)),
     )
+
+
+def numeric_gradient(function: Callable[[np.ndarray], float], at: np.ndarray, step: float = 1e-6) -> np.ndarray:
+    """Central differences of a function of one array."""
+    gradient = np.zeros_like(at)
+    for place in np.ndindex(at.shape):
+        up, down = at.copy(), at.copy()
+        up[place] += step
+        down[place] -= step
+        gradient[place] = (function(up) - function(down)) / (2 * step)
+    return gradient
 
 
 def slow_nca_released(scores: list[float], label: int) -> float:

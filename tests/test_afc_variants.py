@@ -286,7 +286,7 @@ def test_each_variant_reads_every_difference_its_own_way() -> None:
         ({"proxies": 4, "similarity": "cosine"}, ("cosine", 1.0, 4, True)),
     ],
 )
-@pytest.mark.parametrize("method", ["afc", "uniform", "replay", "naive", "joint"])
+@pytest.mark.parametrize("method", ["afc", "uniform", "replay", "naive", "joint", "podnet", "gap"])
 def test_the_settings_shape_the_head(method: str, settings: dict[str, Any], expected: tuple[Any, ...]) -> None:
     head = tiny_session(tiny_config(method).with_settings(**settings)).learner.network.head
     assert isinstance(head, LSCHead)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,8 +19,13 @@ from engram.methods.distillation import (
     distillation,
     distillation_by_group,
 )
+from engram.methods.eeil import EEIL, EEILSettings
 from engram.methods.icarl import ICaRL, ICaRLSettings
+from engram.methods.linear import convex_weights
+from engram.methods.lwf import LwF, LwFSettings
+from engram.methods.wa import WA, WASettings
 from engram.models.network import Output
+from helpers import make_stage
 
 SEEDS = range(4)
 INFINITY = float("inf")
@@ -43,13 +48,15 @@ class Case:
         student = torch.tensor(self.student, dtype=torch.float64, requires_grad=True)
         return student, torch.tensor(self.teacher, dtype=torch.float64)
 
-    def step(self, stage: int = 2) -> tuple[Step, Tensor]:
-        """What a loss sees of the case at a stage, and the student's scores."""
+    def step(self, stage: int = 2, weights: Mapping[str, float] | None = None) -> tuple[Step, Tensor]:
+        """What a loss sees of the case at a stage, with these weights, and the student's scores."""
         scores, theirs = self.tensors()
         nothing, scale = torch.zeros(len(self.labels), 1), torch.ones((), dtype=torch.float64)
         student, teacher = Output((), nothing, scores, scores, scale), Output((), nothing, theirs, theirs, scale)
         labels, exemplar = torch.tensor(self.labels), torch.zeros(len(self.labels), dtype=torch.bool)
-        return Step(labels, exemplar, student, teacher, {}, {}, torch.tensor(self.arrival), torch.tensor(stage)), scores
+        weighted = {name: torch.tensor(value) for name, value in (weights or {}).items()}
+        where = (torch.tensor(self.arrival), torch.tensor(stage))
+        return Step(labels, exemplar, student, teacher, weighted, {}, *where), scores
 
 
 def case_of(seed: int, batch: int = 5) -> Case:
@@ -208,3 +215,64 @@ def test_icarl_asks_the_labels_alone_in_the_base_stage() -> None:
     assert float(loss.detach()) == pytest.approx(expected, rel=1e-9)
     (gradient,) = torch.autograd.grad(loss, scores)
     assert gradient.isfinite().all()
+
+
+def slow_parts(case: Case, temperature: float) -> tuple[float, float]:
+    """The means over the batch of cross-entropy over the 7 classes seen and of distillation of the 5 old ones."""
+    classified, distilled = 0.0, 0.0
+    for ours, theirs, label in zip(case.student, case.teacher, case.labels, strict=True):
+        classified -= math.log(softmax(ours, list(range(7)))[label])
+        distilled += slow_distillation(ours, theirs, [0, 1, 2, 3, 4], temperature)
+    return classified / len(case.labels), distilled / len(case.labels)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_wa_weighs_old_and_new_by_their_share_of_the_classes(seed: int) -> None:
+    case = case_of(seed)
+    weights = convex_weights(make_stage(2, 5, [5, 6, 0, 1]))
+    assert weights == {"classification": pytest.approx(2 / 7), "distillation": pytest.approx(5 / 7)}
+    step, scores = case.step(weights=weights)
+    classified, distilled = slow_parts(case, 2.0)
+    terms = WA(WASettings()).loss(step)
+    assert float(terms["classification"].detach()) == pytest.approx(2 / 7 * classified, rel=1e-6)
+    assert float(terms["distillation"].detach()) == pytest.approx(5 / 7 * distilled, rel=1e-6)
+    (gradient,) = torch.autograd.grad(torch.stack(list(terms.values())).sum(), scores)
+    assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_lwf_classifies_among_the_new_and_distils_the_old(seed: int) -> None:
+    case = case_of(seed)
+    case = Case(case.student, case.teacher, [5 + label % 2 for label in case.labels])
+    step, scores = case.step(weights={"distillation": 3.0})
+    classified = [-math.log(softmax(row, [5, 6])[label]) for row, label in zip(case.student, case.labels, strict=True)]
+    terms = LwF(LwFSettings()).loss(step)
+    assert float(terms["classification"].detach()) == pytest.approx(sum(classified) / 5, rel=1e-9)
+    assert float(terms["distillation"].detach()) == pytest.approx(3 * slow_parts(case, 2.0)[1], rel=1e-9)
+    (gradient,) = torch.autograd.grad(terms["classification"], scores, retain_graph=True)
+    assert not gradient[:, :5].any(), "no new image pushes an old class down"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_eeil_distils_every_earlier_stage_and_then_the_newest(seed: int) -> None:
+    case = case_of(seed)
+    case = Case(case.student, [[*row[:5], 0.3, -row[0], -INFINITY] for row in case.teacher], case.labels)
+    step, scores = case.step()
+    rows = list(zip(case.student, case.teacher, strict=True))
+    before = [slow_distillation(*row, [0, 1, 2], 2.0) + slow_distillation(*row, [3, 4], 2.0) for row in rows]
+    newest = [slow_distillation(*row, [5, 6], 2.0) for row in rows]
+    method = EEIL(EEILSettings())
+    for loss, distilled in ((method.loss, before), (method.balance, newest)):
+        terms = loss(step)
+        assert float(terms["classification"].detach()) == pytest.approx(slow_parts(case, 2.0)[0], rel=1e-9)
+        assert float(terms["distillation"].detach()) == pytest.approx(sum(distilled) / 5, rel=1e-9)
+        (gradient,) = torch.autograd.grad(torch.stack(list(terms.values())).sum(), scores)
+        assert gradient.isfinite().all()
+
+
+def test_eeil_distils_in_the_first_stage_after_the_base() -> None:
+    """A loop over earlier stages that leaves out the latest would distil nothing here."""
+    case = Case([[0.5, -1.0, 2.0, 1.0, 0.0, *[-INFINITY] * 3]], [[2.0, 0.1, -0.7, *[-INFINITY] * 5]], [3])
+    step, _ = case.step(stage=1)
+    expected = slow_distillation(case.student[0], case.teacher[0], [0, 1, 2], 2.0)
+    assert float(EEIL(EEILSettings()).loss(step)["distillation"].detach()) == pytest.approx(expected, rel=1e-9)

@@ -228,3 +228,21 @@ def test_a_loss_sees_which_stage_each_class_came_with() -> None:
     early = session.stage(0).arrival(6).tolist()
     assert early[:2] == [0, 0]
     assert set(early[2:]) == {NEVER}
+
+
+def test_what_a_phase_starts_with_is_done_once_before_its_rows() -> None:
+    session = Session(make_config(), make_store())
+    done: list[str] = []
+    phase = phase_of(session)
+    asked = phase.rows
+
+    def rows() -> Tensor:
+        done.append("rows")
+        return asked()
+
+    phase = replace(phase, start=lambda: done.append("start"), rows=rows)
+    loop = session.engine.start(session.learner, session.stage(0), phase, 0)
+    assert done == ["start", "rows"]
+    next(iter(loop))
+    session.engine.start(session.learner, session.stage(0), phase, 0, loop.state())
+    assert done == ["start", "rows"], "going on is no new start"

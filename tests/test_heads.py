@@ -363,6 +363,9 @@ def test_a_correction_is_of_the_scores_of_its_classes_alone() -> None:
 def test_a_linear_head_sees_what_is_positive_in_the_last_map() -> None:
     network = tiny_network(LinearHead(8, 3))
     network.head.grow(3, torch.Generator().manual_seed(1))
+    for module in network.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            torch.nn.init.ones_(module.weight)  # at first a block is its shortcut, which is positive here
     output = network.eval()(torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(2)))
     features = output.maps[-1].relu().mean(dim=(2, 3))
     torch.testing.assert_close(output.scores, network.head(features))

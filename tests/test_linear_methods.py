@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from engram import resume, run
+from engram.checkpoint import load_checkpoint
 from engram.config import RunConfig
 from engram.engine.plan import learning_rates
+from engram.errors import EngramError
+from engram.events import Checkpointed, PhaseStarted
 from engram.methods import METHODS, Training, find_method
 from engram.recipes import recipe
 from engram.session import Session
-from helpers import learn_stage, tiny_config, tiny_session, toy_store, train_phase
+from helpers import learn_stage, parameters_of, tiny_config, tiny_session, toy_store, train_phase
 
-FAMILY = ["icarl"]
-OTHER: dict[str, Any] = {}  # another value for every setting of one of them that is not a training
+FAMILY = ["icarl", "wa", "lwf", "bic", "eeil"]
+PHASES = [*((method, "main") for method in FAMILY), ("bic", "correct"), ("eeil", "balance")]
+ROWS = ("head.weight", "head.bias")
+OTHER: dict[str, Any] = {
+    "temperature": 3.0,
+    "lambda_kd": 2.0,
+}  # another value for every setting of one of them that is not a training
 
 
 def test_icarl_trains_by_its_own_schedule() -> None:
@@ -69,3 +79,122 @@ def test_every_setting_is_in_the_base_key_or_plays_no_part(method: str) -> None:
         if key(changed) == key(config):
             assert torch.equal(trained_base(changed), trained_base(config)), name
     assert key(config) not in [key(tiny_config(each)) for each in METHODS if each != method]
+
+
+def test_wa_keeps_the_head_from_turning_negative_and_aligns_the_new_classes() -> None:
+    session = tiny_session(tiny_config("wa"))
+    head, method = session.learner.network.head, session.method
+    learn_stage(session, 0)
+    weight = session.learner.network.get_parameter("head.weight")
+    assert head.get_parameter("weight") is weight
+    trained: list[torch.Tensor] = []
+    learn_stage(session, 1, before_finish=lambda stage: trained.append(weight.detach().clone()))
+    (before,), after = trained, weight.detach()
+    for weights in (before, after):
+        assert (weights[:4] >= 0).all()
+        assert weights[:4].any()
+    assert torch.equal(after[:2], before[:2]), "old rows are left as they were trained"
+    lengths = after[:4].norm(dim=1)
+    assert float(lengths[2:].mean()) == pytest.approx(float(lengths[:2].mean()), rel=1e-5)
+    ratio = after[2:4].norm() / before[2:4].norm()
+    assert abs(float(ratio) - 1) > 1e-3
+    torch.testing.assert_close(after[2:4], before[2:4] * ratio)
+    assert torch.equal(session.learner.teacher.get_parameter("head.weight"), after), "the aligned model teaches"
+    assert "head.bias" not in dict(session.learner.network.named_parameters())
+    method.finish(session.learner, session.stage(0), session.engine)
+    assert torch.equal(weight, after), "the base stage has nothing to align"
+
+
+def test_wa_leaves_new_weights_without_a_length_alone() -> None:
+    session = tiny_session(tiny_config("wa"))
+    learn_stage(session, 0)
+    stage = session.stage(1)
+    session.method.grow(session.learner, stage, session.engine)
+    weight = session.learner.network.get_parameter("head.weight")
+    weight.data[2:4] = 0
+    session.method.finish(session.learner, stage, session.engine)
+    assert weight.isfinite().all()
+    assert not weight[2:4].any()
+
+
+def test_lwf_leaves_the_old_rows_of_the_head_alone() -> None:
+    session = tiny_session(tiny_config("lwf"))
+    learn_stage(session, 0)
+    before = {name: session.learner.network.get_parameter(name).detach().clone() for name in ROWS}
+    learn_stage(session, 1)
+    for name in ROWS:
+        after = session.learner.network.get_parameter(name).detach()
+        assert torch.equal(after[:2], before[name][:2])
+        assert not torch.equal(after[2:4], before[name][2:4])
+    assert len(session.learner.memory) == 0
+
+
+def test_lwf_says_once_that_single_classes_are_not_learned() -> None:
+    session = tiny_session(tiny_config("lwf", base=1, increment=1, epochs=1), toy_store(num_classes=3, per_class=8))
+    for index in range(3):
+        learn_stage(session, index)
+    (note,) = session.learner.notes
+    assert "one new class a stage is not learned" in note
+
+
+@pytest.mark.parametrize("change", [{"temperature": 0.0}, {"temperature": -2.0}, {"lambda_kd": -1.0}])
+def test_settings_that_make_no_sense_are_refused(change: dict[str, float]) -> None:
+    (name,) = change
+    with pytest.raises(EngramError, match=f"{name} must be"):
+        tiny_config("lwf").with_settings(**change)
+
+
+@pytest.mark.parametrize(("method", "phase"), PHASES)
+def test_stopped_in_any_phase_it_resumes_exactly(method: str, phase: str, tmp_path: Path) -> None:
+    config = tiny_config(method, finetune=2)
+    if method == "bic":
+        config = config.with_settings(correction__epochs=4)
+    for _ in run(config, toy_store(), tmp_path / "whole"):
+        pass
+    steps, begun = 0, False
+
+    def stop() -> bool:
+        nonlocal steps
+        steps += begun
+        return steps == 2
+
+    events = []
+    for event in run(config, toy_store(), tmp_path / "stopped", stop=stop):
+        begun |= isinstance(event, PhaseStarted) and (event.stage, event.phase) == (1, phase)
+        events.append(event)
+    assert isinstance(events[-2], Checkpointed)
+    assert (events[-2].stage, events[-2].phase) == (1, phase)
+    for _ in resume(tmp_path / "stopped", toy_store()):
+        pass
+    whole, resumed = (
+        load_checkpoint(tmp_path / name / "checkpoint" / "state.safetensors").tensors for name in ("whole", "stopped")
+    )
+    assert whole.keys() == resumed.keys()
+    for name, value in whole.items():
+        assert torch.equal(value, resumed[name]), name
+
+
+def test_eeil_balances_all_weights_under_a_copy_from_just_before() -> None:
+    session = tiny_session(tiny_config("eeil", finetune=2))
+    learner = session.learner
+    learn_stage(session, 0)
+    stage = session.stage(1)
+    session.method.grow(learner, stage, session.engine)
+    main, balance = session.method.phases(learner, stage, session.engine)
+    base = parameters_of(learner.teacher)
+    train_phase(session, stage, main)
+    assert all(torch.equal(value, base[name]) for name, value in learner.teacher.named_parameters())
+    trained = parameters_of(learner.network)
+    train_phase(session, stage, balance, 1)
+    assert all(torch.equal(value, trained[name]) for name, value in learner.teacher.named_parameters())
+    for name, value in learner.network.named_parameters():
+        rows = slice(0, 4) if name.startswith("head.") else slice(None)
+        assert not torch.equal(value[rows], trained[name][rows]), name
+    labels = stage.pool.labels[balance.rows()]
+    assert torch.bincount(labels).tolist() == [3, 3, 3, 3]
+    assert len(labels) == balance.images
+
+
+def test_eeil_without_fine_tuning_has_one_phase() -> None:
+    session = tiny_session(tiny_config("eeil", finetune=0))
+    assert [[phase.name for phase in stage.phases] for stage in session.plan()] == [["main"]] * 3

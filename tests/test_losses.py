@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engram.errors import EngramError
-from engram.methods.afc import AFCSettings, discrepancy, discrepancy_weight, read_importance
-from engram.methods.host import Classify, HostSettings, classification_loss
+from engram.methods.afc import AFCSettings, discrepancy, read_importance
+from engram.methods.host import Classify, HostSettings, classification_loss, stage_weight
 from engram.methods.losses import (
     discrepancy_paper,
     discrepancy_released,
@@ -26,6 +26,7 @@ from engram.methods.losses import (
 from helpers import (
     RandomStep,
     make_stage,
+    numeric_gradient,
     random_step,
     slow_discrepancy_paper,
     slow_discrepancy_released,
@@ -34,17 +35,6 @@ from helpers import (
 )
 
 SEEDS = range(6)
-
-
-def numeric_gradient(function: Callable[[np.ndarray], float], at: np.ndarray, step: float = 1e-6) -> np.ndarray:
-    """Central differences of a function of one array."""
-    gradient = np.zeros_like(at)
-    for place in np.ndindex(at.shape):
-        up, down = at.copy(), at.copy()
-        up[place] += step
-        down[place] -= step
-        gradient[place] = (function(up) - function(down)) / (2 * step)
-    return gradient
 
 
 def gradient_of(loss: Tensor, at: Tensor) -> np.ndarray:
@@ -334,17 +324,17 @@ def test_the_released_discrepancy_sees_neither_sign_nor_size_and_the_paper_sees_
 
 @settings(deadline=None)
 @given(st.integers(0, 40), st.integers(1, 12), st.floats(0, 20))
-def test_the_discrepancy_weight_is_lambda_times_the_root_of_seen_over_new(old: int, new: int, factor: float) -> None:
+def test_the_weight_of_a_stage_is_lambda_times_the_root_of_seen_over_new(old: int, new: int, factor: float) -> None:
     stage = make_stage(1, old, list(range(old, old + new)), size=1)
-    assert discrepancy_weight(factor, stage) == pytest.approx(factor * math.sqrt((old + new) / new))
+    assert stage_weight(factor, stage) == pytest.approx(factor * math.sqrt((old + new) / new))
 
 
 def test_lambda_of_the_first_cifar_stages() -> None:
     assert AFCSettings().lambda_disc == 4
     one_of_51 = make_stage(1, 50, [50], size=1)
-    assert discrepancy_weight(4, one_of_51) == pytest.approx(4 * math.sqrt(51))
+    assert stage_weight(4, one_of_51) == pytest.approx(4 * math.sqrt(51))
     ten_of_100 = make_stage(5, 90, list(range(90, 100)), size=1)
-    assert discrepancy_weight(4, ten_of_100) == pytest.approx(4 * math.sqrt(10))
+    assert stage_weight(4, ten_of_100) == pytest.approx(4 * math.sqrt(10))
 
 
 # Normalising the importance

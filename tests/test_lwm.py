@@ -16,7 +16,7 @@ from engram import EngramError, recipe, run
 from engram.data.stage import NEVER
 from engram.events import Warned
 from engram.methods import Step, Training, find_method
-from engram.methods.lwm import ROWS, LwM, LwMSettings, attention, attention_distance
+from engram.methods.lwm import ROWS, LwM, LwMSettings, attention_distance
 from engram.models.heads import LinearHead
 from engram.models.network import Output
 from engram.session import Session
@@ -114,13 +114,18 @@ def test_attention_is_gradcam_of_the_class_s_score() -> None:
     head = LinearHead(CHANNELS, CLASSES)
     head.grow(CLASSES, torch.Generator().manual_seed(1))
     torch.nn.init.normal_(head.get_parameter("bias"))
-    maps, classes = torch.randn(BATCH, CHANNELS, 3, 2), torch.tensor([0, 4, 2, 2, 1])
-    activations = maps.relu().requires_grad_()
-    scores = head(activations.mean(dim=(2, 3)))
-    (gradient,) = torch.autograd.grad(scores.gather(1, classes[:, None]).sum(), activations)
-    channels = gradient.mean(dim=(2, 3), keepdim=True)
-    expected = F.normalize((channels * activations).sum(dim=1).relu().flatten(1), dim=1)
-    assert torch.allclose(attention(maps, head.weight[classes]), expected, atol=1e-6)
+    ours, theirs = torch.randn(2, BATCH, CHANNELS, 3, 2)
+    classes = torch.tensor([0, 4, 2, 2, 1])
+
+    def gradcam(maps: Tensor) -> Tensor:
+        activations = maps.relu().requires_grad_()
+        scores = head(activations.mean(dim=(2, 3)))
+        (gradient,) = torch.autograd.grad(scores.gather(1, classes[:, None]).sum(), activations)
+        channels = gradient.mean(dim=(2, 3), keepdim=True)
+        return F.normalize((channels * activations).sum(dim=1).relu().flatten(1), dim=1)
+
+    expected = (gradcam(ours) - gradcam(theirs)).abs().sum(dim=1).mean()
+    assert torch.allclose(attention_distance(ours, theirs, head.weight[classes]), expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("seed", range(3))

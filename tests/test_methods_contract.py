@@ -10,21 +10,30 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 
 import engram.runner
+from engram.data.stage import Stage
 from engram.data.store import ImageStore, Split
 from engram.events import EpochFinished, RunFinished, StageFinished, StageStarted
-from engram.methods import METHODS, Method, Step, Training, find_method
+from engram.methods import METHODS, Method, Phase, Step, Training, find_method
 from engram.runner import run
 from engram.session import Session
-from helpers import parameters_of, tiny_config, tiny_session, toy_store
+from helpers import learn_stage, parameters_of, tiny_config, tiny_session, toy_store
 
 # Beyond what every tiny run has; a method that needs nothing more is not listed.
 SETTINGS: dict[str, dict[str, Any]] = {
     "afc": {"importance_samples": 20},
     "gdumb": {"rehearse": Training(epochs=12, batch_size=4, lr=0.05, remainder="keep")},
     "icarl": {"train__lr": 1.0},
+    "bic": {"correction__epochs": 4},
 }
+# The images of the base stage that a method does not train on, of 24.
+HELD_BACK = {"bic": 2}
 
 
 @dataclass(frozen=True)
@@ -209,8 +218,76 @@ def test_a_stage_smaller_than_a_batch_trains(method: str, remainder: str) -> Non
 
         for _ in session.engine.start(session.learner, stage, replace(phase, loss=spy), number):
             pass
-    assert sizes == [24, 24]
+    assert sizes == [24 - HELD_BACK.get(method, 0)] * 2
     assert not torch.equal(session.learner.network.backbone.conv.weight, before["backbone.conv.weight"])
+
+
+@methods
+def test_one_class_at_a_time_trains(method: str) -> None:
+    run_ = play(method, toy_store(num_classes=3), base=1, increment=1, epochs=1)
+    assert [stage["classes"] for stage in run_.result["stages"]] == [1, 2, 3]
+    for event in run_.events:
+        if isinstance(event, EpochFinished):
+            assert np.isfinite(list(event.terms.values())).all()
+
+
+@methods
+def test_one_loss_serves_every_stage(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step is recorded once: what changes from stage to stage is in its tensors, not in its loss."""
+    session = tiny_session(tiny_config(method, epochs=1).with_settings(**SETTINGS.get(method, {})))
+    describe = session.method.phases
+    seen: list[list[Any]] = []
+
+    def phases(*args: Any) -> list[Phase]:
+        described = describe(*args)
+        seen.append([(phase.loss, phase.train, phase.teacher, tuple(phase.weights)) for phase in described])
+        return described
+
+    monkeypatch.setattr(session.method, "phases", phases)
+    for index in range(3):
+        learn_stage(session, index)
+    assert seen[1] == seen[2]
+
+
+def without_values(session: Session, stage: Stage, phase: Phase) -> None:
+    """Takes the phase's loss and its gradient over tensors that have a shape and no values."""
+    learner = session.learner
+    where = (stage.arrival(learner.network.head.capacity), torch.tensor(stage.index))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        images, labels = torch.rand(8, 3, 8, 8), torch.zeros(8, dtype=torch.int64)
+        student = learner.network(images)
+        with torch.no_grad():
+            teacher = learner.teacher(images) if phase.teacher else None
+        weights = {name: torch.ones(()) for name in phase.weights}
+        terms = phase.loss(Step(labels, labels > 0, student, teacher, weights, learner.buffers, *where))
+        parameters = [each for each in learner.network.parameters() if each.requires_grad]
+        torch.autograd.grad(torch.stack(list(terms.values())).sum(), parameters, allow_unused=True)
+
+
+@methods
+def test_its_losses_look_at_no_value(method: str) -> None:
+    """A step that is recorded has no values yet, so a loss may not branch on one, nor may a shape come of one."""
+    session = tiny_session(tiny_config(method, epochs=1).with_settings(**SETTINGS.get(method, {})))
+    learn_stage(session, 0)
+    stage = session.stage(1)
+    session.method.grow(session.learner, stage, session.engine)
+    session.learner.network.train()
+    for phase in session.method.phases(session.learner, stage, session.engine):
+        without_values(session, stage, phase)
+
+
+@pytest.mark.parametrize("peek", [lambda term: term * float(term), lambda term: term[term > 0].sum()])
+def test_a_loss_that_looks_at_a_value_is_found_out(peek: Any) -> None:
+    session = tiny_session()
+    stage = session.stage(0)
+    session.method.grow(session.learner, stage, session.engine)
+    (main,) = session.method.phases(session.learner, stage, session.engine)
+
+    def loss(step: Step) -> dict[str, Tensor]:
+        return {name: peek(term) for name, term in main.loss(step).items()}
+
+    with pytest.raises((DataDependentOutputException, DynamicOutputShapeException)):
+        without_values(session, stage, replace(main, loss=loss))
 
 
 @methods

@@ -44,7 +44,7 @@ def test_reused_base_gives_the_same_run(tmp_path: Path) -> None:
     assert curve(alone) == curve(first) == curve(second)
 
 
-@pytest.mark.parametrize("method", ["replay", "uniform", "naive"])
+@pytest.mark.parametrize("method", ["replay", "uniform", "naive", "podnet", "gradcam"])
 def test_methods_on_one_host_share_their_base(method: str, tmp_path: Path) -> None:
     cache = StageCache(tmp_path)
     events_of(make_config("afc"), cache)

@@ -193,6 +193,8 @@ def test_what_is_in_the_way_is_refused_before_anything_starts(tmp_path: Path) ->
     refused("1 to 6 classes", {"a": make_config(), "b": make_config(base=7)})
     with pytest.raises(EngramError, match="at least one run at a time"):
         list(run_together(configs(), make_store(), tmp_path / "new", at_once=0))
+    with pytest.raises(EngramError, match="at most 30 runs at a time, got 31"):
+        list(run_together(configs(), make_store(), tmp_path / "new", at_once=31))
 
 
 def test_names_are_made_of_recipe_order_and_seed(tmp_path: Path) -> None:
@@ -461,3 +463,11 @@ def test_many_threads_after_one_claim(tmp_path: Path) -> None:
         thread.join()
     assert len(turns) == 120
     assert set(overlaps) == {1}
+
+
+def test_float32_and_tf32_are_not_run_side_by_side(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    named = {name: make_config(device="cuda", precision=name) for name in ("float32", "tf32")}
+    with pytest.raises(EngramError, match="float32 and tf32 cannot run side by side"):
+        list(run_together(named, make_store(), tmp_path))
+    assert not any(tmp_path.iterdir())

@@ -26,7 +26,7 @@ from engram.events import (
     Working,
 )
 from engram.methods import Method
-from engram.methods.exemplars import choose_exemplars, class_means
+from engram.methods.exemplars import class_means
 from engram.result import Result, StageRecord, summarise
 from engram.rundir import RunDirectory, version
 from engram.session import PhasePlan, Session
@@ -124,7 +124,7 @@ class Execution:
             method.finish(learner, stage, engine)
         yield Working(index, stages, "exemplars")
         with self._clocked("exemplars"):
-            learner.memory.update(stage.pool, choose_exemplars(learner, stage, engine), stage.num_seen)
+            learner.memory.update(stage.pool, method.exemplars(learner, stage, engine), stage.num_seen)
             if "nme" in method.predictors:
                 learner.class_means = class_means(learner, engine)
             learner.snapshot_teacher()

@@ -128,7 +128,7 @@ def _manifest(session: Session) -> dict[str, Any]:
             "train_images": len(store.train),
             "test_images": len(store.test),
             "skipped": list(store.skipped),
-            "fingerprint": store.fingerprint(),
+            "fingerprint": session.fingerprint,
         },
         "order": {"name": config.order, "class_ids": list(stream.order)},
         "stage_sizes": list(stream.sizes),

@@ -98,11 +98,12 @@ class Session:
         if self.store.mean is not None and self.store.std is not None:
             return self.store.mean, self.store.std
         rows = np.flatnonzero(self._train_labels < self.stream.sizes[0])
-        # Counted by pixel value, image by image: exact, and no copy of the images as floats.
+        # Counted by pixel value, some images at a time: exact, and no copy of all images or as floats.
         counts = np.zeros((3, 256), dtype=np.int64)
-        for row in rows:
+        for some in np.array_split(rows, -(-len(rows) // 1024)):
+            images = self.store.train.images[some]
             for channel in range(3):
-                counts[channel] += np.bincount(self.store.train.images[row, :, :, channel].ravel(), minlength=256)
+                counts[channel] += np.bincount(images[..., channel].ravel(), minlength=256)
         values, weights = np.arange(256) / 255, counts / counts.sum(axis=1, keepdims=True)
         mean = weights @ values
         std = np.sqrt(weights @ values**2 - mean**2)
@@ -113,10 +114,15 @@ class Session:
         head = self.method.head(backbone.dim, self.store.num_classes)
         return Network(backbone, head, *self.normalisation)
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """The store's; finding it out reads every image."""
+        return self.store.fingerprint()
+
     def base_key(self, fingerprint: str | None = None) -> str | None:
         """A name for the trained base stage, made of everything that determines it; None if it is not shared.
 
-        fingerprint: the store's, where it is known; finding it out reads every image.
+        fingerprint: the store's, where it is known already.
         """
         method_key = self.method.base_key()
         if method_key is None:
@@ -129,7 +135,7 @@ class Session:
             "precision": self.engine.precision,
             # On a CPU sums depend on it in their last bits.
             "threads": torch.get_num_threads() if self.engine.device.type == "cpu" else None,
-            "data": fingerprint or self.store.fingerprint(),
+            "data": fingerprint or self.fingerprint,
             "classes": list(self.stream.order[:base]),
             "capacity": self.store.num_classes,
             "normalisation": self.normalisation,

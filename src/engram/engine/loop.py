@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from engram.engine.engine import Engine
 
 
-# On a GPU the host is never more than so many steps ahead. Left to itself it fills the driver's queue, and whoever
-# finds that full waits with the driver locked, so that no other run can launch anything.
+# On a GPU the host is never more than so many steps ahead: a request to stop is soon answered, and the driver's queue
+# does not fill, which would hold up the launches of other runs.
 STRIDE, STRIDES = 16, 4
 
 
@@ -72,6 +72,8 @@ class PhaseLoop:
         resume: PhaseState | None,
     ) -> None:
         self.phase = phase
+        if resume is None and phase.start is not None:
+            phase.start()
         self.rows = phase.rows() if resume is None else resume.rows
         if len(self.rows) == 0:
             raise EngramError(f"stage {stage.index} has no image to train on in its {phase.name} phase")

@@ -130,28 +130,44 @@ def engram_conv_data_gradient(
     HO: tl.constexpr = H // STRIDE
     WO: tl.constexpr = W // STRIDE
     program = tl.program_id(0)
-    pixel = program * BLOCK_M + tl.arange(0, BLOCK_M)
-    inside = pixel < M
-    image = pixel // (H * W)
-    row = (pixel // W) % H
-    column = pixel % W
+    if STRIDE == 1:
+        pixel = program * BLOCK_M + tl.arange(0, BLOCK_M)
+        inside = pixel < M
+        image = pixel // (H * W)
+        row = (pixel // W) % H
+        column = pixel % W
+    else:  # a tile has every second row and column: what lies between two pixels of the output meets other taps
+        odd_row = program % 4 // 2
+        odd_column = program % 2
+        quarter = program // 4 * BLOCK_M + tl.arange(0, BLOCK_M)
+        inside = quarter < M // 4
+        image = quarter // (HO * WO)
+        row = (quarter // WO) % HO * 2 + odd_row
+        column = quarter % WO * 2 + odd_column
+        pixel = (image * H + row) * W + column
     c = tl.arange(0, CI)
     k = tl.arange(0, CO)
     total = tl.zeros((BLOCK_M, CI), dtype=tl.float32)
-    for tap in tl.range(0, 9, num_stages=STAGES):
-        i = row + 1 - tap // 3
-        j = column + 1 - tap % 3
-        valid = inside & (i >= 0) & (i < H) & (j >= 0) & (j < W)
-        if STRIDE == 2:
-            valid = valid & (i % 2 == 0) & (j % 2 == 0)
+    for tap in tl.range(0, 9 if STRIDE == 1 else 4, num_stages=STAGES):
+        if STRIDE == 1:
+            ky = tap // 3
+            kx = tap % 3
+            valid = inside
+        else:  # the middle tap alone, or the two beside it
+            ky = 1 + odd_row * (tap // 2 * 2 - 1)
+            kx = 1 + odd_column * (tap % 2 * 2 - 1)
+            valid = inside & (odd_row >= tap // 2) & (odd_column >= tap % 2)
+        i = row + 1 - ky
+        j = column + 1 - kx
+        valid = valid & (i >= 0) & (i < H) & (j >= 0) & (j < W)
         place = ((image * HO + i // STRIDE) * WO + j // STRIDE) * CO
         a = tl.load(d + place[:, None] + k[None, :], mask=valid[:, None], other=0.0)
-        b = tl.load(weight + k[:, None] * (9 * CI) + tap * CI + c[None, :])
+        b = tl.load(weight + k[:, None] * (9 * CI) + (ky * 3 + kx) * CI + c[None, :])
         total = multiply(a, b, total)
     if SHORTCUT:
         mask = inside[:, None]
         if STRIDE == 2:
-            mask = mask & ((row % 2 == 0) & (column % 2 == 0))[:, None]
+            mask = mask & (odd_row + odd_column == 0)
         if CI > CO:
             mask = mask & (c < CO)[None, :]
         from_ = ((image * HO + row // STRIDE) * WO + column // STRIDE) * CO

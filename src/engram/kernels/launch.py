@@ -86,7 +86,7 @@ class Scratch:
 
 def statistics_floats(convs: list[Conv], batch: int) -> int:
     """The partial sums that the largest of these layers needs at that batch size."""
-    return max(2 * conv.channels_out * blocks_of(batch * conv.height * conv.width, 64) for conv in convs)
+    return max(2 * conv.channels_out * (4 + blocks_of(batch * conv.height * conv.width, 64)) for conv in convs)
 
 
 def conv_forward(conv: Conv, x: Tensor, weight: Tensor, norm: Norm, scratch: Scratch) -> tuple[Tensor, Tensor]:
@@ -208,7 +208,8 @@ def conv_data_gradient(
     nothing = scratch.partial
     under = NormGradient(d, *(5 * (nothing,)), after_relu=False) if below is None else below
     block, warps, stages = TILES[conv.channels_in]
-    engram_conv_data_gradient[(blocks_of(pixels, block),)](
+    parts = conv.stride**2  # a tile's pixels are that many apart, so that the same taps meet all of them
+    engram_conv_data_gradient[(parts * blocks_of(pixels // parts, block),)](
         *(d, weight, d if shortcut is None else shortcut),
         *(under.y, under.state, under.gamma, under.coefficients, under.d_gamma, under.d_beta),
         *(out, scratch.partial, scratch.counter, pixels),

@@ -16,6 +16,7 @@ from engram.data.selection import Selection
 from engram.data.stage import Stage
 from engram.errors import EngramError, suggest
 from engram.learner import Learner
+from engram.methods.exemplars import choose_exemplars
 from engram.models.heads import Head
 from engram.models.network import Network, Output, Part
 
@@ -114,7 +115,8 @@ class Phase:
     images is how many they will be, for plans made beforehand. loss returns named terms, whose sum is minimised.
     train says which parts of the network move. augment: whether images are cropped, mirrored and brightened at random,
     or taken as they are. frozen: the network runs as in evaluation, with its running statistics; the backbone cannot
-    train then. after_step: changes the network's parameters in place after each update, as in a clamp.
+    train then. after_step: changes the network's parameters in place after each update, as in a clamp. start: what to do
+    to the learner when the phase starts, before rows is asked, and not again when it is resumed.
     """
 
     name: str
@@ -128,6 +130,7 @@ class Phase:
     augment: bool = True
     frozen: bool = False
     after_step: Callable[[Network], None] | None = None
+    start: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
         assert not (self.frozen and Part.BACKBONE in self.train), "a frozen network's backbone cannot train"
@@ -192,6 +195,10 @@ class Method(ABC, Generic[SettingsT]):
 
     def finish(self, learner: Learner, stage: Stage, passes: Passes) -> None:
         """What the method computes for the next stage once this one is trained; nothing by default."""
+
+    def exemplars(self, learner: Learner, stage: Stage, passes: Passes) -> dict[int, Tensor]:
+        """Rows of the pool to keep of each new class, best first; by default as the memory's selection says."""
+        return choose_exemplars(learner, stage, passes)
 
 
 @dataclass(frozen=True)

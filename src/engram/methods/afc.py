@@ -7,7 +7,6 @@ distance of student and teacher is weighted by it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import final
@@ -26,7 +25,10 @@ from engram.methods.host import (
     HostSettings,
     Variant,
     classification_loss,
+    distilled,
     host_phases,
+    refuse_negative,
+    stage_weight,
 )
 from engram.random import generator
 
@@ -47,15 +49,9 @@ class AFCSettings(HostSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.lambda_disc < 0:
-            raise EngramError(f"lambda_disc must be 0 or more, got {self.lambda_disc}")
+        refuse_negative(self, "lambda_disc")
         if self.importance_samples is not None and self.importance_samples < 1:
             raise EngramError(f"importance_samples must be at least 1, got {self.importance_samples}")
-
-
-def discrepancy_weight(lambda_disc: float, stage: Stage) -> float:
-    """lambda_disc * sqrt(n / m): n classes seen, the m new ones included (eq. final_loss)."""
-    return lambda_disc * math.sqrt(stage.num_seen / stage.num_new)
 
 
 def discrepancy(settings: AFCSettings, step: Step, importance: Sequence[Tensor]) -> Tensor:
@@ -82,15 +78,12 @@ class AFC(HostMethod[AFCSettings]):
     """Distils feature maps, each channel weighted by its importance."""
 
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
-        weights = {"discrepancy": discrepancy_weight(self.settings.lambda_disc, stage)}
+        weights = {"discrepancy": stage_weight(self.settings.lambda_disc, stage)}
         return host_phases(self.settings, learner, stage, passes, self.loss, weights)
 
     def loss(self, step: Step) -> Terms:
         """Eq. final_loss: classification plus weighted discrepancy."""
-        return {
-            "classification": classification_loss(self.settings, step).mean(),
-            "discrepancy": step.weights["discrepancy"] * discrepancy(self.settings, step, read_importance(step)),
-        }
+        return distilled(self.settings, step, discrepancy=discrepancy(self.settings, step, read_importance(step)))
 
     def importance(self, step: Step) -> list[Tensor]:
         """What a batch adds to the importance of each map's channels, before it is normalised."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,8 +11,10 @@ from torch import Tensor
 from engram.data.selection import SELECTORS
 from engram.data.stage import Stage
 from engram.learner import Learner
-from engram.methods._base import Passes
 from engram.random import generator
+
+if TYPE_CHECKING:
+    from engram.methods._base import Passes
 
 
 def choose_exemplars(learner: Learner, stage: Stage, passes: Passes) -> dict[int, Tensor]:
@@ -31,6 +35,19 @@ def choose_exemplars(learner: Learner, stage: Stage, passes: Passes) -> dict[int
     return chosen
 
 
+def balanced_rows(learner: Learner, stage: Stage, passes: Passes) -> Tensor:
+    """As many rows of each class as the memory keeps; the new classes' are chosen by the model as it is now."""
+    quota = learner.memory.config.per_class(stage.num_seen)
+    old = [stage.rows_of(label)[:quota] for label in range(stage.num_old)]
+    return torch.cat([*old, *choose_exemplars(learner, stage, passes).values()])
+
+
+def balanced_count(learner: Learner, stage: Stage) -> int:
+    """How many `balanced_rows` will be."""
+    quota = learner.memory.config.per_class(stage.num_seen)
+    return sum(len(stage.rows_of(label)[:quota]) for label in range(stage.num_seen))
+
+
 def class_means(learner: Learner, passes: Passes) -> Tensor | None:
     """The unit mean (K, D) of each class's unit embeddings, of its exemplars and of their mirror images.
 
@@ -47,10 +64,3 @@ def class_means(learner: Learner, passes: Passes) -> Tensor | None:
     totals = torch.zeros(learner.num_classes, unit.shape[1], device=unit.device).index_add_(0, labels, unit)
     # The mean's length does not matter once it is brought to 1.
     return F.normalize(totals, dim=1)
-
-
-def balanced_rows(learner: Learner, stage: Stage, passes: Passes) -> Tensor:
-    """Rows of the pool: as many of each class as the memory keeps, the new classes' chosen by the model as it is."""
-    quota = learner.memory.config.per_class(stage.num_seen)
-    old = [stage.rows_of(label)[:quota] for label in range(stage.num_old)]
-    return torch.cat([*old, *choose_exemplars(learner, stage, passes).values()])

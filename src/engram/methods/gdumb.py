@@ -8,6 +8,7 @@ the memory alone. There is no teacher and nothing else is carried from stage to 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, final
 
 import torch.nn.functional as F
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from engram.data.stage import Stage
 from engram.learner import Learner
 from engram.methods._base import Method, Passes, Phase, Settings, Step, Terms, Training, register
-from engram.methods.exemplars import balanced_rows
+from engram.methods.exemplars import balanced_count, balanced_rows
 from engram.methods.host import AFTER_BASE
 from engram.models.heads import Head, NormalisedHead
 from engram.models.network import Part
@@ -73,9 +74,8 @@ class GDumb(Method[GDumbSettings]):
         if stage.is_base:
             rows, count, training = lambda: stage.all_rows, len(stage.pool), self.settings.train
         else:
-            quota = learner.memory.config.per_class(stage.num_seen)
-            rows, training = lambda: balanced_rows(learner, stage, passes), self.settings.rehearse
-            count = sum(len(stage.rows_of(label)[:quota]) for label in range(stage.num_seen))
+            rows, training = partial(balanced_rows, learner, stage, passes), self.settings.rehearse
+            count = balanced_count(learner, stage)
         return [Phase("main", count, rows, classify, everything, training)]
 
     def finish(self, learner: Learner, stage: Stage, passes: Passes) -> None:

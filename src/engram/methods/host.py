@@ -5,8 +5,10 @@ PODNet brought this host and AFC changed only what is distilled, so each method 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -18,7 +20,7 @@ from engram.errors import EngramError, suggest
 from engram.learner import Learner
 from engram.methods import losses
 from engram.methods._base import Method, Passes, Phase, Settings, Step, Terms, Training
-from engram.methods.exemplars import choose_exemplars
+from engram.methods.exemplars import balanced_count, balanced_rows
 from engram.models.heads import Head, LSCHead, Similarity
 from engram.models.kmeans import kmeans
 from engram.models.network import Part
@@ -81,6 +83,13 @@ class HostSettings(Settings):
         return DIFFERENCES[difference][self.variant] if value is None else value
 
 
+def refuse_negative(settings: HostSettings, *names: str) -> None:
+    """Refuses weights that are below 0 or not a number."""
+    for name in names:
+        if not getattr(settings, name) >= 0:
+            raise EngramError(f"{name} must be 0 or more, got {getattr(settings, name)}")
+
+
 def host_base_key(settings: HostSettings) -> dict[str, Any]:
     """What determines the base stage of every method on this host: all settings but those marked AFTER_BASE."""
     later = {field.name for field in fields(settings) if field.metadata.get("after_base")}
@@ -101,6 +110,17 @@ def classification_loss(settings: HostSettings, step: Step) -> Tensor:
     if settings.reading("classification") == "released":
         return losses.nca_released(student.logits, step.labels)
     return losses.nca_paper(student.logits, step.labels, student.scale, settings.margin)
+
+
+def distilled(settings: HostSettings, step: Step, **distances: Tensor) -> Terms:
+    """The classification term, and each distance of student and teacher times the phase's weight of that name."""
+    weighted = {name: step.weights[name] * distance for name, distance in distances.items()}
+    return {"classification": classification_loss(settings, step).mean(), **weighted}
+
+
+def stage_weight(weight: float, stage: Stage) -> float:
+    """weight * sqrt(n / m): n classes seen, the m new ones included (AFC's eq. final_loss, and PODNet's)."""
+    return weight * math.sqrt(stage.num_seen / stage.num_new)
 
 
 @dataclass(frozen=True)
@@ -151,16 +171,8 @@ def balanced_phase(settings: HostSettings, learner: Learner, stage: Stage, passe
 
     The new classes' images are chosen by the model as it is when the phase starts.
     """
-
-    quota = learner.memory.config.per_class(stage.num_seen)
-
-    def rows() -> Tensor:
-        chosen = choose_exemplars(learner, stage, passes)
-        old = [stage.rows_of(label)[:quota] for label in range(stage.num_old)]
-        return torch.cat([*old, *chosen.values()])
-
-    images = sum(len(stage.rows_of(label)[:quota]) for label in range(stage.num_seen))
     parts = Part.OLD_CLASSES | Part.NEW_CLASSES
+    images, rows = balanced_count(learner, stage), partial(balanced_rows, learner, stage, passes)
     return Phase("balance", images, rows, Classify(settings), parts, settings.finetune)
 
 

@@ -12,7 +12,7 @@ from engram.data.stage import Stage
 from engram.errors import EngramError
 from engram.learner import Learner
 from engram.methods._base import Method, Passes, Phase, Settings, SettingsT, Step, Terms, Training
-from engram.methods.distillation import cross_entropy
+from engram.methods.distillation import cross_entropy, distillation
 from engram.models.heads import Head, LinearHead
 from engram.models.network import Network, Part
 from engram.plain import to_plain
@@ -51,6 +51,16 @@ def convex_weights(stage: Stage) -> dict[str, float]:
     """The weights of the two terms of the old and the new: the distillation's is the share of old classes."""
     share = stage.num_old / stage.num_seen
     return {"classification": 1 - share, "distillation": share}
+
+
+def convex_distillation(step: Step, temperature: float) -> Terms:
+    """Classification over all classes seen and distillation of the old ones, weighted by `convex_weights`."""
+    assert step.teacher is not None
+    distilled = distillation(step.student.logits, step.teacher.logits, step.old, temperature).mean()
+    return {
+        "classification": step.weights["classification"] * classify(step)["classification"],
+        "distillation": step.weights["distillation"] * distilled,
+    }
 
 
 def check_temperature(temperature: float) -> None:

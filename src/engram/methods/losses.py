@@ -5,7 +5,7 @@ Legend: B batch, K classes (minus infinity where not yet seen), C channels, H x 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -104,6 +104,104 @@ def discrepancy_paper(
         distance = channel_distance(ours, theirs, square=False)
         total = total + _mean_over((weight * distance.square()).sum(dim=1), counted)
     return total
+
+
+def over_rows_and_columns(maps: Tensor) -> Tensor:
+    """(B, C, H, W) to (B, C H + C W): the sums over the width, then the sums over the height."""
+    return torch.cat([maps.sum(dim=3).flatten(1), maps.sum(dim=2).flatten(1)], dim=1)
+
+
+def over_channels(maps: Tensor) -> Tensor:
+    """(B, C, H, W) to (B, H W): the sums over the channels."""
+    return maps.sum(dim=1).flatten(1)
+
+
+def over_pixels(maps: Tensor) -> Tensor:
+    """(B, C, H, W) to (B, C): the means over the pixels."""
+    return maps.mean(dim=(2, 3))
+
+
+def pooled_distance(student: Sequence[Tensor], teacher: Sequence[Tensor], pool: Callable[[Tensor], Tensor]) -> Tensor:
+    """The distance of pooled maps as in PODNet's released code, a scalar; only the student gets a gradient.
+
+    Each map (B, C, H, W) is squared element-wise and pooled to a vector a sample, which is brought to length 1; the
+    distance of student and teacher (not squared) is averaged over batch and maps.
+    """
+
+    def unit(maps: Tensor) -> Tensor:
+        return F.normalize(pool(maps.float().square()), dim=1)
+
+    per_map = [
+        torch.linalg.vector_norm(unit(ours) - unit(theirs.detach()), dim=1).mean()
+        for ours, theirs in zip(student, teacher, strict=True)
+    ]
+    return torch.stack(per_map).mean()
+
+
+def whole_map_distance(student: Sequence[Tensor], teacher: Sequence[Tensor]) -> Tensor:
+    """The squared distance of whole maps of length 1 over the C H W of their values, averaged over batch and maps."""
+
+    def unit(maps: Tensor) -> Tensor:
+        return F.normalize(maps.float().flatten(1), dim=1)
+
+    per_map = [
+        (unit(ours) - unit(theirs.detach())).square().mean() for ours, theirs in zip(student, teacher, strict=True)
+    ]
+    return torch.stack(per_map).mean()
+
+
+def gram_distance(student: Sequence[Tensor], teacher: Sequence[Tensor]) -> Tensor:
+    """The squared Frobenius distance of the maps' Gram matrices, averaged over batch and maps.
+
+    With a sample's map as a matrix A (C, H W), its Gram matrix is A A' / (C H W): how much its channels go together,
+    wherever in the image they do.
+    """
+
+    def gram(maps: Tensor) -> Tensor:
+        matrix = maps.float().flatten(2)
+        return matrix @ matrix.transpose(1, 2) / matrix[0].numel()
+
+    per_map = [
+        (gram(ours) - gram(theirs.detach())).square().sum(dim=(1, 2)).mean()
+        for ours, theirs in zip(student, teacher, strict=True)
+    ]
+    return torch.stack(per_map).mean()
+
+
+def cosine_distance(student: Tensor, teacher: Tensor) -> Tensor:
+    """1 minus the cosine of two embeddings (B, D), averaged over the batch; only the student gets a gradient."""
+    cosine = (F.normalize(student.float(), dim=1) * F.normalize(teacher.detach().float(), dim=1)).sum(dim=1)
+    return (1 - cosine).mean()
+
+
+def top_old_class(student: Tensor, teacher: Tensor) -> Tensor:
+    """The class (B,) that the student scores highest among those that the teacher knows, from scores (B, K) of both."""
+    return student.detach().masked_fill(teacher.isneginf(), -torch.inf).argmax(dim=1)
+
+
+def class_gradient(scores: Tensor, classes: Tensor, embedding: Tensor) -> Tensor:
+    """The gradient (B, D) of each sample's score (B, K) for its class (B,) at the embedding the scores came from.
+
+    The embedding being the mean of the last map's pixels, this is the gradient at that map times its H W pixels, the
+    same at each of them. It is a number here, with no gradient of its own.
+    """
+    chosen = scores.gather(1, classes[:, None]).sum()
+    return torch.autograd.grad(chosen, embedding, retain_graph=True)[0]
+
+
+def attention_distance(ours: Tensor, theirs: Tensor, our_weight: Tensor, their_weight: Tensor, summed: bool) -> Tensor:
+    """How far apart student and teacher look, averaged over the batch; only the student's map gets a gradient.
+
+    Attention is the positive part of the map (B, C, H, W) times its channels' weights (B, C), one vector of length 1 a
+    sample; its distance is the sum of the absolute differences. summed: of the sum over the channels, as in GradCAM.
+    """
+
+    def attention(maps: Tensor, weight: Tensor) -> Tensor:
+        weighted = maps.float() * weight.detach()[:, :, None, None]
+        return F.normalize(F.relu(weighted.sum(dim=1) if summed else weighted).flatten(1), dim=1)
+
+    difference = attention(ours, our_weight) - attention(theirs.detach(), their_weight)
+    return difference.abs().sum(dim=1).mean()
 
 
 def channel_importance(loss: Tensor, maps: Sequence[Tensor]) -> list[Tensor]:

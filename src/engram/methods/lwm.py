@@ -17,6 +17,7 @@ from torch import Tensor
 from engram.data.stage import Stage
 from engram.errors import EngramError
 from engram.learner import Learner
+from engram.methods import losses
 from engram.methods._base import Passes, Phase, Settings, Step, Terms, Training, register
 from engram.methods.distillation import cross_entropy, distillation
 from engram.methods.host import AFTER_BASE
@@ -50,19 +51,13 @@ class LwMSettings(Settings):
                 raise EngramError(f"{name} must be 0 or more, got {getattr(self, name)}")
 
 
-def attention(maps: Tensor, weights: Tensor) -> Tensor:
-    """Where a class is seen in each image, (B, H W) of length 1, from maps (B, C, H, W) and the class's row (B, C).
+def attention_distance(ours: Tensor, theirs: Tensor, rows: Tensor) -> Tensor:
+    """How far apart student and teacher look, from their last maps (B, C, H, W) and the class's row of the head (B, C).
 
     The head is linear in the mean of the map's positive part, so the gradient of a class's score there is its row, the
-    same at every pixel up to a factor that the length takes away.
+    same at every pixel up to a factor that does not matter. Only our map gets a gradient.
     """
-    seen = (F.relu(maps.float()) * weights[:, :, None, None]).sum(dim=1)
-    return F.normalize(F.relu(seen).flatten(1), dim=1)
-
-
-def attention_distance(ours: Tensor, theirs: Tensor, weights: Tensor) -> Tensor:
-    """The L1 distance of two models' attention, averaged over the batch; only our map (B, C, H, W) gets a gradient."""
-    return (attention(ours, weights) - attention(theirs.detach(), weights)).abs().sum(dim=1).mean()
+    return losses.attention_distance(F.relu(ours), F.relu(theirs), rows, rows, summed=True)
 
 
 @final

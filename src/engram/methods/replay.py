@@ -11,7 +11,12 @@ from engram.methods.host import HostMethod, HostSettings, host_phases
 
 
 @final
-@register("replay", settings=HostSettings, title="Memory, no distillation")
+@register(
+    "replay",
+    settings=HostSettings,
+    title="Memory, no distillation",
+    paper="Kang, Park, Han, CVPR 2022 (Table 4: fine-tuning)",
+)
 class Replay(HostMethod[HostSettings]):
     """Trains on the new images and the exemplars together, then balances the head."""
 

@@ -7,8 +7,8 @@ from typing import final
 from engram.data.stage import Stage
 from engram.learner import Learner
 from engram.methods._base import Passes, Phase, Step, Terms, register
-from engram.methods.afc import AFCSettings, discrepancy, discrepancy_weight
-from engram.methods.host import HostMethod, classification_loss, host_phases
+from engram.methods.afc import AFCSettings, discrepancy
+from engram.methods.host import HostMethod, distilled, host_phases, stage_weight
 
 
 @final
@@ -16,19 +16,16 @@ from engram.methods.host import HostMethod, classification_loss, host_phases
     "uniform",
     settings=AFCSettings,
     title="AFC with uniform importance",
-    paper="Kang, Park, Han, CVPR 2022 (Table 4)",
+    paper="Kang, Park, Han, CVPR 2022 (Table 4: uniform)",
 )
 class Uniform(HostMethod[AFCSettings]):
     """Distils feature maps, all channels alike."""
 
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
-        weights = {"discrepancy": discrepancy_weight(self.settings.lambda_disc, stage)}
+        weights = {"discrepancy": stage_weight(self.settings.lambda_disc, stage)}
         return host_phases(self.settings, learner, stage, passes, self.loss, weights)
 
     def loss(self, step: Step) -> Terms:
         """Classification plus the discrepancy with importance 1."""
         ones = [step.weights["discrepancy"].new_ones(()) for _ in step.student.maps]
-        return {
-            "classification": classification_loss(self.settings, step).mean(),
-            "discrepancy": step.weights["discrepancy"] * discrepancy(self.settings, step, ones),
-        }
+        return distilled(self.settings, step, discrepancy=discrepancy(self.settings, step, ones))

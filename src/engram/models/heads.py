@@ -34,6 +34,7 @@ class Head(nn.Module, ABC):
         super().__init__()
         self.register_buffer("seen", torch.zeros(capacity, dtype=torch.bool))
         self.scale = nn.Parameter(torch.ones(())) if learned_scale else None
+        self.correction: nn.Parameter | None = None
 
     @property
     def capacity(self) -> int:

@@ -28,6 +28,8 @@ class Output(NamedTuple):
 
     maps: one (B, C, H, W) per group. embedding: (B, D). scores: (B, K), minus infinity for classes not seen. logits:
     the scores as the loss sees them (times the learned scale, if any), masked in the same way. scale: that scale, ().
+    correction: the head's factor and offset of the newest classes' scores, (2,), which are in the scores; None where it
+    has none.
     """
 
     maps: tuple[Tensor, ...]
@@ -35,6 +37,7 @@ class Output(NamedTuple):
     scores: Tensor
     logits: Tensor
     scale: Tensor
+    correction: Tensor | None = None
 
 
 class Network(nn.Module):
@@ -65,7 +68,7 @@ class Network(nn.Module):
             scale = scores.new_ones(()) if self.head.scale is None else self.head.scale
             logits = (scale * scores).masked_fill(~self.head.seen, -torch.inf)
             scores = scores.masked_fill(~self.head.seen, -torch.inf)
-        return Output(maps, embedding, scores, logits, scale)
+        return Output(maps, embedding, scores, logits, scale, self.head.correction)
 
     def reset(self, generator: torch.Generator) -> None:
         """Fresh weights for the backbone and for the rows of the classes seen."""

@@ -1,7 +1,8 @@
 """Recipes: named, complete configurations, such as `afc-cifar100-b50-s10`.
 
-A name is method, data set, base classes and the number of stages after the base: the protocol's numbers are in it. The
-`afc-nme` recipes train the head the way the paper's NME rows did. `<method>-folder` is for your own images.
+A name is method, data set, base classes and the number of stages after the base: the protocol's numbers are in it.
+Recipes such as `afc-nme-cifar100-b50-s10` train the head as the paper's NME rows did. `<method>-folder` is for your
+own images.
 """
 
 from __future__ import annotations
@@ -19,6 +20,19 @@ from engram.methods import METHODS, MethodInfo
 
 CIFAR100_STAGES = {50: 1, 25: 2, 10: 5, 5: 10}
 MINI_STAGES = {10: 1, 5: 2}
+# The methods of the paper's NME rows, and what they have otherwise there beside the head.
+NME: dict[str, dict[str, Any]] = {
+    "afc": {},
+    "podnet": {"lambda_spatial": 5.0},
+    "pod": {"lambda_maps": 5.0},
+    "gap": {},
+    "channel": {},
+    "gram": {},
+    "gradcam": {},
+    "uniform": {},
+    "pixels": {},
+    "replay": {},
+}
 
 
 def cifar100(method: MethodInfo, stages: int) -> RunConfig:
@@ -64,9 +78,10 @@ def folder(method: MethodInfo) -> RunConfig:
     return _where_it_has_it(config, "finetune", epochs=20, remainder="keep")
 
 
-def afc_nme(config: RunConfig) -> RunConfig:
-    """AFC's NME recipe: a sharper head and no learned scale."""
-    return replace(config.with_settings(sharpness=3.0, learned_scale=False), predictor="nme")
+def nme(config: RunConfig) -> RunConfig:
+    """The recipe of the paper's NME rows: a sharper head and no learned scale."""
+    changed = config.with_settings(sharpness=3.0, learned_scale=False, **NME[config.method])
+    return replace(changed, predictor="nme")
 
 
 def _memory(method: MethodInfo, per_class: int) -> MemoryConfig:
@@ -93,8 +108,11 @@ def _catalogue() -> dict[str, Callable[[], RunConfig]]:
         for stages in MINI_STAGES:
             catalogue[f"{name}-mini-b10-s{stages}"] = lambda method=method, stages=stages: mini(method, stages)
         catalogue[f"{name}-folder"] = lambda method=method: folder(method)
-    for stages in CIFAR100_STAGES:
-        catalogue[f"afc-nme-cifar100-b50-s{stages}"] = lambda stages=stages: afc_nme(cifar100(METHODS["afc"], stages))
+    for name in NME:
+        for stages in CIFAR100_STAGES:
+            catalogue[f"{name}-nme-cifar100-b50-s{stages}"] = lambda name=name, stages=stages: nme(
+                cifar100(METHODS[name], stages)
+            )
     return catalogue
 
 

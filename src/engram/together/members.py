@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -81,6 +81,7 @@ def plan_members(
     if store is not None:
         stores[None] = (store, store.fingerprint())
     members: list[Member] = []
+    check_precisions(named.values())
     for name, config in named.items():
         key = None if store is not None else config.data
         if key not in stores:
@@ -102,6 +103,13 @@ def name_runs(configs: Sequence[RunConfig]) -> dict[str, RunConfig]:
             raise EngramError(f"two of the runs are called {name} and {what}; give each a name of its own")
         named[name] = config
     return named
+
+
+def check_precisions(configs: Iterable[RunConfig]) -> None:
+    """Refuses float32 and tf32 side by side: torch has one switch between them for the whole process."""
+    precisions = {config.place()[1] for config in configs}
+    if {"float32", "tf32"} <= precisions:
+        raise EngramError("float32 and tf32 cannot run side by side in one process; do one after the other")
 
 
 def check_parent(parent: Path) -> None:

@@ -1,6 +1,6 @@
-"""Pure losses of the methods with a cosine head: how far an embedding has turned, and old classes against new ones.
+"""The pure loss that UCIR has of its own: old classes against new ones.
 
-Legend: B batch, K classes (minus infinity where not yet seen), D embedding.
+Legend: B batch, K classes (minus infinity where not yet seen).
 """
 
 from __future__ import annotations
@@ -9,12 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engram.methods.losses import MASKED
-
-
-def cosine_distance(ours: Tensor, theirs: Tensor) -> Tensor:
-    """1 minus the cosine of two embeddings (B, D), averaged over the batch; only ours gets a gradient."""
-    unit, target = F.normalize(ours.float(), dim=1), F.normalize(theirs.detach().float(), dim=1)
-    return 1 - (unit * target).sum(dim=1).mean()
 
 
 def ranking(scores: Tensor, labels: Tensor, old: Tensor, new: Tensor, rivals: int, margin: float) -> Tensor:

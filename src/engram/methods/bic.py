@@ -1,0 +1,173 @@
+"""BiC: large scale incremental learning by bias correction (Wu, Chen, Wang, Ye, Liu, Guo, Fu, CVPR 2019).
+
+A model trained on many new images and few exemplars leans towards the new classes, and it does so in the same way for
+all of them. Two numbers mend it: the new classes' scores become factor * score + offset, fitted on a few images of
+every class that the training never saw. The next stage distils the corrected scores.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import final
+
+import torch
+from torch import Tensor
+
+from engram.data.stage import Stage
+from engram.errors import EngramError
+from engram.learner import Learner
+from engram.methods._base import Passes, Phase, Settings, Step, Terms, Training, register
+from engram.methods.exemplars import choose_exemplars
+from engram.methods.linear import (
+    LinearMethod,
+    check_temperature,
+    classify,
+    convex_distillation,
+    convex_weights,
+    main_phase,
+)
+from engram.models.heads import Head, LinearHead
+from engram.models.network import Part
+from engram.random import generator
+
+
+def bic_training() -> Training:
+    """250 epochs, a tenth of the rate after 100, 150 and 200."""
+    return Training(250, schedule="steps", milestones=(0.4, 0.6, 0.8), weight_decay=2e-4, clip=None)
+
+
+def correction_training() -> Training:
+    """200 epochs of few images: every one of them counts, and nothing pulls the factor to 0."""
+    milestones = (0.3, 0.6, 0.8, 0.9)
+    return Training(200, schedule="steps", milestones=milestones, weight_decay=0.0, clip=None, remainder="keep")
+
+
+@dataclass(frozen=True)
+class BiCSettings(Settings):
+    """BiC's settings; the defaults are those of CIFAR-100.
+
+    temperature: of both softmaxes in the distillation. validation: the share of a class's exemplars that the training
+    never sees. penalty: on half the square of the offset and, where one class is new, of the factor's distance from 1.
+    """
+
+    temperature: float = 2.0
+    validation: float = 0.1
+    penalty: float = 0.1
+    train: Training = field(default_factory=bic_training)
+    correction: Training = field(default_factory=correction_training)
+
+    def __post_init__(self) -> None:
+        check_temperature(self.temperature)
+        if not 0 < self.validation <= 0.5:
+            raise EngramError(f"validation must be a share above 0 and at most 0.5, got {self.validation}")
+        if self.penalty < 0:
+            raise EngramError(f"penalty must be 0 or more, got {self.penalty}")
+
+    @property
+    def held(self) -> slice:
+        """The places in a class's exemplars, best first, of those held back: after each shrinking the same share."""
+        return slice(1, None, round(1 / self.validation))
+
+
+def held_back(settings: BiCSettings, learner: Learner, stage: Stage) -> dict[int, Tensor]:
+    """For each class the rows of the pool that the main phase does not see.
+
+    Of a new class as many, drawn at random, as will be held back among its exemplars; they become exemplars, so that
+    an image to validate on is one that no stage ever trained on.
+    """
+    quota = learner.memory.config.per_class(stage.num_seen)
+    held = {label: stage.rows_of(label)[settings.held] for label in range(stage.num_old)}
+    for label in stage.new_labels:
+        rows = stage.rows_of(label)
+        count = len(range(len(rows) if quota is None else min(quota, len(rows)))[settings.held])
+        held[label] = rows[torch.randperm(len(rows), generator=generator(learner.seed, "validation", label))[:count]]
+    return held
+
+
+def balanced_validation(held: dict[int, Tensor]) -> Tensor:
+    """As many rows of each class as every class has that has any."""
+    count = min(len(rows) for rows in held.values() if len(rows))
+    return torch.cat([rows[:count] for rows in held.values()])
+
+
+@final
+@register(
+    "bic",
+    settings=BiCSettings,
+    title="Bias Correction",
+    paper="Wu, Chen, Wang, Ye, Liu, Guo, Fu, CVPR 2019",
+)
+class BiC(LinearMethod[BiCSettings]):
+    """Distils the old classes' scores, then corrects those of the new by two numbers."""
+
+    def head(self, dim: int, capacity: int) -> Head:
+        return LinearHead(dim, capacity, bias=False, corrected=True)
+
+    def grow(self, learner: Learner, stage: Stage, passes: Passes) -> None:
+        super().grow(learner, stage, passes)
+        # The correction of the stage before is the teacher's alone; the student learns it by distillation.
+        head = learner.network.head
+        assert isinstance(head, LinearHead)
+        head.correct(stage.new_labels)
+
+    def base_key(self) -> None:
+        """It is not shared: what the base stage holds back depends on the memory."""
+
+    def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
+        settings, held = self.settings, held_back(self.settings, learner, stage)
+        seen = torch.ones(len(stage.pool), dtype=torch.bool)
+        seen[torch.cat(list(held.values()))] = False
+        loss = classify if stage.is_base else self.loss
+        main = main_phase(stage, settings.train, loss, rows=stage.all_rows[seen], weights=convex_weights(stage))
+        if stage.is_base:
+            return [main]
+        if not any(len(held[label]) for label in range(stage.num_old)):
+            kept = learner.memory.config.per_class(stage.num_seen)
+            raise EngramError(
+                f"bic holds back one exemplar a class at least and trains on another, and stage {stage.index} has "
+                f"{kept} a class; give a larger memory"
+            )
+        if not any(len(held[label]) for label in stage.new_labels):
+            return [main]  # new classes of a single image each
+        return [main, self._correction_phase(stage, balanced_validation(held))]
+
+    def _correction_phase(self, stage: Stage, rows: Tensor) -> Phase:
+        """The network stands still and sees the images as they are; factor and offset alone move."""
+        penalty = self.settings.penalty
+        # One new class has a few images to fit two numbers to: both are held then.
+        weights = {"offset": penalty, "factor": penalty if stage.num_new == 1 else 0.0}
+        return Phase(
+            "correct",
+            len(rows),
+            lambda: rows,
+            self.correct,
+            Part.CORRECTION,
+            self.settings.correction,
+            weights=weights,
+            augment=False,
+            frozen=True,
+        )
+
+    def loss(self, step: Step) -> Terms:
+        """(1 - n_old / n) classification + n_old / n distillation of the teacher's corrected scores."""
+        return convex_distillation(step, self.settings.temperature)
+
+    def correct(self, step: Step) -> Terms:
+        """Cross-entropy of the corrected scores, and what holds the correction back."""
+        assert step.student.correction is not None
+        factor, offset = step.student.correction.unbind()
+        held = step.weights["offset"] * offset.square() + step.weights["factor"] * (factor - 1).square()
+        return {**classify(step), "penalty": held / 2}
+
+    def exemplars(self, learner: Learner, stage: Stage, passes: Passes) -> dict[int, Tensor]:
+        """The images held back among them, each in its place; the others as chosen."""
+        held = held_back(self.settings, learner, stage)
+        chosen = choose_exemplars(learner, stage, passes)
+        for label, rows in chosen.items():
+            is_held = torch.zeros(len(rows), dtype=torch.bool)
+            is_held[self.settings.held] = True
+            others = rows[~torch.isin(rows, held[label])]
+            merged = torch.empty_like(rows)
+            merged[is_held], merged[~is_held] = held[label], others[: int((~is_held).sum())]
+            chosen[label] = merged
+        return chosen

@@ -1,0 +1,86 @@
+"""EEIL: end-to-end incremental learning (Castro, Marin-Jimenez, Guil, Schmid, Alahari, ECCV 2018).
+
+Each earlier stage keeps a softmax of its own that is distilled beside the classification of all classes. Trained on many
+new images and few exemplars, the network is then fine-tuned, whole, on as many images of each class; a copy of it from
+just before teaches the new classes' scores there, so that they are not lost again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import final
+
+from engram.data.stage import Stage
+from engram.learner import Learner
+from engram.methods._base import Passes, Phase, Settings, Step, Terms, Training, register
+from engram.methods.distillation import distillation, distillation_by_group
+from engram.methods.exemplars import balanced_count, balanced_rows
+from engram.methods.host import AFTER_BASE
+from engram.methods.linear import EVERYTHING, LinearMethod, check_temperature, classify, main_phase
+
+
+def eeil_training() -> Training:
+    """40 epochs, a tenth of the rate every 10."""
+    return Training(40, schedule="steps", milestones=(0.25, 0.5, 0.75), weight_decay=1e-4, clip=None)
+
+
+def eeil_finetuning() -> Training:
+    """30 epochs at a tenth of the rate, a tenth of that every 10."""
+    return Training(30, lr=0.01, schedule="steps", milestones=(10 / 30, 20 / 30), weight_decay=1e-4, clip=None)
+
+
+@dataclass(frozen=True)
+class EEILSettings(Settings):
+    """EEIL's settings; the defaults are those of CIFAR-100. temperature: of both softmaxes in the distillation."""
+
+    temperature: float = field(default=2.0, metadata=AFTER_BASE)
+    train: Training = field(default_factory=eeil_training)
+    finetune: Training = field(default_factory=eeil_finetuning, metadata=AFTER_BASE)
+
+    def __post_init__(self) -> None:
+        check_temperature(self.temperature)
+
+
+@final
+@register(
+    "eeil",
+    settings=EEILSettings,
+    title="End-to-End Incremental Learning",
+    paper="Castro, Marin-Jimenez, Guil, Schmid, Alahari, ECCV 2018",
+)
+class EEIL(LinearMethod[EEILSettings]):
+    """Distils every earlier stage's softmax, then fine-tunes the whole network on a balanced set."""
+
+    def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
+        if stage.is_base:
+            return [main_phase(stage, self.settings.train, classify)]
+        main = main_phase(stage, self.settings.train, self.loss)
+        if not self.settings.finetune.epochs:
+            return [main]
+        balance = Phase(
+            "balance",
+            balanced_count(learner, stage),
+            partial(balanced_rows, learner, stage, passes),
+            self.balance,
+            EVERYTHING,
+            self.settings.finetune,
+            teacher=True,
+            start=learner.snapshot_teacher,
+        )
+        return [main, balance]
+
+    def loss(self, step: Step) -> Terms:
+        """Classification of all classes seen plus the distillation of each earlier stage by itself."""
+        assert step.teacher is not None
+        assert step.arrival is not None
+        scores = (step.student.logits, step.teacher.logits)
+        distilled = distillation_by_group(*scores, step.arrival, step.old, self.settings.temperature)
+        return {**classify(step), "distillation": distilled.mean()}
+
+    def balance(self, step: Step) -> Terms:
+        """Classification of all classes seen plus the distillation of the new ones, which this stage's copy teaches."""
+        assert step.teacher is not None
+        scores = (step.student.logits, step.teacher.logits)
+        distilled = distillation(*scores, step.new, self.settings.temperature)
+        return {**classify(step), "distillation": distilled.mean()}

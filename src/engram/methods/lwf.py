@@ -1,0 +1,75 @@
+"""LwF: learning without forgetting (Li, Hoiem, ECCV 2016), in its class-incremental form.
+
+No image of an old class is kept. What the previous model says of the new images is distilled over the old classes,
+whose rows of the head stand still; the new classes are told apart among themselves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import final
+
+from engram.data.stage import Stage
+from engram.errors import EngramError
+from engram.learner import Learner
+from engram.methods._base import Passes, Phase, Settings, Step, Terms, Training, register
+from engram.methods.distillation import cross_entropy, distillation
+from engram.methods.host import AFTER_BASE
+from engram.methods.linear import LinearMethod, check_temperature, classify, main_phase
+from engram.models.network import Part
+
+
+def lwf_training() -> Training:
+    """250 epochs, a tenth of the rate after 60, 120, 180 and 220."""
+    return Training(250, schedule="steps", milestones=(0.24, 0.48, 0.72, 0.88), weight_decay=2e-4, clip=None)
+
+
+@dataclass(frozen=True)
+class LwFSettings(Settings):
+    """LwF's settings; the defaults are those of CIFAR-100. temperature: of both softmaxes in the distillation."""
+
+    lambda_kd: float = field(default=1.0, metadata=AFTER_BASE)
+    temperature: float = field(default=2.0, metadata=AFTER_BASE)
+    train: Training = field(default_factory=lwf_training)
+
+    def __post_init__(self) -> None:
+        check_temperature(self.temperature)
+        if self.lambda_kd < 0:
+            raise EngramError(f"lambda_kd must be 0 or more, got {self.lambda_kd}")
+
+
+@final
+@register(
+    "lwf",
+    settings=LwFSettings,
+    title="Learning without Forgetting (no memory)",
+    paper="Li, Hoiem, ECCV 2016",
+    memory="none",
+)
+class LwF(LinearMethod[LwFSettings]):
+    """Distils the old classes' scores on the new images. Without exemplars CNN is its only predictor."""
+
+    predictors = ("cnn",)
+
+    def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
+        if stage.is_base:
+            return [main_phase(stage, self.settings.train, classify)]
+        parts, weights = Part.BACKBONE | Part.NEW_CLASSES, {"distillation": self.settings.lambda_kd}
+        return [main_phase(stage, self.settings.train, self.loss, train=parts, weights=weights)]
+
+    def loss(self, step: Step) -> Terms:
+        """Cross-entropy among the new classes plus weighted distillation of the old."""
+        assert step.teacher is not None
+        ours, theirs, temperature = step.student.logits, step.teacher.logits, self.settings.temperature
+        return {
+            "classification": cross_entropy(ours, step.labels, step.new).mean(),
+            "distillation": step.weights["distillation"] * distillation(ours, theirs, step.old, temperature).mean(),
+        }
+
+    def finish(self, learner: Learner, stage: Stage, passes: Passes) -> None:
+        """Says once what one new class at a time means here."""
+        if stage.index == 1 and stage.num_new == 1:
+            learner.notes.append(
+                "LwF tells new classes apart among themselves alone, so one new class a stage is not learned: "
+                "give stages more classes, or choose a method with a memory"
+            )

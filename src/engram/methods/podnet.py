@@ -1,0 +1,65 @@
+"""PODNet: pooled outputs distillation (Douillard et al., ECCV 2020).
+
+The student keeps the teacher's embedding (the flat term) and, of each feature map, its sums over rows and over columns
+(the spatial term), so that it may change inside a row or a column. Its head and its balanced fine-tuning are the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import final
+
+from engram.data.stage import Stage
+from engram.learner import Learner
+from engram.methods import losses
+from engram.methods._base import Passes, Phase, Step, Terms, register
+from engram.methods.host import (
+    AFTER_BASE,
+    HostMethod,
+    HostSettings,
+    distilled,
+    host_phases,
+    refuse_negative,
+    stage_weight,
+)
+
+
+@dataclass(frozen=True)
+class PODNetSettings(HostSettings):
+    """PODNet's settings beside the host's; the defaults are those of the CNN recipe on CIFAR-100.
+
+    lambda_spatial is 5 in the NME recipe; ImageNet has lambda_flat 10 and lambda_spatial 8.
+    """
+
+    lambda_flat: float = field(default=1.0, metadata=AFTER_BASE)
+    lambda_spatial: float = field(default=3.0, metadata=AFTER_BASE)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse_negative(self, "lambda_flat", "lambda_spatial")
+
+
+@final
+@register(
+    "podnet", settings=PODNetSettings, title="PODNet: embedding and pooled maps", paper="Douillard et al., ECCV 2020"
+)
+class PODNet(HostMethod[PODNetSettings]):
+    """Distils the embedding and the maps pooled over rows and over columns."""
+
+    def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
+        weights = {
+            "flat": stage_weight(self.settings.lambda_flat, stage),
+            "spatial": stage_weight(self.settings.lambda_spatial, stage),
+        }
+        return host_phases(self.settings, learner, stage, passes, self.loss, weights)
+
+    def loss(self, step: Step) -> Terms:
+        """Classification, and the flat and the spatial term with their weights."""
+        student, teacher = step.student, step.teacher
+        assert teacher is not None
+        return distilled(
+            self.settings,
+            step,
+            flat=losses.cosine_distance(student.embedding, teacher.embedding),
+            spatial=losses.pooled_distance(student.maps, teacher.maps, losses.over_rows_and_columns),
+        )

@@ -1,0 +1,83 @@
+"""WA: maintaining discrimination and fairness by weight aligning (Zhao, Xiao, Gan, Zhang, Xia, CVPR 2020).
+
+Trained on many new images and few exemplars, the head gives the new classes longer weights, and with them the higher
+scores. Weights are kept from turning negative, so that their length speaks for the scores; after the stage the new
+classes' weights are scaled until their mean length is that of the old ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import final
+
+import torch
+
+from engram.data.stage import Stage
+from engram.learner import Learner
+from engram.methods._base import Passes, Phase, Settings, Step, Terms, Training, register
+from engram.methods.host import AFTER_BASE
+from engram.methods.linear import (
+    LinearMethod,
+    check_temperature,
+    classify,
+    convex_distillation,
+    convex_weights,
+    main_phase,
+)
+from engram.models.heads import Head, LinearHead
+from engram.models.network import Network
+
+
+def wa_training() -> Training:
+    """200 epochs, a tenth of the rate after 60, 120 and 170."""
+    return Training(200, schedule="steps", milestones=(0.3, 0.6, 0.85), weight_decay=2e-4, clip=None)
+
+
+@dataclass(frozen=True)
+class WASettings(Settings):
+    """WA's settings; the defaults are those of CIFAR-100. temperature: of both softmaxes in the distillation."""
+
+    temperature: float = field(default=2.0, metadata=AFTER_BASE)
+    train: Training = field(default_factory=wa_training)
+
+    def __post_init__(self) -> None:
+        check_temperature(self.temperature)
+
+
+def keep_from_negative(network: Network) -> None:
+    """No weight of the head is below 0."""
+    network.get_parameter("head.weight").clamp_(min=0)
+
+
+@final
+@register(
+    "wa",
+    settings=WASettings,
+    title="Weight Aligning",
+    paper="Zhao, Xiao, Gan, Zhang, Xia, CVPR 2020",
+)
+class WA(LinearMethod[WASettings]):
+    """Distils the old classes' scores, then brings the new classes' weights to the length of the old."""
+
+    def head(self, dim: int, capacity: int) -> Head:
+        return LinearHead(dim, capacity, bias=False)
+
+    def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
+        loss = classify if stage.is_base else self.loss
+        weights = convex_weights(stage)
+        return [main_phase(stage, self.settings.train, loss, weights=weights, after_step=keep_from_negative)]
+
+    def loss(self, step: Step) -> Terms:
+        """(1 - n_old / n) classification + n_old / n distillation."""
+        return convex_distillation(step, self.settings.temperature)
+
+    @torch.no_grad()
+    def finish(self, learner: Learner, stage: Stage, passes: Passes) -> None:
+        """Aligns the weights themselves, so that the model that is evaluated and taught from is the aligned one."""
+        if stage.is_base:
+            return
+        weight = learner.network.get_parameter("head.weight")
+        lengths = weight[: stage.num_seen].norm(dim=1)
+        old, new = lengths[: stage.num_old].mean(), lengths[stage.num_old :].mean()
+        # New weights that are all zero have no direction to be aligned in.
+        weight[stage.num_old : stage.num_seen] *= torch.where(new > 0, old / new, 1.0)
