@@ -1,8 +1,8 @@
 """EEIL: end-to-end incremental learning (Castro, Marin-Jimenez, Guil, Schmid, Alahari, ECCV 2018).
 
-Each earlier stage keeps a softmax of its own that is distilled beside the classification of all classes. Trained on many
-new images and few exemplars, the network is then fine-tuned, whole, on as many images of each class; a copy of it from
-just before teaches the new classes' scores there, so that they are not lost again.
+Each earlier stage keeps a softmax of its own that is distilled beside the classification of all classes. Trained on
+many new images and few exemplars, the network is then fine-tuned, whole, on as many images of each class; a copy of it
+from just before teaches the new classes' scores there, so that they are not lost again.
 """
 
 from __future__ import annotations
