@@ -101,7 +101,7 @@ def slow_terms(case: Case, temperature: float) -> dict[str, float]:
 @pytest.mark.parametrize("seed", range(4))
 def test_terms_are_their_formulas(seed: int) -> None:
     case = random_case(seed)
-    terms = LwM(LwMSettings(lambda_distillation=3.0, lambda_attention=0.5)).loss(case.step())
+    terms = LwM(LwMSettings(lambda_kd=3.0, lambda_attention=0.5)).loss(case.step())
     slow = slow_terms(case, 2.0)
     assert terms["classification"].item() == pytest.approx(slow["classification"])
     assert terms["distillation"].item() == pytest.approx(3 * slow["distillation"])
@@ -187,7 +187,7 @@ def test_old_rows_stay_and_the_loss_reads_them_as_they_are() -> None:
 
 def looked_apart(weight: float) -> float:
     """The attention term at the end of the second stage, without its weight."""
-    config = tiny_config("lwm", epochs=8).with_settings(lambda_attention=weight, lambda_distillation=0.0)
+    config = tiny_config("lwm", epochs=8).with_settings(lambda_attention=weight, lambda_kd=0.0)
     session = tiny_session(config, toy_store(size=16))
     learn_stage(session, 0)
     stage = session.stage(1)
@@ -216,7 +216,7 @@ def test_stages_of_one_class_are_finite_and_said_once() -> None:
     assert "stage 1 has one new class" in said[0]
 
 
-OTHER: dict[str, Any] = {"lambda_distillation": 0.5, "lambda_attention": 0.5, "temperature": 1.0}
+OTHER: dict[str, Any] = {"lambda_kd": 0.5, "lambda_attention": 0.5, "temperature": 1.0}
 
 
 def test_what_is_not_in_the_base_key_leaves_the_trained_base_alone() -> None:

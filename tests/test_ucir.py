@@ -17,8 +17,7 @@ from engram import EngramError, recipe
 from engram.data.stage import NEVER
 from engram.methods import Step, find_method
 from engram.methods.cosine import old_weight
-from engram.methods.losses import cosine_distance
-from engram.methods.ranking import ranking
+from engram.methods.losses import cosine_distance, ranking
 from engram.methods.ucir import UCIR, UCIRSettings
 from engram.models.heads import CosineHead
 from engram.models.network import Output

@@ -22,6 +22,7 @@ from engram.methods._base import Passes, Phase, Settings, Step, Terms, Training,
 from engram.methods.distillation import cross_entropy, distillation
 from engram.methods.host import AFTER_BASE
 from engram.methods.linear import LinearMethod, check_temperature, main_phase
+from engram.methods.lwf import lwf_training
 from engram.models.heads import LinearHead
 from engram.models.network import Part
 
@@ -30,23 +31,19 @@ ROWS = "head.rows"
 
 @dataclass(frozen=True)
 class LwMSettings(Settings):
-    """LwM's settings; the schedule is the one in use for LwF on CIFAR-100.
+    """LwM's settings; the schedule is LwF's on CIFAR-100.
 
-    lambda_distillation, lambda_attention: the paper's beta and gamma.
+    lambda_kd, lambda_attention: the paper's beta and gamma.
     """
 
-    lambda_distillation: float = field(default=1.0, metadata=AFTER_BASE)
+    lambda_kd: float = field(default=1.0, metadata=AFTER_BASE)
     lambda_attention: float = field(default=1.0, metadata=AFTER_BASE)
     temperature: float = field(default=2.0, metadata=AFTER_BASE)
-    train: Training = field(
-        default_factory=lambda: Training(
-            250, schedule="steps", milestones=(0.24, 0.48, 0.72, 0.88), factor=0.1, weight_decay=2e-4, clip=None
-        )
-    )
+    train: Training = field(default_factory=lwf_training)
 
     def __post_init__(self) -> None:
         check_temperature(self.temperature)
-        for name in ("lambda_distillation", "lambda_attention"):
+        for name in ("lambda_kd", "lambda_attention"):
             if getattr(self, name) < 0:
                 raise EngramError(f"{name} must be 0 or more, got {getattr(self, name)}")
 
@@ -101,6 +98,6 @@ class LwM(LinearMethod[LwMSettings]):
         looked = attention_distance(student.maps[-1], teacher.maps[-1], step.buffers[ROWS][top])
         return {
             **self.classify(step),
-            "distillation": settings.lambda_distillation * distilled,
+            "distillation": settings.lambda_kd * distilled,
             "attention": settings.lambda_attention * looked,
         }

@@ -17,8 +17,7 @@ from engram.learner import Learner
 from engram.methods._base import Passes, Phase, Step, Terms, register
 from engram.methods.cosine import CosineMethod, CosineSettings, cosine_phases, cross_entropy, old_weight
 from engram.methods.host import AFTER_BASE
-from engram.methods.losses import cosine_distance
-from engram.methods.ranking import ranking
+from engram.methods.losses import cosine_distance, ranking
 
 
 @dataclass(frozen=True)
