@@ -18,6 +18,7 @@ from engram.methods import Step
 from engram.methods._base import Terms
 from engram.session import Session
 from engram.stagecache import StageCache
+from helpers import tiny_config, tiny_session
 
 pytestmark = [
     pytest.mark.gpu,
@@ -147,3 +148,18 @@ def test_runs_side_by_side_learn_as_alone(tmp_path: Path) -> None:
     for name in ("afc-1", "replay-4"):
         alone = train(configs[name])["average_incremental_accuracy"]["cnn"]
         assert results[name]["average_incremental_accuracy"]["cnn"] == pytest.approx(alone, abs=3)
+
+
+@pytest.mark.parametrize("method", ["icarl", "wa", "lwf", "bic", "eeil"])
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_methods_with_a_linear_head_are_recorded_as_they_are(method: str, precision: str) -> None:
+    def learned(capture: bool) -> dict[str, torch.Tensor]:
+        session = tiny_session(tiny_config(method, epochs=4, finetune=4, device="cuda", precision=precision))
+        session.engine.capture = capture
+        for event in Execution(session, None, None, None, 10, None).events(resumed=False):
+            assert not (isinstance(event, Warned) and "cannot be recorded" in event.message)
+        return session.learner.state_dict()
+
+    eager, recorded = learned(capture=False), learned(capture=True)
+    for name, value in eager.items():
+        assert torch.equal(value, recorded[name]), name

@@ -39,21 +39,28 @@ def distillation_by_group(
 
     groups: int64 (K,), from 0; what it holds outside the columns does not matter.
     """
-    inside = torch.where(columns, groups, len(groups))
+    inside = torch.where(columns, groups, len(groups))  # the last group is for what takes no part
+    member = (inside[:, None] == torch.arange(len(groups) + 1, device=groups.device)).to(student.dtype)  # (K, groups)
     ours, theirs = (
-        _log_softmax_by_group(torch.where(columns, logits / temperature, 0), inside)
+        _below_the_group_maximum(torch.where(columns, logits / temperature, 0), inside)
         for logits in (student, teacher.detach())
     )
-    return -(theirs.exp() * ours * columns).sum(dim=1)
+    shares = (theirs - _log_sums(theirs, member).gather(1, inside.expand_as(theirs))).exp()
+    # The teacher's shares of a group add up to 1, so the student's sum of each group counts once.
+    return _log_sums(ours, member)[:, :-1].sum(dim=1) - (shares * ours * columns).sum(dim=1)
 
 
-def _log_softmax_by_group(logits: Tensor, groups: Tensor) -> Tensor:
-    """The log of each column's share (B, K) in its group, 0 to K; by products, so that sums keep their order."""
-    bins = torch.arange(len(groups) + 1, device=groups.device)
-    member = (groups[:, None] == bins).to(logits.dtype)  # (K, groups)
+def _below_the_group_maximum(logits: Tensor, groups: Tensor) -> Tensor:
+    """The scores (B, K) less the highest of their group, which changes no share and keeps exponentials in range."""
     index = groups.expand_as(logits)
-    floor = logits.new_full((len(logits), len(bins)), MASKED)
-    shifted = logits - floor.scatter_reduce(1, index, logits.detach(), "amax").gather(1, index)
-    # A group's largest member adds 1, so the clamp is for empty groups alone: log 0 has no gradient.
-    sums = (shifted.exp() @ member).clamp(min=0.5)
-    return shifted - sums.log().gather(1, index)
+    floor = logits.new_full((len(logits), len(groups) + 1), MASKED)
+    return logits - floor.scatter_reduce(1, index, logits.detach(), "amax").gather(1, index)
+
+
+def _log_sums(shifted: Tensor, member: Tensor) -> Tensor:
+    """The log of the sum of the exponentials in each group (B, groups), 0 for those without a member.
+
+    By a product and not by scattering: a GPU adds what is scattered in any order.
+    """
+    # A group's highest member adds 1, so the clamp is for empty groups alone: log 0 has no gradient.
+    return (shifted.exp() @ member).clamp(min=0.5).log() * member.amax(dim=0)
