@@ -75,7 +75,7 @@ def test_our_kernels_train_as_the_modules_do() -> None:
     assert (values - plain_values).norm() / plain_values.norm() < 0.02
 
 
-DISTILLING = ["afc", "uniform", "podnet", "pod", "gap", "channel", "gram", "gradcam", "pixels"]
+DISTILLING = ["afc", "uniform", "podnet", "pod", "gap", "channel", "gram", "gradcam", "pixels", "ucir", "geodl", "lwm"]
 
 
 @pytest.mark.parametrize("method", DISTILLING)
