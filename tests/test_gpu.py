@@ -16,6 +16,7 @@ from engram.events import BaseReused, RunFinished, StageFinished, Warned
 from engram.execution import Execution
 from engram.methods import Step
 from engram.methods._base import Terms
+from engram.models.network import Network
 from engram.session import Session
 from engram.stagecache import StageCache
 from helpers import tiny_config, tiny_session
@@ -163,3 +164,19 @@ def test_methods_with_a_linear_head_are_recorded_as_they_are(method: str, precis
     eager, recorded = learned(capture=False), learned(capture=True)
     for name, value in eager.items():
         assert torch.equal(value, recorded[name]), name
+
+
+def test_what_follows_an_update_reaches_the_kernels() -> None:
+    session, loop = at_second_stage("bf16")
+
+    def clamp(network: Network) -> None:
+        network.get_parameter("backbone.conv.weight").clamp_(min=0)
+
+    phase = replace(loop.phase, after_step=clamp)
+    for taken, _ in enumerate(session.engine.start(session.learner, session.stage(1), phase, 0), start=1):
+        if taken == 3:
+            break
+    weights = session.learner.network.get_parameter("backbone.conv.weight")
+    shadow = session.engine._forward._backbone.shadow[: weights.numel()]  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+    assert float(shadow.min()) == 0
+    assert torch.equal(shadow, weights.detach().permute(0, 2, 3, 1).reshape(-1).bfloat16())

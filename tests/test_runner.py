@@ -16,7 +16,16 @@ from safetensors.numpy import load_file
 from conftest import make_config, make_store
 from engram import EngramError, ImageStore, RunConfig, resume, run, train
 from engram.engine import NonFiniteLoss
-from engram.events import EpochFinished, Progress, RunFinished, RunStarted, StageFinished, StageStarted, Warned
+from engram.events import (
+    EpochFinished,
+    PhaseStarted,
+    Progress,
+    RunFinished,
+    RunStarted,
+    StageFinished,
+    StageStarted,
+    Warned,
+)
 from engram.session import Session
 
 
@@ -281,3 +290,22 @@ def test_arrays_do_not_pass_for_the_recipes_images(tmp_path: Path) -> None:
     config = make_config().with_value("data.name", "mini")
     train(config, make_store(), tmp_path / "run")
     assert json.loads((tmp_path / "run" / "run.json").read_text())["config"]["data"]["name"] == "arrays"
+
+
+def test_what_a_method_has_to_say_is_said_after_a_stop_too(tmp_path: Path) -> None:
+    config = make_config("lwf", base=2, increment=1)
+    said = [event.message for event in run(config, make_store()) if isinstance(event, Warned)]
+    assert said  # one new class alone teaches it nothing, and it says so
+    started: list[int] = []
+
+    def in_stage_one() -> bool:
+        return bool(started)
+
+    heard: list[str] = []
+    for event in run(config, make_store(), tmp_path / "run", stop=in_stage_one):
+        heard += [event.message] if isinstance(event, Warned) else []
+        if isinstance(event, PhaseStarted) and event.stage == 1:
+            started.append(1)
+    for event in resume(tmp_path / "run", make_store()):
+        heard += [event.message] if isinstance(event, Warned) else []
+    assert heard == said

@@ -35,6 +35,7 @@ from engram.rundir import RunDirectory
 from engram.runner import resume
 from engram.stagecache import StageCache
 from engram.together import Workers, plan_members
+from engram.together.workers import short_turns
 
 
 def configs() -> dict[str, RunConfig]:
@@ -465,9 +466,36 @@ def test_many_threads_after_one_claim(tmp_path: Path) -> None:
     assert set(overlaps) == {1}
 
 
-def test_float32_and_tf32_are_not_run_side_by_side(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("other", ["float32", "bf16"])
+def test_tf32_is_not_run_beside_anything_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, other: str) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    named = {name: make_config(device="cuda", precision=name) for name in ("float32", "tf32")}
-    with pytest.raises(EngramError, match="float32 and tf32 cannot run side by side"):
+    named = {name: make_config(device="cuda", precision=name) for name in (other, "tf32")}
+    with pytest.raises(EngramError, match=f"tf32 and {other} cannot run side by side"):
         list(run_together(named, make_store(), tmp_path))
     assert not any(tmp_path.iterdir())
+
+
+def test_short_turns_end_with_the_last_who_wanted_them() -> None:
+    before = sys.getswitchinterval()
+    first, second = short_turns(), short_turns()
+    first.__enter__()
+    second.__enter__()
+    assert sys.getswitchinterval() < before
+    first.__exit__(None, None, None)
+    assert sys.getswitchinterval() < before
+    second.__exit__(None, None, None)
+    assert sys.getswitchinterval() == pytest.approx(before)
+
+
+def test_quitting_at_once_leaves_no_run_behind(tmp_path: Path) -> None:
+    named = configs()
+    events = run_together(named, make_store(), tmp_path, at_once=2)
+    next(events)
+    with pytest.raises(KeyboardInterrupt):
+        events.throw(KeyboardInterrupt)
+    deadline = time.monotonic() + 20
+    while any(thread.name in named for thread in threading.enumerate()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(thread.name in named for thread in threading.enumerate())
+    again = [event for _, event in run_together(named, make_store(), tmp_path, at_once=2)]
+    assert sum(isinstance(event, RunFinished) for event in again) == len(named)

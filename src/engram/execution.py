@@ -252,6 +252,7 @@ class Execution:
             "config_hash": self.files.manifest["config_hash"],
             "records": [asdict(record) for record in self.records],
             "clock": self.clock,
+            "notes": self.session.learner.notes,
             "phase": None,
         }
         if phase is not None:
@@ -273,6 +274,7 @@ class Execution:
         self.session.learner.load_state_dict(tensors)
         self.records = [StageRecord(**record) for record in data["records"]]
         self.clock = dict(data["clock"])
+        self.session.learner.notes[:] = data.get("notes", [])
         if phase is not None:
             assert rows is not None
             self.phase_at = (phase["number"], PhaseState(rows, momentum, phase["epoch"], phase["step"]))

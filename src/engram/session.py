@@ -131,7 +131,7 @@ class Session:
         key = {
             "code": code_digest(self.method),
             "torch": torch.__version__,
-            "device": self.engine.device.type,
+            "device": [self.engine.device.type, self.device_name],
             "precision": self.engine.precision,
             # On a CPU sums depend on it in their last bits.
             "threads": torch.get_num_threads() if self.engine.device.type == "cpu" else None,

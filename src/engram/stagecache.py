@@ -68,11 +68,11 @@ class Claim:
     def __init__(self, path: Path, file: IO[str]) -> None:
         self._path = path
         self._file = file
-        _HELD[path] = threading.get_ident()
+        _HELD[path.resolve()] = threading.get_ident()
 
     def close(self) -> None:
         """Lets another run have it."""
-        _HELD.pop(self._path, None)
+        _HELD.pop(self._path.resolve(), None)
         # While the lock is held, so that nobody removes a file that another has locked since.
         with suppress(OSError):
             self._path.unlink()
@@ -144,7 +144,7 @@ class StageCache:
 
     def is_held_here(self, key: str) -> bool:
         """Whether a run of this very thread has the claim: one that waited for it would wait for ever."""
-        return _HELD.get(self._lock_path(key)) == threading.get_ident()
+        return _HELD.get(self._lock_path(key).resolve()) == threading.get_ident()
 
     def entries(self) -> list[Entry]:
         """What is kept, the longest unused first."""

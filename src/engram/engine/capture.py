@@ -15,9 +15,8 @@ WARM_UP = 2
 # One recording at a time in the process: what the others do meanwhile is not recorded, but compiling kernels and
 # collecting garbage are no one's own.
 _RECORDING = threading.Lock()
-
-
 _SPARE: list[torch.cuda.Stream] = []  # for runs on the default stream, which cannot be recorded
+_SPOILT: list[torch.cuda.CUDAGraph] = []  # recordings that went wrong: the allocator may still know of them
 
 T = TypeVar("T")
 
@@ -56,34 +55,46 @@ class CapturedStep(Generic[T]):
 
         stream = _recording_stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with _RECORDING, torch.cuda.stream(stream):
-            for _ in range(WARM_UP):
-                step()
-                restore()  # each time: a phase may have fewer steps than the warm-up takes
-            stream.synchronize()
-            self._graph = torch.cuda.CUDAGraph()
-            collecting = gc.isenabled()
-            gc.collect()
-            gc.disable()  # freeing another graph's memory would break the recording
-            try:
-                self.returned = self._record(step)
-            finally:
-                if collecting:
-                    gc.enable()
-                restore()
-        torch.cuda.current_stream().wait_stream(stream)
+        try:
+            with _RECORDING, torch.cuda.stream(stream):
+                for _ in range(WARM_UP):
+                    step()
+                    restore()  # each time: a phase may have fewer steps than the warm-up takes
+                stream.synchronize()
+                self._graph = torch.cuda.CUDAGraph()
+                collecting = gc.isenabled()
+                gc.collect()
+                gc.disable()  # freeing another graph's memory would break the recording
+                try:
+                    self.returned = self._record(step)
+                finally:
+                    if collecting:
+                        gc.enable()
+                    restore()
+        finally:
+            torch.cuda.current_stream().wait_stream(stream)
 
     def _record(self, step: Callable[[], T]) -> T:
+        pool = torch.cuda.graph_pool_handle()
         # What other threads do on their streams in the meantime is their own affair.
-        self._graph.capture_begin(capture_error_mode="thread_local")
+        self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             returned = step()
-        except RuntimeError as error:
-            with suppress(RuntimeError):  # that the recording is spoilt is known already
-                self._graph.capture_end()
-            raise NotRecordable(str(error).strip().splitlines()[0]) from error
+        except BaseException as error:
+            self._abandon(pool)
+            if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
+                raise NotRecordable((str(error).strip() or type(error).__name__).splitlines()[0]) from error
+            raise
         self._graph.capture_end()
         return returned
+
+    def _abandon(self, pool: tuple[int, int]) -> None:
+        """Ends a recording that went wrong, so that the stream and the allocator are as before."""
+        with suppress(RuntimeError):  # that it is spoilt is known already
+            self._graph.capture_end()
+        with suppress(RuntimeError):  # where capture_end came that far
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+        _SPOILT.append(self._graph)
 
     def __call__(self) -> T:
         self._graph.replay()

@@ -48,7 +48,7 @@ class Engine:
         self.layout = torch.channels_last if device.type == "cuda" else torch.contiguous_format
         self.space = Space(device, augmentation.pad)
         self._forward: Forward | None = None
-        self._recordings: dict[Hashable, tuple[object, CapturedStep]] = {}
+        self._recordings: dict[Hashable, tuple[object, CapturedStep | None]] = {}
         if device.type == "cuda":
             _set_flags(precision)
 
@@ -90,11 +90,15 @@ class Engine:
             return step
         assert self._forward is not None
         tensors = (learner.network.state_dict(), learner.teacher.state_dict(), learner.buffers)
-        places = tuple(tensor.data_ptr() for group in tensors for tensor in group.values())
-        key = (key, self.space.version, places)
+        places = tuple(
+            (name, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+            for group in tensors
+            for name, tensor in group.items()
+        )
+        key = (self.space.version, places, key)
         held = self._recordings.get(slot)
-        if held is not None and held[0] == key:
-            return held[1]
+        if held is not None and _equal(held[0], key):
+            return held[1] or step
         self._recordings.pop(slot, None)
         while len(self._recordings) >= RECORDINGS:
             self._recordings.pop(next(iter(self._recordings)))  # the oldest; each holds the memory of a step
@@ -103,9 +107,9 @@ class Engine:
         except NotRecordable as error:
             note = f"the steps of {what} are taken one kernel at a time, and slower, because they cannot be recorded: "
             learner.notes.append(f"{note}{error}")
-            return step
+            recorded = None  # not tried again
         self._recordings[slot] = (key, recorded)
-        return recorded
+        return recorded or step
 
     def start(
         self, learner: Learner, stage: Stage, phase: Phase, index: int, resume: PhaseState | None = None
@@ -155,6 +159,14 @@ class Engine:
         released code.
         """
         return sweep(self, learner, stage, rows, visit, batch_size)
+
+
+def _equal(ours: object, theirs: object) -> bool:
+    """Whether two keys are equal; those that cannot be compared (a loss that holds tensors) are not."""
+    try:
+        return bool(ours == theirs)
+    except (RuntimeError, ValueError):
+        return False
 
 
 def _folded(network: Network, size: tuple[int, int]) -> Callable[[Tensor], Output]:

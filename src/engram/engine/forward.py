@@ -49,6 +49,10 @@ class Forward(Protocol):
         """One update from the gradients as they are."""
         ...
 
+    def follow(self) -> None:
+        """Takes over what a phase changed in the parameters after an update."""
+        ...
+
     def state(self) -> list[Tensor]:
         """What a step changes, the method's own aside."""
         ...
@@ -84,6 +88,9 @@ class PlainForward:
 
     def update(self, lr: Tensor, training: Training) -> None:
         self.optimiser.step(lr, training.momentum, training.weight_decay, training.clip)
+
+    def follow(self) -> None:
+        pass
 
     def state(self) -> list[Tensor]:
         return [self.optimiser.values, self.optimiser.momentum, *self._learner.network.buffers()]
@@ -137,6 +144,9 @@ class FusedForward:
         optimiser = self.optimiser
         buffers = (optimiser.values, optimiser.gradients, optimiser.momentum, optimiser.mask, self._backbone.shadow)
         update(*buffers, lr, training.momentum, training.weight_decay, training.clip)
+
+    def follow(self) -> None:
+        self._backbone.refresh()
 
     def state(self) -> list[Tensor]:
         optimiser = self.optimiser

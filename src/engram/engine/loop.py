@@ -117,6 +117,10 @@ class PhaseLoop:
 
     def state(self) -> PhaseState:
         """Where the phase stands now; refuses to speak for weights that a non-finite loss has spoilt."""
+        for number, first, values, copied in self._ended:
+            if copied is not None:
+                copied.synchronize()
+            self._check(number, first, values)
         self._check(self.epoch, self._first, self._values())
         return PhaseState(self.rows, self._forward.optimiser.momentum_by_name(), self.epoch, self.step)
 
@@ -233,6 +237,7 @@ class PhaseLoop:
         if phase.after_step is not None:
             with torch.no_grad():
                 phase.after_step(learner.network)
+                forward.follow()
         self._history[:, : len(terms)].index_copy_(0, counter, values.detach()[None])
         counter += 1
         return list(terms)

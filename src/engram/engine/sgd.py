@@ -51,6 +51,8 @@ class FlatSGD:
         return named.keys() == self._places.keys() and all(
             parameter.shape == self._places[name][1]
             and parameter.data_ptr() == self._view(self.values, name).data_ptr()
+            and parameter.grad is not None
+            and parameter.grad.data_ptr() == self._view(self.gradients, name).data_ptr()
             for name, parameter in named.items()
         )
 

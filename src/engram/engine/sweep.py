@@ -55,10 +55,13 @@ def sweep(
         return totals
 
     counter.zero_()
-    step = engine.record(("sweep", size), (visit, size), partial(take, size, []), learner, "the sweep after a stage")
+    what = "the sweep after a stage"
+    step = engine.record(("sweep", size), (visit, size), partial(take, size, []), learner, what)
     if isinstance(step, CapturedStep):
         for total in step.returned:
             total.zero_()
+    else:
+        step = partial(take, size, [])  # trying to record may have added to the other's sums
     totals: list[Tensor] = []
     for _ in range(full):
         totals = step()

@@ -134,6 +134,7 @@ class Phase:
 
     def __post_init__(self) -> None:
         assert not (self.frozen and Part.BACKBONE in self.train), "a frozen network's backbone cannot train"
+        assert not (self.frozen and self.after_step), "a frozen network's backbone cannot change"
 
 
 class Passes(Protocol):

@@ -106,10 +106,11 @@ def name_runs(configs: Sequence[RunConfig]) -> dict[str, RunConfig]:
 
 
 def check_precisions(configs: Iterable[RunConfig]) -> None:
-    """Refuses float32 and tf32 side by side: torch has one switch between them for the whole process."""
+    """Refuses tf32 beside anything else: torch has one switch for it, for the whole process."""
     precisions = {config.place()[1] for config in configs}
-    if {"float32", "tf32"} <= precisions:
-        raise EngramError("float32 and tf32 cannot run side by side in one process; do one after the other")
+    if "tf32" in precisions and len(precisions) > 1:
+        others = " and ".join(sorted(precisions - {"tf32"}))
+        raise EngramError(f"tf32 and {others} cannot run side by side in one process; do one after the other")
 
 
 def check_parent(parent: Path) -> None:

@@ -6,8 +6,8 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from queue import Queue
+from contextlib import contextmanager, nullcontext, suppress
+from queue import Full, Queue
 
 import torch
 
@@ -26,6 +26,25 @@ MOST = 30  # torch has 32 streams to give out; with more runs two would be on th
 TURN = 1e-4
 WAITING_EVENTS = 1000  # beyond these a run waits for whoever reads them
 ERROR = "error.txt"
+
+
+_TURNS = threading.Lock()
+_turns: list[float] = []  # what it was before, one for each that wants short turns
+
+
+@contextmanager
+def short_turns() -> Iterator[None]:
+    """Threads give way to one another sooner; as before once nobody wants it any more."""
+    with _TURNS:
+        _turns.append(_turns[0] if _turns else sys.getswitchinterval())
+        sys.setswitchinterval(TURN)
+    try:
+        yield
+    finally:
+        with _TURNS:
+            before = _turns.pop()
+            if not _turns:
+                sys.setswitchinterval(before)
 
 
 def default_at_once(members: Sequence[Member]) -> int:
@@ -58,6 +77,7 @@ class Workers:
         self.at_once = default_at_once(members) if at_once is None else at_once
         self._stop = stop or (lambda: False)
         self._given_up = False
+        self._unheard = False
         self._how = {"stop_after_stage": stop_after_stage, "checkpoint_minutes": checkpoint_minutes, "cache": cache}
         self._command = command
         self._shares = cache is not None
@@ -72,11 +92,12 @@ class Workers:
 
     def events(self) -> Generator[tuple[str, Event], None, None]:
         """The events of all runs as they come, each with the name of its run."""
+        with short_turns() if self.at_once > 1 else nullcontext():
+            yield from self._all_events()
+
+    def _all_events(self) -> Generator[tuple[str, Event], None, None]:
         waits = True
-        turn = sys.getswitchinterval()
         try:
-            if self.at_once > 1:
-                sys.setswitchinterval(TURN)
             for member in self.members:
                 if member.standing.result is not None:
                     yield member.name, RunSkipped(member.standing.result, str(member.directory))
@@ -91,13 +112,12 @@ class Workers:
                         self._bases.pop(member.name, None)
                     yield member.name, event
                 self._start()
-        except KeyboardInterrupt:  # quit at once
-            waits = False
+        except KeyboardInterrupt:  # quit at once; the runs save themselves, and nobody hears of it
+            waits, self._given_up, self._unheard = False, True, True
             raise
         finally:
             if waits:
                 self._wind_up()
-            sys.setswitchinterval(turn)
 
     def _start(self) -> None:
         """Starts as many runs as there are places for."""
@@ -133,11 +153,18 @@ class Workers:
             torch.set_num_threads(self._threads)  # a new thread need not have the number of the one it came from
             with self._stream(member):
                 for event in self._run(member):
-                    self._events.put((member, event))
+                    self._put(member, event)
         except Exception as error:
-            self._events.put((member, _failure(member, error)))
+            self._put(member, _failure(member, error))
         finally:
-            self._events.put((member, None))
+            self._put(member, None)
+
+    def _put(self, member: Member, event: Event | None) -> None:
+        """Hands an event over; where nobody listens any more it is dropped."""
+        while not self._unheard:
+            with suppress(Full):
+                self._events.put((member, event), timeout=0.5)
+                return
 
     def _run(self, member: Member) -> Iterator[Event]:
         """The events of one run: from its beginning, from where it stood, or that there is nothing to do."""
