@@ -11,7 +11,7 @@ demo: setup
 	$(BIN)/engram demo
 
 test: setup check
-	$(BIN)/pytest
+	$(BIN)/pytest -n auto
 
 setup: $(STAMP)
 
