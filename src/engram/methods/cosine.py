@@ -18,6 +18,7 @@ from torch import Tensor
 from engram.data.stage import Stage
 from engram.learner import Learner
 from engram.methods._base import Method, Passes, Phase, Settings, Step, Terms, Training
+from engram.methods.exemplars import unit_embeddings
 from engram.models.heads import CosineHead, Head
 from engram.models.network import Part
 from engram.plain import to_plain
@@ -67,9 +68,7 @@ def imprint(learner: Learner, stage: Stage, passes: Passes) -> None:
         return
     with torch.no_grad():
         norm = head.weight[: stage.num_old].norm(dim=1).mean()
-        rows = [stage.rows_of(label) for label in stage.new_labels]
-        unit = F.normalize(passes.embed(learner.network, stage.pool.images[torch.cat(rows)]), dim=1)
-        for label, own in zip(stage.new_labels, unit.split([len(each) for each in rows]), strict=True):
+        for label, own in unit_embeddings(learner, stage, passes).items():
             head.weight[label] = F.normalize(own.mean(dim=0), dim=0) * norm
 
 

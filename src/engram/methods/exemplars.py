@@ -26,13 +26,18 @@ def choose_exemplars(learner: Learner, stage: Stage, passes: Passes) -> dict[int
     rows = {label: stage.rows_of(label) for label in stage.new_labels}
     if quota is None:
         return rows
-    together = torch.cat(list(rows.values()))
-    unit = F.normalize(passes.embed(learner.network, stage.pool.images[together]), dim=1)
     chosen: dict[int, Tensor] = {}
-    for (label, own), embeddings in zip(rows.items(), unit.split([len(own) for own in rows.values()]), strict=True):
+    for label, embeddings in unit_embeddings(learner, stage, passes).items():
         picked = select(embeddings, quota, generator(learner.seed, "exemplars", label))
-        chosen[label] = own[picked.cpu()]
+        chosen[label] = rows[label][picked.cpu()]
     return chosen
+
+
+def unit_embeddings(learner: Learner, stage: Stage, passes: Passes) -> dict[int, Tensor]:
+    """The embeddings (N, D) of all images of each new class under the network as it is, each of length 1."""
+    rows = [stage.rows_of(label) for label in stage.new_labels]
+    unit = F.normalize(passes.embed(learner.network, stage.pool.images[torch.cat(rows)]), dim=1)
+    return dict(zip(stage.new_labels, unit.split([len(own) for own in rows]), strict=True))
 
 
 def balanced_rows(learner: Learner, stage: Stage, passes: Passes) -> Tensor:

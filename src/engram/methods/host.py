@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from engram.data.stage import Stage
@@ -20,7 +19,7 @@ from engram.errors import EngramError, suggest
 from engram.learner import Learner
 from engram.methods import losses
 from engram.methods._base import Method, Passes, Phase, Settings, Step, Terms, Training
-from engram.methods.exemplars import balanced_count, balanced_rows
+from engram.methods.exemplars import balanced_count, balanced_rows, unit_embeddings
 from engram.models.heads import Head, LSCHead, Similarity
 from engram.models.kmeans import kmeans
 from engram.models.network import Part
@@ -146,9 +145,7 @@ def imprint_proxies(learner: Learner, stage: Stage, passes: Passes) -> None:
         return
     with torch.no_grad():
         norm = head.weight[: stage.num_old].norm(dim=2).mean()
-        rows = [stage.rows_of(label) for label in stage.new_labels]
-        unit = F.normalize(passes.embed(learner.network, stage.pool.images[torch.cat(rows)]), dim=1)
-        for label, own in zip(stage.new_labels, unit.split([len(each) for each in rows]), strict=True):
+        for label, own in unit_embeddings(learner, stage, passes).items():
             centres = kmeans(own, head.proxies, generator(learner.seed, "kmeans", label))
             head.weight[label] = centres * norm
 
