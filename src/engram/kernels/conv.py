@@ -194,7 +194,7 @@ def engram_conv_data_gradient(
             )
 
 
-@triton.jit(do_not_specialize=["M", "ROW"])
+@triton.jit(do_not_specialize=["M"])
 def engram_conv_weight_gradient(
     x,  # (N, HI, WI, CX)
     d,  # (N, H, W, CO): the gradient at the convolution's output

@@ -21,7 +21,7 @@ from engram.kernels.simple import engram_augment, engram_sum_splits, engram_upda
 
 MOMENTUM, EPSILON = 0.1, 1e-5
 IMAGE_CHANNELS = 4  # red, green, blue and a zero
-PARTIAL_SUMS = 8192  # of tiles, taken at once
+PARTIAL_SUMS = 2048  # of tiles, taken at once; more would cost every tile registers
 # (pixels in a tile, warps, pipeline stages) by the result's channels.
 TILES = {16: (256, 4, 3), 32: (256, 4, 3), 64: (64, 4, 3)}
 # (pixels in a block, blocks in a split, warps, pipeline stages) by channels out.
@@ -138,7 +138,7 @@ def norm_apply(y: Tensor, state: Tensor, shortcut: Tensor | None) -> Tensor:
     _, height, width, channels = y.shape
     block = 2048
     engram_norm_apply[(blocks_of(y.numel(), block),)](
-        *(y, state, y if shortcut is None else shortcut, out, y.numel()),
+        *(y, state, y if shortcut is None else shortcut, out, y.numel() // channels),
         H=height,
         W=width,
         C=channels,
@@ -188,7 +188,7 @@ def norm_backward(g: Tensor, norm: NormGradient) -> Tensor:
     d = torch.empty_like(g)
     block = 2048
     engram_norm_backward[(blocks_of(g.numel(), block),)](
-        *(g, norm.y, norm.coefficients, d, g.numel()), C=g.shape[3], BLOCK=block, num_warps=4
+        *(g, norm.y, norm.coefficients, d, g.numel() // g.shape[3]), C=g.shape[3], BLOCK=block, num_warps=4
     )
     return d
 
