@@ -65,7 +65,9 @@ def class_means(learner: Learner, passes: Passes) -> Tensor | None:
         F.normalize(passes.embed(learner.network, samples.images, mirror=mirror), dim=1) for mirror in (False, True)
     )
     assert isinstance(unit, Tensor)
-    labels = samples.labels.to(unit.device)
-    totals = torch.zeros(learner.num_classes, unit.shape[1], device=unit.device).index_add_(0, labels, unit)
+    memory = learner.memory
+    # Class by class, and not by index_add_, whose order of summation changes from run to run on a GPU.
+    own = dict(zip(memory.labels, unit.split([len(memory.of(label)) for label in memory.labels]), strict=True))
+    totals = torch.stack([own[label].sum(dim=0) for label in range(learner.num_classes)])
     # The mean's length does not matter once it is brought to 1.
     return F.normalize(totals, dim=1)
