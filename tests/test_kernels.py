@@ -23,6 +23,7 @@ if INTERPRETED:
 pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
 
 from engram.data import augment as reference_augment  # noqa: E402
+from engram.engine.mixing import Cut  # noqa: E402
 from engram.engine.sgd import FlatSGD  # noqa: E402
 from engram.kernels import launch  # noqa: E402
 from engram.kernels.distance import BLOCK_C, ELEMENTS, channel_distance  # noqa: E402
@@ -396,6 +397,13 @@ def test_augmentation_is_that_of_the_plain_step() -> None:
     exact = (unit.double() - mean.double()) / std.double()
     assert_stored(got[..., :3], exact, (unit + mean) / std)
     assert (got[..., 3] == 0).all()
+    cut = Cut(
+        torch.tensor([3, 0, 4, 1, 2], device=DEVICE), torch.tensor([4, 17, 2, 9], device=DEVICE), unit.new_ones(())
+    )
+    mixed, unit = cut.paste(got, 1), cut.paste(unit.permute(0, 3, 1, 2), 2).permute(0, 2, 3, 1)
+    assert mixed.is_contiguous()
+    assert not torch.equal(mixed, got)
+    assert_stored(mixed[..., :3], (unit.double() - mean.double()) / std.double(), (unit + mean) / std)
 
 
 @pytest.mark.parametrize("clip", [None, 0.5])

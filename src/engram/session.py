@@ -46,9 +46,9 @@ class PhasePlan:
     @classmethod
     def of(cls, phase: Phase) -> PhasePlan:
         """The plan of a phase."""
-        steps, size = phase.training.batches(phase.images)
+        steps, size, last = phase.batches(phase.images)
         cost = TEACHER_COST if phase.teacher else 1.0 if Part.BACKBONE in phase.train else FROZEN_COST
-        work = cost * phase.training.epochs * min(steps * size, phase.images)
+        work = cost * phase.training.epochs * ((steps - 1) * size + last)
         return cls(phase.name, phase.training.epochs, phase.images, steps, size, work)
 
 

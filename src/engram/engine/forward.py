@@ -24,6 +24,7 @@ class Forward(Protocol):
 
     optimiser: FlatSGD
     batch_size: int
+    height_at: int  # the dimension of the images that is their height; their width is the next
 
     def refresh(self, frozen: bool = False) -> None:
         """Takes over weights that changed between phases; frozen: the network's own too, for `frozen` passes."""
@@ -61,6 +62,8 @@ class Forward(Protocol):
 class PlainForward:
     """By torch's modules."""
 
+    height_at = 2
+
     def __init__(self, engine: Engine, learner: Learner, batch_size: int) -> None:
         self._engine, self._learner = engine, learner
         self.optimiser = FlatSGD(learner.network, engine.layout)
@@ -87,6 +90,8 @@ class PlainForward:
             return self._learner.teacher(images)
 
     def update(self, lr: Tensor, training: Training) -> None:
+        if training.clip_norm is not None:
+            self.optimiser.limit(training.clip_norm)
         self.optimiser.step(lr, training.momentum, training.weight_decay, training.clip)
 
     def follow(self) -> None:
@@ -98,6 +103,8 @@ class PlainForward:
 
 class FusedForward:
     """By the kernels of engram.kernels, in bf16."""
+
+    height_at = 1
 
     def __init__(self, engine: Engine, learner: Learner, batch_size: int) -> None:
         from engram.kernels.fused import FoldedBackbone, FusedBackbone
@@ -142,6 +149,8 @@ class FusedForward:
         from engram.kernels.launch import update
 
         optimiser = self.optimiser
+        if training.clip_norm is not None:
+            optimiser.limit(training.clip_norm)
         buffers = (optimiser.values, optimiser.gradients, optimiser.momentum, optimiser.mask, self._backbone.shadow)
         update(*buffers, lr, training.momentum, training.weight_decay, training.clip)
 

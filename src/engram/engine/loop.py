@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from engram.data.stage import Stage
+from engram.engine.mixing import plan_mixing
 from engram.engine.plan import learning_rates, plan_epochs
 from engram.engine.space import TERMS
 from engram.errors import EngramError
 from engram.learner import Learner
 from engram.methods import Phase, Step
+from engram.methods.batches import Mixed
 from engram.models.network import Part
 
 if TYPE_CHECKING:
@@ -77,7 +79,7 @@ class PhaseLoop:
         self.rows = phase.rows() if resume is None else resume.rows
         if len(self.rows) == 0:
             raise EngramError(f"stage {stage.index} has no image to train on in its {phase.name} phase")
-        self.steps, self.batch_size = phase.training.batches(len(self.rows))
+        self.steps, self.batch_size, self._last = phase.batches(len(self.rows))
         self.epoch, self.step = (0, 0) if resume is None else (resume.epoch, resume.step)
         self._first = self.step  # of the epoch in progress, the first step taken here
         self._engine, self._learner, self._stage, self._index = engine, learner, stage, index
@@ -87,6 +89,7 @@ class PhaseLoop:
         self._forward.refresh(phase.frozen)
         space = engine.space
         self._pool, self._plan = space.pool(stage), space.plan(self.steps, self.batch_size)
+        self._mixing = None if phase.mix is None else space.mixing(len(self._plan), self.batch_size)
         self._weights, self._counter = space.weights(phase.weights), space.counter
         self._history = space.history
         self._arrival = space.arrival(stage, learner.network.head.capacity)
@@ -100,13 +103,11 @@ class PhaseLoop:
 
     def __iter__(self) -> Iterator[None]:
         self._learner.network.train(not self.phase.frozen)
-        used = min(self.steps * self.batch_size, len(self.rows))
-        last = used - (self.steps - 1) * self.batch_size
         while self.epoch < self.phase.training.epochs:
             if self.epoch not in self._planned:
                 self._plan_ahead()
             while self.step < self.steps:
-                self._term_names = self._taker(last if self.step == self.steps - 1 else self.batch_size)()
+                self._term_names = self._taker(self._last if self.step == self.steps - 1 else self.batch_size)()
                 self.step += 1
                 if self._engine.device.type == "cuda":
                     self._keep_pace()
@@ -199,16 +200,20 @@ class PhaseLoop:
         self._planned = range(self.epoch, self.epoch + ahead)
         purpose = (self._stage.index, self._index)
         training, seed, augmented = self.phase.training, self._learner.seed, self.phase.augment
-        plan = plan_epochs(training, self._engine.augmentation, self.rows, self._planned, purpose, seed, augmented)
+        how = (self._planned, purpose, seed)
+        plan = plan_epochs(training, self._engine.augmentation, self.rows, *how, augmented, self.phase.beside)
         self._plan.load(plan)
+        if self._mixing is not None and self.phase.mix is not None:
+            sizes = (self.steps, self.batch_size, self._last)
+            self._mixing.load(plan_mixing(self.phase.mix, sizes, self._engine.image_size, *how))
         self._counter.fill_(self.step)
 
     def _taker(self, size: int) -> Callable[[], list[str]]:
         """What takes a step with a batch of that size: recorded on a GPU, the step as it is elsewhere."""
         if size not in self._takers:
             phase, training = self.phase, self.phase.training
-            recipe = (training.momentum, training.weight_decay, training.clip)
-            how = (phase.train, phase.teacher, phase.frozen, phase.after_step, tuple(phase.weights))
+            recipe = (training.momentum, training.weight_decay, training.clip, training.clip_norm)
+            how = (phase.train, phase.teacher, phase.frozen, phase.after_step, tuple(phase.weights), phase.mix is None)
             key = (phase.loss, *how, size, self.batch_size, recipe)
             step = partial(self._take_step, size)
             slot, what = ("phase", self._index, size), f"the {phase.name} phase"
@@ -219,6 +224,9 @@ class PhaseLoop:
         """One step with a batch of that size; the names of the loss's terms."""
         learner, phase, forward, counter = self._learner, self.phase, self._forward, self._counter
         images = forward.images(self._pool, self._plan, counter, size)
+        cut = None if self._mixing is None else self._mixing.row(counter, size)
+        if cut is not None:
+            images = cut.paste(images, forward.height_at)
         if phase.frozen:
             student = forward.frozen(images)
         else:
@@ -226,7 +234,8 @@ class PhaseLoop:
         teacher = forward.teacher(images) if phase.teacher else None
         rows = self._plan.rows.index_select(0, counter)[0, :size]
         labels, exemplar = self._pool.labels[rows], self._pool.exemplar[rows]
-        where = (self._arrival, self._engine.space.stage)
+        mixed = None if cut is None else Mixed(labels[cut.partner], cut.share)
+        where = (self._arrival, self._engine.space.stage, mixed)
         terms = phase.loss(Step(labels, exemplar, student, teacher, self._weights, learner.buffers, *where))
         if len(terms) > TERMS:
             raise EngramError(f"a loss may have {TERMS} terms at most, and this one has {len(terms)}")

@@ -75,6 +75,12 @@ class FlatSGD:
         self.gradients.zero_()
 
     @torch.no_grad()
+    def limit(self, length: float) -> None:
+        """Brings the gradients of what may move, taken as one vector, to that length where they are longer."""
+        norm = torch.linalg.vector_norm(self.gradients * self.mask)
+        self.gradients.mul_((length / (norm + 1e-6)).clamp(max=1))
+
+    @torch.no_grad()
     def step(self, lr: Tensor, momentum: float, weight_decay: float, clip: float | None) -> None:
         """One update from the gradients as they are. lr: (1,), on the device."""
         if clip is not None:

@@ -16,6 +16,7 @@ from engram.data.selection import Selection
 from engram.data.stage import Stage
 from engram.errors import EngramError, suggest
 from engram.learner import Learner
+from engram.methods.batches import Beside, CutMix, Mixed
 from engram.methods.exemplars import choose_exemplars
 from engram.models.heads import Head
 from engram.models.network import Network, Output, Part
@@ -33,6 +34,7 @@ class Training:
     it, over 1, 2, 4, 8 ... epochs (so that it ends low after 16, 32, 64 ...).
     remainder: what is left of an epoch after the full batches is dropped (a fresh permutation each epoch) or kept as a
     smaller batch. A phase with fewer images than batch_size trains on batches of what there is.
+    clip_norm: gradients longer than that, all that train taken as one vector, are brought to that length.
     """
 
     epochs: int = 160
@@ -45,6 +47,7 @@ class Training:
     weight_decay: float = 5e-4
     clip: float | None = 5.0
     remainder: Literal["drop", "keep"] = "drop"
+    clip_norm: float | None = None
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -66,6 +69,8 @@ class Training:
             raise EngramError(f"factor must be above 0 and at most 1, got {self.factor}")
         if self.clip is not None and self.clip <= 0:
             raise EngramError(f"clip must be above 0, or none, got {self.clip}")
+        if self.clip_norm is not None and self.clip_norm <= 0:
+            raise EngramError(f"clip_norm must be above 0, or none, got {self.clip_norm}")
 
     def batches(self, images: int) -> tuple[int, int]:
         """The steps of an epoch over so many images, and the size of its batches (the last may be smaller)."""
@@ -81,6 +86,7 @@ class Step:
     labels: (B,). exemplar: (B,) bool, true for images out of the memory. teacher: None in phases without one.
     weights: the phase's loss weights by name, (). buffers: the method's tensors by name, as kept in the learner.
     arrival: (K,), the stage that each class came with, NEVER where it has not come. stage: (), the stage at hand.
+    mixed: in phases that mix images, what else is in each.
     """
 
     labels: Tensor
@@ -91,6 +97,7 @@ class Step:
     buffers: Mapping[str, Tensor]
     arrival: Tensor | None = None
     stage: Tensor | None = None
+    mixed: Mixed | None = None
 
     @property
     def old(self) -> Tensor:
@@ -116,7 +123,8 @@ class Phase:
     train says which parts of the network move. augment: whether images are cropped, mirrored and brightened at random,
     or taken as they are. frozen: the network runs as in evaluation, with its running statistics; the backbone cannot
     train then. after_step: changes the network's parameters in place after each update, as in a clamp. start: an act on
-    the learner when the phase starts, before rows is asked, and not again when it is resumed.
+    the learner when the phase starts, before rows is asked, and not again when it is resumed. beside: a second stream
+    of images in each batch. mix: images with boxes of others in them; the loss finds their labels in Step.mixed.
     """
 
     name: str
@@ -131,10 +139,18 @@ class Phase:
     frozen: bool = False
     after_step: Callable[[Network], None] | None = None
     start: Callable[[], None] | None = None
+    beside: Beside | None = None
+    mix: CutMix | None = None
 
     def __post_init__(self) -> None:
         assert not (self.frozen and Part.BACKBONE in self.train), "a frozen network's backbone cannot train"
         assert not (self.frozen and self.after_step), "a frozen network's backbone cannot change"
+
+    def batches(self, images: int) -> tuple[int, int, int]:
+        """The steps of an epoch over so many images, and the images in a batch and in the last; both streams' count."""
+        steps, size = self.training.batches(images)
+        beside = 0 if self.beside is None else self.beside.batch_size
+        return steps, size + beside, min(size, images - (steps - 1) * size) + beside
 
 
 class Passes(Protocol):
