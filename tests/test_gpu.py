@@ -77,6 +77,7 @@ def test_our_kernels_train_as_the_modules_do() -> None:
 
 
 DISTILLING = ["afc", "uniform", "podnet", "pod", "gap", "channel", "gram", "gradcam", "pixels", "ucir", "geodl", "lwm"]
+DISTILLING += ["ssil"]
 
 
 @pytest.mark.parametrize("method", DISTILLING)
@@ -151,7 +152,7 @@ def test_runs_side_by_side_learn_as_alone(tmp_path: Path) -> None:
         assert results[name]["average_incremental_accuracy"]["cnn"] == pytest.approx(alone, abs=3)
 
 
-@pytest.mark.parametrize("method", ["icarl", "wa", "lwf", "bic", "eeil"])
+@pytest.mark.parametrize("method", ["icarl", "wa", "lwf", "bic", "eeil", "ssil", "gdumb"])
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 def test_methods_with_a_linear_head_are_recorded_as_they_are(method: str, precision: str) -> None:
     def learned(capture: bool) -> dict[str, torch.Tensor]:

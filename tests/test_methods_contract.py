@@ -31,6 +31,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "gdumb": {"rehearse": Training(epochs=12, batch_size=4, lr=0.05, remainder="keep")},
     "icarl": {"train__lr": 1.0},
     "bic": {"correction__epochs": 4},
+    "ssil": {"replay": 4},
 }
 # The images of the base stage that a method does not train on, of 24.
 HELD_BACK = {"bic": 2}
