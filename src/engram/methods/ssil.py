@@ -114,7 +114,7 @@ class SSIL(LinearMethod[SSILSettings]):
         if stage.index == 1 and stage.num_new == 1 and self.settings.min_group == 1:
             learner.notes.append(
                 "SS-IL tells new classes apart among themselves alone, so one new class a stage is learned only later, "
-                "from its exemplars: give stages more classes, or set min_group to 2 or more"
+                "from its exemplars: give stages more classes (min_group joins stages, at a price that the card names)"
             )
 
 
