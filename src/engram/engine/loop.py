@@ -208,7 +208,8 @@ class PhaseLoop:
         if size not in self._takers:
             phase, training = self.phase, self.phase.training
             recipe = (training.momentum, training.weight_decay, training.clip)
-            how = (phase.train, phase.teacher, phase.frozen, phase.after_step, tuple(phase.weights))
+            acts = (phase.before_update, phase.after_step)
+            how = (phase.train, phase.teacher, phase.frozen, *acts, tuple(phase.weights))
             key = (phase.loss, *how, size, self.batch_size, recipe)
             step = partial(self._take_step, size)
             slot, what = ("phase", self._index, size), f"the {phase.name} phase"
@@ -233,6 +234,9 @@ class PhaseLoop:
         values = torch.stack([term.float() for term in terms.values()])
         forward.optimiser.zero_grad()
         values.sum().backward()
+        if phase.before_update is not None:
+            with torch.no_grad():
+                phase.before_update(learner.network)
         forward.update(self._plan.learning_rate(counter), phase.training)
         if phase.after_step is not None:
             with torch.no_grad():

@@ -12,11 +12,13 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from torch import Tensor
 
+from engram.data.samples import Samples
 from engram.data.selection import Selection
 from engram.data.stage import Stage
 from engram.errors import EngramError, suggest
 from engram.learner import Learner
 from engram.methods.exemplars import choose_exemplars
+from engram.methods.look import Look
 from engram.models.heads import Head
 from engram.models.network import Network, Output, Part
 
@@ -116,7 +118,8 @@ class Phase:
     train says which parts of the network move. augment: whether images are cropped, mirrored and brightened at random,
     or taken as they are. frozen: the network runs as in evaluation, with its running statistics; the backbone cannot
     train then. after_step: changes the network's parameters in place after each update, as in a clamp. start: an act on
-    the learner when the phase starts, before rows is asked, and not again when it is resumed.
+    the learner when the phase starts, before rows is asked, and not again when it is resumed. before_update: changes the
+    gradients in place before each update.
     """
 
     name: str
@@ -131,6 +134,7 @@ class Phase:
     frozen: bool = False
     after_step: Callable[[Network], None] | None = None
     start: Callable[[], None] | None = None
+    before_update: Callable[[Network], None] | None = None
 
     def __post_init__(self) -> None:
         assert not (self.frozen and Part.BACKBONE in self.train), "a frozen network's backbone cannot train"
@@ -153,6 +157,23 @@ class Passes(Protocol):
         batch_size: int,
     ) -> list[Tensor]:
         """The sums of what `visit` returns over one augmented pass in train mode; no parameter moves."""
+        ...
+
+    def tune(
+        self,
+        learner: Learner,
+        stage: Stage,
+        images: Tensor,
+        rows: Tensor,
+        objective: Callable[[Look], Tensor],
+        training: Training,
+        purpose: str,
+    ) -> Tensor:
+        """The uint8 images (N, H, W, 3) after SGD on their pixels, as floats; the network stands still, in eval mode.
+
+        A step sees a batch of the pool's rows, augmented; rate, momentum and decay are of pixels as the network sees
+        them, normalised. purpose names what is random about it.
+        """
         ...
 
 
@@ -197,8 +218,11 @@ class Method(ABC, Generic[SettingsT]):
     def finish(self, learner: Learner, stage: Stage, passes: Passes) -> None:
         """What the method computes for the next stage once this one is trained; nothing by default."""
 
-    def exemplars(self, learner: Learner, stage: Stage, passes: Passes) -> dict[int, Tensor]:
-        """Rows of the pool to keep of each new class, best first; by default as the memory's selection says."""
+    def exemplars(self, learner: Learner, stage: Stage, passes: Passes) -> Mapping[int, Tensor | Samples]:
+        """What to keep of each new class, best first: rows of the pool, by default as the memory's selection says.
+
+        Images of the method's own making may be given instead, of old classes too.
+        """
         return choose_exemplars(learner, stage, passes)
 
 

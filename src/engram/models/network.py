@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from engram.models.factors import Factors
 from engram.models.heads import Head
 from engram.models.resnet import ResNet
 
@@ -41,7 +42,10 @@ class Output(NamedTuple):
 
 
 class Network(nn.Module):
-    """A backbone, a head that grows, and the normalisation of the images they were trained on."""
+    """A backbone, a head that grows, and the normalisation of the images they were trained on.
+
+    factors: where there are any, the convolutions move by them alone.
+    """
 
     mean: Tensor
     std: Tensor
@@ -50,6 +54,7 @@ class Network(nn.Module):
         super().__init__()
         self.backbone = backbone
         self.head = head
+        self.factors: Factors | None = None
         self.register_buffer("mean", torch.tensor(mean).view(1, 3, 1, 1))
         self.register_buffer("std", torch.tensor(std).view(1, 3, 1, 1))
 
@@ -70,8 +75,21 @@ class Network(nn.Module):
             scores = scores.masked_fill(~self.head.seen, -torch.inf)
         return Output(maps, embedding, scores, logits, scale, self.head.correction)
 
+    def add_factors(self) -> None:
+        """From here on the convolutions keep their weights, times factors that learn."""
+        self.factors = Factors(self.backbone)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Takes over a state, with factors where it has them."""
+        if not any(name.startswith("factors.") for name in state_dict):
+            self.factors = None
+        elif self.factors is None:
+            self.add_factors()
+        return super().load_state_dict(state_dict, strict, assign)
+
     def reset(self, generator: torch.Generator) -> None:
         """Fresh weights for the backbone and for the rows of the classes seen."""
+        self.factors = None
         self.backbone.initialise(generator)
         self.head.initialise(generator)
 
@@ -88,6 +106,8 @@ class Network(nn.Module):
                 mask.fill_(float(Part.CORRECTION in parts))
             elif name.startswith("head."):
                 mask.fill_(float(Part.SCALE in parts))
+            elif parameter.ndim == 4 and self.factors is not None:
+                pass  # a convolution, which moves by its factors
             else:
                 mask.fill_(float(Part.BACKBONE in parts))
             masks[name] = mask
