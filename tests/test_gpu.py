@@ -77,6 +77,7 @@ def test_our_kernels_train_as_the_modules_do() -> None:
 
 
 DISTILLING = ["afc", "uniform", "podnet", "pod", "gap", "channel", "gram", "gradcam", "pixels", "ucir", "geodl", "lwm"]
+DISTILLING += ["mnemonics"]
 
 
 @pytest.mark.parametrize("method", DISTILLING)

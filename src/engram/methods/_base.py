@@ -118,8 +118,8 @@ class Phase:
     train says which parts of the network move. augment: whether images are cropped, mirrored and brightened at random,
     or taken as they are. frozen: the network runs as in evaluation, with its running statistics; the backbone cannot
     train then. after_step: changes the network's parameters in place after each update, as in a clamp. start: an act on
-    the learner when the phase starts, before rows is asked, and not again when it is resumed. before_update: changes the
-    gradients in place before each update.
+    the learner when the phase starts, before rows is asked, and not again when it is resumed. before_update: changes
+    the gradients in place before each update.
     """
 
     name: str

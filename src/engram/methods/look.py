@@ -12,9 +12,9 @@ from torch import Tensor
 class Look:
     """One step of an optimisation of images, by a network that stands still.
 
-    tuned: (N, 3, H, W), the images that learn, in [0, 1] but for what they learned. images: (B, 3, H, W), a batch of the
-    pool; labels: (B,). parameters: the network's by name; they take no gradients. network: the embedding (B, D) and the
-    logits (B, K) of images, in eval mode, with some parameters in the place of the network's own.
+    tuned: (N, 3, H, W), the images that learn, in [0, 1] but for what they learned. images: (B, 3, H, W), a batch of
+    the pool; labels: (B,). parameters: the network's by name; they take no gradients. network: the embedding (B, D) and
+    the logits (B, K) of images, in eval mode, with some parameters in the place of the network's own.
     """
 
     tuned: Tensor

@@ -175,7 +175,8 @@ class Mnemonics(CosineMethod[MnemonicsSettings]):
         pool = replace(stage.pool, images=images)
         tuned = torch.cat([own for _, own, _ in parts])
         apart = (pool.images[tuned].float() - stage.pool.images[tuned].float()).abs()
-        learner.store("exemplars.changed", torch.stack([(apart > 0).float().mean(), apart.mean()]))
+        changed = torch.stack([(apart > 0).float().mean(), apart.mean()])
+        learner.store("exemplars.changed", changed.to(learner.network.mean.device))
         return {label: pool[rows] for label, rows in chosen.items()}
 
     def _objective(

@@ -9,7 +9,7 @@ from engram.models.resnet import ResNet
 
 
 class Factors(nn.Module):
-    """A factor, 1 at first, for each (C_out, C_in) of every convolution of a backbone; and the weights as they were then.
+    """A factor, 1 at first, for each (C_out, C_in) of a backbone's convolutions, and the weights as they were then.
 
     The convolutions' own weights stay what everything reads, base times factor, so that whatever runs a backbone runs
     this one: `take_gradients` before an update and `give_weights` after it are all there is to training it.
