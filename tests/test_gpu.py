@@ -18,6 +18,7 @@ from engram.execution import Execution
 from engram.methods import Step
 from engram.methods._base import Terms
 from engram.methods.mas import squared_length
+from engram.models.factors import convolution_weights
 from engram.models.network import Network
 from engram.session import Session
 from engram.stagecache import StageCache
@@ -80,6 +81,7 @@ def test_our_kernels_train_as_the_modules_do() -> None:
 
 DISTILLING = ["afc", "uniform", "podnet", "pod", "gap", "channel", "gram", "gradcam", "pixels", "ucir", "geodl", "lwm"]
 DISTILLING += ["ssil"]
+DISTILLING += ["mnemonics"]
 
 
 @pytest.mark.parametrize("method", [*DISTILLING, "ewc", "si", "mas"])
@@ -214,3 +216,32 @@ def test_what_follows_an_update_reaches_the_kernels() -> None:
     shadow = session.engine._forward._backbone.shadow[: weights.numel()]  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
     assert float(shadow.min()) == 0
     assert torch.equal(shadow, weights.detach().permute(0, 2, 3, 1).reshape(-1).bfloat16())
+
+
+@pytest.mark.parametrize("variant", ["released", "paper"])
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_learned_exemplars_and_factors_are_the_same_recorded_and_eager(precision: str, variant: str) -> None:
+    def learned(capture: bool) -> Session:
+        config = tiny_config("mnemonics", epochs=4, device="cuda", precision=precision)
+        config = config.with_settings(variant=variant, tune__lr=20.0, tune__weight_decay=0)
+        session = tiny_session(config)
+        session.engine.capture = capture
+        for event in Execution(session, None, None, None, 10, None).events(resumed=False):
+            assert not (isinstance(event, Warned) and "cannot be recorded" in event.message)
+        return session
+
+    eager, recorded = learned(capture=False), learned(capture=True)
+    for name, value in eager.learner.state_dict().items():
+        assert torch.equal(value, recorded.learner.state_dict()[name]), name
+    network = recorded.learner.network
+    assert network.factors is not None
+    for base, factor, weight in zip(
+        network.factors.bases, network.factors.values, convolution_weights(network.backbone), strict=True
+    ):
+        assert torch.equal(weight, base * factor[:, :, None, None])
+        assert not torch.equal(factor, torch.ones_like(factor))
+    if precision == "bf16":
+        shadow = recorded.engine._forward._backbone.shadow  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+        weights = [weight.detach().permute(0, 2, 3, 1).reshape(-1) for weight in convolution_weights(network.backbone)]
+        assert torch.equal(shadow, torch.cat(weights).bfloat16())
+    assert float(recorded.learner.buffers["exemplars.changed"][0]) > 0

@@ -33,6 +33,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "bic": {"correction__epochs": 4},
     "ssil": {"replay": 4},
 }
+# How far, in levels of 255, a pixel of an exemplar may be from the image it came from.
+CHANGED = {"mnemonics": 2}
 # The images of the base stage that a method does not train on, of 24.
 HELD_BACK = {"bic": 2}
 
@@ -148,7 +150,8 @@ def test_it_keeps_its_memory_budget(method: str) -> None:
         assert set(samples.labels.tolist()) == {label}
         # Each exemplar is an image of the training split, pixel by pixel, of the class it says.
         train = run_.session.store.train
-        assert (train.images[samples.sources.numpy()] == samples.images.numpy()).all()
+        apart = train.images[samples.sources.numpy()].astype(int) - samples.images.numpy()
+        assert np.abs(apart).max() <= CHANGED.get(method, 0)
         assert set(train.class_ids[samples.sources.numpy()]) == {run_.session.stream.order[label]}
 
 

@@ -178,7 +178,7 @@ class Session:
         return plans
 
     def evaluate(self, index: int) -> tuple[dict[str, float], dict[str, list[float]], dict[str, np.ndarray]]:
-        """Accuracy over the classes seen, accuracy by stage, and the arrays to keep (predictions, importance)."""
+        """Accuracy over the classes seen, accuracy by stage, and the arrays to keep (predictions, importance, ...)."""
         rows = np.flatnonzero(self._test_labels < self.stream.num_seen(index))
         targets = self._test_labels[rows].astype(np.int16)
         images = torch.from_numpy(np.ascontiguousarray(self.store.test.images[rows]))
@@ -186,8 +186,9 @@ class Session:
         predictions = {name: predictions[name] for name in self.method.predictors}
         sizes = self.stream.sizes[: index + 1]
         arrays = {"targets": targets} | {f"predictions.{name}": labels for name, labels in predictions.items()}
-        importance = {name: value for name, value in self.learner.buffers.items() if name.startswith("importance.")}
-        arrays |= {name: value.float().cpu().numpy() for name, value in importance.items()}
+        told = ("importance.", "exemplars.")  # of the method's own tensors
+        buffers = {name: value for name, value in self.learner.buffers.items() if name.startswith(told)}
+        arrays |= {name: value.float().cpu().numpy() for name, value in buffers.items()}
         accuracy = {name: metrics.accuracy(targets, labels) for name, labels in predictions.items()}
         by_stage = {name: metrics.accuracy_by_stage(targets, labels, sizes) for name, labels in predictions.items()}
         return accuracy, by_stage, arrays

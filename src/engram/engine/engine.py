@@ -16,8 +16,10 @@ from engram.engine.loop import PhaseLoop, PhaseState
 from engram.engine.sensitivity import sensitivity
 from engram.engine.space import Space
 from engram.engine.sweep import sweep
+from engram.engine.tune import tune
 from engram.learner import Learner
-from engram.methods import Phase, Step
+from engram.methods import Phase, Step, Training
+from engram.methods.look import Look
 from engram.models.network import Network, Output
 from engram.models.resnet import ResNet
 
@@ -174,6 +176,22 @@ class Engine:
         In float32 by torch's modules whatever the precision; statistics and parameters stay as they are.
         """
         return sensitivity(self, learner, stage, rows, objective, power)
+
+    def tune(
+        self,
+        learner: Learner,
+        stage: Stage,
+        images: Tensor,
+        rows: Tensor,
+        objective: Callable[[Look], Tensor],
+        training: Training,
+        purpose: str,
+    ) -> Tensor:
+        """The uint8 images (N, H, W, 3) after SGD on their pixels, as floats in levels from 0 to 255, on the CPU.
+
+        The passes are in float32 by torch's modules, whatever the engine's precision.
+        """
+        return tune(self, learner, stage, images, rows, objective, training, purpose)
 
 
 def _equal(ours: object, theirs: object) -> bool:

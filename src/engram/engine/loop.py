@@ -221,8 +221,8 @@ class PhaseLoop:
         if size not in self._takers:
             phase, training = self.phase, self.phase.training
             recipe = (training.momentum, training.weight_decay, training.clip, training.clip_norm)
-            how = (phase.train, phase.teacher, phase.frozen, phase.after_step, tuple(phase.weights))
-            how += (phase.mix is None, phase.tether)
+            acts = (phase.before_update, phase.after_step, phase.mix is None, phase.tether)
+            how = (phase.train, phase.teacher, phase.frozen, *acts, tuple(phase.weights))
             key = (phase.loss, *how, size, self.batch_size, recipe)
             step = partial(self._take_step, size)
             slot, what = ("phase", self._index, size), f"the {phase.name} phase"
@@ -255,6 +255,9 @@ class PhaseLoop:
         names, values = list(terms), values.detach()
         if self._pull is not None:
             names, values = [*names, PENALTY], torch.cat([values, self._pull.pull()])
+        if phase.before_update is not None:
+            with torch.no_grad():
+                phase.before_update(learner.network)
         forward.update(self._plan.learning_rate(counter), phase.training)
         if phase.after_step is not None:
             with torch.no_grad():

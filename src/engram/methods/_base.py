@@ -13,12 +13,14 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from torch import Tensor
 
+from engram.data.samples import Samples
 from engram.data.selection import Selection
 from engram.data.stage import Stage
 from engram.errors import EngramError, suggest
 from engram.learner import Learner
 from engram.methods.batches import Beside, CutMix, Mixed
 from engram.methods.exemplars import choose_exemplars
+from engram.methods.look import Look
 from engram.models.heads import Head
 from engram.models.network import Network, Output, Part
 from engram.models.resnet import ResNet
@@ -149,7 +151,7 @@ class Phase:
     the learner when the phase starts, before rows is asked, and not again when it is resumed. beside: a second stream
     of images in each batch. mix: images with boxes of others in them; the loss finds their labels in Step.mixed.
     tether: holds parameters near where they stood. older_backbones: how many frozen ones run beside the network's
-    newest, for estimates of the time.
+    newest, for estimates of the time. before_update: changes the gradients in place before each update.
     """
 
     name: str
@@ -168,6 +170,7 @@ class Phase:
     mix: CutMix | None = None
     tether: Tether | None = None
     older_backbones: int = 0
+    before_update: Callable[[Network], None] | None = None
 
     def __post_init__(self) -> None:
         assert not (self.frozen and Part.BACKBONE in self.train), "a frozen network's backbone cannot train"
@@ -210,6 +213,23 @@ class Passes(Protocol):
 
         The network is in eval mode, the images are as they are. objective: from a Step and a uniform random number an
         image (B,), the same whatever the batches, to a value an image (B,).
+        """
+        ...
+
+    def tune(
+        self,
+        learner: Learner,
+        stage: Stage,
+        images: Tensor,
+        rows: Tensor,
+        objective: Callable[[Look], Tensor],
+        training: Training,
+        purpose: str,
+    ) -> Tensor:
+        """The uint8 images (N, H, W, 3) after SGD on their pixels, as floats; the network stands still, in eval mode.
+
+        A step sees a batch of the pool's rows, augmented; rate, momentum and decay are of pixels as the network sees
+        them, normalised. purpose names what is random about it.
         """
         ...
 
@@ -261,8 +281,11 @@ class Method(ABC, Generic[SettingsT]):
     def finish(self, learner: Learner, stage: Stage, passes: Passes) -> None:
         """What the method computes for the next stage once this one is trained; nothing by default."""
 
-    def exemplars(self, learner: Learner, stage: Stage, passes: Passes) -> dict[int, Tensor]:
-        """Rows of the pool to keep of each new class, best first; by default as the memory's selection says."""
+    def exemplars(self, learner: Learner, stage: Stage, passes: Passes) -> Mapping[int, Tensor | Samples]:
+        """What to keep of each new class, best first: rows of the pool, by default as the memory's selection says.
+
+        Images of the method's own making may be given instead, of old classes too.
+        """
         return choose_exemplars(learner, stage, passes)
 
 

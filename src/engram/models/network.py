@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from engram.models.expanding import ExpandingBackbone, ExpandingHead, count_older
+from engram.models.factors import Factors
 from engram.models.heads import Head
 from engram.models.resnet import ResNet
 
@@ -43,7 +44,10 @@ class Output(NamedTuple):
 
 
 class Network(nn.Module):
-    """A backbone, a head that grows, and the normalisation of the images they were trained on."""
+    """A backbone, a head that grows, and the normalisation of the images they were trained on.
+
+    factors: where there are any, the convolutions move by them alone.
+    """
 
     mean: Tensor
     std: Tensor
@@ -52,6 +56,7 @@ class Network(nn.Module):
         super().__init__()
         self.backbone = backbone
         self.head = head
+        self.factors: Factors | None = None
         self.register_buffer("mean", torch.tensor(mean).view(1, 3, 1, 1))
         self.register_buffer("std", torch.tensor(std).view(1, 3, 1, 1))
 
@@ -80,19 +85,28 @@ class Network(nn.Module):
         return Output(maps, embedding, scores, logits, scale, self.head.correction, auxiliary)
 
     def make_room(self, state: Mapping[str, Tensor]) -> None:
-        """Brings the network to the size of a saved state, which can be loaded then.
+        """Brings the network to the size of a saved state, which can be loaded then; with factors where that has them.
 
         Tensors that do not fit are new then: whoever holds the old ones binds again.
         """
         self.head.reserve(len(state["head.seen"]))
+        if not any(name.startswith("factors.") for name in state):
+            self.factors = None
+        elif self.factors is None:
+            self.add_factors()
         if isinstance(self.backbone, ExpandingBackbone):
             prefix = "backbone."
             self.backbone.resize(count_older(name.removeprefix(prefix) for name in state if name.startswith(prefix)))
             if isinstance(self.head, ExpandingHead):
                 self.head.widen(self.backbone.dim)
 
+    def add_factors(self) -> None:
+        """From here on the convolutions keep their weights, times factors that learn."""
+        self.factors = Factors(self.backbone)
+
     def reset(self, generator: torch.Generator) -> None:
         """Fresh weights for the backbone and for the rows of the classes seen."""
+        self.factors = None
         self.backbone.initialise(generator)
         self.head.initialise(generator)
 
@@ -109,6 +123,8 @@ class Network(nn.Module):
                 mask.fill_(float(Part.CORRECTION in parts))
             elif name.startswith("head."):
                 mask.fill_(float(Part.SCALE in parts))
+            elif parameter.ndim == 4 and self.factors is not None:
+                pass  # a convolution, which moves by its factors
             else:
                 mask.fill_(float(Part.BACKBONE in parts))
             masks[name] = mask
