@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engram.data.stage import Stage
 from engram.engine.mixing import plan_mixing
+from engram.engine.neighbours import Surroundings
 from engram.engine.plan import learning_rates, plan_epochs
 from engram.engine.space import TERMS
 from engram.engine.tether import PENALTY, Pull
@@ -98,6 +99,9 @@ class PhaseLoop:
         self._weights, self._counter = space.weights(phase.weights), space.counter
         self._history = space.history
         self._arrival = space.arrival(stage, learner.network.head.capacity)
+        self._around = None
+        if phase.neighbours is not None:
+            self._around = Surroundings(engine, learner, stage, phase.neighbours, index, phase.training, len(self.rows))
         self._lr = learning_rates(phase.training, self.steps)
         self._planned = range(self.epoch, self.epoch)  # the epochs that the plan holds
         self._term_names: list[str] = []
@@ -111,6 +115,10 @@ class PhaseLoop:
         while self.epoch < self.phase.training.epochs:
             if self.epoch not in self._planned:
                 self._plan_ahead()
+            if self._around is not None:
+                start = (self.epoch - self._planned.start) * self.steps
+                self._around.survey(start)
+                self._counter.fill_(start + self.step)
             while self.step < self.steps:
                 self._term_names = self._taker(self._last if self.step == self.steps - 1 else self.batch_size)()
                 self.step += 1
@@ -214,6 +222,8 @@ class PhaseLoop:
         if self._mixing is not None and self.phase.mix is not None:
             sizes = (self.steps, self.batch_size, self._last)
             self._mixing.load(plan_mixing(self.phase.mix, sizes, self._engine.image_size, *how))
+        if self._around is not None:
+            self._around.load(plan)
         self._counter.fill_(self.step)
 
     def _taker(self, size: int) -> Callable[[], list[str]]:
@@ -221,8 +231,9 @@ class PhaseLoop:
         if size not in self._takers:
             phase, training = self.phase, self.phase.training
             recipe = (training.momentum, training.weight_decay, training.clip, training.clip_norm)
-            acts = (phase.before_update, phase.after_step, phase.mix is None, phase.tether)
-            how = (phase.train, phase.teacher, phase.frozen, *acts, tuple(phase.weights))
+            acts = (phase.before_update, phase.after_step, phase.observe, phase.mix is None, phase.tether)
+            neighbours = None if phase.neighbours is None else phase.neighbours.count
+            how = (phase.train, phase.teacher, phase.frozen, *acts, neighbours, tuple(phase.weights))
             key = (phase.loss, *how, size, self.batch_size, recipe)
             step = partial(self._take_step, size)
             slot, what = ("phase", self._index, size), f"the {phase.name} phase"
@@ -232,6 +243,36 @@ class PhaseLoop:
     def _take_step(self, size: int) -> list[str]:
         """One step with a batch of that size; the names of the loss's terms."""
         learner, phase, forward, counter = self._learner, self.phase, self._forward, self._counter
+        seen = self._see(size)
+        terms = phase.loss(seen)
+        room = TERMS if self._pull is None else TERMS - 1
+        if len(terms) > room:
+            raise EngramError(f"a loss may have {room} terms at most, and this one has {len(terms)}")
+        values = torch.stack([term.float() for term in terms.values()])
+        forward.optimiser.zero_grad()
+        values.sum().backward()
+        names, values = list(terms), values.detach()
+        with torch.no_grad():
+            if self._pull is not None:
+                names, values = [*names, PENALTY], torch.cat([values, self._pull.pull()])
+            if phase.before_update is not None:
+                phase.before_update(learner.network)
+            forward.update(self._plan.learning_rate(counter), phase.training)
+            if phase.after_step is not None:
+                phase.after_step(learner.network)
+                forward.follow()
+            if self._pull is not None:
+                self._pull.trace()
+            if phase.observe is not None:
+                phase.observe(learner.network, seen.student)
+        self._history[:, : len(names)].index_copy_(0, counter, values[None])
+        counter += 1
+        return names
+
+    def _see(self, size: int) -> Step:
+        """What the loss sees of the batch that the counter is at."""
+        learner, phase, forward, counter = self._learner, self.phase, self._forward, self._counter
+        around = () if self._around is None else self._around.look(counter, size)
         images = forward.images(self._pool, self._plan, counter, size)
         cut = None if self._mixing is None else self._mixing.row(counter, size)
         if cut is not None:
@@ -245,26 +286,4 @@ class PhaseLoop:
         labels, exemplar = self._pool.labels[rows], self._pool.exemplar[rows]
         mixed = None if cut is None else Mixed(labels[cut.partner], cut.share)
         where = (self._arrival, self._engine.space.stage, mixed)
-        terms = phase.loss(Step(labels, exemplar, student, teacher, self._weights, learner.buffers, *where))
-        room = TERMS if self._pull is None else TERMS - 1
-        if len(terms) > room:
-            raise EngramError(f"a loss may have {room} terms at most, and this one has {len(terms)}")
-        values = torch.stack([term.float() for term in terms.values()])
-        forward.optimiser.zero_grad()
-        values.sum().backward()
-        names, values = list(terms), values.detach()
-        if self._pull is not None:
-            names, values = [*names, PENALTY], torch.cat([values, self._pull.pull()])
-        if phase.before_update is not None:
-            with torch.no_grad():
-                phase.before_update(learner.network)
-        forward.update(self._plan.learning_rate(counter), phase.training)
-        if phase.after_step is not None:
-            with torch.no_grad():
-                phase.after_step(learner.network)
-                forward.follow()
-        if self._pull is not None:
-            self._pull.trace()
-        self._history[:, : len(names)].index_copy_(0, counter, values[None])
-        counter += 1
-        return names
+        return Step(labels, exemplar, student, teacher, self._weights, learner.buffers, *where, *around)

@@ -92,6 +92,8 @@ class Step:
     weights: the phase's loss weights by name, (). buffers: the method's tensors by name, as kept in the learner.
     arrival: (K,), the stage that each class came with, NEVER where it has not come. stage: (), the stage at hand.
     mixed: in phases that mix images, what else is in each.
+    neighbours: (B, N, K), in phases that ask for them the logits of each image's neighbours, without gradient. shares:
+    (B, N), what each of them counts: 1 / N, or 0 where there is no such neighbour and the others the more.
     """
 
     labels: Tensor
@@ -103,6 +105,8 @@ class Step:
     arrival: Tensor | None = None
     stage: Tensor | None = None
     mixed: Mixed | None = None
+    neighbours: Tensor | None = None
+    shares: Tensor | None = None
 
     @property
     def old(self) -> Tensor:
@@ -140,6 +144,17 @@ class Tether:
 
 
 @dataclass(frozen=True)
+class Neighbours:
+    """The images that are near an image to the teacher's eye, among those of the new classes in the same epoch.
+
+    count: of each image. first: looked for among the first so many images of new classes, None for all.
+    """
+
+    count: int
+    first: int | None = None
+
+
+@dataclass(frozen=True)
 class Phase:
     """One training loop inside a stage.
 
@@ -152,6 +167,8 @@ class Phase:
     of images in each batch. mix: images with boxes of others in them; the loss finds their labels in Step.mixed.
     tether: holds parameters near where they stood. older_backbones: how many frozen ones run beside the network's
     newest, for estimates of the time. before_update: changes the gradients in place before each update.
+    neighbours: before each epoch every image's neighbours are found, and the loss sees their logits. observe: keeps
+    track, in the network's own buffers, of what the student said of each batch.
     """
 
     name: str
@@ -171,10 +188,14 @@ class Phase:
     tether: Tether | None = None
     older_backbones: int = 0
     before_update: Callable[[Network], None] | None = None
+    neighbours: Neighbours | None = None
+    observe: Callable[[Network, Output], None] | None = None
 
     def __post_init__(self) -> None:
         assert not (self.frozen and Part.BACKBONE in self.train), "a frozen network's backbone cannot train"
         assert not (self.frozen and self.after_step), "a frozen network's backbone cannot change"
+        assert not (self.frozen and self.neighbours), "a frozen network has no neighbours to look at"
+        assert self.teacher or not self.neighbours, "neighbours are found by the teacher"
 
     def batches(self, images: int) -> tuple[int, int, int]:
         """The steps of an epoch over so many images, and the images in a batch and in the last; both streams' count."""

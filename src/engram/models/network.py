@@ -78,6 +78,8 @@ class Network(nn.Module):
                 features = torch.cat([older[int(self.head.rectified)], features], dim=1)
                 embedding = torch.cat([older[0], embedding], dim=1)
             scores = self.head(features)
+            if self.head.effect is not None and not self.training:
+                scores = scores - self.head.effect(features, self.head)
             # Masked after scaling: the gradient of the scale must not see infinity times zero.
             scale = scores.new_ones(()) if self.head.scale is None else self.head.scale
             logits = (scale * scores).masked_fill(~self.head.seen, -torch.inf)
