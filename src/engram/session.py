@@ -29,7 +29,7 @@ from engram.rundir import processor_name
 from engram.stagecache import code_digest
 
 # What an image costs, against training without a teacher; only for the estimate of the time left.
-TEACHER_COST, FROZEN_COST = 1.5, 0.3
+TEACHER_COST, FROZEN_COST, NEIGHBOUR_COST = 1.5, 0.3, 0.3
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,8 @@ class PhasePlan:
         """The plan of a phase."""
         steps, size = phase.training.batches(phase.images)
         cost = TEACHER_COST if phase.teacher else 1.0 if Part.BACKBONE in phase.train else FROZEN_COST
+        if phase.neighbours is not None:  # those of each image, and the teacher's look at the image before the epoch
+            cost += NEIGHBOUR_COST * (phase.neighbours.count + 1)
         work = cost * phase.training.epochs * min(steps * size, phase.images)
         return cls(phase.name, phase.training.epochs, phase.images, steps, size, work)
 

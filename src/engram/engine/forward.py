@@ -45,6 +45,10 @@ class Forward(Protocol):
         """What the teacher says."""
         ...
 
+    def aside(self, images: Tensor) -> Output:
+        """What the network in training says, with running statistics, which it leaves as they are; no gradient."""
+        ...
+
     def update(self, lr: Tensor, training: Training) -> None:
         """One update from the gradients as they are."""
         ...
@@ -85,6 +89,14 @@ class PlainForward:
     def teacher(self, images: Tensor) -> Output:
         with torch.no_grad(), self._engine.autocast():
             return self._learner.teacher(images)
+
+    def aside(self, images: Tensor) -> Output:
+        network = self._learner.network
+        network.backbone.eval()  # the backbone alone: what a network adds when it predicts is no part of a loss
+        with torch.no_grad(), self._engine.autocast():
+            output = network(images)
+        network.backbone.train()
+        return output
 
     def update(self, lr: Tensor, training: Training) -> None:
         self.optimiser.step(lr, training.momentum, training.weight_decay, training.clip)
@@ -137,6 +149,11 @@ class FusedForward:
     def teacher(self, images: Tensor) -> Output:
         with torch.no_grad():
             return pooled(self._learner.teacher, self._folded(images))
+
+    def aside(self, images: Tensor) -> Output:
+        with torch.no_grad():
+            self._own_folded.load(self._learner.network.backbone)  # the weights of the step before
+            return pooled(self._learner.network, self._own_folded(images))
 
     def update(self, lr: Tensor, training: Training) -> None:
         from engram.kernels.launch import update

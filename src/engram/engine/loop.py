@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from engram.data.stage import Stage
+from engram.engine.neighbours import Surroundings
 from engram.engine.plan import learning_rates, plan_epochs
 from engram.engine.space import TERMS
 from engram.errors import EngramError
@@ -90,6 +91,9 @@ class PhaseLoop:
         self._weights, self._counter = space.weights(phase.weights), space.counter
         self._history = space.history
         self._arrival = space.arrival(stage, learner.network.head.capacity)
+        self._around = None
+        if phase.neighbours is not None:
+            self._around = Surroundings(engine, learner, stage, phase.neighbours, index, phase.training, len(self.rows))
         self._lr = learning_rates(phase.training, self.steps)
         self._planned = range(self.epoch, self.epoch)  # the epochs that the plan holds
         self._term_names: list[str] = []
@@ -105,6 +109,10 @@ class PhaseLoop:
         while self.epoch < self.phase.training.epochs:
             if self.epoch not in self._planned:
                 self._plan_ahead()
+            if self._around is not None:
+                start = (self.epoch - self._planned.start) * self.steps
+                self._around.survey(start)
+                self._counter.fill_(start + self.step)
             while self.step < self.steps:
                 self._term_names = self._taker(last if self.step == self.steps - 1 else self.batch_size)()
                 self.step += 1
@@ -201,6 +209,8 @@ class PhaseLoop:
         training, seed, augmented = self.phase.training, self._learner.seed, self.phase.augment
         plan = plan_epochs(training, self._engine.augmentation, self.rows, self._planned, purpose, seed, augmented)
         self._plan.load(plan)
+        if self._around is not None:
+            self._around.load(plan)
         self._counter.fill_(self.step)
 
     def _taker(self, size: int) -> Callable[[], list[str]]:
@@ -209,7 +219,8 @@ class PhaseLoop:
             phase, training = self.phase, self.phase.training
             recipe = (training.momentum, training.weight_decay, training.clip)
             how = (phase.train, phase.teacher, phase.frozen, phase.after_step, tuple(phase.weights))
-            key = (phase.loss, *how, size, self.batch_size, recipe)
+            beside = (phase.observe, None if phase.neighbours is None else phase.neighbours.count)
+            key = (phase.loss, *how, *beside, size, self.batch_size, recipe)
             step = partial(self._take_step, size)
             slot, what = ("phase", self._index, size), f"the {phase.name} phase"
             self._takers[size] = self._engine.record(slot, key, step, self._learner, what)
@@ -218,6 +229,7 @@ class PhaseLoop:
     def _take_step(self, size: int) -> list[str]:
         """One step with a batch of that size; the names of the loss's terms."""
         learner, phase, forward, counter = self._learner, self.phase, self._forward, self._counter
+        around = () if self._around is None else self._around.look(counter, size)
         images = forward.images(self._pool, self._plan, counter, size)
         if phase.frozen:
             student = forward.frozen(images)
@@ -227,7 +239,7 @@ class PhaseLoop:
         rows = self._plan.rows.index_select(0, counter)[0, :size]
         labels, exemplar = self._pool.labels[rows], self._pool.exemplar[rows]
         where = (self._arrival, self._engine.space.stage)
-        terms = phase.loss(Step(labels, exemplar, student, teacher, self._weights, learner.buffers, *where))
+        terms = phase.loss(Step(labels, exemplar, student, teacher, self._weights, learner.buffers, *where, *around))
         if len(terms) > TERMS:
             raise EngramError(f"a loss may have {TERMS} terms at most, and this one has {len(terms)}")
         values = torch.stack([term.float() for term in terms.values()])
@@ -238,6 +250,9 @@ class PhaseLoop:
             with torch.no_grad():
                 phase.after_step(learner.network)
                 forward.follow()
+        if phase.observe is not None:
+            with torch.no_grad():
+                phase.observe(learner.network, student)
         self._history[:, : len(terms)].index_copy_(0, counter, values.detach()[None])
         counter += 1
         return list(terms)

@@ -41,6 +41,15 @@ class Space:
         self._stage: Stage | None = None
         self._plans: dict[int, Plan] = {}
         self._weights: dict[str, Tensor] = {}
+        self._rooms: dict[str, Tensor] = {}
+
+    def room(self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+        """A tensor that keeps its place under a name, at least as many rows of that shape; zeros when it is new."""
+        held = self._rooms.get(name)
+        if held is None or len(held) < shape[0] or held.shape[1:] != shape[1:]:
+            held = self._rooms[name] = torch.zeros(shape, dtype=dtype, device=self.device)
+            self.version += 1
+        return held
 
     def pool(self, stage: Stage) -> Pool:
         """The stage's pool; brought here once a stage."""

@@ -81,6 +81,8 @@ class Step:
     labels: (B,). exemplar: (B,) bool, true for images out of the memory. teacher: None in phases without one.
     weights: the phase's loss weights by name, (). buffers: the method's tensors by name, as kept in the learner.
     arrival: (K,), the stage that each class came with, NEVER where it has not come. stage: (), the stage at hand.
+    neighbours: (B, N, K), in phases that ask for them the logits of each image's neighbours, without gradient. shares:
+    (B, N), what each of them counts: 1 / N, or 0 where there is no such neighbour and the others the more.
     """
 
     labels: Tensor
@@ -91,6 +93,8 @@ class Step:
     buffers: Mapping[str, Tensor]
     arrival: Tensor | None = None
     stage: Tensor | None = None
+    neighbours: Tensor | None = None
+    shares: Tensor | None = None
 
     @property
     def old(self) -> Tensor:
@@ -108,6 +112,17 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Neighbours:
+    """The images that are near an image to the teacher's eye, among those of the new classes in the same epoch.
+
+    count: of each image. first: looked for among the first so many images of new classes, None for all.
+    """
+
+    count: int
+    first: int | None = None
+
+
+@dataclass(frozen=True)
 class Phase:
     """One training loop inside a stage.
 
@@ -116,7 +131,9 @@ class Phase:
     train says which parts of the network move. augment: whether images are cropped, mirrored and brightened at random,
     or taken as they are. frozen: the network runs as in evaluation, with its running statistics; the backbone cannot
     train then. after_step: changes the network's parameters in place after each update, as in a clamp. start: an act on
-    the learner when the phase starts, before rows is asked, and not again when it is resumed.
+    the learner when the phase starts, before rows is asked, and not again when it is resumed. neighbours: before each
+    epoch every image's neighbours are found, and the loss sees their logits. observe: keeps track, in the network's own
+    buffers, of what the student said of each batch.
     """
 
     name: str
@@ -131,10 +148,14 @@ class Phase:
     frozen: bool = False
     after_step: Callable[[Network], None] | None = None
     start: Callable[[], None] | None = None
+    neighbours: Neighbours | None = None
+    observe: Callable[[Network, Output], None] | None = None
 
     def __post_init__(self) -> None:
         assert not (self.frozen and Part.BACKBONE in self.train), "a frozen network's backbone cannot train"
         assert not (self.frozen and self.after_step), "a frozen network's backbone cannot change"
+        assert not (self.frozen and self.neighbours), "a frozen network has no neighbours to look at"
+        assert self.teacher or not self.neighbours, "neighbours are found by the teacher"
 
 
 class Passes(Protocol):

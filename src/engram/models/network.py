@@ -63,7 +63,10 @@ class Network(nn.Module):
         # The head is small and its softmaxes are sensitive: always in float32.
         with torch.autocast(embedding.device.type, enabled=False):
             embedding = embedding.float()
-            scores = self.head(maps[-1].float().relu().mean(dim=(2, 3)) if self.head.rectified else embedding)
+            given = maps[-1].float().relu().mean(dim=(2, 3)) if self.head.rectified else embedding
+            scores = self.head(given)
+            if self.head.effect is not None and not self.training:
+                scores = scores - self.head.effect(given, self.head)
             # Masked after scaling: the gradient of the scale must not see infinity times zero.
             scale = scores.new_ones(()) if self.head.scale is None else self.head.scale
             logits = (scale * scores).masked_fill(~self.head.seen, -torch.inf)
