@@ -395,6 +395,10 @@ def test_training_sees_the_scores_as_they_are_and_the_teacher_as_they_are_predic
     assert torch.allclose(forward.aside(images).logits, trained, atol=1e-5), "and so do the neighbours"
     assert not forward.aside(images).logits.requires_grad
     assert all(torch.equal(value, before[name]) for name, value in buffers_of(learner.network).items())
+    student, effect = learner.network(images), effect_of(learner.network)
+    learner.network.head.effect = None
+    assert torch.equal(student.logits, learner.network(images).logits)
+    learner.network.head.effect = effect
 
 
 @hosts

@@ -19,7 +19,7 @@ from engram.methods._base import Terms
 from engram.models.network import Network
 from engram.session import Session
 from engram.stagecache import StageCache
-from helpers import tiny_config, tiny_session
+from helpers import learn_stage, tiny_config, tiny_session
 
 pytestmark = [
     pytest.mark.gpu,
@@ -77,6 +77,7 @@ def test_our_kernels_train_as_the_modules_do() -> None:
 
 
 DISTILLING = ["afc", "uniform", "podnet", "pod", "gap", "channel", "gram", "gradcam", "pixels", "ucir", "geodl", "lwm"]
+DISTILLING += ["ucir-dde", "podnet-dde"]
 
 
 @pytest.mark.parametrize("method", DISTILLING)
@@ -151,9 +152,9 @@ def test_runs_side_by_side_learn_as_alone(tmp_path: Path) -> None:
         assert results[name]["average_incremental_accuracy"]["cnn"] == pytest.approx(alone, abs=3)
 
 
-@pytest.mark.parametrize("method", ["icarl", "wa", "lwf", "bic", "eeil"])
+@pytest.mark.parametrize("method", ["icarl", "wa", "lwf", "bic", "eeil", "ucir-dde", "podnet-dde"])
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
-def test_methods_with_a_linear_head_are_recorded_as_they_are(method: str, precision: str) -> None:
+def test_whole_runs_are_recorded_as_they_are(method: str, precision: str) -> None:
     def learned(capture: bool) -> dict[str, torch.Tensor]:
         session = tiny_session(tiny_config(method, epochs=4, finetune=4, device="cuda", precision=precision))
         session.engine.capture = capture
@@ -180,3 +181,31 @@ def test_what_follows_an_update_reaches_the_kernels() -> None:
     shadow = session.engine._forward._backbone.shadow[: weights.numel()]  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
     assert float(shadow.min()) == 0
     assert torch.equal(shadow, weights.detach().permute(0, 2, 3, 1).reshape(-1).bfloat16())
+
+
+def test_our_kernels_see_neighbours_as_the_modules_do() -> None:
+    """With running statistics and the weights of the step before, in a network that trains."""
+
+    def looked_at(fuse: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        session = tiny_session(tiny_config("ucir-dde", epochs=3, device="cuda", precision="bf16"))
+        learn_stage(session, 0)
+        stage = session.stage(1)
+        session.method.grow(session.learner, stage, session.engine)
+        session.engine.fuse, session.engine.capture, session.engine._forward = fuse, False, None
+        (phase,) = session.method.phases(session.learner, stage, session.engine)
+        seen: list[torch.Tensor] = []
+
+        def spy(step: Step) -> Terms:
+            assert step.neighbours is not None
+            assert step.shares is not None
+            seen.extend((step.neighbours[..., :4].clone(), step.shares.clone()))
+            return phase.loss(step)
+
+        for _ in session.engine.start(session.learner, stage, replace(phase, loss=spy), 0):
+            break
+        return seen[0], seen[1]
+
+    (ours, our_shares), (theirs, their_shares) = looked_at(True), looked_at(False)
+    assert torch.equal(our_shares, their_shares)
+    # The teacher's embeddings are rounded otherwise, so that an image may have another neighbour.
+    assert (ours - theirs).abs().median() < 0.02
