@@ -48,6 +48,7 @@ class PhasePlan:
         """The plan of a phase."""
         steps, size = phase.training.batches(phase.images)
         cost = TEACHER_COST if phase.teacher else 1.0 if Part.BACKBONE in phase.train else FROZEN_COST
+        cost += FROZEN_COST * phase.older_backbones
         work = cost * phase.training.epochs * min(steps * size, phase.images)
         return cls(phase.name, phase.training.epochs, phase.images, steps, size, work)
 
@@ -83,7 +84,8 @@ class Session:
         device, precision = config.place()
         self.engine = Engine(torch.device(device), precision, config.augmentation, store.image_size)
         memory = Memory(config.memory)
-        self.learner = Learner(self._network().to(device), self._network().to(device), memory, config.seed)
+        networks = (self._network().to(device), self._network().to(device))
+        self.learner = Learner(*networks, memory, config.seed, self.method.taught)
 
     @property
     def device_name(self) -> str:
@@ -110,7 +112,7 @@ class Session:
         return tuple(mean.tolist()), tuple(np.maximum(std, 1e-3).tolist())
 
     def _network(self) -> Network:
-        backbone = build_backbone(self.config.backbone, generator(self.config.seed, "backbone"))
+        backbone = self.method.backbone(build_backbone(self.config.backbone, generator(self.config.seed, "backbone")))
         head = self.method.head(backbone.dim, self.store.num_classes)
         return Network(backbone, head, *self.normalisation)
 

@@ -172,13 +172,14 @@ def _equal(ours: object, theirs: object) -> bool:
 def _folded(network: Network, size: tuple[int, int]) -> Callable[[Tensor], Output]:
     """The network's passes by our own kernels, its norms folded in."""
     from engram.kernels.fused import FoldedBackbone
+    from engram.kernels.older import FoldedOlder
 
-    backbone = FoldedBackbone(network.backbone, size)
+    backbone, older = FoldedBackbone(network.backbone, size), FoldedOlder(network.backbone, size)
 
     def passes(unit: Tensor) -> Output:
         normalised = ((unit - network.mean) / network.std).permute(0, 2, 3, 1)
-        packed = torch.nn.functional.pad(normalised, (0, 1)).to(torch.bfloat16)
-        return pooled(network, backbone(packed.contiguous()))
+        packed = torch.nn.functional.pad(normalised, (0, 1)).to(torch.bfloat16).contiguous()
+        return pooled(network, backbone(packed), older(packed))
 
     return passes
 

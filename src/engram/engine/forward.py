@@ -101,6 +101,7 @@ class FusedForward:
 
     def __init__(self, engine: Engine, learner: Learner, batch_size: int) -> None:
         from engram.kernels.fused import FoldedBackbone, FusedBackbone
+        from engram.kernels.older import FoldedOlder
 
         self._learner, self._size = learner, engine.image_size
         self.optimiser = FlatSGD(learner.network, torch.channels_last)
@@ -111,10 +112,12 @@ class FusedForward:
         )
         self._folded = FoldedBackbone(learner.teacher.backbone, engine.image_size)
         self._own_folded = FoldedBackbone(network.backbone, engine.image_size)
+        self._older = FoldedOlder(network.backbone, engine.image_size)
 
     def refresh(self, frozen: bool = False) -> None:
         self._backbone.refresh()
         self._folded.load(self._learner.teacher.backbone)
+        self._older.load(self._learner.network.backbone)
         if frozen:
             self._own_folded.load(self._learner.network.backbone)
 
@@ -127,12 +130,12 @@ class FusedForward:
     def student(self, images: Tensor, train_backbone: bool) -> Output:
         with torch.set_grad_enabled(train_backbone and torch.is_grad_enabled()):
             maps = self._backbone(images)
-        return pooled(self._learner.network, maps)
+        return pooled(self._learner.network, maps, self._older(images))
 
     def frozen(self, images: Tensor) -> Output:
         with torch.no_grad():
             maps = self._own_folded(images)
-        return pooled(self._learner.network, maps)
+        return pooled(self._learner.network, maps, self._older(images))
 
     def teacher(self, images: Tensor) -> Output:
         with torch.no_grad():
@@ -153,6 +156,6 @@ class FusedForward:
         return [optimiser.values, optimiser.momentum, self._backbone.shadow, *self._learner.network.buffers()]
 
 
-def pooled(network: Network, maps: tuple[Tensor, ...]) -> Output:
-    """What the network's head says of the maps."""
-    return network.classify(maps, maps[-1].float().mean(dim=(2, 3)))
+def pooled(network: Network, maps: tuple[Tensor, ...], older: Tensor | None = None) -> Output:
+    """What the network's head says of the maps; older: as `Network.classify` has it."""
+    return network.classify(maps, maps[-1].float().mean(dim=(2, 3)), older)

@@ -98,6 +98,9 @@ def learning_rates(training: Training, steps_per_epoch: int) -> Tensor:
     total = training.epochs * steps_per_epoch
     if training.schedule == "constant":
         return torch.full((total,), training.lr)
+    if training.schedule == "rise":
+        begun = torch.arange(total) // max(1, steps_per_epoch)
+        return training.lr * (begun + 1) / max(1, training.epochs)
     if training.schedule == "steps":
         begun = torch.arange(total) // max(1, steps_per_epoch)
         passed = sum((begun >= share * training.epochs).long() for share in training.milestones)

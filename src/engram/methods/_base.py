@@ -19,6 +19,7 @@ from engram.learner import Learner
 from engram.methods.exemplars import choose_exemplars
 from engram.models.heads import Head
 from engram.models.network import Network, Output, Part
+from engram.models.resnet import ResNet
 
 Terms = dict[str, Tensor]
 
@@ -30,7 +31,8 @@ class Training:
     clip: each gradient is clamped element-wise to [-clip, clip]. schedule "cosine" falls to 0 over the phase; "steps"
     multiplies by `factor` at each of the milestones, which are shares of the phase (0.5: after half of its epochs);
     "restarts" has a tenth of the rate for one epoch and then, epoch by epoch, cosines from the rate down to `factor` of
-    it, over 1, 2, 4, 8 ... epochs (so that it ends low after 16, 32, 64 ...).
+    it, over 1, 2, 4, 8 ... epochs (so that it ends low after 16, 32, 64 ...); "rise" is a warm-up, epoch by epoch in
+    equal steps up to the rate, which the last epoch has.
     remainder: what is left of an epoch after the full batches is dropped (a fresh permutation each epoch) or kept as a
     smaller batch. A phase with fewer images than batch_size trains on batches of what there is.
     """
@@ -38,7 +40,7 @@ class Training:
     epochs: int = 160
     batch_size: int = 128
     lr: float = 0.1
-    schedule: Literal["cosine", "constant", "steps", "restarts"] = "cosine"
+    schedule: Literal["cosine", "constant", "steps", "restarts", "rise"] = "cosine"
     milestones: tuple[float, ...] = ()
     factor: float = 0.1
     momentum: float = 0.9
@@ -56,7 +58,7 @@ class Training:
         ):
             if getattr(self, name) < least:
                 raise EngramError(f"{name} must be at least {least}, got {getattr(self, name)}")
-        schedules = ("cosine", "constant", "steps", "restarts")
+        schedules = ("cosine", "constant", "steps", "restarts", "rise")
         for name, choices in (("schedule", schedules), ("remainder", ("drop", "keep"))):
             if getattr(self, name) not in choices:
                 raise EngramError(f"no {name} {getattr(self, name)!r}: {suggest(str(getattr(self, name)), choices)}")
@@ -116,7 +118,8 @@ class Phase:
     train says which parts of the network move. augment: whether images are cropped, mirrored and brightened at random,
     or taken as they are. frozen: the network runs as in evaluation, with its running statistics; the backbone cannot
     train then. after_step: changes the network's parameters in place after each update, as in a clamp. start: an act on
-    the learner when the phase starts, before rows is asked, and not again when it is resumed.
+    the learner when the phase starts, before rows is asked, and not again when it is resumed. older_backbones: how many
+    frozen ones run beside the network's newest, for estimates of the time.
     """
 
     name: str
@@ -131,6 +134,7 @@ class Phase:
     frozen: bool = False
     after_step: Callable[[Network], None] | None = None
     start: Callable[[], None] | None = None
+    older_backbones: int = 0
 
     def __post_init__(self) -> None:
         assert not (self.frozen and Part.BACKBONE in self.train), "a frozen network's backbone cannot train"
@@ -167,13 +171,19 @@ SettingsT = TypeVar("SettingsT", bound=Settings)
 class Method(ABC, Generic[SettingsT]):
     """What a method says of itself. Subclasses are final.
 
-    predictors: how it predicts; the first is the one its recipes report.
+    predictors: how it predicts; the first is the one its recipes report. taught: whether any of its phases has a
+    teacher; where not, none is kept.
     """
 
     predictors: tuple[str, ...] = ("cnn", "nme")
+    taught: bool = True
 
     def __init__(self, settings: SettingsT) -> None:
         self.settings = settings
+
+    def backbone(self, backbone: ResNet) -> ResNet:
+        """The backbone as the method wants it, made of the one that the run is set to; that very one by default."""
+        return backbone
 
     @abstractmethod
     def head(self, dim: int, capacity: int) -> Head:

@@ -1,8 +1,8 @@
 """Recipes: named, complete configurations, such as `afc-cifar100-b50-s10`.
 
 A name is method, data set, base classes and the number of stages after the base: the protocol's numbers are in it.
-Recipes such as `afc-nme-cifar100-b50-s10` train the head as the paper's NME rows did. `<method>-folder` is for your
-own images.
+Recipes such as `afc-nme-cifar100-b50-s10` train the head as the paper's NME rows did; `der-resnet18-...` has the
+backbone that its published numbers are of. `<method>-folder` is for your own images.
 """
 
 from __future__ import annotations
@@ -113,6 +113,10 @@ def _catalogue() -> dict[str, Callable[[], RunConfig]]:
             catalogue[f"{name}-nme-cifar100-b50-s{stages}"] = lambda name=name, stages=stages: nme(
                 cifar100(METHODS[name], stages)
             )
+    for stages in CIFAR100_STAGES:
+        catalogue[f"der-resnet18-cifar100-b50-s{stages}"] = lambda stages=stages: replace(
+            cifar100(METHODS["der"], stages), backbone="resnet18"
+        )
     return catalogue
 
 
