@@ -12,6 +12,7 @@ import torch
 from conftest import make_config, make_store
 from engram import recipe, run_together, train
 from engram.engine import PhaseLoop
+from engram.engine.capture import CapturedStep
 from engram.events import BaseReused, RunFinished, StageFinished, Warned
 from engram.execution import Execution
 from engram.methods import Step
@@ -151,7 +152,7 @@ def test_runs_side_by_side_learn_as_alone(tmp_path: Path) -> None:
         assert results[name]["average_incremental_accuracy"]["cnn"] == pytest.approx(alone, abs=3)
 
 
-@pytest.mark.parametrize("method", ["icarl", "wa", "lwf", "bic", "eeil"])
+@pytest.mark.parametrize("method", ["icarl", "wa", "lwf", "bic", "eeil", "der"])
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 def test_methods_with_a_linear_head_are_recorded_as_they_are(method: str, precision: str) -> None:
     def learned(capture: bool) -> dict[str, torch.Tensor]:
@@ -164,6 +165,21 @@ def test_methods_with_a_linear_head_are_recorded_as_they_are(method: str, precis
     eager, recorded = learned(capture=False), learned(capture=True)
     for name, value in eager.items():
         assert torch.equal(value, recorded[name]), name
+
+
+def test_our_kernels_say_of_an_expanded_network_what_the_modules_say() -> None:
+    session = tiny_session(tiny_config("der", epochs=4, finetune=4, device="cuda", precision="bf16"))
+    for _ in Execution(session, None, None, None, 10, None).events(resumed=False):
+        pass
+    engine, network = session.engine, session.learner.network
+    images = torch.from_numpy(session.store.test.images)
+    assert engine.why_not_fused(network.backbone) is None
+    fused = engine.infer(network, images)
+    engine.fuse = False
+    for ours, theirs in zip(fused, engine.infer(network, images), strict=True):
+        assert (ours - theirs).norm() / theirs.norm() < 0.03
+    # Every stage has a backbone more, so its steps are recorded anew.
+    assert all(isinstance(step, CapturedStep) for _, step in engine._recordings.values())
 
 
 def test_what_follows_an_update_reaches_the_kernels() -> None:
