@@ -545,6 +545,9 @@ def test_short_recipes_shorten_the_warm_up_too() -> None:
         assert isinstance(settings, DERSettings)
         assert settings.train.epochs == epochs
         assert 1 <= round(settings.warmup * epochs) <= 4
+        # A new head on five images of each of twelve classes: as many steps as on CIFAR-100, about.
+        steps, _ = settings.finetune.batches(60)
+        assert settings.finetune.epochs * steps >= 200
         assert settings.train.milestones == find_method("der").settings().train.milestones  # pyright: ignore[reportAttributeAccessIssue]
 
 

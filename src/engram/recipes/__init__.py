@@ -33,6 +33,8 @@ NME: dict[str, dict[str, Any]] = {
     "pixels": {},
     "replay": {},
 }
+# Methods whose balanced phase begins with a new head need some hundred steps of it, however few the images are.
+SHORT_FINETUNING: dict[str, dict[str, int]] = {"der": {"epochs": 30, "batch_size": 8}}
 
 
 def cifar100(method: MethodInfo, stages: int) -> RunConfig:
@@ -62,7 +64,8 @@ def mini(method: MethodInfo, stages: int) -> RunConfig:
         predictor=method.predictors[0],
     )
     config = _where_it_has_it(config, "train", epochs=16, batch_size=64, remainder="keep")
-    return _where_it_has_it(config, "finetune", epochs=10, batch_size=64, remainder="keep")
+    finetuning = {"epochs": 10, "batch_size": 64} | SHORT_FINETUNING.get(method.name, {})
+    return _where_it_has_it(config, "finetune", **finetuning, remainder="keep")
 
 
 def folder(method: MethodInfo) -> RunConfig:
@@ -75,7 +78,8 @@ def folder(method: MethodInfo) -> RunConfig:
         predictor=method.predictors[0],
     )
     config = _where_it_has_it(config, "train", epochs=60, remainder="keep")
-    return _where_it_has_it(config, "finetune", epochs=20, remainder="keep")
+    finetuning = {"epochs": 20} | SHORT_FINETUNING.get(method.name, {})
+    return _where_it_has_it(config, "finetune", **finetuning, remainder="keep")
 
 
 def nme(config: RunConfig) -> RunConfig:
