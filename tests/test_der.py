@@ -370,7 +370,8 @@ def test_no_teacher_is_kept() -> None:
     assert all(torch.equal(value, before[name]) for name, value in session.learner.teacher.named_parameters())
     assert not any(name.startswith("teacher.") for name in session.learner.state_dict())
     assert not any(phase.teacher for phase in phases_of(session, 2)[1].values())
-    assert [name for name, info in METHODS.items() if not info.make.taught] == ["der"]  # pyright: ignore[reportFunctionMemberAccess]
+    assert not session.learner.taught
+    assert tiny_session(tiny_config("replay")).learner.taught
 
 
 def states_of(session: Session) -> list[dict[str, Tensor]]:
