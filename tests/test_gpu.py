@@ -16,10 +16,11 @@ from engram.events import BaseReused, RunFinished, StageFinished, Warned
 from engram.execution import Execution
 from engram.methods import Step
 from engram.methods._base import Terms
+from engram.methods.mas import squared_length
 from engram.models.network import Network
 from engram.session import Session
 from engram.stagecache import StageCache
-from helpers import tiny_config, tiny_session
+from helpers import learn_stage, tiny_config, tiny_session
 
 pytestmark = [
     pytest.mark.gpu,
@@ -79,7 +80,7 @@ def test_our_kernels_train_as_the_modules_do() -> None:
 DISTILLING = ["afc", "uniform", "podnet", "pod", "gap", "channel", "gram", "gradcam", "pixels", "ucir", "geodl", "lwm"]
 
 
-@pytest.mark.parametrize("method", DISTILLING)
+@pytest.mark.parametrize("method", [*DISTILLING, "ewc", "si", "mas"])
 def test_a_recording_serves_every_stage(method: str) -> None:
     config = make_config(method, device="cuda", increment=1, settings__train__remainder="drop")
     session = Session(config, make_store(train=24))
@@ -151,7 +152,7 @@ def test_runs_side_by_side_learn_as_alone(tmp_path: Path) -> None:
         assert results[name]["average_incremental_accuracy"]["cnn"] == pytest.approx(alone, abs=3)
 
 
-@pytest.mark.parametrize("method", ["icarl", "wa", "lwf", "bic", "eeil"])
+@pytest.mark.parametrize("method", ["icarl", "wa", "lwf", "bic", "eeil", "ewc", "si", "mas"])
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 def test_methods_with_a_linear_head_are_recorded_as_they_are(method: str, precision: str) -> None:
     def learned(capture: bool) -> dict[str, torch.Tensor]:
@@ -164,6 +165,19 @@ def test_methods_with_a_linear_head_are_recorded_as_they_are(method: str, precis
     eager, recorded = learned(capture=False), learned(capture=True)
     for name, value in eager.items():
         assert torch.equal(value, recorded[name]), name
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_what_a_parameter_matters_is_what_it_is_on_a_cpu(precision: str) -> None:
+    there, here = tiny_session(tiny_config("mas", device="cuda", precision=precision)), tiny_session(tiny_config("mas"))
+    stage = learn_stage(there, 0)
+    here.learner.load_state_dict({name: value.cpu() for name, value in there.learner.state_dict().items()})
+    ours, theirs = (
+        session.engine.sensitivity(session.learner, stage, stage.all_rows, squared_length, power=1)
+        for session in (there, here)
+    )
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name].cpu(), value, rtol=1e-2, atol=1e-3 * float(value.max()), msg=name)
 
 
 def test_what_follows_an_update_reaches_the_kernels() -> None:

@@ -13,6 +13,7 @@ from engram.data.stage import Stage
 from engram.engine.capture import CapturedStep, NotRecordable
 from engram.engine.forward import Forward, FusedForward, PlainForward, pooled
 from engram.engine.loop import PhaseLoop, PhaseState
+from engram.engine.sensitivity import sensitivity
 from engram.engine.space import Space
 from engram.engine.sweep import sweep
 from engram.learner import Learner
@@ -159,6 +160,20 @@ class Engine:
         released code.
         """
         return sweep(self, learner, stage, rows, visit, batch_size)
+
+    def sensitivity(
+        self,
+        learner: Learner,
+        stage: Stage,
+        rows: Tensor,
+        objective: Callable[[Step, Tensor], Tensor],
+        power: Literal[1, 2],
+    ) -> dict[str, Tensor]:
+        """For each parameter the mean over the images of |gradient|^power, each image's gradient taken by itself.
+
+        In float32 by torch's modules whatever the precision; statistics and parameters stay as they are.
+        """
+        return sensitivity(self, learner, stage, rows, objective, power)
 
 
 def _equal(ours: object, theirs: object) -> bool:

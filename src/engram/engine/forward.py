@@ -93,7 +93,7 @@ class PlainForward:
         pass
 
     def state(self) -> list[Tensor]:
-        return [self.optimiser.values, self.optimiser.momentum, *self._learner.network.buffers()]
+        return [*self.optimiser.state(), *self._learner.network.buffers()]
 
 
 class FusedForward:
@@ -149,8 +149,7 @@ class FusedForward:
         self._backbone.refresh()
 
     def state(self) -> list[Tensor]:
-        optimiser = self.optimiser
-        return [optimiser.values, optimiser.momentum, self._backbone.shadow, *self._learner.network.buffers()]
+        return [*self.optimiser.state(), self._backbone.shadow, *self._learner.network.buffers()]
 
 
 def pooled(network: Network, maps: tuple[Tensor, ...]) -> Output:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from engram.data.stage import Stage
 from engram.engine.plan import learning_rates, plan_epochs
 from engram.engine.space import TERMS
+from engram.engine.tether import PENALTY, Pull
 from engram.errors import EngramError
 from engram.learner import Learner
 from engram.methods import Phase, Step
@@ -36,13 +37,15 @@ class NonFiniteLoss(EngramError):
 class PhaseState:
     """Where a phase stands: enough, with the learner, to go on exactly.
 
-    rows: the rows of the pool it trains on. momentum: by parameter. epoch, step: the next step to take.
+    rows: the rows of the pool it trains on. momentum: by parameter. epoch, step: the next step to take. path: by
+    parameter, what a traced tether has summed up.
     """
 
     rows: Tensor
     momentum: dict[str, Tensor]
     epoch: int
     step: int
+    path: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,8 @@ class PhaseLoop:
         masks = learner.network.trainable(phase.train, stage.num_old)
         self._forward.optimiser.begin(masks, None if resume is None else resume.momentum)
         self._forward.refresh(phase.frozen)
+        path = {} if resume is None else resume.path
+        self._pull = None if phase.tether is None else Pull(phase.tether, self._forward.optimiser, learner, path)
         space = engine.space
         self._pool, self._plan = space.pool(stage), space.plan(self.steps, self.batch_size)
         self._weights, self._counter = space.weights(phase.weights), space.counter
@@ -114,6 +119,8 @@ class PhaseLoop:
                     self._end_epoch()
                 yield
             self.epoch, self.step, self._first = self.epoch + 1, 0, 0
+        if self._pull is not None:
+            self._pull.end(self._learner)
 
     def state(self) -> PhaseState:
         """Where the phase stands now; refuses to speak for weights that a non-finite loss has spoilt."""
@@ -122,7 +129,8 @@ class PhaseLoop:
                 copied.synchronize()
             self._check(number, first, values)
         self._check(self.epoch, self._first, self._values())
-        return PhaseState(self.rows, self._forward.optimiser.momentum_by_name(), self.epoch, self.step)
+        path = {} if self._pull is None else self._pull.path()
+        return PhaseState(self.rows, self._forward.optimiser.momentum_by_name(), self.epoch, self.step, path)
 
     def terms(self) -> dict[str, float]:
         """The mean of each loss term over this epoch's steps so far. Waits for the device."""
@@ -208,7 +216,7 @@ class PhaseLoop:
         if size not in self._takers:
             phase, training = self.phase, self.phase.training
             recipe = (training.momentum, training.weight_decay, training.clip)
-            how = (phase.train, phase.teacher, phase.frozen, phase.after_step, tuple(phase.weights))
+            how = (phase.train, phase.teacher, phase.frozen, phase.after_step, phase.tether, tuple(phase.weights))
             key = (phase.loss, *how, size, self.batch_size, recipe)
             step = partial(self._take_step, size)
             slot, what = ("phase", self._index, size), f"the {phase.name} phase"
@@ -228,16 +236,22 @@ class PhaseLoop:
         labels, exemplar = self._pool.labels[rows], self._pool.exemplar[rows]
         where = (self._arrival, self._engine.space.stage)
         terms = phase.loss(Step(labels, exemplar, student, teacher, self._weights, learner.buffers, *where))
-        if len(terms) > TERMS:
-            raise EngramError(f"a loss may have {TERMS} terms at most, and this one has {len(terms)}")
+        room = TERMS if self._pull is None else TERMS - 1
+        if len(terms) > room:
+            raise EngramError(f"a loss may have {room} terms at most, and this one has {len(terms)}")
         values = torch.stack([term.float() for term in terms.values()])
         forward.optimiser.zero_grad()
         values.sum().backward()
+        names, values = list(terms), values.detach()
+        if self._pull is not None:
+            names, values = [*names, PENALTY], torch.cat([values, self._pull.pull()])
         forward.update(self._plan.learning_rate(counter), phase.training)
         if phase.after_step is not None:
             with torch.no_grad():
                 phase.after_step(learner.network)
                 forward.follow()
-        self._history[:, : len(terms)].index_copy_(0, counter, values.detach()[None])
+        if self._pull is not None:
+            self._pull.trace()
+        self._history[:, : len(names)].index_copy_(0, counter, values[None])
         counter += 1
-        return list(terms)
+        return names

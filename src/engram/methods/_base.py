@@ -5,6 +5,7 @@ A method describes; the engine executes. A method never owns an optimiser, a loa
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -107,6 +108,26 @@ class Step:
         return self.arrival == self.stage
 
 
+# The learner's buffers of a Tether, each with the parameter's name after it.
+OMEGA, ANCHOR, PATH = "omega.", "anchor.", "path."
+
+
+@dataclass(frozen=True)
+class Tether:
+    """Ties the parameters to where they stood: factor * sum omega (theta - anchor)^2 on top of the loss.
+
+    omega and anchor are the learner's buffers OMEGA and ANCHOR, one of each a parameter, in its shape; an omega above
+    the ceiling counts as the ceiling. The penalty is part of the loss: its gradient is added before gradients are
+    clamped, and its value is the term "penalty". traced: what each parameter's way takes off the loss is summed over
+    the steps of the phase, -gradient * movement with the gradient of the loss without the penalty; when the phase has
+    ended the sums are the buffers PATH.
+    """
+
+    factor: float
+    ceiling: float = math.inf
+    traced: bool = False
+
+
 @dataclass(frozen=True)
 class Phase:
     """One training loop inside a stage.
@@ -116,7 +137,8 @@ class Phase:
     train says which parts of the network move. augment: whether images are cropped, mirrored and brightened at random,
     or taken as they are. frozen: the network runs as in evaluation, with its running statistics; the backbone cannot
     train then. after_step: changes the network's parameters in place after each update, as in a clamp. start: an act on
-    the learner when the phase starts, before rows is asked, and not again when it is resumed.
+    the learner when the phase starts, before rows is asked, and not again when it is resumed. tether: holds parameters
+    near where they stood.
     """
 
     name: str
@@ -131,6 +153,7 @@ class Phase:
     frozen: bool = False
     after_step: Callable[[Network], None] | None = None
     start: Callable[[], None] | None = None
+    tether: Tether | None = None
 
     def __post_init__(self) -> None:
         assert not (self.frozen and Part.BACKBONE in self.train), "a frozen network's backbone cannot train"
@@ -153,6 +176,21 @@ class Passes(Protocol):
         batch_size: int,
     ) -> list[Tensor]:
         """The sums of what `visit` returns over one augmented pass in train mode; no parameter moves."""
+        ...
+
+    def sensitivity(
+        self,
+        learner: Learner,
+        stage: Stage,
+        rows: Tensor,
+        objective: Callable[[Step, Tensor], Tensor],
+        power: Literal[1, 2],
+    ) -> dict[str, Tensor]:
+        """For each parameter the mean over the images of |gradient|^power, each image's gradient taken by itself.
+
+        The network is in eval mode, the images are as they are. objective: from a Step and a uniform random number an
+        image (B,), the same whatever the batches, to a value an image (B,).
+        """
         ...
 
 
@@ -209,7 +247,7 @@ class MethodInfo:
     name: str
     title: str
     paper: str
-    memory: Literal["needed", "none", "all"]
+    memory: Literal["needed", "none", "all", "optional"]
     predictors: tuple[str, ...]
     settings: type[Settings]
     make: Callable[..., Method]
@@ -227,13 +265,13 @@ def register(
     settings: type[Settings],
     title: str,
     paper: str = "",
-    memory: Literal["needed", "none", "all"] = "needed",
+    memory: Literal["needed", "none", "all", "optional"] = "needed",
     selection: Selection = "herding",
 ) -> Callable[[type[MethodT]], type[MethodT]]:
     """A class decorator that makes a method known by name.
 
-    memory says what the method is defined with: a budget of exemplars, none, or every image; selection, how its recipes
-    choose them.
+    memory says what the method is defined with: a budget of exemplars, none, every image, or ("optional") a budget or
+    none, with none in its recipes; selection, how its recipes choose them.
     """
 
     def decorate(cls: type[MethodT]) -> type[MethodT]:

@@ -87,7 +87,7 @@ def nme(config: RunConfig) -> RunConfig:
 def _memory(method: MethodInfo, per_class: int) -> MemoryConfig:
     if method.memory == "needed":
         return MemoryConfig(size=per_class, selection=method.selection)
-    return MemoryConfig(budget=method.memory, size=0)
+    return MemoryConfig(budget="none" if method.memory == "optional" else method.memory, size=0)
 
 
 def _where_it_has_it(config: RunConfig, phase: str, **changes: Any) -> RunConfig:
