@@ -407,3 +407,18 @@ def test_the_penalty_is_logged() -> None:
     terms = [event.terms for event in run(tiny_config("mas"), toy_store()) if isinstance(event, EpochFinished)]
     assert [sorted(each) for each in terms] == [["classification"]] * 2 + [["classification", "penalty"]] * 4
     assert all(each["penalty"] > 0 for each in terms[2:])
+
+
+def test_the_order_of_the_flat_buffers_does_not_matter() -> None:
+    def learned(layout: torch.memory_format) -> dict[str, Tensor]:
+        session = tiny_session(tiny_config("si", epochs=1).with_settings(strength=1.0))
+        session.engine.layout = layout
+        for index in range(2):
+            learn_stage(session, index)
+        return session.learner.buffers
+
+    as_is, channels_last = learned(torch.contiguous_format), learned(torch.channels_last)
+    assert as_is.keys() == channels_last.keys()
+    for name, value in as_is.items():
+        scale = float(value.abs().max())
+        torch.testing.assert_close(channels_last[name], value, rtol=1e-2, atol=1e-3 * scale, msg=name)
