@@ -20,39 +20,14 @@ from engram.engine import Engine
 from engram.errors import EngramError
 from engram.evaluation import predict
 from engram.learner import Learner
-from engram.methods import Method, Phase, find_method
-from engram.models.network import Network, Part
+from engram.methods import Method, find_method
+from engram.models.network import Network
 from engram.models.resnet import build_backbone
 from engram.plain import to_plain
 from engram.random import generator
 from engram.rundir import processor_name
 from engram.stagecache import code_digest
-
-# What an image costs, against training without a teacher; only for the estimate of the time left.
-TEACHER_COST, FROZEN_COST, NEIGHBOUR_COST = 1.5, 0.3, 0.3
-
-
-@dataclass(frozen=True)
-class PhasePlan:
-    """A phase as it will be: images and steps of one epoch, and its work in images trained."""
-
-    name: str
-    epochs: int
-    images: int
-    steps: int
-    batch_size: int
-    work: float
-
-    @classmethod
-    def of(cls, phase: Phase) -> PhasePlan:
-        """The plan of a phase."""
-        steps, size, last = phase.batches(phase.images)
-        cost = TEACHER_COST if phase.teacher else 1.0 if Part.BACKBONE in phase.train else FROZEN_COST
-        cost += FROZEN_COST * phase.older_backbones
-        if phase.neighbours is not None:  # those of each image, and the teacher's look at the image before the epoch
-            cost += NEIGHBOUR_COST * (phase.neighbours.count + 1)
-        work = cost * phase.training.epochs * ((steps - 1) * size + last)
-        return cls(phase.name, phase.training.epochs, phase.images, steps, size, work)
+from engram.stagework import PhasePlan
 
 
 @dataclass(frozen=True)
