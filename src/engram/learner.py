@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from torch import Tensor
 
 from engram.data.memory import Memory
@@ -47,6 +49,23 @@ class Learner:
         state = self.network.state_dict()
         self.teacher.make_room(state)
         self.teacher.load_state_dict(state)
+
+    def drop(self, labels: Collection[int], class_buffers: Collection[str] = ()) -> None:
+        """Forgets these classes in network, teacher, memory, class means and the method's tensors a class has a row in.
+
+        The labels after them move up. What the backbone learned from their images stays in it.
+        """
+        kept = [label for label in range(self.num_classes) if label not in set(labels)]
+        if self.class_means is not None:
+            self.class_means = self.class_means[kept].clone()
+        for name in self.buffers.keys() & set(class_buffers):
+            rows = self.buffers[name]
+            moved = rows[[row for row in range(len(rows)) if row not in set(labels)]]
+            rows.zero_()[: len(moved)] = moved
+        self.network.head.drop(labels)
+        if self.teacher.head.num_classes:
+            self.teacher.head.drop(labels)
+        self.memory.drop(labels)
 
     def state_dict(self) -> dict[str, Tensor]:
         """All of it as named tensors (the seed is the configuration's)."""

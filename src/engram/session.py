@@ -15,7 +15,7 @@ from engram.config import RunConfig
 from engram.data.memory import Memory
 from engram.data.samples import Samples
 from engram.data.stage import Stage
-from engram.data.store import ImageStore
+from engram.data.store import ImageStore, pixel_statistics
 from engram.engine import Engine
 from engram.errors import EngramError
 from engram.evaluation import predict
@@ -77,16 +77,7 @@ class Session:
         if self.store.mean is not None and self.store.std is not None:
             return self.store.mean, self.store.std
         rows = np.flatnonzero(self._train_labels < self.stream.sizes[0])
-        # Counted by pixel value, some images at a time: exact, and no copy of all images or as floats.
-        counts = np.zeros((3, 256), dtype=np.int64)
-        for some in np.array_split(rows, -(-len(rows) // 1024)):
-            images = self.store.train.images[some]
-            for channel in range(3):
-                counts[channel] += np.bincount(images[..., channel].ravel(), minlength=256)
-        values, weights = np.arange(256) / 255, counts / counts.sum(axis=1, keepdims=True)
-        mean = weights @ values
-        std = np.sqrt(weights @ values**2 - mean**2)
-        return tuple(mean.tolist()), tuple(np.maximum(std, 1e-3).tolist())
+        return pixel_statistics(self.store.train.images, rows)
 
     def _network(self) -> Network:
         backbone = self.method.backbone(build_backbone(self.config.backbone, generator(self.config.seed, "backbone")))

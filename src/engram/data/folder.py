@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NoReturn
 
 import numpy as np
-from PIL import Image, ImageOps
 
+from engram.data.decode import EXTENSIONS, decode_image
 from engram.data.store import Images, ImageStore, Split, some, stratified_split
 from engram.errors import EngramError
 
-EXTENSIONS: Final = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
-_FORMATS: Final = ("PNG", "JPEG", "WEBP", "BMP")
 _TEST_FOLDERS: Final = ("test", "val")
 
 Progress = Callable[[int, int], None]
@@ -238,46 +235,3 @@ def _refuse_memory(count: int, shape: tuple[int, ...]) -> NoReturn:
     raise EngramError(
         f"{count} images of {shape[1]}x{shape[0]} pixels need {gigabytes:.1f} GB of memory; give a smaller --image-size"
     )
-
-
-def decode_image(file: str | Path, size: int | None = None) -> Images:
-    """One image file as upright RGB (H, W, 3), transparency on white; with `size` its central square."""
-    file = Path(file)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # damaged EXIF data, say, does not make the pixels wrong
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with file.open("rb") as stream, Image.open(stream, formats=_FORMATS) as image:
-                image.load()
-                rgb = _to_rgb(ImageOps.exif_transpose(image))
-                return np.array(rgb if size is None else _central_square(rgb, size), dtype=np.uint8)
-    except Exception as error:  # each decoder has its own kinds
-        raise EngramError(f"the image {file} cannot be read ({_reason(error)})") from None
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, Image.UnidentifiedImageError):
-        return "it is no PNG, JPEG, WebP or BMP file"
-    if isinstance(error, Image.DecompressionBombWarning | Image.DecompressionBombError):
-        return f"it claims more pixels than the {Image.MAX_IMAGE_PIXELS} allowed"
-    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return (text.splitlines() or [""])[0].rstrip(".") or type(error).__name__
-
-
-def _to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode.startswith("I"):
-        # 16-bit grey: conversion by Pillow would clip at 255 instead of scaling. 65535 / 257 is 255.
-        grey = (np.asarray(image).astype(np.int64).clip(0, 65535) + 128) // 257
-        return Image.fromarray(grey.astype(np.uint8)).convert("RGB")
-    if image.has_transparency_data:
-        rgba = image.convert("RGBA")
-        return Image.alpha_composite(Image.new("RGBA", rgba.size, (255, 255, 255, 255)), rgba).convert("RGB")
-    return image.convert("RGB")
-
-
-def _central_square(image: Image.Image, size: int) -> Image.Image:
-    # The same as resizing the shorter side and cropping the centre, without ever making the long side.
-    side = min(image.size)
-    left, top = (image.width - side) / 2, (image.height - side) / 2
-    box = (left, top, left + side, top + side)
-    return image.resize((size, size), Image.Resampling.BICUBIC, box=box)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -108,6 +108,15 @@ class Memory:
             self._by_label = {
                 label: samples[torch.arange(min(quota, len(samples)))] for label, samples in self._by_label.items()
             }
+
+    def drop(self, labels: Collection[int]) -> None:
+        """Forgets these classes; the labels after them move up, as in the head."""
+        kept = {label: samples for label, samples in self._by_label.items() if label not in labels}
+        self._by_label = {}
+        for label, samples in kept.items():
+            moved = label - sum(gone < label for gone in set(labels))
+            relabelled = torch.full_like(samples.labels, moved)
+            self._by_label[moved] = Samples(samples.images, relabelled, samples.sources, samples.exemplar)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The exemplars as tensors, ready to be saved."""

@@ -188,6 +188,22 @@ def stratified_split(
     return np.sort(np.concatenate(kept)), np.sort(np.concatenate(held))
 
 
+def pixel_statistics(images: Images, rows: npt.NDArray[np.int64] | None = None) -> tuple[RGB, RGB]:
+    """Each channel's mean and standard deviation over the images (N, H, W, 3), or some rows of them, scaled to 0..1."""
+    rows = np.arange(len(images)) if rows is None else rows
+    # Counted by pixel value, some images at a time: exact, and no copy of all images or as floats.
+    counts = np.zeros((3, 256), dtype=np.int64)
+    for part in np.array_split(rows, -(-len(rows) // 1024)):
+        pixels = images[part]
+        for channel in range(3):
+            counts[channel] += np.bincount(pixels[..., channel].ravel(), minlength=256)
+    values, weights = np.arange(256) / 255, counts / counts.sum(axis=1, keepdims=True)
+    mean = weights @ values
+    std = np.maximum(np.sqrt(np.maximum(weights @ values**2 - mean**2, 0)), 1e-3)  # rounding may go below 0
+    (red, green, blue), spread = mean.tolist(), std.tolist()
+    return (red, green, blue), (spread[0], spread[1], spread[2])
+
+
 def stable_permutation(n: int, key: str) -> npt.NDArray[np.int64]:
     """A shuffle of 0 to n - 1 that depends on the key alone.
 

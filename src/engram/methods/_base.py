@@ -267,11 +267,13 @@ class Method(ABC, Generic[SettingsT]):
     """What a method says of itself. Subclasses are final.
 
     predictors: how it predicts; the first is the one its recipes report. taught: whether any of its phases has a
-    teacher; where not, none is kept.
+    teacher; where not, none is kept. class_buffers: those of its tensors in the learner whose first dimension is the
+    class, for a class that is removed.
     """
 
     predictors: tuple[str, ...] = ("cnn", "nme")
     taught: bool = True
+    class_buffers: tuple[str, ...] = ()
 
     def __init__(self, settings: SettingsT) -> None:
         self.settings = settings

@@ -65,6 +65,7 @@ class LwM(LinearMethod[LwMSettings]):
     """Distils the old classes' scores and where the teacher looks; keeps no images."""
 
     predictors = ("cnn",)
+    class_buffers = (ROWS,)
 
     def grow(self, learner: Learner, stage: Stage, passes: Passes) -> None:
         super().grow(learner, stage, passes)

@@ -77,6 +77,8 @@ def grouped(sizes: Sequence[int], least: int) -> list[int]:
 class SSIL(LinearMethod[SSILSettings]):
     """Classifies new and old apart, and distils every earlier stage by itself."""
 
+    class_buffers = (NEWEST, GROUPS)
+
     def grow(self, learner: Learner, stage: Stage, passes: Passes) -> None:
         """Opens the new rows, and says which columns go together in this stage."""
         super().grow(learner, stage, passes)

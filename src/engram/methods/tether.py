@@ -18,7 +18,19 @@ from torch import Tensor
 from engram.data.stage import Stage
 from engram.errors import EngramError
 from engram.learner import Learner
-from engram.methods._base import ANCHOR, OMEGA, Passes, Phase, Settings, SettingsT, Step, Terms, Tether, Training
+from engram.methods._base import (
+    ANCHOR,
+    OMEGA,
+    PATH,
+    Passes,
+    Phase,
+    Settings,
+    SettingsT,
+    Step,
+    Terms,
+    Tether,
+    Training,
+)
 from engram.methods.distillation import cross_entropy
 from engram.methods.linear import EVERYTHING, LinearMethod, classify
 from engram.models.network import Part
@@ -105,6 +117,7 @@ class TetheredMethod(LinearMethod[SettingsT]):
     """A linear head, and an anchor where the stage starts; each method adds its phases and its omega."""
 
     predictors = ("cnn",)
+    class_buffers = tuple(f"{kind}head.{name}" for kind in (OMEGA, ANCHOR, PATH) for name in ("weight", "bias"))
 
     def grow(self, learner: Learner, stage: Stage, passes: Passes) -> None:
         super().grow(learner, stage, passes)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
 from typing import Literal
 
 import torch
@@ -24,12 +25,14 @@ Similarity = Literal["distance", "cosine"]
 class Head(nn.Module, ABC):
     """What all heads share: the rows in use, their growth, and the scale that the loss sees the scores through.
 
-    `class_parameters` names the parameters whose first dimension is the class; everything else in the head (the scale)
-    belongs to no class. `rectified`: it takes the mean of the last map's positive part for its embedding. `effect`:
-    what the network takes from the scores when it does not train, None for nothing.
+    `class_parameters` names the parameters whose first dimension is the class, and `class_buffers` such buffers, with
+    what they hold where there is no class; everything else in the head (the scale) belongs to no class. `rectified`: it
+    takes the mean of the last map's positive part for its embedding. `effect`: what the network takes from the scores
+    when it does not train, None for nothing.
     """
 
     class_parameters: tuple[str, ...] = ("weight",)
+    class_buffers: Mapping[str, float] = {"seen": 0}
     rectified = False
     seen: Tensor
 
@@ -84,6 +87,18 @@ class Head(nn.Module, ABC):
         seen = torch.zeros(capacity, dtype=torch.bool, device=self.seen.device)
         seen[: len(self.seen)] = self.seen
         self.seen = seen
+
+    @torch.no_grad()
+    def drop(self, labels: Collection[int]) -> None:
+        """Forgets these classes: the rows after them move up, in place, and the room is free again at the end."""
+        gone = set(labels)
+        assert all(0 <= label < self.num_classes for label in gone), gone
+        kept = [row for row in range(self.capacity) if row not in gone]
+        for name, empty in (*((name, 0) for name in self.class_parameters), *self.class_buffers.items()):
+            rows = self.get_parameter(name) if name in self.class_parameters else self.get_buffer(name)
+            moved = rows[kept]  # a copy
+            rows.fill_(empty)
+            rows[: len(kept)] = moved
 
     @abstractmethod
     def _fresh(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -162,6 +177,7 @@ class LinearHead(Head):
         self.correction = nn.Parameter(torch.tensor([1.0, 0.0])) if corrected else None
         if corrected:
             self.register_buffer("corrected", torch.zeros(capacity, dtype=torch.bool))
+            self.class_buffers = {"seen": 0, "corrected": 0}
         self.weight = nn.Parameter(torch.zeros(capacity, dim))
         if bias:
             self.bias = nn.Parameter(torch.zeros(capacity))
@@ -205,6 +221,7 @@ class NormalisedHead(Head):
     """
 
     class_parameters = ("weight", "gain", "shift")
+    class_buffers: Mapping[str, float] = {"seen": 0, "mean": 0, "variance": 1}
     rectified = True
     mean: Tensor
     variance: Tensor

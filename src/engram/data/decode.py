@@ -1,0 +1,234 @@
+"""Image files to pixels, for files from anywhere: a damaged or hostile one is refused by name and fills no memory."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import stat
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import IO, Final
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from engram.data.store import Images
+from engram.errors import EngramError
+
+EXTENSIONS: Final = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+FILE_BYTES: Final = 512 * 2**20
+SIZES: Final = (16, 24, 32, 48, 64)  # that an image size is chosen from
+_FORMATS: Final = ("PNG", "JPEG", "WEBP", "BMP")
+_BIG_PIXELS: Final = 4_000_000  # decoded one at a time beyond this, so that threads do not multiply what they need
+_BIG = threading.Lock()
+_BATCH: Final = 256
+
+Progress = Callable[[int, int], None]
+
+
+def decode_image(file: str | Path, size: int | None = None, *, quick: bool = False) -> Images:
+    """One image file as upright RGB (H, W, 3), transparency on white; with `size` its central square.
+
+    quick: a JPEG much larger than `size` is decoded at a fraction of its size, at least twice that asked for.
+    """
+    file = Path(file)
+    try:
+        with _quietly(), _open_regular(file) as stream, Image.open(stream, formats=_FORMATS) as image:
+            _check_pixels(image)
+            if quick and size is not None:
+                image.draft(None, (2 * size, 2 * size))
+            with _BIG if image.width * image.height > _BIG_PIXELS else nullcontext():
+                image.load()
+                rgb = _to_rgb(ImageOps.exif_transpose(image))
+                return np.array(rgb if size is None else _central_square(rgb, size), dtype=np.uint8)
+    except Exception as error:  # each decoder has its own kinds
+        raise EngramError(f"the image {file} cannot be read ({_reason(error)})") from None
+
+
+@dataclass(frozen=True, eq=False)
+class Decoded:
+    """Some files decoded: the images (N, size, size, 3) and their paths; skipped: path and reason of those left out."""
+
+    paths: list[str]
+    images: Images
+    skipped: list[tuple[str, str]]
+
+
+def decode_stream(
+    paths: Iterable[str | Path], size: int, *, batch: int = _BATCH, workers: int | None = None
+) -> Iterator[Decoded]:
+    """The files in their order, a batch at a time, decoded by threads one batch ahead of whoever takes them.
+
+    What it needs does not depend on how many there are. Bad files are skipped and named.
+    """
+    waiting = iter(paths)
+    with ThreadPoolExecutor(workers or min(8, os.cpu_count() or 1), "decode") as pool:
+
+        def submit() -> list[tuple[str, Future[Images]]]:
+            some = [str(path) for path in itertools.islice(waiting, batch)]
+            return [(path, pool.submit(decode_image, path, size, quick=True)) for path in some]
+
+        try:
+            current = submit()
+            while current:
+                ahead = submit()
+                yield _gather(current, size)
+                current = ahead
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def decode_files(
+    paths: Sequence[str | Path],
+    size: int,
+    *,
+    skip_bad: bool = False,
+    workers: int | None = None,
+    progress: Progress | None = None,
+) -> tuple[Images, list[int], list[tuple[str, str]]]:
+    """The images (N, size, size, 3), the positions in `paths` they came from, and those skipped, with the reason.
+
+    Without `skip_bad` the first bad file is refused.
+    """
+    need = len(paths) * size * size * 3
+    check_room(need, f"{len(paths)} images of {size}x{size} pixels")
+    images = np.empty((len(paths), size, size, 3), dtype=np.uint8)
+    kept: list[int] = []
+    skipped: list[tuple[str, str]] = []
+    done = 0
+    for part in decode_stream(paths, size, workers=workers):
+        if part.skipped and not skip_bad:
+            path, reason = part.skipped[0]
+            raise EngramError(f"the image {path} cannot be read ({reason}); mend or remove it, or skip such files")
+        images[len(kept) : len(kept) + len(part.paths)] = part.images
+        bad = {path for path, _ in part.skipped}
+        here = range(done, done + len(part.paths) + len(part.skipped))
+        kept += [position for position in here if str(paths[position]) not in bad]
+        skipped += part.skipped
+        done = here.stop
+        if progress is not None:
+            progress(done, len(paths))
+    return images[: len(kept)], kept, skipped
+
+
+def choose_size(paths: Sequence[str | Path], looked_at: int = 200) -> int:
+    """The side in pixels to bring images to: the largest of SIZES that half of those looked at have."""
+    sides: list[int] = []
+    for path in paths[:: max(1, len(paths) // looked_at)]:
+        try:
+            with _quietly(), _open_regular(Path(path)) as stream, Image.open(stream, formats=_FORMATS) as image:
+                sides.append(min(image.size))
+        except Exception:  # it is refused or skipped when it is decoded
+            continue
+    if not sides:
+        return 32
+    middle = median(sides)
+    return max((size for size in SIZES if size <= middle), default=SIZES[0])
+
+
+def check_room(need: int, what: str) -> None:
+    """Refuses what would need more than most of this machine's memory."""
+    have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if need > 0.8 * have:
+        raise EngramError(
+            f"{what} need {need / 1e9:.1f} GB of memory and this machine has {have / 1e9:.1f} GB; "
+            "use fewer or smaller images"
+        )
+
+
+def _gather(pending: list[tuple[str, Future[Images]]], size: int) -> Decoded:
+    paths: list[str] = []
+    images = np.empty((len(pending), size, size, 3), dtype=np.uint8)
+    skipped: list[tuple[str, str]] = []
+    for path, future in pending:
+        try:
+            images[len(paths)] = future.result()
+        except EngramError as error:
+            skipped.append(
+                (path, str(error).removeprefix(f"the image {Path(path)} cannot be read (").removesuffix(")"))
+            )
+        else:
+            paths.append(path)
+    return Decoded(paths, images[: len(paths)], skipped)
+
+
+def _open_regular(file: Path) -> IO[bytes]:
+    """The file open for reading; a pipe or a device, which could go on for ever, is refused."""
+    handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    status = os.fstat(handle)
+    if not stat.S_ISREG(status.st_mode) or status.st_size > FILE_BYTES:
+        os.close(handle)
+        if stat.S_ISREG(status.st_mode):
+            raise OSError(f"its {status.st_size / 2**20:.0f} MiB are more than the {FILE_BYTES // 2**20} allowed")
+        raise OSError("it is a folder" if stat.S_ISDIR(status.st_mode) else "it is no ordinary file")
+    return os.fdopen(handle, "rb")
+
+
+def _check_pixels(image: Image.Image) -> None:
+    limit = Image.MAX_IMAGE_PIXELS
+    if limit is not None and image.width * image.height > limit:
+        raise Image.DecompressionBombError
+
+
+class _Quiet:
+    """How many threads are decoding, and the filters of warnings to go back to after the last."""
+
+    lock = threading.Lock()
+    decoding = 0
+    filters: warnings.catch_warnings | None = None
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """No warnings meanwhile: damaged EXIF data, say, does not make the pixels wrong.
+
+    `warnings` has one list of filters for all threads, so the first to decode changes it and the last changes it back.
+    """
+    with _Quiet.lock:
+        _Quiet.decoding += 1
+        if _Quiet.filters is None:
+            _Quiet.filters = warnings.catch_warnings()
+            _Quiet.filters.__enter__()
+            warnings.simplefilter("ignore")
+    try:
+        yield
+    finally:
+        with _Quiet.lock:
+            _Quiet.decoding -= 1
+            if not _Quiet.decoding and _Quiet.filters is not None:
+                _Quiet.filters.__exit__(None, None, None)
+                _Quiet.filters = None
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, Image.UnidentifiedImageError):
+        return "it is no PNG, JPEG, WebP or BMP file"
+    if isinstance(error, Image.DecompressionBombWarning | Image.DecompressionBombError):
+        return f"it claims more pixels than the {Image.MAX_IMAGE_PIXELS} allowed"
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return (text.splitlines() or [""])[0].rstrip(".") or type(error).__name__
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I"):
+        # 16-bit grey: conversion by Pillow would clip at 255 instead of scaling. 65535 / 257 is 255.
+        grey = (np.asarray(image).astype(np.int64).clip(0, 65535) + 128) // 257
+        return Image.fromarray(grey.astype(np.uint8)).convert("RGB")
+    if image.has_transparency_data:
+        rgba = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", rgba.size, (255, 255, 255, 255)), rgba).convert("RGB")
+    return image.convert("RGB")
+
+
+def _central_square(image: Image.Image, size: int) -> Image.Image:
+    # The same as resizing the shorter side and cropping the centre, without ever making the long side.
+    side = min(image.size)
+    left, top = (image.width - side) / 2, (image.height - side) / 2
+    box = (left, top, left + side, top + side)
+    return image.resize((size, size), Image.Resampling.BICUBIC, box=box)
