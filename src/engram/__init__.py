@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from engram.data.mini import read_mini
     from engram.data.store import ImageStore
     from engram.errors import EngramError
+    from engram.estimator import IncrementalClassifier
     from engram.methods import Method, Phase, Step, Training, register
+    from engram.modeldir import ModelConfig, learn_into, open_model, read_manifest, remove_class
     from engram.recipes import recipe, recipe_names
     from engram.report import write_report
     from engram.result import Result
@@ -28,19 +30,25 @@ if TYPE_CHECKING:
 _HOME = {
     "EngramError": "engram.errors",
     "ImageStore": "engram.data.store",
+    "IncrementalClassifier": "engram.estimator",
     "MemoryConfig": "engram.data.memory",
     "Method": "engram.methods",
+    "ModelConfig": "engram.modeldir",
     "Phase": "engram.methods",
     "Result": "engram.result",
     "RunConfig": "engram.config",
     "Step": "engram.methods",
     "Training": "engram.methods",
+    "learn_into": "engram.modeldir",
+    "open_model": "engram.modeldir",
     "read_cifar100": "engram.data.cifar",
     "read_folder": "engram.data.folder",
+    "read_manifest": "engram.modeldir",
     "read_mini": "engram.data.mini",
     "recipe": "engram.recipes",
     "recipe_names": "engram.recipes",
     "register": "engram.methods",
+    "remove_class": "engram.modeldir",
     "resume": "engram.runner",
     "run": "engram.runner",
     "run_together": "engram.together",
@@ -51,19 +59,25 @@ _HOME = {
 __all__ = [
     "EngramError",
     "ImageStore",
+    "IncrementalClassifier",
     "MemoryConfig",
     "Method",
+    "ModelConfig",
     "Phase",
     "Result",
     "RunConfig",
     "Step",
     "Training",
+    "learn_into",
+    "open_model",
     "read_cifar100",
     "read_folder",
+    "read_manifest",
     "read_mini",
     "recipe",
     "recipe_names",
     "register",
+    "remove_class",
     "resume",
     "run",
     "run_together",

@@ -159,6 +159,28 @@ class RunFinished(Event):
 
 
 @dataclass(frozen=True)
+class Learned(Event):
+    """A model has learned a lesson; it is on disk where there is a path.
+
+    new, refreshed: the classes learned, and which of them it knew before. Accuracies are percent of held-out images, by
+    predictor, empty where none was held out: before, after over the classes known before and not refreshed,
+    new_accuracy over those learned now. by_class: for each class its name and its accuracy before (None: it is new) and
+    after.
+    """
+
+    new: list[str]
+    refreshed: list[str]
+    num_classes: int
+    exemplars: int
+    before: dict[str, float]
+    after: dict[str, float]
+    new_accuracy: dict[str, float]
+    by_class: list[dict[str, Any]]
+    seconds: float
+    path: str | None
+
+
+@dataclass(frozen=True)
 class RunSkipped(Event):
     """One of several runs was complete before they began. result is the content of its result.json."""
 

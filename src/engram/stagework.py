@@ -102,6 +102,7 @@ class StageWork:
         self.stages = stages
         self.now = now
         self.clock: dict[str, float] = {} if clock is None else clock
+        self.phases: list[Phase] = []  # once training has begun
 
     def train(self, resume: tuple[int, PhaseState] | None = None) -> Iterator[Event | Taken]:
         """Grows the head and takes every step, from the start or from a phase's number and where it stood.
@@ -113,7 +114,8 @@ class StageWork:
         if state is None:
             with self.clocked("train"):
                 method.grow(learner, stage, engine)
-        for number, phase in enumerate(method.phases(learner, stage, engine)):
+        self.phases = method.phases(learner, stage, engine)
+        for number, phase in enumerate(self.phases):
             if number >= first:
                 with self.clocked("train"):
                     loop = engine.start(learner, stage, phase, number, state if number == first else None)

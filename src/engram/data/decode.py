@@ -39,7 +39,7 @@ def decode_image(file: str | Path, size: int | None = None, *, quick: bool = Fal
     """
     file = Path(file)
     try:
-        with _quietly(), _open_regular(file) as stream, Image.open(stream, formats=_FORMATS) as image:
+        with quietly(), _open_regular(file) as stream, Image.open(stream, formats=_FORMATS) as image:
             _check_pixels(image)
             if quick and size is not None:
                 image.draft(None, (2 * size, 2 * size))
@@ -122,7 +122,7 @@ def choose_size(paths: Sequence[str | Path], looked_at: int = 200) -> int:
     sides: list[int] = []
     for path in paths[:: max(1, len(paths) // looked_at)]:
         try:
-            with _quietly(), _open_regular(Path(path)) as stream, Image.open(stream, formats=_FORMATS) as image:
+            with quietly(), _open_regular(Path(path)) as stream, Image.open(stream, formats=_FORMATS) as image:
                 sides.append(min(image.size))
         except Exception:  # it is refused or skipped when it is decoded
             continue
@@ -185,7 +185,7 @@ class _Quiet:
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
+def quietly() -> Iterator[None]:
     """No warnings meanwhile: damaged EXIF data, say, does not make the pixels wrong.
 
     `warnings` has one list of filters for all threads, so the first to decode changes it and the last changes it back.

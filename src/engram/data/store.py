@@ -143,14 +143,14 @@ class ImageStore:
         if (x_test is None) != (y_test is None):
             given, missing = ("x_test", "y_test") if y_test is None else ("y_test", "x_test")
             raise EngramError(f"{given} was given without {missing}; give both, or neither to hold out a share")
-        images, labels = _as_images(x_train, "x_train"), _as_labels(y_train, "y_train")
+        images, labels = as_images(x_train, "x_train"), _as_labels(y_train, "y_train")
         _check_lengths(images, labels, "train")
         names = _class_names(labels, class_names)
         train = Split(images, _class_ids(labels, "y_train", names, named=class_names is not None))
         if x_test is None:
             kept, held = stratified_split(train.class_ids, names, test_fraction, seed)
             return cls(name, _take(train, kept), _take(train, held), names)
-        images, labels = _as_images(x_test, "x_test"), _as_labels(y_test, "y_test")
+        images, labels = as_images(x_test, "x_test"), _as_labels(y_test, "y_test")
         _check_lengths(images, labels, "test")
         test = Split(images, _class_ids(labels, "y_test", names, named=class_names is not None))
         return cls(name, train, test, names)
@@ -290,7 +290,8 @@ def _asarray(value: Any, what: str) -> npt.NDArray[Any]:
         ) from None
 
 
-def _as_images(value: Any, what: str) -> Images:
+def as_images(value: Any, what: str) -> Images:
+    """uint8 images of one of the shapes that `from_arrays` takes as a copy of the shape (N, H, W, 3)."""
     images = _asarray(value, what)
     if images.dtype != np.uint8:
         how = (

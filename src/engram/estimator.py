@@ -1,0 +1,267 @@
+"""IncrementalClassifier: a classifier of images in scikit-learn's manner that learns new classes at any time."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engram.config import Device, Precision
+from engram.data.memory import MemoryConfig
+from engram.data.store import Images
+from engram.errors import EngramError, suggest
+from engram.events import Event
+from engram.methods import Settings
+from engram.modeldir import Model, ModelConfig, open_model, save_model
+from engram.modeldir.directory import Pointer
+from engram.modeldir.inputs import read_batches, read_images
+from engram.modeldir.labels import label_array, plain_labels
+from engram.modeldir.lesson import Keeping, Lesson, Options
+
+Progress = Callable[[Event], None]
+
+
+class IncrementalClassifier:
+    """A classifier of images that keeps learning new classes.
+
+    method: any of engram's (`engram list methods`). memory: exemplars kept of each class, or as on the command line
+    ("total=2000", "all", "none"), or a MemoryConfig; a number says nothing to methods defined with none or all. epochs:
+    of each lesson; None chooses by the number of images. backbone, image_size: None chooses by the first images.
+    settings: the method's own, or some of them by dotted path: {"train.lr": 0.05}. validation: the share of each
+    class's images held out to measure accuracy on, now and after later lessons.
+
+    The constructor only stores its arguments. After fit: classes_ (in order of arrival), n_classes_, model_.
+    """
+
+    def __init__(
+        self,
+        method: str = "afc",
+        *,
+        memory: MemoryConfig | int | str = 20,
+        epochs: int | None = None,
+        backbone: str | None = None,
+        image_size: int | tuple[int, int] | None = None,
+        settings: Settings | Mapping[str, Any] | None = None,
+        validation: float = 0.0,
+        seed: int = 1,
+        device: Device = "auto",
+        precision: Precision = "auto",
+    ) -> None:
+        self.method = method
+        self.memory = memory
+        self.epochs = epochs
+        self.backbone = backbone
+        self.image_size = image_size
+        self.settings = settings
+        self.validation = validation
+        self.seed = seed
+        self.device: Device = device
+        self.precision: Precision = precision
+
+    def fit(self, X: Any, y: Any, *, progress: Progress | None = None) -> IncrementalClassifier:
+        """Forgets everything and learns the classes of these images; returns itself.
+
+        X: uint8 images (N, H, W, 3), grey (N, H, W), floats from 0 to 1, tensors of these, or a list of paths. y: a
+        hashable label for each. progress: called with each event of the training.
+        """
+        return self._learn(None, X, y, False, progress)
+
+    def partial_fit(
+        self,
+        X: Any,
+        y: Any,
+        classes: Any = None,
+        *,
+        more_of_known: bool = False,
+        progress: Progress | None = None,
+    ) -> IncrementalClassifier:
+        """Learns the classes of these images beside those known; returns itself. A failure leaves it as it was.
+
+        Images of known classes are refused, unless `more_of_known`: each such class is learned again then, from these
+        images and its exemplars, and comes last in `classes_`. classes: only for scikit-learn's sake; the labels must
+        be among them where they are given.
+        """
+        if classes is not None:
+            odd = [label for label in plain_labels(y) if label not in set(plain_labels(classes, "classes"))]
+            if odd:
+                raise EngramError(f"the label {odd[0]!r} of y is not among the classes given")
+        return self._learn(getattr(self, "model_", None), X, y, more_of_known, progress)
+
+    def _learn(
+        self, model: Model | None, X: Any, y: Any, refresh: bool, progress: Progress | None
+    ) -> IncrementalClassifier:
+        if y is None:
+            raise EngramError("requires y to be passed, but the target y is None")
+        labels = plain_labels(y)
+        if model is None:
+            images = self._first_images(X)
+            model = Model(self._configure(images), self.device, self.precision)
+        else:
+            images = read_images(X, model.config.image_size)
+        options = Options("refresh" if refresh else "refuse", self.epochs if model.classes else None)
+        lesson = Lesson(model, images, labels, options)
+        learned = _consume(lesson.take(Keeping()), progress)
+        assert learned is not None
+        if progress is not None:
+            progress(lesson.learned(None))
+        self._adopt(learned)
+        return self
+
+    def _first_images(self, given: Any) -> Images:
+        size = (self.image_size, self.image_size) if isinstance(self.image_size, int) else self.image_size
+        return read_images(given, size)
+
+    def _configure(self, images: Images) -> ModelConfig:
+        return ModelConfig.choose(
+            self.method,
+            image_size=(images.shape[1], images.shape[2]),
+            images=len(images),
+            epochs=self.epochs,
+            memory=self.memory,
+            backbone=self.backbone,
+            settings=self.settings,
+            seed=self.seed,
+            validation=self.validation,
+            device=self.device,
+        )
+
+    def _adopt(self, model: Model) -> None:
+        self.model_ = model
+        self.classes_ = label_array(model.labels)
+        self.n_classes_ = len(model.classes)
+
+    def predict_proba(self, X: Any, *, by: str | None = None) -> np.ndarray:
+        """The share of each class (N, K) for each image, columns as in `classes_`; they sum to 1, and are uncalibrated.
+
+        by: "cnn" (the head) or "nme" (the nearest mean of exemplars); None is the method's own choice.
+        """
+        model = self._fitted()
+        shares = [model.probabilities(images, by) for images in read_batches(X, model.config.image_size)]
+        return np.concatenate(shares)
+
+    def predict(self, X: Any, *, by: str | None = None) -> np.ndarray:
+        """The label of each image (N,)."""
+        best = self.predict_proba(X, by=by).argmax(axis=1)
+        return self.classes_[best]
+
+    def score(self, X: Any, y: Any, *, by: str | None = None) -> float:
+        """The share of the images whose label is predicted, 0 to 1."""
+        wanted = plain_labels(y)
+        found = self.predict(X, by=by).tolist()
+        if len(found) != len(wanted):
+            raise EngramError(f"{len(found)} images need {len(found)} labels, got {len(wanted)}")
+        return float(np.mean([ours == theirs for ours, theirs in zip(found, wanted, strict=True)]))
+
+    def remove(self, label: Hashable) -> IncrementalClassifier:
+        """Forgets a class; the scores of the others stay what they are. Files change when it is saved."""
+        model = self._fitted().copy()
+        model.remove(plain_labels([label])[0], datetime.now(UTC).isoformat(timespec="seconds"))
+        model.measure()
+        self._adopt(model)
+        return self
+
+    def save(self, path: str | Path, *, overwrite: bool = False) -> None:
+        """Writes the model into a directory, as a transaction.
+
+        The directory is new, or the one it was loaded from or saved to, if nobody changed it since; `overwrite`
+        replaces any model.
+        """
+        held = getattr(self, "_place", None)
+        expected: Pointer | None = held[1] if held is not None and held[0] == Path(path).resolve() else None
+        pointer = save_model(self._fitted(), path, expected=expected, overwrite=overwrite)
+        self._place = (Path(path).resolve(), pointer)
+
+    @classmethod
+    def load(cls, path: str | Path, *, device: Device = "auto", precision: Precision = "auto") -> IncrementalClassifier:
+        """The classifier in a model directory, ready to predict and to go on learning."""
+        model, pointer = open_model(path, device, precision)
+        config = model.config
+        loaded = cls(
+            config.method,
+            memory=config.memory,
+            backbone=config.backbone,
+            image_size=config.image_size,
+            settings=config.settings,
+            validation=config.validation,
+            seed=config.seed,
+            device=device,
+            precision=precision,
+        )
+        loaded._adopt(model)
+        loaded._place = (Path(path).resolve(), pointer)
+        return loaded
+
+    def _fitted(self) -> Model:
+        model: Model | None = getattr(self, "model_", None)
+        if model is None:
+            raise _not_fitted(f"this {type(self).__name__} is not fitted yet; call fit or partial_fit first")
+        return model
+
+    def __sklearn_is_fitted__(self) -> bool:
+        return hasattr(self, "model_")
+
+    @classmethod
+    def _parameters(cls) -> list[str]:
+        return sorted(name for name in inspect.signature(cls.__init__).parameters if name != "self")
+
+    def get_params(self, deep: bool = True) -> dict[str, Any]:
+        """The constructor's arguments by name."""
+        return {name: getattr(self, name) for name in self._parameters()}
+
+    def set_params(self, **params: Any) -> IncrementalClassifier:
+        """Changes arguments of the constructor; they count from the next fit on."""
+        valid = self._parameters()
+        for name, value in params.items():
+            if name not in valid:
+                raise EngramError(f"Invalid parameter {name!r} for estimator {self!r}: {suggest(name, valid)}")
+            setattr(self, name, value)
+        return self
+
+    def __repr__(self) -> str:
+        defaults = inspect.signature(type(self).__init__).parameters
+        changed = [
+            f"{name}={value!r}"
+            for name, value in self.get_params().items()
+            if repr(value) != repr(defaults[name].default)
+        ]
+        return f"{type(self).__name__}({', '.join(changed)})"
+
+    def __sklearn_tags__(self) -> Any:
+        """What scikit-learn asks an estimator; the one place that needs it to be installed."""
+        from sklearn.utils import ClassifierTags, InputTags, Tags, TargetTags
+
+        return Tags(
+            estimator_type="classifier",
+            target_tags=TargetTags(required=True),
+            classifier_tags=ClassifierTags(),
+            input_tags=InputTags(two_d_array=False, three_d_array=True),
+        )
+
+
+def _consume(events: Any, progress: Progress | None) -> Model | None:
+    """Runs a lesson to its end."""
+    iterator: Iterator[Event] = iter(events)
+    while True:
+        try:
+            event = next(iterator)
+        except StopIteration as end:
+            return end.value
+        if progress is not None:
+            progress(event)
+
+
+def _not_fitted(message: str) -> Exception:
+    """scikit-learn's error of that name where it is installed, so that its tools know it; engram's elsewhere."""
+    try:
+        from sklearn.exceptions import NotFittedError
+    except ImportError:
+        return EngramError(message)
+
+    class NotFitted(NotFittedError, EngramError):
+        """Both, for whoever catches either."""
+
+    return NotFitted(message)

@@ -1,0 +1,159 @@
+"""Models on disk: a directory that learns new classes as a transaction, and can be read at any moment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from engram.checkpoint import Checkpoint
+from engram.config import Device, Precision
+from engram.data.store import Images
+from engram.errors import EngramError
+from engram.events import Event, Stopped, Warned
+from engram.modeldir.config import ModelConfig
+from engram.modeldir.directory import NoModelYet, Pointer, Writer
+from engram.modeldir.inputs import read_images
+from engram.modeldir.labels import encode_label, plain_labels
+from engram.modeldir.lesson import Keeping, Known, Lesson, Options
+from engram.modeldir.model import Entry, KnownClass, Model
+from engram.modeldir.pack import open_model, pack_model, read_manifest
+
+__all__ = [
+    "Entry",
+    "KnownClass",
+    "Model",
+    "ModelConfig",
+    "NoModelYet",
+    "Pointer",
+    "has_learning",
+    "learn_into",
+    "open_model",
+    "read_manifest",
+    "remove_class",
+    "save_model",
+]
+
+
+def learn_into(
+    path: str | Path,
+    images: Any,
+    labels: Any,
+    *,
+    config: ModelConfig | None = None,
+    known: Known = "refuse",
+    epochs: int | None = None,
+    restart: bool = False,
+    stop: Callable[[], bool] | None = None,
+    checkpoint_minutes: float = 2.0,
+    device: Device = "auto",
+    precision: Precision = "auto",
+) -> Iterator[Event]:
+    """Teaches the model at that path, made here if there is none, the classes of these images; yields events.
+
+    Until the last event, Learned, the model is what it was, for every reader and whatever happens. Learning that was
+    stopped or cut off goes on where it stood when the same images are given again; other images are refused then,
+    unless `restart` drops it. images: arrays, tensors or paths. config: for a new model; chosen by the images if None.
+    """
+    given = plain_labels(labels)
+    for label in dict.fromkeys(given):
+        encode_label(label)  # what cannot be saved is refused before it is learned
+    with Writer(path, create=True) as writer:
+        model, pixels = _model_to_teach(writer, images, config, device, precision)
+        lesson = Lesson(model, pixels, given, Options(known, epochs))
+        base = writer.current()
+        identity = {"lesson": lesson.fingerprint(), "base": None if base is None else base.digest}
+
+        def save(checkpoint: Checkpoint) -> None:
+            writer.save_learning(Checkpoint(checkpoint.tensors, checkpoint.data | identity))
+
+        resume = None
+        if restart:
+            writer.drop_learning()
+        else:
+            resume = _to_resume(writer, identity)
+        if resume is not None:
+            yield Warned("learning goes on where it stood")
+        keeping = Keeping(stop or (lambda: False), save, 60 * checkpoint_minutes)
+        learned = yield from lesson.take(keeping, resume)
+        if learned is None:
+            yield Stopped(lesson.stage.index, lesson.stage.index + 1, "interrupted", str(path))
+            return
+        writer.commit(*pack_model(learned))
+    yield lesson.learned(str(path))
+
+
+def _model_to_teach(
+    writer: Writer, images: Any, config: ModelConfig | None, device: Device, precision: Precision
+) -> tuple[Model, Images]:
+    """The model at the writer's path, or a new one, and the images at its size."""
+    if writer.current() is None:
+        pixels = read_images(images, None if config is None else config.image_size)
+        if config is None:
+            size = (pixels.shape[1], pixels.shape[2])
+            config = ModelConfig.choose(image_size=size, images=len(pixels), device=device)
+        return Model(config, device, precision), pixels
+    model, _ = open_model(writer.path, device, precision)
+    if config is not None and config != model.config:
+        raise EngramError(
+            f"the model at {writer.path} learns with a configuration of its own, which cannot be changed; give none"
+        )
+    return model, read_images(images, model.config.image_size)
+
+
+def _to_resume(writer: Writer, identity: dict[str, Any]) -> Checkpoint | None:
+    checkpoint = writer.learning()
+    if checkpoint is None:
+        return None
+    if checkpoint.data.get("base") != identity["base"]:
+        writer.drop_learning()  # it was finished: a kill left it behind
+        return None
+    if checkpoint.data.get("lesson") != identity["lesson"]:
+        raise EngramError(
+            f"learning in {writer.path} was interrupted, and these are not the same images, labels and options; "
+            "give the same to go on with it, or drop it (restart) to begin anew"
+        )
+    return checkpoint
+
+
+def has_learning(path: str | Path) -> bool:
+    """Whether there is learning to go on with at that path."""
+    return (Path(path) / "learning" / "state.safetensors").is_file()
+
+
+def save_model(model: Model, path: str | Path, *, expected: Pointer | None = None, overwrite: bool = False) -> Pointer:
+    """Makes the model the one at that path: a new one, or in place of the generation expected or of any (overwrite)."""
+    if model.learner is None:
+        raise EngramError("there is nothing to save: the model has not learned anything yet")
+    manifest, files = pack_model(model)  # what cannot be saved is refused before anything is written
+    with Writer(path, create=True) as writer:
+        current = writer.current()
+        if current is not None and current != expected and not overwrite:
+            raise EngramError(
+                f"there is another model at {path}, or it has changed since it was loaded; "
+                "choose another place, or replace it with overwrite=True"
+            )
+        _refuse_learning(writer, drop=overwrite)
+        return writer.commit(manifest, files)
+
+
+def remove_class(path: str | Path, label: Hashable, *, drop_learning: bool = False) -> Model:
+    """Removes a class from the model at that path, files and all; returns the model as it is then."""
+    with Writer(path) as writer:
+        _refuse_learning(writer, drop=drop_learning)
+        model, _ = open_model(path, "cpu")
+        model.remove(label, datetime.now(UTC).isoformat(timespec="seconds"))
+        model.measure()
+        writer.commit(*pack_model(model))
+    return model
+
+
+def _refuse_learning(writer: Writer, drop: bool) -> None:
+    """Refuses to change a model under learning in progress, which could not go on then."""
+    if drop:
+        writer.drop_learning()
+        return
+    checkpoint, base = writer.learning(), writer.current()
+    if checkpoint is not None and checkpoint.data.get("base") == (None if base is None else base.digest):
+        raise EngramError(f"learning in {writer.path} was interrupted; finish it first, or drop it")

@@ -1,0 +1,176 @@
+"""ModelConfig: what determines how a model learns, chosen once and saved with it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from engram.config import Device, Precision, RunConfig
+from engram.data.augment import Augmentation
+from engram.data.memory import MemoryConfig
+from engram.errors import EngramError
+from engram.methods import Settings, find_method
+from engram.plain import from_plain, to_plain
+from engram.recipes import recipe
+
+LARGEST_SIDE = 1024
+VALIDATION_MOST = 50
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """How a model learns.
+
+    image_size: height and width in pixels. validation: the share of each class's images, VALIDATION_MOST at most, that
+    is held out to measure accuracy on, now and after later learning; they are kept in the model.
+    """
+
+    method: str
+    settings: Settings
+    image_size: tuple[int, int]
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    backbone: str = "resnet32"
+    augmentation: Augmentation = field(default_factory=Augmentation)
+    seed: int = 1
+    validation: float = 0.0
+
+    def __post_init__(self) -> None:
+        if len(self.image_size) != 2 or not all(8 <= side <= LARGEST_SIDE for side in self.image_size):
+            shown = "x".join(map(str, self.image_size))
+            raise EngramError(f"images must have 8 to {LARGEST_SIDE} pixels on each side, got {shown}")
+        if not 0 <= self.validation < 1:
+            raise EngramError(f"validation must be a share of 0 or more and below 1, got {self.validation}")
+        if self.augmentation.pad > max(self.image_size):
+            raise EngramError(f"the crop padding must be no more than the image, got {self.augmentation.pad} pixels")
+        self._as_run()  # which checks the rest
+
+    def _as_run(self, device: Device = "cpu", precision: Precision = "auto") -> RunConfig:
+        return RunConfig(
+            method=self.method,
+            settings=self.settings,
+            seed=self.seed,
+            memory=self.memory,
+            backbone=self.backbone,
+            augmentation=self.augmentation,
+            predictor=find_method(self.method).predictors[0],
+            device=device,
+            precision=precision,
+        )
+
+    def place(
+        self, device: Device, precision: Precision
+    ) -> tuple[Literal["cpu", "cuda"], Literal["float32", "tf32", "bf16"]]:
+        """The device and precision that "auto" stands for on this machine; refuses what it cannot do."""
+        for name, value, valid in (
+            ("device", device, ("auto", "cpu", "cuda")),
+            ("precision", precision, ("auto", "float32", "tf32", "bf16")),
+        ):
+            if value not in valid:
+                raise EngramError(f"{name} must be one of {', '.join(valid)}, got {value!r}")
+        return self._as_run(device, precision).place()
+
+    def with_epochs(self, epochs: int | None) -> ModelConfig:
+        """The same with another number of epochs; the phases after the main one keep their share."""
+        if epochs is None:
+            return self
+        if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
+            raise EngramError(f"epochs must be a whole number of 1 or more, got {epochs!r}")
+        return replace(self, settings=_with_epochs(self.settings, epochs))
+
+    def to_plain(self) -> dict[str, Any]:
+        """The configuration as plain data."""
+        return to_plain(self)
+
+    @classmethod
+    def from_plain(cls, data: Any) -> ModelConfig:
+        """The configuration that plain data describes."""
+        if not isinstance(data, dict) or not isinstance(data.get("method"), str):
+            raise EngramError("a model's configuration must name its method")
+        settings = from_plain(find_method(data["method"]).settings, data.get("settings", {}), "settings")
+        return from_plain(cls, {**data, "settings": settings})
+
+    @classmethod
+    def choose(
+        cls,
+        method: str = "afc",
+        *,
+        image_size: int | tuple[int, int],
+        images: int,
+        epochs: int | None = None,
+        memory: MemoryConfig | int | str | None = None,
+        backbone: str | None = None,
+        settings: Settings | Mapping[str, Any] | None = None,
+        seed: int = 1,
+        validation: float = 0.0,
+        device: Device = "auto",
+    ) -> ModelConfig:
+        """A configuration for so many images of that size; what is not given is chosen.
+
+        memory: exemplars a class, or as `MemoryConfig.parse` reads it. settings: the method's own, or some of them by
+        dotted path (`{"train.lr": 0.05}`).
+        """
+        find_method(method)
+        start = recipe(f"{method}-folder")
+        size = (image_size, image_size) if isinstance(image_size, int) else image_size
+        chosen = settings if isinstance(settings, Settings) else _fitted(start, images, device)
+        if isinstance(settings, Mapping):
+            run = replace(start, settings=chosen)
+            for path, value in settings.items():
+                run = run.with_value(f"settings.{path.replace('__', '.')}", value)
+            chosen = run.settings
+        config = cls(
+            method=method,
+            settings=chosen,
+            image_size=size,
+            memory=_memory(memory, start.memory),
+            backbone=backbone or ("resnet10" if max(size) <= 24 else "resnet32"),
+            augmentation=Augmentation(pad=max(1, round(min(size) / 8))),
+            seed=seed,
+            validation=validation,
+        )
+        return config.with_epochs(epochs)
+
+
+def _memory(given: MemoryConfig | int | str | None, default: MemoryConfig) -> MemoryConfig:
+    if given is None:
+        return default
+    if isinstance(given, str):
+        return MemoryConfig.parse(given, default.selection)
+    if isinstance(given, int) and not isinstance(given, bool):
+        if default.budget in ("none", "all"):
+            return default  # what the method is defined with
+        return replace(default, budget="per_class", size=given)
+    if isinstance(given, MemoryConfig):
+        return given
+    raise EngramError(f"the memory must be a number of exemplars a class, a text or a MemoryConfig, got {given!r}")
+
+
+def _fitted(start: RunConfig, images: int, device: Device) -> Settings:
+    """The recipe's settings with batches that a small set fills, and on a CPU with less epochs for a large one."""
+    settings, batch = start.settings, 128
+    while batch > 16 and images < 20 * batch:
+        batch //= 2
+    for phase in _phases(settings):
+        training = replace(getattr(settings, phase), batch_size=min(batch, getattr(settings, phase).batch_size))
+        settings = replace(settings, **{phase: training})
+    place, _ = replace(start, device=device, precision="auto").place()
+    epochs = 60 if place == "cuda" else min(60, max(15, round(120_000 / max(1, images))))
+    return _with_epochs(settings, epochs)
+
+
+def _phases(settings: Settings) -> list[str]:
+    return [name for name in ("train", "finetune", "rehearse", "correction") if hasattr(settings, name)]
+
+
+def _with_epochs(settings: Settings, epochs: int) -> Settings:
+    main = getattr(settings, "train", None)
+    if main is None:
+        return settings
+    for name in _phases(settings):
+        training = getattr(settings, name)
+        share = training.epochs / max(1, main.epochs)
+        count = epochs if name == "train" else math.ceil(epochs * share)
+        settings = replace(settings, **{name: replace(training, epochs=count)})
+    return settings

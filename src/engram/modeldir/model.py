@@ -1,0 +1,231 @@
+"""Model: a learner that knows its classes by their labels, how it came to know them, and how good it is at them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engram.config import Device, Precision
+from engram.data.memory import Memory, MemoryConfig
+from engram.data.samples import Samples
+from engram.engine import Engine
+from engram.errors import EngramError, suggest
+from engram.learner import Learner
+from engram.methods import Method, find_method
+from engram.modeldir.config import ModelConfig
+from engram.models.network import Network
+from engram.models.resnet import build_backbone
+from engram.random import generator
+
+# Of the cosine with a class's mean, for the shares that NME gives.
+NME_SHARPNESS = 10.0
+
+
+@dataclass(frozen=True)
+class KnownClass:
+    """A class that a model knows.
+
+    stage: the number of the learning in the model's history that it came with. images: those it was trained on then.
+    accuracy: percent of its held-out images, by predictor; empty where none was held out.
+    """
+
+    label: Hashable
+    stage: int
+    images: int
+    accuracy: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Something that happened to a model: "learned" or "removed".
+
+    images: those that were given to learn. before, after: percent of the held-out images of the classes known before,
+    by predictor; new: of the new ones. device, precision: where it was learned.
+    """
+
+    what: str
+    date: str
+    images: int = 0
+    epochs: int = 0
+    seconds: float = 0.0
+    device: str = ""
+    precision: str = ""
+    before: dict[str, float] = field(default_factory=dict)
+    after: dict[str, float] = field(default_factory=dict)
+    new: dict[str, float] = field(default_factory=dict)
+
+
+class Model:
+    """What a classifier is between two lessons.
+
+    learner is None until the first. sizes: the new classes of each stage since the network began, as methods count
+    them. heldout: images never trained on, by label. device, precision: as asked for, "auto" included.
+    """
+
+    def __init__(self, config: ModelConfig, device: Device = "auto", precision: Precision = "auto") -> None:
+        self.config = config
+        self.device: Device = device
+        self.precision: Precision = precision
+        place, exact = config.place(device, precision)
+        self.engine = Engine(torch.device(place), exact, config.augmentation, config.image_size)
+        self.method: Method = find_method(config.method).make(config.settings)
+        self.learner: Learner | None = None
+        self.classes: tuple[KnownClass, ...] = ()
+        self.sizes: tuple[int, ...] = ()
+        self.history: tuple[Entry, ...] = ()
+        self.heldout = Memory(MemoryConfig("all", 0))
+
+    @property
+    def labels(self) -> list[Hashable]:
+        """The labels of the classes, in the order of the scores."""
+        return [known.label for known in self.classes]
+
+    @property
+    def predictors(self) -> tuple[str, ...]:
+        """How it can predict now, the method's own choice first."""
+        usable = self.learner is not None and self.learner.class_means is not None
+        return tuple(name for name in self.method.predictors if name != "nme" or usable)
+
+    def position(self, label: Hashable) -> int:
+        """The place of a class; refuses one that is not known."""
+        if label not in self.labels:
+            hint = suggest(str(label), [str(known) for known in self.labels]) if len(self.classes) <= 1000 else ""
+            raise EngramError(f"the model knows no class {label!r}: {hint}")
+        return self.labels.index(label)
+
+    def make_learner(self, mean: tuple[float, ...], std: tuple[float, ...], capacity: int) -> Learner:
+        """A learner that has learned nothing, for images with these statistics."""
+
+        def network() -> Network:
+            backbone = build_backbone(self.config.backbone, generator(self.config.seed, "backbone"))
+            return Network(backbone, self.method.head(backbone.dim, capacity), mean, std)
+
+        device = self.engine.device
+        return Learner(network().to(device), network().to(device), Memory(self.config.memory), self.config.seed)
+
+    @property
+    def normalisation(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Each channel's mean and standard deviation in the images of the first lesson."""
+        network = self._taught().network
+        return tuple(network.mean.flatten().tolist()), tuple(network.std.flatten().tolist())
+
+    def copy(self) -> Model:
+        """A model of its own with the same knowledge: to learn with, and to be thrown away if that fails."""
+        other = Model(self.config, self.device, self.precision)
+        other.classes, other.sizes, other.history = self.classes, self.sizes, self.history
+        other.heldout.load_state_dict(self.heldout.state_dict())
+        if self.learner is not None:
+            mean, std = self.normalisation
+            other.learner = self.make_learner(mean, std, self.learner.network.head.capacity)
+            state = {name: value.detach().clone() for name, value in self.learner.state_dict().items()}
+            other.learner.load_state_dict(state)
+        return other
+
+    def probabilities(self, images: np.ndarray | Tensor, by: str | None = None) -> np.ndarray:
+        """The share of each class (N, K) for uint8 images (N, H, W, 3), by the head ("cnn") or the class means ("nme").
+
+        They sum to 1 and are not calibrated: the order is what was trained.
+        """
+        learner, by = self._taught(), self.predictor(by)
+        if not self.classes:
+            raise EngramError("the model knows no class; let it learn some")
+        if isinstance(images, np.ndarray):
+            images = torch.from_numpy(np.require(images, requirements=["C", "W"]))
+        embedding, scores = self.engine.infer(learner.network, images)
+        if by == "cnn":
+            scale = learner.network.head.scale
+            logits = scores[:, : len(self.classes)] * (1.0 if scale is None else scale.detach())
+        else:
+            assert learner.class_means is not None
+            logits = NME_SHARPNESS * (F.normalize(embedding, dim=1) @ learner.class_means.T)
+        return logits.double().softmax(dim=1).cpu().numpy()
+
+    def predictor(self, by: str | None) -> str:
+        """The predictor of that name, or the method's own choice; refuses one that the model does not have."""
+        if by is None:
+            return self.predictors[0]
+        if by not in self.predictors:
+            have = " and ".join(self.predictors)
+            more = "; NME needs exemplars of every class" if by == "nme" else ""
+            raise EngramError(f"this model ({self.config.method}) predicts by {have}, not by {by!r}{more}")
+        return by
+
+    def heldout_accuracy(self) -> dict[str, dict[int, float]]:
+        """Percent of each class's held-out images, by predictor and label."""
+        samples = self.heldout.samples()
+        if samples is None or not self.classes:
+            return {}
+        found: dict[str, dict[int, float]] = {}
+        for by in self.predictors:
+            right = self.probabilities(samples.images, by).argmax(axis=1) == samples.labels.numpy()
+            rows = {label: samples.rows_of(label).numpy() for label in self.heldout.labels}
+            found[by] = {label: 100 * float(right[own].mean()) for label, own in rows.items()}
+        return found
+
+    def remove(self, label: Hashable, date: str) -> None:
+        """Forgets a class: its rows, means, exemplars and held-out images. The others' scores stay what they are.
+
+        What the backbone learned from its images stays in the backbone.
+        """
+        place = self.position(label)
+        self.drop([place])
+        self.history = (*self.history, Entry("removed", date))
+
+    def drop(self, places: list[int]) -> None:
+        """Forgets the classes at these places; those after them move up."""
+        learner = self._taught()
+        learner.drop(places, self.method.class_buffers)
+        self.heldout.drop(places)
+        ends = np.cumsum(self.sizes)
+        stage_of = [int(np.searchsorted(ends, place, side="right")) for place in places]
+        self.sizes = tuple(size - stage_of.count(stage) for stage, size in enumerate(self.sizes))
+        self.classes = tuple(known for place, known in enumerate(self.classes) if place not in places)
+
+    def measure(self) -> None:
+        """Notes the held-out accuracy of every class."""
+        found = self.heldout_accuracy()
+        self.classes = tuple(
+            replace(known, accuracy={by: values[label] for by, values in found.items() if label in values})
+            for label, known in enumerate(self.classes)
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """What there is to know of the model beside its weights and images, as plain data (labels as they are)."""
+        memory = None if self.learner is None else self.learner.memory
+        return {
+            "config": self.config.to_plain(),
+            "predictors": list(self.predictors),
+            "classes": [
+                {
+                    "label": known.label,
+                    "stage": known.stage,
+                    "images": known.images,
+                    "exemplars": _held(memory, place),
+                    "heldout": _held(self.heldout, place),
+                    "accuracy": dict(known.accuracy),
+                }
+                for place, known in enumerate(self.classes)
+            ],
+            "stage_sizes": list(self.sizes),
+            "history": [vars(entry) for entry in self.history],
+        }
+
+    def _taught(self) -> Learner:
+        if self.learner is None:
+            raise EngramError("the model has not learned anything yet; let it learn some classes first")
+        return self.learner
+
+
+def _held(memory: Memory | None, label: int) -> int:
+    return len(memory.of(label)) if memory is not None and label in memory.labels else 0
+
+
+def to_samples(images: Tensor, labels: Tensor) -> Samples:
+    """Labelled images that are no exemplars."""
+    return Samples(images, labels, torch.arange(len(labels)), torch.zeros(len(labels), dtype=torch.bool))

@@ -1,0 +1,337 @@
+"""A model as files and back. What is read is checked before it is believed; nothing in it is ever run."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from safetensors.torch import load, save
+from torch import Tensor
+
+from engram.config import Device, Precision
+from engram.data.decode import check_room, quietly
+from engram.errors import EngramError
+from engram.modeldir.config import ModelConfig
+from engram.modeldir.directory import MANIFEST, WEIGHTS, Pointer, Snapshot, read_model
+from engram.modeldir.labels import decode_label, encode_label
+from engram.modeldir.model import Entry, KnownClass, Model
+from engram.rundir import versions
+
+EXEMPLARS, HELDOUT = "exemplars", "heldout"
+MOST_CLASSES, MOST_IMAGES = 30_000, 10**9
+_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+)
+_NAMES = re.compile(r"(network|teacher|buffers)\.[\w.]{1,200}|class_means")
+
+
+def pack_model(model: Model) -> tuple[dict[str, Any], Iterator[tuple[str, bytes]]]:
+    """What model.json says of the model, and every other file, name and content, one at a time."""
+    described = model.describe()
+    mean, std = model.normalisation
+    manifest = {
+        "config": described["config"],
+        "predictors": described["predictors"],
+        "mean": list(mean),
+        "std": list(std),
+        "classes": [{**known, "label": encode_label(known["label"])} for known in described["classes"]],
+        "stage_sizes": described["stage_sizes"],
+        "history": [asdict(entry) for entry in model.history],
+        "versions": versions(),
+    }
+    return manifest, _files(model)
+
+
+def _files(model: Model) -> Iterator[tuple[str, bytes]]:
+    assert model.learner is not None
+    state = {name: value for name, value in model.learner.state_dict().items() if not name.startswith("memory.")}
+    network = {name: value for name, value in state.items() if name.startswith("network.")}
+    # Between lessons the teacher is a copy of the network; where it is not, it is kept.
+    if all(_same(value, state.get("teacher." + name.removeprefix("network."))) for name, value in network.items()):
+        state = {name: value for name, value in state.items() if not name.startswith("teacher.")}
+    yield WEIGHTS, save({name: value.detach().cpu().contiguous().clone() for name, value in state.items()})
+    for kind, memory in ((EXEMPLARS, model.learner.memory), (HELDOUT, model.heldout)):
+        for label in memory.labels:
+            for rank, image in enumerate(memory.of(label).images.numpy()):
+                yield _picture(kind, label, rank), _to_png(image)
+
+
+def _picture(kind: str, label: int, rank: int) -> str:
+    return f"{kind}/{label:05d}/{rank:05d}.png"
+
+
+def _pictures(counts: dict[str, list[int]]) -> Iterator[str]:
+    """The names of the pictures of every class."""
+    for kind, numbers in counts.items():
+        for label, number in enumerate(numbers):
+            yield from (_picture(kind, label, rank) for rank in range(number))
+
+
+def _same(value: Tensor, other: Tensor | None) -> bool:
+    return other is not None and torch.equal(value, other)
+
+
+def _to_png(image: np.ndarray) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(image).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def open_model(
+    path: str | Path, device: Device = "auto", precision: Precision = "auto", *, images: bool = True
+) -> tuple[Model, Pointer]:
+    """The model at that path, every file read found unchanged, and which generation it is.
+
+    images: with its exemplars and held-out images, which learning needs and predicting does not. Whatever is wrong with
+    the directory, what is raised is an EngramError.
+    """
+    try:
+        return read_model(path, lambda snapshot: (_unpack(snapshot, device, precision, images), snapshot.pointer))
+    except EngramError:
+        raise
+    except Exception as error:
+        reason = (str(error).splitlines() or [""])[0][:200]
+        raise EngramError(f"the model at {path} cannot be opened: {type(error).__name__}: {reason}") from error
+
+
+def read_manifest(path: str | Path) -> dict[str, Any]:
+    """What model.json says, checked, with labels as they are: classes, history, configuration; and sizes in bytes."""
+
+    def read(snapshot: Snapshot) -> dict[str, Any]:
+        manifest = snapshot.manifest
+        config, classes, sizes, history, mean, std = _parse(manifest, snapshot.path / MANIFEST)
+        described = [{**entry, "label": known.label} for entry, known in zip(manifest["classes"], classes, strict=True)]
+        total = {kind: _bytes(snapshot, kind) for kind in (EXEMPLARS, HELDOUT)}
+        return {
+            "path": str(path),
+            "generation": snapshot.pointer.generation,
+            "engram": str(manifest.get("engram"))[:40],
+            "config": config.to_plain(),
+            "predictors": _texts(manifest.get("predictors"), snapshot.path / MANIFEST),
+            "mean": list(mean),
+            "std": list(std),
+            "classes": described,
+            "stage_sizes": list(sizes),
+            "history": [asdict(entry) for entry in history],
+            "bytes": {"weights": snapshot.size(WEIGHTS) if WEIGHTS in snapshot.names else 0, **total},
+        }
+
+    try:
+        return read_model(path, read)
+    except (TypeError, ValueError, KeyError, OverflowError) as error:
+        if isinstance(error, EngramError):
+            raise
+        raise EngramError(f"the model at {path} cannot be read: {type(error).__name__}") from error
+
+
+def _bytes(snapshot: Snapshot, kind: str) -> int:
+    return sum(snapshot.size(name) for name in snapshot.names if name.startswith(f"{kind}/"))
+
+
+def _unpack(snapshot: Snapshot, device: Device, precision: Precision, images: bool) -> Model:
+    where = snapshot.path / MANIFEST
+    config, classes, sizes, history, mean, std = _parse(snapshot.manifest, where)
+    model = Model(config, device, precision)
+    model.classes, model.sizes, model.history = classes, sizes, history
+    counts = {
+        kind: [_count(entry, kind, where) for entry in snapshot.manifest["classes"]] for kind in (EXEMPLARS, HELDOUT)
+    }
+    number = sum(sum(numbers) for numbers in counts.values())
+    if number + 1 != len(snapshot.names):
+        raise EngramError(f"{where} lists {len(snapshot.names)} files and counts {number + 1}; it is damaged")
+    odd = {WEIGHTS, *_pictures(counts)} ^ snapshot.names
+    if odd:
+        raise EngramError(f"{where} does not agree with itself about {min(odd)}; it is damaged")
+    check_room(2 * snapshot.size(WEIGHTS), f"the weights in {snapshot.path}")
+    state = _tensors(snapshot.read(WEIGHTS), snapshot.path / WEIGHTS)
+    _check_head(model, state, snapshot.path / WEIGHTS)
+    model.learner = model.make_learner(mean, std, len(state["network.head.seen"]))
+    teacher = {
+        f"teacher.{name.removeprefix('network.')}": value
+        for name, value in state.items()
+        if name.startswith("network.")
+    }
+    try:
+        model.learner.load_state_dict({**teacher, **state})
+    except (RuntimeError, KeyError, TypeError, ValueError) as error:
+        raise EngramError(
+            f"{snapshot.path / WEIGHTS} does not fit the network that {where} describes; the model is damaged"
+        ) from error
+    means = model.learner.class_means
+    if means is not None and means.shape != (len(classes), model.learner.network.backbone.dim):
+        raise EngramError(f"{snapshot.path / WEIGHTS} has class means of another shape; the model is damaged")
+    if images:
+        _read_pictures(snapshot, model, counts)
+    return model
+
+
+def _parse(
+    manifest: dict[str, Any], where: Path
+) -> tuple[
+    ModelConfig, tuple[KnownClass, ...], tuple[int, ...], tuple[Entry, ...], tuple[float, ...], tuple[float, ...]
+]:
+    """What model.json says, each thing of the kind it should be."""
+    try:
+        config = ModelConfig.from_plain(manifest.get("config"))
+    except EngramError as error:
+        raise EngramError(f"the configuration in {where} is none of this version's: {error}") from None
+    mean, std = (_numbers(manifest.get(name), name, where) for name in ("mean", "std"))
+    if min(std) <= 0:
+        raise EngramError(f"{where} gives a standard deviation of {min(std)}; it is damaged")
+    listed = manifest.get("classes")
+    if not isinstance(listed, list) or len(listed) > MOST_CLASSES:
+        raise EngramError(f"{where} does not list the model's classes, or too many; it is damaged")
+    history = _history(manifest.get("history"), where)
+    classes = tuple(_known(entry, len(history), where) for entry in listed)
+    if len({known.label for known in classes}) != len(classes):
+        raise EngramError(f"{where} lists a class twice; it is damaged")
+    sizes = manifest.get("stage_sizes")
+    if not isinstance(sizes, list) or not all(_is_count(size) for size in sizes) or sum(sizes) != len(classes):
+        raise EngramError(f"the stages in {where} are not those of its classes; it is damaged")
+    return config, classes, tuple(sizes), history, mean, std
+
+
+def _known(entry: Any, stages: int, where: Path) -> KnownClass:
+    if not isinstance(entry, dict) or "label" not in entry:
+        raise EngramError(f"{where} lists a class without a label; it is damaged")
+    stage = entry.get("stage")
+    if stage is None or not _is_count(stage) or stage >= stages:
+        raise EngramError(f"{where} has a class of a lesson that never was; it is damaged")
+    try:
+        label = decode_label(entry["label"])
+    except EngramError as error:
+        raise EngramError(f"{where} has a class whose label cannot be read: {error}") from None
+    accuracy = _shares(entry.get("accuracy"), where)
+    return KnownClass(label, stage, _count(entry, "images", where), accuracy)
+
+
+def _history(entries: Any, where: Path) -> tuple[Entry, ...]:
+    if not isinstance(entries, list):
+        raise EngramError(f"{where} has no history; it is damaged")
+    kinds = {field.name: field.type for field in fields(Entry)}
+    found: list[Entry] = []
+    for entry in entries:
+        if not isinstance(entry, dict) or not kinds.keys() >= entry.keys() >= {"what", "date"}:
+            raise EngramError(f"{where} has a history that cannot be read; it is damaged")
+        for name, value in entry.items():
+            right = {"str": str, "int": int, "float": (int, float)}.get(str(kinds[name]), dict)
+            if not isinstance(value, right) or isinstance(value, bool):
+                raise EngramError(f"{where} has {value!r:.40} for {name} in its history; it is damaged")
+            if right is dict:
+                _shares(value, where)
+        found.append(Entry(**entry))
+    return tuple(found)
+
+
+def _shares(value: Any, where: Path) -> dict[str, float]:
+    """Percentages by predictor."""
+    if not isinstance(value, dict) or not all(
+        isinstance(x, (int, float)) and not isinstance(x, bool) for x in value.values()
+    ):
+        raise EngramError(f"{where} has {value!r:.40} for an accuracy; it is damaged")
+    return {str(name): float(share) for name, share in value.items()}
+
+
+def _texts(value: Any, where: Path) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise EngramError(f"{where} has {value!r:.40} where names should be; it is damaged")
+    return value
+
+
+def _numbers(value: Any, name: str, where: Path) -> tuple[float, ...]:
+    if (
+        not isinstance(value, list)
+        or len(value) != 3
+        or not all(type(x) in (int, float) and abs(x) < 1e6 for x in value)
+    ):
+        raise EngramError(f"{where} has {value!r:.60} for {name}, which should be three numbers; it is damaged")
+    return tuple(float(x) for x in value)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= MOST_IMAGES
+
+
+def _count(entry: Any, name: str, where: Path) -> int:
+    if not isinstance(entry, dict) or not _is_count(entry.get(name)):
+        raise EngramError(f"{where} has a class without its number of {name}; it is damaged")
+    return entry[name]
+
+
+def _tensors(content: bytes, where: Path) -> dict[str, Tensor]:
+    try:
+        state = load(content)
+    except Exception as error:  # safetensors' own kinds, and those of JSON and torch below it
+        raise EngramError(f"{where} is no safetensors file ({type(error).__name__}); the model is damaged") from None
+    for name, value in state.items():
+        if not _NAMES.fullmatch(name) or value.dtype not in _DTYPES:
+            raise EngramError(f"{where} holds {name!r:.80} ({value.dtype}), which is no part of a model")
+    return state
+
+
+def _check_head(model: Model, state: dict[str, Tensor], where: Path) -> None:
+    """Refuses weights of other shapes than the head's, before such a head is made and needs its memory."""
+    seen = state.get("network.head.seen")
+    if seen is None or seen.dtype != torch.bool or seen.ndim != 1:
+        raise EngramError(f"{where} does not say which classes are known; the model is damaged")
+    known = torch.arange(len(seen)) < len(model.classes)
+    if len(seen) < len(model.classes) or not torch.equal(seen, known):
+        raise EngramError(f"{where} knows other classes than {MANIFEST} lists; the model is damaged")
+    weight = state.get("network.head.weight")
+    try:
+        with torch.device("meta"):
+            head = model.method.head(0 if weight is None else weight.shape[-1], len(seen))
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        raise EngramError(f"the head that {MANIFEST} describes cannot be made ({type(error).__name__})") from None
+    for name, value in head.state_dict().items():
+        found = state.get(f"network.head.{name}")
+        if found is None or found.shape != value.shape:
+            raise EngramError(f"{where} does not fit the head that {MANIFEST} describes; the model is damaged")
+
+
+def _read_pictures(snapshot: Snapshot, model: Model, counts: dict[str, list[int]]) -> None:
+    assert model.learner is not None
+    height, width = model.config.image_size
+    number = sum(sum(numbers) for numbers in counts.values())
+    check_room(2 * number * height * width * 3, f"{number} images of {width}x{height} pixels")
+
+    def read(name: str) -> np.ndarray:
+        return _from_png(snapshot.read(name), (height, width), snapshot.path / name)
+
+    with ThreadPoolExecutor(8, "pictures") as pool:
+        for kind, memory in ((EXEMPLARS, model.learner.memory), (HELDOUT, model.heldout)):
+            names = [_picture(kind, label, rank) for label, number in enumerate(counts[kind]) for rank in range(number)]
+            if not names:
+                continue
+            pixels = np.empty((len(names), height, width, 3), dtype=np.uint8)
+            for place, image in enumerate(pool.map(read, names)):
+                pixels[place] = image
+            labels = torch.from_numpy(np.repeat(np.arange(len(counts[kind])), counts[kind]))
+            state = {"images": torch.from_numpy(pixels), "labels": labels, "sources": torch.arange(len(names))}
+            memory.load_state_dict(state)
+
+
+def _from_png(content: bytes, size: tuple[int, int], where: Path) -> np.ndarray:
+    try:
+        with quietly(), Image.open(io.BytesIO(content), formats=("PNG",)) as image:
+            fits = image.size == (size[1], size[0]) and image.mode == "RGB"
+            if fits:
+                return np.asarray(image)
+    except Exception as error:  # each decoder has its own kinds
+        raise EngramError(f"{where} is no PNG image ({type(error).__name__}); the model is damaged") from None
+    raise EngramError(f"{where} is not an RGB image of {size[1]}x{size[0]} pixels; the model is damaged")
