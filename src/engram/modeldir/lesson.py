@@ -131,6 +131,8 @@ class Lesson:
         if model.learner is None:
             mean, std = pixel_statistics(pool.images.numpy())
             model.learner = model.make_learner(mean, std, len(self.new))
+        for network in (model.learner.network, model.learner.teacher):  # losses compare the two, column by column
+            network.head.reserve(first + len(self.new))
         if not first:
             model.sizes = ()
         model.sizes = (*model.sizes, len(self.new))

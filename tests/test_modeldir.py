@@ -1,0 +1,605 @@
+"""Models as directories: what is written is what is read, whole or not at all, and nothing else."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import engram.modeldir.directory as directory
+from engram import EngramError
+from engram.events import Checkpointed, Learned, Stopped
+from engram.methods import METHODS
+from engram.modeldir import (
+    Model,
+    ModelConfig,
+    NoModelYet,
+    has_learning,
+    learn_into,
+    read_manifest,
+    remove_class,
+    save_model,
+)
+from engram.modeldir.directory import Writer
+from engram.modeldir.lesson import Keeping, Lesson, Options
+from model_helpers import NAMES, everything, learn, make, memory_of, opened, pictures, png, same, scores, tiny
+
+
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of five classes, learned in two lessons; not to be changed."""
+    return make(tmp_path_factory.mktemp("models") / "taught", NAMES[:3], NAMES[3:5])
+
+
+def in_memory(config: ModelConfig, *lessons: tuple[str, ...], options: Options | None = None) -> Model:
+    """A model that learned without any file."""
+    model = Model(config, "cpu")
+    for names in lessons:
+        model = next_lesson(model, *pictures(names), options)
+    return model
+
+
+def next_lesson(model: Model, images: np.ndarray, labels: list[Any], options: Options | None = None) -> Model:
+    work = Lesson(model, images, labels, options or Options()).take(Keeping())
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            return end.value
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_a_model_that_went_through_files_is_the_one_that_did_not(method: str, tmp_path: Path) -> None:
+    config = tiny(method, epochs=1, memory=memory_of(method), validation=0.25)
+    straight = in_memory(config, NAMES[:3], NAMES[3:5])
+    make(tmp_path / "m", NAMES[:3], NAMES[3:5], config=config)
+    found = opened(tmp_path / "m")
+    assert same(straight, found)
+    assert found.labels == list(NAMES[:5])
+    assert found.config == config
+    assert straight.learner is not None
+    assert found.learner is not None
+    ours, theirs = straight.learner.state_dict(), found.learner.state_dict()
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        assert name == "memory.sources" or torch.equal(value, theirs[name]), name
+    assert [known.accuracy for known in found.classes] == [known.accuracy for known in straight.classes]
+
+
+def test_it_predicts_without_its_images_and_says_what_it_knows(taught: Path) -> None:
+    assert same(opened(taught), opened(taught, images=False))
+    told = read_manifest(taught)
+    assert [known["label"] for known in told["classes"]] == list(NAMES[:5])
+    assert [known["stage"] for known in told["classes"]] == [0, 0, 0, 1, 1]
+    assert [known["images"] for known in told["classes"]] == [6] * 5
+    assert all(known["exemplars"] == 3 and known["heldout"] == 2 for known in told["classes"])
+    assert all(set(known["accuracy"]) == {"cnn", "nme"} for known in told["classes"])
+    assert [entry["what"] for entry in told["history"]] == ["learned", "learned"]
+    assert told["history"][0]["before"] == {}
+    assert set(told["history"][1]["before"]) == {"cnn", "nme"}
+    assert told["bytes"]["exemplars"] > 0
+
+
+def test_events_end_with_what_was_learned_and_forgotten(tmp_path: Path) -> None:
+    make(tmp_path / "m", NAMES[:3])
+    last = learn(tmp_path / "m", NAMES[3:5])[-1]
+    assert isinstance(last, Learned)
+    assert last.new == list(NAMES[3:5])
+    assert last.num_classes == 5
+    assert last.exemplars == 15
+    assert last.path == str(tmp_path / "m")
+    assert [entry["class"] for entry in last.by_class] == list(NAMES[:5])
+    assert [entry["before"] is None for entry in last.by_class] == [False] * 3 + [True] * 2
+    old = np.mean([entry["after"]["cnn"] for entry in last.by_class[:3]])
+    assert last.after["cnn"] == pytest.approx(old)
+    assert last.new_accuracy["nme"] == pytest.approx(np.mean([entry["after"]["nme"] for entry in last.by_class[3:]]))
+
+
+def test_held_out_images_are_never_trained_on(taught: Path) -> None:
+    model = opened(taught)
+    assert model.learner is not None
+    exemplars = {image.numpy().tobytes() for label in range(5) for image in model.learner.memory.of(label).images}
+    held = [image.numpy().tobytes() for label in range(5) for image in model.heldout.of(label).images]
+    assert len(exemplars) == 15
+    assert len(held) == 10
+    assert not exemplars & set(held)
+    lesson = Lesson(opened(taught), *pictures(NAMES[5:]), Options())
+    trained = {image.numpy().tobytes() for image in lesson.stage.pool.images}
+    assert not trained & set(held)
+    assert not trained & {
+        image.numpy().tobytes() for label in (5, 6) for image in lesson.model.heldout.of(label).images
+    }
+
+
+def test_exemplars_are_pictures_anyone_can_open(taught: Path) -> None:
+    files = {name: content for name, content in everything(taught).items() if "/exemplars/" in name}
+    images, _ = pictures(NAMES[:5])
+    assert len(files) == 15
+    assert set(files.values()) <= {png(image) for image in images}
+    assert not any(name in path for path in everything(taught) for name in NAMES)
+
+
+# Refusing and refreshing classes that are known
+
+
+def test_known_classes_are_refused_ignored_or_learned_again(tmp_path: Path) -> None:
+    path = make(tmp_path / "m", NAMES[:3])
+    before = everything(path)
+    with pytest.raises(EngramError, match="knows the class 'camel' already"):
+        learn(path, NAMES[2:4])
+    with pytest.raises(EngramError, match="nothing to learn"):
+        learn(path, NAMES[:2], known="ignore")
+    assert everything(path) == before
+    learn(path, NAMES[1:4], known="ignore")
+    assert opened(path).labels == list(NAMES[:4])
+    learn(path, ["boat", "easel"], seed=5, known="refresh")
+    model = opened(path)
+    assert model.labels == ["apple", "camel", "dingo", "boat", "easel"]
+    assert model.sizes == (2, 1, 2)
+    boat = model.classes[3]
+    assert (boat.stage, boat.images) == (2, 9)  # 6 of the 8 images, 2 being held out, and its 3 exemplars
+    assert len(model.heldout.of(3)) == 4
+
+
+def test_all_classes_learned_again_are_a_new_beginning(tmp_path: Path) -> None:
+    path = make(tmp_path / "m", NAMES[:2], NAMES[2:3])
+    learn(path, NAMES[:3], seed=3, known="refresh")
+    assert opened(path).sizes == (3,)
+    learn(path, NAMES[3:4])
+    assert opened(path).sizes == (3, 1)
+
+
+# The transaction
+
+
+def test_a_full_disk_at_any_write_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make(tmp_path / "m", NAMES[:2])
+    before = everything(path)
+    changed = next_lesson(opened(path), *pictures(NAMES[2:3], 4))
+    write, calls = directory.write_new, [0, 0]  # made, and the one that fails
+
+    def full(place: Path, content: bytes) -> None:
+        calls[0] += 1
+        if calls[0] == calls[1]:
+            place.write_bytes(content[: len(content) // 2])
+            raise OSError(errno.ENOSPC, "No space left on device", str(place))
+        write(place, content)
+
+    save_model(changed, tmp_path / "other")
+    monkeypatch.setattr(directory, "write_new", full)
+    save_model(changed, tmp_path / "other", overwrite=True)
+    assert calls[0] >= 3  # weights, model.json, current
+    for fails_at in range(1, calls[0] + 4):  # the first time more has to be written than could be linked
+        calls[:] = [0, fails_at]
+        if fails_at > 3 + 4:
+            break
+        with pytest.raises(EngramError, match="the disk is full"):
+            save_model(changed, path, overwrite=True)
+        assert everything(path) == before
+    calls[:] = [0, 0]
+    save_model(changed, path, overwrite=True)
+    assert same(opened(path), changed)
+
+
+def test_everything_is_on_disk_before_the_switch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make(tmp_path / "m", NAMES[:2])
+    synced: set[tuple[int, int]] = set()
+    seen_at_switch: list[set[tuple[int, int]]] = []
+    fsync, rename = os.fsync, os.replace
+
+    def note(handle: int) -> None:
+        status = os.fstat(handle)
+        synced.add((status.st_dev, status.st_ino))
+        fsync(handle)
+
+    def switch(source: Any, target: Any) -> None:
+        if Path(target) == path / "current":
+            seen_at_switch.append(set(synced))
+        rename(source, target)
+
+    old = {(file.stat().st_dev, file.stat().st_ino) for file in path.rglob("*")}
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(os, "replace", switch)
+    learn(path, NAMES[2:3])
+    (done,) = seen_at_switch
+    generation = path / "generations" / "000002"
+    for file in [generation, *generation.rglob("*")]:
+        key = (file.stat().st_dev, file.stat().st_ino)
+        assert key in done or (key in old and file.suffix == ".png"), file
+
+
+def test_pictures_that_stay_are_linked(tmp_path: Path) -> None:
+    path = make(tmp_path / "m", NAMES[:2])
+    before = {file.stat().st_ino for file in path.rglob("*.png")}
+    learn(path, NAMES[2:3])
+    after = {file.stat().st_ino for file in path.rglob("*.png")}
+    assert before < after
+
+
+def test_where_links_cannot_be_had_files_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make(tmp_path / "m", NAMES[:2])
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    learn(path, NAMES[2:3])
+    assert opened(path).labels == list(NAMES[:3])
+
+
+def test_a_second_writer_is_refused_and_readers_are_not(taught: Path, tmp_path: Path) -> None:
+    path = make(tmp_path / "m", NAMES[:2])
+    before = opened(path)
+    with Writer(path):
+        for change in (
+            lambda: learn(path, NAMES[2:3]),
+            lambda: remove_class(path, "apple"),
+            lambda: save_model(before, path, overwrite=True),
+        ):
+            with pytest.raises(EngramError, match="another process is changing the model"):
+                change()
+        assert same(opened(path), before)
+        assert read_manifest(path)["classes"]
+    learn(path, NAMES[2:3])
+
+
+def test_readers_see_one_model_or_the_other_while_it_changes(taught: Path, tmp_path: Path) -> None:
+    one = opened(taught)
+    other = one.copy()
+    other.remove("apple", "today")
+    path = tmp_path / "m"
+    save_model(one, path)
+    wrong: list[object] = []
+    stop = threading.Event()
+    reads = 0
+
+    def read() -> None:
+        nonlocal reads
+        while not stop.is_set():
+            try:
+                found = opened(path)
+            except Exception as error:
+                wrong.append(error)
+                return
+            reads += 1
+            if not same(found, one if len(found.classes) == 5 else other):
+                wrong.append(found.labels)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for number in range(16):
+        save_model(other if number % 2 == 0 else one, path, overwrite=True)
+    stop.set()
+    reader.join()
+    assert not wrong
+    assert reads > 1
+    assert len(list((path / "generations").iterdir())) == 1
+
+
+def test_a_model_loaded_before_it_changed_is_not_saved_over_it(tmp_path: Path) -> None:
+    path = make(tmp_path / "m", NAMES[:2])
+    from engram.modeldir import open_model
+
+    model, pointer = open_model(path, "cpu")
+    learn(path, NAMES[2:3])
+    with pytest.raises(EngramError, match="has changed since it was loaded"):
+        save_model(model, path, expected=pointer)
+    save_model(model, path, overwrite=True)
+    assert opened(path).labels == list(NAMES[:2])
+
+
+# Learning in progress
+
+
+def stop_after(steps: int) -> Any:
+    left = [steps]
+
+    def stop() -> bool:
+        left[0] -= 1
+        return left[0] < 0
+
+    return stop
+
+
+@pytest.mark.parametrize("steps", [0, 3, 7])
+def test_learning_that_stopped_goes_on_to_the_same_model(steps: int, tmp_path: Path) -> None:
+    whole = make(tmp_path / "whole", NAMES[:3])
+    path = make(tmp_path / "m", NAMES[:3])
+    learn(whole, NAMES[3:5])
+    before = opened(path)
+    events = learn(path, NAMES[3:5], stop=stop_after(steps))
+    assert isinstance(events[-1], Stopped)
+    assert any(isinstance(event, Checkpointed) for event in events)
+    assert has_learning(path)
+    assert same(opened(path), before)
+    with pytest.raises(EngramError, match="not the same images"):
+        learn(path, NAMES[3:6])
+    with pytest.raises(EngramError, match="not the same images"):
+        learn(path, NAMES[3:5], epochs=5)
+    with pytest.raises(EngramError, match="was interrupted; finish it first"):
+        remove_class(path, "apple")
+    assert isinstance(learn(path, NAMES[3:5])[-1], Learned)
+    assert not has_learning(path)
+    assert same(opened(path), opened(whole))
+
+
+def test_learning_in_progress_can_be_dropped(tmp_path: Path) -> None:
+    path = make(tmp_path / "m", NAMES[:3])
+    learn(path, NAMES[3:5], stop=stop_after(2))
+    learn(path, NAMES[5:6], restart=True)
+    assert opened(path).labels == [*NAMES[:3], NAMES[5]]
+    assert not has_learning(path)
+
+
+def test_a_first_lesson_can_be_stopped_and_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "m"
+    learn(path, NAMES[:3], config=tiny(), stop=stop_after(2))
+    with pytest.raises(NoModelYet, match=r"no model at .* yet"):
+        opened(path)
+    learn(path, NAMES[:3], config=tiny())
+    assert same(opened(path), in_memory(tiny(), NAMES[:3]))
+
+
+@pytest.mark.parametrize("damage", ["truncated", "link", "folder"])
+def test_a_damaged_checkpoint_is_said_and_can_be_dropped(damage: str, tmp_path: Path) -> None:
+    path = make(tmp_path / "m", NAMES[:3])
+    learn(path, NAMES[3:5], stop=stop_after(2))
+    state = path / "learning" / "state.safetensors"
+    content = state.read_bytes()
+    state.unlink()
+    if damage == "truncated":
+        state.write_bytes(content[:-9])
+    elif damage == "link":
+        (tmp_path / "elsewhere").write_bytes(content)
+        state.symlink_to(tmp_path / "elsewhere")
+    else:
+        state.mkdir()
+    with pytest.raises(EngramError, match="cannot be resumed"):
+        learn(path, NAMES[3:5])
+    assert isinstance(learn(path, NAMES[3:5], restart=True)[-1], Learned)
+
+
+def test_a_failed_beginning_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(EngramError, match="need 8 labels"):
+        list(learn_into(tmp_path / "m", pictures(["camel"])[0], ["camel"], device="cpu"))
+    assert not (tmp_path / "m").exists()
+    with pytest.raises(EngramError, match="cannot be saved"):
+        list(learn_into(tmp_path / "m", pictures(["camel"])[0], [object()] * 8, device="cpu"))
+    assert not (tmp_path / "m").exists()
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "letter.txt").write_text("dear")
+    with pytest.raises(EngramError, match=r"is not a model directory and holds 'letter.txt'"):
+        learn(tmp_path, NAMES[:2])
+    assert everything(tmp_path) == {"letter.txt": b"dear"}
+    for call in (opened, read_manifest):
+        with pytest.raises(EngramError, match="is not a model directory"):
+            call(tmp_path)
+        with pytest.raises(EngramError, match="there is no model at"):
+            call(tmp_path / "nowhere")
+
+
+def test_a_model_keeps_its_configuration(tmp_path: Path) -> None:
+    path = make(tmp_path / "m", NAMES[:2])
+    with pytest.raises(EngramError, match="configuration of its own"):
+        learn(path, NAMES[2:3], config=replace(opened(path).config, seed=9))
+    with pytest.raises(EngramError, match="learned from 8x8"):
+        list(learn_into(path, np.zeros((4, 9, 9, 3), np.uint8), ["x"] * 4, device="cpu"))
+
+
+# Removing a class
+
+
+@pytest.mark.parametrize(("method", "place"), [*((method, 2) for method in sorted(METHODS)), ("afc", 0), ("afc", 4)])
+def test_a_removed_class_is_gone_and_the_others_are_as_they_were(method: str, place: int, tmp_path: Path) -> None:
+    config = tiny(method, epochs=1, memory=memory_of(method), validation=0.25)
+    path = make(tmp_path / "m", NAMES[:3], NAMES[3:5], config=config)
+    model = opened(path)
+    assert model.learner is not None
+    before = scores(model)
+    head = model.learner.network.head
+    rows = [head.get_parameter(name)[place].detach().numpy().tobytes() for name in head.class_parameters]
+    if model.learner.class_means is not None:
+        rows.append(model.learner.class_means[place].numpy().tobytes())
+    rows += [model.learner.buffers[name][place].numpy().tobytes() for name in model.method.class_buffers]
+    own, _ = pictures(NAMES[place : place + 1])
+    gone = [row for row in rows if len(row) > 16] + [png(image) for image in own] + [NAMES[place].encode()]
+    assert any(part in content for part in gone for content in everything(path).values())
+
+    remove_class(path, NAMES[place])
+    assert not [name for part in gone for name, content in everything(path).items() if part in content]
+    left = opened(path)
+    assert left.labels == [name for name in NAMES[:5] if name != NAMES[place]]
+    for by, found in scores(left).items():
+        assert np.array_equal(found, np.delete(before[by], place, axis=1)), by
+    assert left.learner is not None
+    assert left.learner.teacher.head.num_classes == 4
+    assert left.history[-1].what == "removed"
+    learn(path, NAMES[5:7])
+    again = opened(path)
+    assert again.labels == [*left.labels, *NAMES[5:7]]
+    assert all(np.isfinite(found).all() for found in scores(again).values())
+
+
+def test_the_last_class_can_go_and_the_model_begins_again(tmp_path: Path) -> None:
+    path = make(tmp_path / "m", NAMES[:2])
+    remove_class(path, "apple")
+    remove_class(path, "boat")
+    assert opened(path).labels == []
+    with pytest.raises(EngramError, match="knows no class"):
+        opened(path).probabilities(pictures(["camel"])[0])
+    with pytest.raises(EngramError, match="knows no class 'apple'"):
+        remove_class(path, "apple")
+    learn(path, NAMES[2:4])
+    assert opened(path).labels == list(NAMES[2:4])
+
+
+# Labels
+
+
+def test_labels_of_many_kinds_come_back_as_they_were(tmp_path: Path) -> None:
+    labels = ["text", 3, -(2**62), 2.5, None, ("a", (1, None)), True, "", "3", "ß\n\x00"]
+    images, _ = pictures(NAMES[:5], 4)
+    given = [label for label in labels for _ in range(2)]
+    list(learn_into(tmp_path / "m", images, given, config=tiny(epochs=1), device="cpu"))
+    found = opened(tmp_path / "m").labels
+    assert found == labels
+    assert [type(label) for label in found] == [type(label) for label in labels]
+    assert [known["label"] for known in read_manifest(tmp_path / "m")["classes"]] == labels
+
+
+@pytest.mark.parametrize("label", [b"bytes", frozenset({1}), 1j, float("inf"), 2**70, ("x", object()), "\ud800"])
+def test_labels_that_json_has_not_are_refused_before_anything_is_learned(label: Any, tmp_path: Path) -> None:
+    with pytest.raises(EngramError, match="cannot be saved"):
+        list(learn_into(tmp_path / "m", pictures(["camel"])[0], [label] * 8, device="cpu"))
+
+
+# Directories that somebody else made
+
+
+def resign(path: Path, manifest: dict[str, Any] | None = None) -> None:
+    """Makes `current` vouch for model.json as it is now."""
+    generation = path / "generations" / json.loads((path / "current").read_text())["generation"]
+    if manifest is not None:
+        (generation / "model.json").write_text(json.dumps(manifest))
+    checksum = directory.digest((generation / "model.json").read_bytes())
+    (path / "current").write_text(json.dumps({"format": 1, "generation": generation.name, "digest": checksum}))
+
+
+def edited(path: Path, **changes: Any) -> None:
+    generation = path / "generations" / json.loads((path / "current").read_text())["generation"]
+    manifest = json.loads((generation / "model.json").read_text())
+    for key, value in changes.items():
+        manifest[key] = value(manifest[key]) if callable(value) else value
+    resign(path, manifest)
+
+
+def with_config(**changes: Any) -> Any:
+    return lambda config: {
+        **config,
+        **{key: value for key, value in changes.items() if key != "settings"},
+        "settings": {**config["settings"], **changes.get("settings", {})},
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"format": 2}, "use a newer version of engram"),
+        ({"format": "x"}, "none of engram's"),
+        ({"files": {"../../x": [1, "0" * 32]}}, "no file of a model"),
+        ({"files": {"/etc/passwd": [1, "0" * 32]}}, "no file of a model"),
+        ({"files": {"weights.safetensors": [2**60, "0" * 32]}}, "no possible size"),
+        ({"classes": lambda known: known + known[:1]}, "lists a class twice"),
+        ({"classes": lambda known: [{**known[0], "exemplars": 10**9}, *known[1:]]}, "lists .* files and counts"),
+        ({"classes": lambda known: [{**known[0], "label": {"a": 1}}, *known[1:]]}, "label cannot be read"),
+        ({"config": with_config(method="pickle")}, "no method 'pickle'"),
+        ({"config": with_config(backbone="os.system")}, "no backbone"),
+        ({"config": with_config(settings={"proxies": 10**12})}, "cannot be made|does not fit the head"),
+        ({"config": with_config(settings={"proxies": 4})}, "does not fit the head"),
+        ({"config": with_config(image_size=[10**6, 10**6])}, "8 to 1024 pixels"),
+        ({"config": with_config(image_size=[16, 16])}, "not an RGB image of 16x16"),
+        ({"config": []}, "must name its method"),
+        ({"stage_sizes": [5, 1]}, "stages in .* are not those"),
+        ({"std": [0, 1, 1]}, "standard deviation"),
+        ({"history": [{"what": 3, "date": ""}]}, "history"),
+    ],
+)
+def test_a_model_json_that_lies_is_refused(
+    changes: dict[str, Any], sentence: str, tmp_path: Path, taught: Path
+) -> None:
+    path = copy(taught, tmp_path / "m")
+    edited(path, **changes)
+    with pytest.raises(EngramError, match=sentence):
+        opened(path)
+
+
+def copy(source: Path, target: Path) -> Path:
+    import shutil
+
+    return Path(shutil.copytree(source, target, symlinks=True))
+
+
+def test_a_newer_pointer_is_refused_with_a_sentence(taught: Path, tmp_path: Path) -> None:
+    path = copy(taught, tmp_path / "m")
+    (path / "current").write_text('{"format": 7, "anything": []}')
+    for call in (opened, read_manifest):
+        with pytest.raises(EngramError, match=r"has format 7, .* use a newer version"):
+            call(path)
+
+
+@pytest.mark.parametrize(
+    "what", ["generations", "generations/000002", "generations/000002/weights.safetensors", "current"]
+)
+def test_links_out_of_the_directory_are_not_followed(what: str, taught: Path, tmp_path: Path) -> None:
+    path = copy(taught, tmp_path / "m")
+    outside = tmp_path / "outside"
+    (path / what).rename(outside)
+    (path / what).symlink_to(outside)
+    with pytest.raises(EngramError, match="is a link"):
+        opened(path)
+    before = everything(outside) if outside.is_dir() else outside.read_bytes()
+    with pytest.raises(EngramError):
+        learn(path, NAMES[5:6])
+    assert (everything(outside) if outside.is_dir() else outside.read_bytes()) == before
+
+
+def test_a_lock_that_is_a_link_harms_nobody(tmp_path: Path) -> None:
+    path = make(tmp_path / "m", NAMES[:2])
+    (tmp_path / "precious").write_text("precious")
+    (path / ".lock").unlink()
+    (path / ".lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(EngramError, match="cannot write"):
+        learn(path, NAMES[2:3])
+    assert (tmp_path / "precious").read_text() == "precious"
+
+
+@pytest.mark.parametrize("what", ["current", "generations/000002/model.json", "generations/000002/weights.safetensors"])
+def test_a_pipe_in_place_of_a_file_does_not_hang(what: str, taught: Path, tmp_path: Path) -> None:
+    path = copy(taught, tmp_path / "m")
+    (path / what).unlink()
+    os.mkfifo(path / what)
+    started = time.monotonic()
+    with pytest.raises(EngramError, match="no ordinary file"):
+        opened(path)
+    assert time.monotonic() - started < 5
+
+
+def test_a_lost_pointer_loses_nothing_more(taught: Path, tmp_path: Path) -> None:
+    path = copy(taught, tmp_path / "m")
+    pointer = (path / "current").read_bytes()
+    (path / "current").unlink()
+    with pytest.raises(EngramError, match="has lost its file 'current'"):
+        learn(path, NAMES[5:6])
+    (path / "current").write_bytes(pointer)
+    assert same(opened(path), opened(taught))
+
+
+def test_deep_json_is_refused(taught: Path, tmp_path: Path) -> None:
+    path = copy(taught, tmp_path / "m")
+    (path / "generations" / "000002" / "model.json").write_text("[" * 100_000)
+    resign(path)
+    with pytest.raises(EngramError, match="is no JSON"):
+        opened(path)
+
+
+def test_bits_that_flip_are_found_and_named(taught: Path, tmp_path: Path) -> None:
+    for name in sorted(everything(taught))[:: max(1, len(everything(taught)) // 8)]:
+        if name == ".lock":
+            continue
+        path = copy(taught, tmp_path / name.replace("/", "_"))
+        content = bytearray((path / name).read_bytes())
+        content[len(content) // 2] ^= 4
+        (path / name).write_bytes(content)
+        with pytest.raises(EngramError, match=Path(name).name):
+            opened(path)
