@@ -17,6 +17,7 @@ from engram.modeldir import Model, ModelConfig, learn_into, open_model
 
 SIZE = 8
 NAMES = ("apple", "boat", "camel", "dingo", "easel", "falcon", "goose")
+COLOURS = ((200, 60, 60), (60, 200, 60), (60, 60, 200), (200, 200, 60), (200, 60, 200), (60, 200, 200), (130, 130, 130))
 
 
 def pictures(names: Iterable[str], count: int = 8, seed: int = 0, size: int = SIZE) -> tuple[np.ndarray, list[str]]:
@@ -24,7 +25,7 @@ def pictures(names: Iterable[str], count: int = 8, seed: int = 0, size: int = SI
     images, labels = [], []
     for name in names:
         number = NAMES.index(name)
-        pattern = np.random.default_rng(number).integers(40, 215, (size, size, 3))
+        pattern = np.array(COLOURS[number]) + np.random.default_rng(number).integers(-25, 26, (size, size, 3))
         noise = np.random.default_rng((seed, number)).normal(0, 15, (count, size, size, 3))
         images.append((pattern + noise).clip(0, 255).astype(np.uint8))
         labels += [name] * count

@@ -310,7 +310,7 @@ def stop_after(steps: int) -> Any:
     return stop
 
 
-@pytest.mark.parametrize("steps", [0, 3, 7])
+@pytest.mark.parametrize("steps", [0, 3, 6])
 def test_learning_that_stopped_goes_on_to_the_same_model(steps: int, tmp_path: Path) -> None:
     whole = make(tmp_path / "whole", NAMES[:3])
     path = make(tmp_path / "m", NAMES[:3])

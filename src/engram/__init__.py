@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from engram.config import RunConfig
+    from engram.data.augment import Augmentation
     from engram.data.cifar import read_cifar100
     from engram.data.folder import read_folder
     from engram.data.memory import MemoryConfig
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from engram.together import run_together
 
 _HOME = {
+    "Augmentation": "engram.data.augment",
     "EngramError": "engram.errors",
     "ImageStore": "engram.data.store",
     "IncrementalClassifier": "engram.estimator",
@@ -57,6 +59,7 @@ _HOME = {
 }
 
 __all__ = [
+    "Augmentation",
     "EngramError",
     "ImageStore",
     "IncrementalClassifier",

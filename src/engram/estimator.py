@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from engram.config import Device, Precision
+from engram.data.augment import Augmentation
 from engram.data.memory import MemoryConfig
 from engram.data.store import Images
 from engram.errors import EngramError, suggest
@@ -31,7 +32,8 @@ class IncrementalClassifier:
     method: any of engram's (`engram list methods`). memory: exemplars kept of each class, or as on the command line
     ("total=2000", "all", "none"), or a MemoryConfig; a number says nothing to methods defined with none or all. epochs:
     of each lesson; None chooses by the number of images. backbone, image_size: None chooses by the first images.
-    settings: the method's own, or some of them by dotted path: {"train.lr": 0.05}. validation: the share of each
+    settings: the method's own, or some of them by dotted path: {"train.lr": 0.05}. augmentation: None crops, mirrors
+    and brightens at random; `Augmentation(flip=False)` where left and right differ. validation: the share of each
     class's images held out to measure accuracy on, now and after later lessons.
 
     The constructor only stores its arguments. After fit: classes_ (in order of arrival), n_classes_, model_.
@@ -46,6 +48,7 @@ class IncrementalClassifier:
         backbone: str | None = None,
         image_size: int | tuple[int, int] | None = None,
         settings: Settings | Mapping[str, Any] | None = None,
+        augmentation: Augmentation | None = None,
         validation: float = 0.0,
         seed: int = 1,
         device: Device = "auto",
@@ -57,6 +60,7 @@ class IncrementalClassifier:
         self.backbone = backbone
         self.image_size = image_size
         self.settings = settings
+        self.augmentation = augmentation
         self.validation = validation
         self.seed = seed
         self.device: Device = device
@@ -124,6 +128,7 @@ class IncrementalClassifier:
             memory=self.memory,
             backbone=self.backbone,
             settings=self.settings,
+            augmentation=self.augmentation,
             seed=self.seed,
             validation=self.validation,
             device=self.device,
@@ -186,6 +191,7 @@ class IncrementalClassifier:
             backbone=config.backbone,
             image_size=config.image_size,
             settings=config.settings,
+            augmentation=config.augmentation,
             validation=config.validation,
             seed=config.seed,
             device=device,

@@ -102,6 +102,7 @@ class ModelConfig:
         memory: MemoryConfig | int | str | None = None,
         backbone: str | None = None,
         settings: Settings | Mapping[str, Any] | None = None,
+        augmentation: Augmentation | None = None,
         seed: int = 1,
         validation: float = 0.0,
         device: Device = "auto",
@@ -126,7 +127,7 @@ class ModelConfig:
             image_size=size,
             memory=_memory(memory, start.memory),
             backbone=backbone or ("resnet10" if max(size) <= 24 else "resnet32"),
-            augmentation=Augmentation(pad=max(1, round(min(size) / 8))),
+            augmentation=augmentation or Augmentation(pad=max(1, round(min(size) / 8))),
             seed=seed,
             validation=validation,
         )

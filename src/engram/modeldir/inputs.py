@@ -45,8 +45,9 @@ def read_batches(given: Any, size: tuple[int, int]) -> Iterator[Images]:
                 raise EngramError(f"the image {path} cannot be read ({reason}); mend or remove it")
             yield part.images
         return
-    count = _length(given)
-    for start in range(0, count, BATCH):
+    if not hasattr(given, "__getitem__"):
+        given = _array(given)
+    for start in range(0, _length(given), BATCH):
         images = _pixels(given[start : start + BATCH])
         _check_size(images, size)
         yield images
@@ -70,8 +71,10 @@ def _side(size: tuple[int, int]) -> int:
 
 
 def _length(given: Any) -> int:
-    if type(given).__module__.partition(".")[0] == "scipy" or isinstance(given, np.matrix):
-        raise EngramError(f"X is a {type(given).__name__}, and images are dense arrays (N, height, width, 3)")
+    if hasattr(given, "toarray") or isinstance(given, np.matrix):
+        raise EngramError(
+            f"X is a {type(given).__name__}: sparse input is not supported; images are arrays (N, height, width, 3)"
+        )
     try:
         count = len(given)
     except TypeError:
@@ -82,26 +85,35 @@ def _length(given: Any) -> int:
 
 
 def _pixels(given: Any) -> Images:
-    _length(given)
-    if type(given).__module__.partition(".")[0] == "torch":
-        given = given.detach().cpu().numpy()
-    try:
-        array = np.asarray(given)
-    except (TypeError, ValueError) as error:
-        raise EngramError(f"X could not be read as one array ({str(error).splitlines()[0]}); give one array") from None
+    array = _array(given)
+    _length(array)
+    if array.dtype.kind == "c":
+        raise EngramError("Complex data not supported: X holds complex numbers, and images are uint8 or floats")
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        raise EngramError("X holds NaN or inf; images are uint8, or floats from 0 to 1")
     if array.ndim not in (3, 4):
         raise EngramError(
             f"X has the shape {array.shape}, but images are (N, height, width) or (N, height, width, 3). "
             "Reshape your data"
         )
     if array.dtype.kind == "f":
-        # Not NaN: no comparison with it is true.
-        if not (bool((array >= 0).all()) and bool((array <= 1).all())):
-            raise EngramError("X holds floats that do not lie between 0 and 1 (or are NaN or infinity); scale them")
+        if array.min() < 0 or array.max() > 1:
+            raise EngramError(
+                f"X holds floats from {array.min():g} to {array.max():g}; images are uint8, or floats from 0 to 1"
+            )
         array = np.rint(array * 255).astype(np.uint8)
-    elif array.dtype.kind == "c":
-        raise EngramError("Complex data not supported: X holds complex numbers, and images are uint8 or floats")
     return as_images(array, "X")
+
+
+def _array(given: Any) -> np.ndarray:
+    if type(given).__module__.partition(".")[0] == "torch":
+        given = given.detach().cpu().numpy()
+    elif not hasattr(given, "__array__"):
+        _length(given)
+    try:
+        return np.asarray(given)
+    except (TypeError, ValueError) as error:
+        raise EngramError(f"X could not be read as one array ({str(error).splitlines()[0]}); give one array") from None
 
 
 def _check_size(images: Images, size: tuple[int, int] | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ _LARGEST = 2**63
 
 def plain_labels(values: Any, what: str = "y") -> list[Hashable]:
     """The labels as Python values; NumPy's and torch's numbers and strings become Python's."""
+    if not isinstance(values, Iterable) and hasattr(values, "__array__"):
+        values = np.asarray(values)
     if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
         raise EngramError(f"{what} must be a list or an array with one label for each image, got {values!r:.60}")
     shape = getattr(values, "shape", None)
@@ -27,8 +30,8 @@ def plain_labels(values: Any, what: str = "y") -> list[Hashable]:
 def _plain(item: Any, what: str) -> Hashable:
     if isinstance(item, (np.generic, np.ndarray)) or type(item).__module__ == "torch":
         item = item.tolist()
-    if isinstance(item, float) and item != item:
-        raise EngramError(f"{what} holds NaN, which is equal to no label, not even itself; leave such images out")
+    if isinstance(item, float) and not math.isfinite(item):
+        raise EngramError(f"{what} holds {'NaN' if item != item else 'inf'}, which is no label; leave such images out")
     try:
         hash(item)
     except TypeError:

@@ -1,0 +1,398 @@
+"""IncrementalClassifier: scikit-learn's manners, every kind of input and label, and learning class after class."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from engram import Augmentation, EngramError, IncrementalClassifier, MemoryConfig
+from engram.events import EpochFinished, Learned
+from engram.methods import METHODS
+from engram.modeldir import ModelConfig
+from model_helpers import NAMES, memory_of, pictures
+
+QUICK: dict[str, Any] = {"epochs": 3, "memory": 3, "backbone": "resnet10", "device": "cpu"}
+
+
+def quick(method: str = "afc", **changes: Any) -> IncrementalClassifier:
+    return IncrementalClassifier(method, **(QUICK | changes))
+
+
+@pytest.fixture(scope="module")
+def fitted() -> IncrementalClassifier:
+    """A classifier that knows three classes; not to be changed."""
+    return quick(epochs=15).fit(*pictures(NAMES[:3]))
+
+
+def test_it_learns_new_classes_and_keeps_the_old(fitted: IncrementalClassifier) -> None:
+    grown = copy.deepcopy(fitted).partial_fit(*pictures(NAMES[3:5]))
+    assert grown.classes_.tolist() == list(NAMES[:5])
+    assert fitted.classes_.tolist() == list(NAMES[:3])
+    assert grown.n_classes_ == 5
+    images, labels = pictures(NAMES[:5], 6, seed=1)
+    assert grown.score(images, labels) > 0.7
+    assert grown.score(images, labels, by="nme") > 0.7
+    shares = grown.predict_proba(images)
+    assert shares.shape == (30, 5)
+    assert np.allclose(shares.sum(axis=1), 1)
+    assert (grown.predict(images) == grown.classes_[shares.argmax(axis=1)]).all()
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_every_method_is_an_estimator(method: str) -> None:
+    classifier = quick(method, epochs=1, memory=memory_of(method))
+    classifier.fit(*pictures(NAMES[:3], 4)).partial_fit(*pictures(NAMES[3:5], 4))
+    for by in classifier.model_.predictors:
+        assert set(classifier.predict(pictures(NAMES[:5], 2)[0], by=by)) <= set(NAMES[:5])
+
+
+@pytest.mark.parametrize("memory", [5, "per_class=5", "total=15", "all", MemoryConfig(size=5, selection="random")])
+def test_any_memory(memory: Any) -> None:
+    classifier = quick(epochs=1, memory=memory).fit(*pictures(NAMES[:3]))
+    assert classifier.model_.learner is not None
+    assert len(classifier.model_.learner.memory) == (24 if memory == "all" else 15)
+
+
+def test_partial_fit_may_come_first_and_fit_forgets() -> None:
+    classifier = quick(epochs=1).partial_fit(*pictures(NAMES[:2]))
+    assert classifier.classes_.tolist() == list(NAMES[:2])
+    classifier.fit(*pictures(NAMES[2:4]))
+    assert classifier.classes_.tolist() == list(NAMES[2:4])
+
+
+def test_known_classes_are_refused_or_learned_again(fitted: IncrementalClassifier) -> None:
+    classifier = copy.deepcopy(fitted)
+    with pytest.raises(EngramError, match="knows the class 'camel' already"):
+        classifier.partial_fit(*pictures(NAMES[2:4]))
+    assert classifier.classes_.tolist() == list(NAMES[:3])
+    classifier.partial_fit(*pictures(["apple", "dingo"], seed=3), more_of_known=True)
+    assert classifier.classes_.tolist() == ["boat", "camel", "apple", "dingo"]
+    classifier.partial_fit(*pictures(["boat"], seed=4), more_of_known=True)
+    assert classifier.classes_.tolist() == ["camel", "apple", "dingo", "boat"]
+    assert classifier.score(*pictures(NAMES[:4], 6, seed=7)) > 0.6
+
+
+def test_a_lesson_that_fails_leaves_it_as_it_was(fitted: IncrementalClassifier) -> None:
+    classifier, images = copy.deepcopy(fitted), pictures(NAMES[:3], 2)[0]
+    before = classifier.predict_proba(images)
+
+    def interrupt(event: Any) -> None:
+        if isinstance(event, EpochFinished):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        classifier.partial_fit(*pictures(NAMES[3:5]), progress=interrupt)
+    assert np.array_equal(classifier.predict_proba(images), before)
+    assert classifier.classes_.tolist() == list(NAMES[:3])
+
+
+def test_progress_is_told() -> None:
+    events: list[Any] = []
+    quick(validation=0.25).fit(*pictures(NAMES[:2]), progress=events.append)
+    assert sum(isinstance(event, EpochFinished) for event in events) == 3
+    assert isinstance(events[-1], Learned)
+    assert events[-1].path is None
+    assert set(events[-1].new_accuracy) == {"cnn", "nme"}
+
+
+# Input
+
+
+def test_the_same_images_in_every_form(fitted: IncrementalClassifier, tmp_path: Path) -> None:
+    images, labels = pictures(NAMES[:3], 2)
+    wanted = fitted.predict_proba(images)
+    for given in (
+        torch.from_numpy(images),
+        images / 255,
+        (images / 255).astype(np.float32),
+        torch.from_numpy(images) / 255,
+        images.tolist() and list(images),
+        np.asfortranarray(images),
+    ):
+        assert np.array_equal(fitted.predict_proba(given), wanted)
+    paths: list[Path] = []
+    for number, image in enumerate(images):
+        paths.append(tmp_path / f"{number}.png")
+        Image.fromarray(image).save(paths[-1])
+    for given in (paths, [str(path) for path in paths], np.array([str(path) for path in paths])):
+        assert np.array_equal(fitted.predict_proba(given), wanted)
+    from_files = quick(epochs=1, image_size=8).fit(paths, labels)
+    from_arrays = quick(epochs=1).fit(images, labels)
+    assert np.array_equal(from_files.predict_proba(images), from_arrays.predict_proba(images))
+
+
+def test_grey_images_and_images_that_are_not_square() -> None:
+    images, labels = pictures(NAMES[:2])
+    grey = images[..., 0]
+    assert quick(epochs=1).fit(grey, labels).predict(grey[..., None]).shape == (16,)
+    wide = np.concatenate([images, images], axis=2)
+    classifier = quick(epochs=1).fit(wide, labels)
+    assert classifier.model_.config.image_size == (8, 16)
+    assert classifier.predict(wide).shape == (16,)
+    with pytest.raises(EngramError, match="files become squares"):
+        classifier.predict(["x.png"])
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (np.zeros((2, 9, 9, 3), np.uint8), "the images are 9x9 pixels, and this model learned from 8x8"),
+        (np.zeros((2, 3, 8, 8), np.uint8), "channels first"),
+        (np.zeros((2, 8, 8, 4), np.uint8), "four channels"),
+        (np.full((2, 8, 8, 3), 2.0), "floats from 2 to 2"),
+        (np.full((2, 8, 8, 3), np.nan), "NaN or inf"),
+        (np.zeros((2, 8, 8, 3), np.int64), "holds int64 values"),
+        (np.zeros((0, 8, 8, 3), np.uint8), "0 sample"),
+        (np.zeros((2, 64), np.uint8), r"has the shape \(2, 64\)"),
+        ([], "0 sample"),
+        (3, "images are an array"),
+        ("photo.png", "give a list of paths"),
+        (["nowhere.png"], r"the image nowhere.png cannot be read \(No such file"),
+        (["a.png", 3], "holds 3 too"),
+        ([np.zeros((8, 8, 3), np.uint8), np.zeros((9, 8, 3), np.uint8)], "could not be read as one array"),
+    ],
+)
+def test_what_is_no_image_is_refused_with_a_sentence(given: Any, sentence: str, fitted: IncrementalClassifier) -> None:
+    with pytest.raises(EngramError, match=sentence):
+        fitted.predict(given)
+
+
+@pytest.mark.parametrize(
+    ("labels", "sentence"),
+    [
+        (["a"] * 15, "16 images need 16 labels, got 15"),
+        ("a" * 16, "one label for each image"),
+        (None, "requires y to be passed"),
+        ([["a"]] * 16, "must be hashable"),
+        ([float("nan")] * 16, "holds NaN"),
+        (np.zeros((16, 1)), r"has the shape \(16, 1\)"),
+        (3, "one label for each image"),
+    ],
+)
+def test_what_are_no_labels_is_refused_with_a_sentence(labels: Any, sentence: str) -> None:
+    with pytest.raises(EngramError, match=sentence):
+        quick().fit(pictures(NAMES[:2])[0], labels)
+
+
+@pytest.mark.parametrize(
+    ("labels", "kind"),
+    [
+        ([3, 1], "i"),
+        (np.array([3, 1], dtype=np.int8), "i"),
+        (np.array(["x", "a"]), "U"),
+        ([True, False], "b"),
+        ([0.5, 0.25], "f"),
+        ([("a", 1), ("b", 2)], "O"),
+        ([None, "a"], "O"),
+        ([frozenset({1}), b"bytes"], "O"),
+        (torch.tensor([3, 1]), "i"),
+    ],
+)
+def test_labels_of_any_hashable_kind(labels: Any, kind: str) -> None:
+    images, _ = pictures(NAMES[:2], 4)
+    y = [label for label in labels for _ in range(4)]
+    classifier = quick(epochs=1).fit(images, y)
+    assert classifier.classes_.dtype.kind == kind
+    plain = labels.tolist() if hasattr(labels, "tolist") else labels
+    assert set(classifier.classes_.tolist()) == set(plain)
+    assert set(classifier.predict(images).tolist()) <= set(plain)
+    assert 0 <= classifier.score(images, y) <= 1
+
+
+# Files
+
+
+def test_saved_and_loaded_it_is_the_same_and_goes_on_the_same(fitted: IncrementalClassifier, tmp_path: Path) -> None:
+    images, _ = pictures(NAMES[:5], 3, seed=2)
+    one = copy.deepcopy(fitted)
+    one.save(tmp_path / "m")
+    other = IncrementalClassifier.load(tmp_path / "m", device="cpu")
+    assert other.classes_.tolist() == one.classes_.tolist()
+    for by in ("cnn", "nme"):
+        assert np.array_equal(one.predict_proba(images, by=by), other.predict_proba(images, by=by))
+    one.partial_fit(*pictures(NAMES[3:5]))
+    other.set_params(epochs=15).partial_fit(*pictures(NAMES[3:5]))
+    assert one.epochs == 15
+    assert np.array_equal(one.predict_proba(images), other.predict_proba(images))
+    other.save(tmp_path / "m")
+    other.save(tmp_path / "m")
+    with pytest.raises(EngramError, match="has changed since it was loaded"):
+        one.save(tmp_path / "m")
+    one.save(tmp_path / "m", overwrite=True)
+    with pytest.raises(EngramError, match="replace it with overwrite"):
+        other.save(tmp_path / "m")
+
+
+def test_labels_that_files_have_not_are_refused_at_save(tmp_path: Path) -> None:
+    images, _ = pictures(NAMES[:2], 4)
+    classifier = quick(epochs=1).fit(images, [b"x"] * 4 + [b"y"] * 4)
+    with pytest.raises(EngramError, match=r"the label b'x' \(bytes\) cannot be saved"):
+        classifier.save(tmp_path / "m")
+    assert not (tmp_path / "m").exists()
+
+
+def test_a_removed_class_changes_no_other_score(fitted: IncrementalClassifier, tmp_path: Path) -> None:
+    classifier, images = copy.deepcopy(fitted), pictures(NAMES[:3], 3, seed=2)[0]
+    before = classifier.predict_proba(images)
+    classifier.remove("boat")
+    assert classifier.classes_.tolist() == ["apple", "camel"]
+    after = classifier.predict_proba(images)
+    kept = before[:, [0, 2]]
+    assert np.allclose(after, kept / kept.sum(axis=1, keepdims=True), atol=1e-12)
+    with pytest.raises(EngramError, match="knows no class 'boat'"):
+        classifier.remove("boat")
+
+
+def test_what_was_learned_can_be_pickled_too(fitted: IncrementalClassifier) -> None:
+    images, _ = pictures(NAMES[:3], 2)
+    assert np.array_equal(pickle.loads(pickle.dumps(fitted)).predict_proba(images), fitted.predict_proba(images))
+
+
+# Manners
+
+
+def test_arguments_are_stored_and_checked_when_they_count() -> None:
+    classifier = IncrementalClassifier("nonsense", epochs=-3, memory="x", image_size=2)
+    assert classifier.get_params()["epochs"] == -3
+    with pytest.raises(EngramError, match="no method 'nonsense'"):
+        classifier.fit(np.zeros((4, 2, 2, 3), np.uint8), ["a", "a", "b", "b"])
+    with pytest.raises(EngramError, match="Invalid parameter 'epoch'"):
+        classifier.set_params(epoch=3)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"epochs": 0}, "epochs must be a whole number of 1 or more"),
+        ({"memory": "x"}, "the memory 'x' is none of"),
+        ({"memory": 0}, "at least one exemplar"),
+        ({"memory": "none"}, "needs a memory"),
+        ({"backbone": "resnet"}, "no backbone 'resnet'"),
+        ({"settings": {"train.lrr": 1}}, "no setting 'settings.train.lrr'"),
+        ({"validation": 1.0}, "validation must be a share"),
+        ({"device": "tpu"}, "device must be one of"),
+        ({"precision": "bf16"}, "bf16 is for CUDA devices"),
+        ({"image_size": 16}, "learned from 16x16"),
+        ({"seed": -1}, "the seed must be 0 or more"),
+    ]
+    for changes, sentence in wrong:
+        with pytest.raises(EngramError, match=sentence):
+            quick(**changes).fit(*pictures(NAMES[:2]))
+
+
+def test_it_says_what_it_is() -> None:
+    assert repr(IncrementalClassifier()) == "IncrementalClassifier()"
+    assert repr(IncrementalClassifier("wa", epochs=2)) == "IncrementalClassifier(epochs=2, method='wa')"
+
+
+def test_defaults_are_chosen_by_the_images() -> None:
+    small = ModelConfig.choose(image_size=16, images=100, device="cpu")
+    large = ModelConfig.choose(image_size=32, images=20_000, device="cpu")
+    assert (small.backbone, large.backbone) == ("resnet10", "resnet32")
+    assert small.settings.train.batch_size < large.settings.train.batch_size  # pyright: ignore[reportAttributeAccessIssue]
+    assert small.settings.train.epochs > large.settings.train.epochs  # pyright: ignore[reportAttributeAccessIssue]
+    chosen = ModelConfig.choose(image_size=16, images=100, epochs=7, settings={"train__lr": 0.3}, device="cpu")
+    assert chosen.settings.train.epochs == 7  # pyright: ignore[reportAttributeAccessIssue]
+    assert chosen.settings.train.lr == 0.3  # pyright: ignore[reportAttributeAccessIssue]
+    assert ModelConfig.from_plain(chosen.to_plain()) == chosen
+
+
+def test_unfitted_it_says_so_with_and_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
+    images, labels = pictures(NAMES[:1])
+    for call in (
+        lambda: quick().predict(images),
+        lambda: quick().predict_proba(images),
+        lambda: quick().score(images, labels),
+        lambda: quick().save("x"),
+        lambda: quick().remove("apple"),
+    ):
+        with pytest.raises(EngramError, match="is not fitted yet"):
+            call()
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    monkeypatch.setitem(sys.modules, "sklearn.exceptions", None)
+    with pytest.raises(EngramError, match="is not fitted yet"):
+        quick().predict(images)
+
+
+# scikit-learn's own checks. They give rows of numbers, so the rows are painted: each number a column of an image.
+
+NOT_PASSED = {
+    "check_fit_score_takes_y": "calls partial_fit with classes that fit has learned; they are refused",
+    "check_n_features_in": "an image has a size, not a number of features",
+    "check_n_features_in_after_fitting": "an image has a size, not a number of features",
+    "check_dtype_object": "wants arrays of Python objects taken for numbers; images are numbers",
+    "check_estimators_empty_data_messages": "wants a sentence about features; ours is about images",
+    "check_classifiers_regression_target": "wants floats refused as labels; any hashable label is a class",
+    "check_supervised_y_2d": "wants labels of the shape (N, 1) flattened with a warning; they are refused",
+}
+ROUNDING = {
+    "check_methods_subset_invariance": "wants 1e-7; float32 sums over batches of another size differ in the last digits",
+}
+NOT_APPLIED = {
+    "check_array_api_input": "needs SCIPY_ARRAY_API",
+    "check_classifier_data_not_an_array": "its part with pandas needs pandas",
+}
+
+
+class Painted(IncrementalClassifier):
+    """The classifier for rows of numbers."""
+
+    def fit(self, X: Any, y: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().fit(paint(X), y)
+
+    def partial_fit(self, X: Any, y: Any, classes: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().partial_fit(paint(X), y, classes)
+
+    def predict_proba(self, X: Any, *, by: str | None = None) -> np.ndarray:
+        return super().predict_proba(paint(X), by=by)
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.two_d_array, tags.input_tags.three_d_array = True, False
+        return tags
+
+
+def paint(rows: Any) -> Any:
+    """Rows of finite numbers (N, F) as images (N, 8, 8 + F); anything else as it is."""
+    if type(rows).__module__.startswith("scipy"):
+        return rows
+    array = np.asarray(rows)
+    if array.ndim != 2 or array.dtype.kind not in "fiu" or not array.size or not np.isfinite(array).all():
+        return rows
+    images = np.zeros((len(array), 8, 8 + array.shape[1]))
+    images[:, :, : array.shape[1]] = (1 / (1 + np.exp(-array.astype(float))))[:, None]
+    return images
+
+
+def test_scikit_learns_checks_pass_but_for_those_listed() -> None:
+    checks = pytest.importorskip("sklearn.utils.estimator_checks")
+    plain = Augmentation(pad=0, flip=False, brightness=0.0)  # columns of numbers must not change places
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = checks.check_estimator(
+            Painted("replay", epochs=8, backbone="resnet10", device="cpu", augmentation=plain),
+            on_fail=None,
+            on_skip=None,
+        )
+        (api,) = checks.check_estimator(IncrementalClassifier(), on_fail=None, on_skip=None)
+    assert api["status"] == "passed"
+    failed = {check["check_name"]: check["exception"] for check in found if check["status"] == "failed"}
+    skipped = {check["check_name"] for check in found if check["status"] == "skipped"}
+    assert failed.keys() - ROUNDING.keys() == NOT_PASSED.keys(), failed
+    assert skipped <= NOT_APPLIED.keys()
+    assert sum(check["status"] == "passed" for check in found) > 40
+
+
+def test_scikit_learns_tools_take_it() -> None:
+    base = pytest.importorskip("sklearn.base")
+    selection = pytest.importorskip("sklearn.model_selection")
+    assert base.is_classifier(IncrementalClassifier())
+    assert base.clone(quick(seed=5)).seed == 5
+    images, labels = pictures(NAMES[:2])
+    found = selection.cross_val_score(quick(epochs=6), images, labels, cv=2)
+    assert found.shape == (2,)
