@@ -9,7 +9,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -25,8 +25,7 @@ EXTENSIONS: Final = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 FILE_BYTES: Final = 512 * 2**20
 SIZES: Final = (16, 24, 32, 48, 64)  # that an image size is chosen from
 _FORMATS: Final = ("PNG", "JPEG", "WEBP", "BMP")
-_BIG_PIXELS: Final = 4_000_000  # decoded one at a time beyond this, so that threads do not multiply what they need
-_BIG = threading.Lock()
+_LARGE_PIXELS: Final = 4_000_000  # decoded by one thread beyond this: others would each keep the memory they needed
 _BATCH: Final = 256
 
 Progress = Callable[[int, int], None]
@@ -37,18 +36,33 @@ def decode_image(file: str | Path, size: int | None = None, *, quick: bool = Fal
 
     quick: a JPEG much larger than `size` is decoded at a fraction of its size, at least twice that asked for.
     """
-    file = Path(file)
+    return _decode(Path(file), size, quick)
+
+
+def _decode(file: Path, size: int | None, quick: bool, large: ThreadPoolExecutor | None = None) -> Images:
+    """See decode_image. large: where images of many pixels are decoded."""
     try:
-        with quietly(), _open_regular(file) as stream, Image.open(stream, formats=_FORMATS) as image:
-            _check_pixels(image)
-            if quick and size is not None:
-                image.draft(None, (2 * size, 2 * size))
-            with _BIG if image.width * image.height > _BIG_PIXELS else nullcontext():
-                image.load()
-                rgb = _to_rgb(ImageOps.exif_transpose(image))
-                return np.array(rgb if size is None else _central_square(rgb, size), dtype=np.uint8)
+        return _pixels(file, size, quick, large)
     except Exception as error:  # each decoder has its own kinds
-        raise EngramError(f"the image {file} cannot be read ({_reason(error)})") from None
+        reason = _reason(error)
+    # Raised here, where nothing leads back to the error before: its traceback holds the pixels.
+    raise EngramError(f"the image {file} cannot be read ({reason})")
+
+
+def _pixels(file: Path, size: int | None, quick: bool, large: ThreadPoolExecutor | None) -> Images:
+    with quietly(), _open_regular(file) as stream, Image.open(stream, formats=_FORMATS) as image:
+        _check_pixels(image)
+        if quick and size is not None:
+            image.draft(None, (2 * size, 2 * size))
+        if large is not None and image.width * image.height > _LARGE_PIXELS:
+            return large.submit(_load, image, size).result()
+        return _load(image, size)
+
+
+def _load(image: Image.Image, size: int | None) -> Images:
+    image.load()
+    rgb = _to_rgb(ImageOps.exif_transpose(image))
+    return np.array(rgb if size is None else _central_square(rgb, size), dtype=np.uint8)
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,11 +82,12 @@ def decode_stream(
     What it needs does not depend on how many there are. Bad files are skipped and named.
     """
     waiting = iter(paths)
-    with ThreadPoolExecutor(workers or min(8, os.cpu_count() or 1), "decode") as pool:
+    pool = ThreadPoolExecutor(workers or min(8, os.cpu_count() or 1), "decode")
+    with ThreadPoolExecutor(1, "decode-large") as large, pool:
 
         def submit() -> list[tuple[str, Future[Images]]]:
             some = [str(path) for path in itertools.islice(waiting, batch)]
-            return [(path, pool.submit(decode_image, path, size, quick=True)) for path in some]
+            return [(path, pool.submit(_decode, Path(path), size, True, large)) for path in some]
 
         try:
             current = submit()

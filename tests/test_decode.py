@@ -1,0 +1,178 @@
+"""Image files from anywhere: decoded by threads in their order, and refused by name where they are no images."""
+
+from __future__ import annotations
+
+import os
+import resource
+import struct
+import sys
+import threading
+import time
+import tracemalloc
+import warnings
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from engram import EngramError
+from engram.data import decode
+from engram.data.decode import choose_size, decode_files, decode_image, decode_stream
+
+RED = np.full((20, 30, 3), (200, 10, 10), np.uint8)
+
+
+def save(path: Path, image: np.ndarray = RED, **options: object) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(image).save(path, **options)  # pyright: ignore[reportArgumentType]
+    return path
+
+
+def bomb(path: Path, width: int, height: int) -> Path:
+    """A PNG of a few bytes that claims so many pixels."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    body = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(1000))) + chunk(b"IEND", b"")
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + body)
+    return path
+
+
+def hostile(folder: Path) -> dict[str, Path]:
+    """Files that are no images, each with its kind."""
+    files = {
+        "claims more pixels": bomb(folder / "bomb.png", 50_000, 50_000),
+        "claims more pixels than": bomb(folder / "small bomb.png", 10_000, 10_000),
+        "no PNG, JPEG": folder / "text.png",
+        "truncated": folder / "cut.jpg",
+        "Too many levels": folder / "loop.png",
+        "it is a folder": folder / "folder.png",
+        "no ordinary file": folder / "pipe.png",
+        "No such file": folder / "nowhere.png",
+        "MiB are more than": folder / "large.png",
+    }
+    files["no PNG, JPEG"].write_text("dear reader")
+    whole = save(folder / "whole.jpg", np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8))
+    files["truncated"].write_bytes(whole.read_bytes()[:900])
+    whole.unlink()
+    files["Too many levels"].symlink_to(files["Too many levels"])
+    files["it is a folder"].mkdir()
+    os.mkfifo(files["no ordinary file"])
+    with files["MiB are more than"].open("wb") as file:
+        file.write(save(folder / "x.png").read_bytes())
+        file.truncate(2 * 2**30)  # of nothing: it takes no space
+    (folder / "x.png").unlink()
+    return files
+
+
+def test_each_hostile_file_is_refused_by_name_at_once(tmp_path: Path) -> None:
+    for reason, file in hostile(tmp_path).items():
+        started = time.monotonic()
+        with pytest.raises(EngramError, match=reason) as caught:
+            decode_image(file, 16, quick=True)
+        assert str(file) in str(caught.value)
+        assert time.monotonic() - started < 5, file
+
+
+def test_bad_files_are_skipped_with_their_names_or_refused(tmp_path: Path) -> None:
+    bad = list(hostile(tmp_path).values())
+    good = [save(tmp_path / f"good{i}.png", np.full((9, 9, 3), i, np.uint8)) for i in range(5)]
+    paths = [good[0], *bad[:4], good[1], good[2], *bad[4:], good[3], good[4]]
+    images, kept, skipped = decode_files(paths, 8, skip_bad=True)
+    assert [paths[position] for position in kept] == good
+    assert images[:, 0, 0, 0].tolist() == [0, 1, 2, 3, 4]
+    assert [path for path, _ in skipped] == [str(path) for path in bad]
+    assert all(reason for _, reason in skipped)
+    with pytest.raises(EngramError, match=r"bomb.png cannot be read .* mend or remove it, or skip"):
+        decode_files(paths, 8)
+
+
+def test_a_wrong_extension_is_no_matter(tmp_path: Path) -> None:
+    save(tmp_path / "x.png")
+    (tmp_path / "x.png").rename(tmp_path / "x.jpg")
+    assert decode_image(tmp_path / "x.jpg").shape == (20, 30, 3)
+
+
+def test_a_stream_keeps_order_and_needs_no_more_for_more_files(tmp_path: Path) -> None:
+    files = [save(tmp_path / f"{i}.png", np.full((40, 40, 3), i, np.uint8)) for i in range(10)]
+    asked = 0
+
+    def endless(count: int) -> Iterator[Path]:
+        nonlocal asked
+        for i in range(count):
+            asked += 1
+            yield files[i % 10]
+
+    def peak(count: int) -> int:
+        tracemalloc.start()
+        for number, part in enumerate(decode_stream(endless(count), 32, batch=50)):
+            assert part.images[:, 0, 0, 0].tolist() == [i % 10 for i in range(50)]
+            if number == 0:
+                assert asked <= 150  # no more than a batch ahead
+        top = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return top
+
+    peak(100)
+    asked = 0
+    few = peak(200)
+    asked = 0
+    assert peak(1000) < 1.3 * few
+
+
+def test_a_stream_that_is_left_early_stops_its_threads(tmp_path: Path) -> None:
+    file = save(tmp_path / "x.png")
+    stream = decode_stream(iter(lambda: file, None), 16, batch=20)
+    next(stream)
+    stream.close()  # pyright: ignore[reportAttributeAccessIssue]
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline and any(thread.name.startswith("decode") for thread in threading.enumerate()):
+        time.sleep(0.01)
+    assert not any(thread.name.startswith("decode") for thread in threading.enumerate())
+
+
+def test_large_photos_are_decoded_at_a_fraction_of_their_size(tmp_path: Path) -> None:
+    y, x = np.mgrid[0:1200, 0:1600]
+    photo = np.stack([x * 255 // 1599, y * 255 // 1199, (x + y) % 256], axis=2).astype(np.uint8)
+    path = save(tmp_path / "x.jpg", photo, quality=95)
+    whole, quick = decode_image(path, 64), decode_image(path, 64, quick=True)
+    assert quick.shape == (64, 64, 3)
+    assert np.abs(whole.astype(int) - quick)[..., :2].mean() < 2
+    small = save(tmp_path / "y.jpg", photo[:50, :50], quality=95)
+    assert np.array_equal(decode_image(small, 32), decode_image(small, 32, quick=True))
+
+
+def test_warnings_are_as_they_were_after_threads_decoded(tmp_path: Path) -> None:
+    files = [save(tmp_path / f"{i}.png") for i in range(40)]
+    before = list(warnings.filters)
+    decode_files(files, 8, workers=8)
+    assert list(warnings.filters) == before
+    assert decode._Quiet.decoding == 0
+
+
+def test_too_many_images_for_the_machine_are_refused_before_they_are_read() -> None:
+    with pytest.raises(EngramError, match="GB of memory and this machine has"):
+        decode_files(["x.png"] * 2_000_000, 1000)
+
+
+@pytest.mark.parametrize(("sides", "chosen"), [([28] * 5, 24), ([64] * 4 + [20], 64), ([500] * 3, 64), ([10] * 3, 16)])
+def test_the_size_is_chosen_by_the_images(sides: list[int], chosen: int, tmp_path: Path) -> None:
+    files = [save(tmp_path / f"{i}.png", np.zeros((side, side + 7, 3), np.uint8)) for i, side in enumerate(sides)]
+    assert choose_size(files) == chosen
+    assert choose_size([tmp_path / "nowhere.png"]) == 32
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts in kilobytes on Linux")
+def test_many_bombs_at_once_do_not_fill_the_memory(tmp_path: Path) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    bombs = [bomb(tmp_path / f"{i}.png", 9_000, 9_000) for i in range(24)]  # allowed as such, but each of 243 MB
+    _, kept, skipped = decode_files(bombs, 16, skip_bad=True, workers=8)
+    assert not kept
+    assert len(skipped) == 24
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown < 900_000  # one at a time, not eight
