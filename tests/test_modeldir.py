@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-import engram.modeldir.directory as directory
+import engram.modeldir.writer as writer
 from engram import EngramError
 from engram.events import Checkpointed, Learned, Stopped
 from engram.methods import METHODS
@@ -29,7 +29,7 @@ from engram.modeldir import (
     remove_class,
     save_model,
 )
-from engram.modeldir.directory import Writer
+from engram.modeldir.files import digest
 from engram.modeldir.lesson import Keeping, Lesson, Options
 from model_helpers import NAMES, everything, learn, make, memory_of, opened, pictures, png, same, scores, tiny
 
@@ -165,7 +165,7 @@ def test_a_full_disk_at_any_write_changes_nothing(tmp_path: Path, monkeypatch: p
     path = make(tmp_path / "m", NAMES[:2])
     before = everything(path)
     changed = next_lesson(opened(path), *pictures(NAMES[2:3], 4))
-    write, calls = directory.write_new, [0, 0]  # made, and the one that fails
+    write, calls = writer.write_new, [0, 0]  # made, and the one that fails
 
     def full(place: Path, content: bytes) -> None:
         calls[0] += 1
@@ -175,7 +175,7 @@ def test_a_full_disk_at_any_write_changes_nothing(tmp_path: Path, monkeypatch: p
         write(place, content)
 
     save_model(changed, tmp_path / "other")
-    monkeypatch.setattr(directory, "write_new", full)
+    monkeypatch.setattr(writer, "write_new", full)
     save_model(changed, tmp_path / "other", overwrite=True)
     assert calls[0] >= 3  # weights, model.json, current
     for fails_at in range(1, calls[0] + 4):  # the first time more has to be written than could be linked
@@ -239,7 +239,7 @@ def test_where_links_cannot_be_had_files_are_copied(tmp_path: Path, monkeypatch:
 def test_a_second_writer_is_refused_and_readers_are_not(taught: Path, tmp_path: Path) -> None:
     path = make(tmp_path / "m", NAMES[:2])
     before = opened(path)
-    with Writer(path):
+    with writer.Writer(path):
         for change in (
             lambda: learn(path, NAMES[2:3]),
             lambda: remove_class(path, "apple"),
@@ -472,7 +472,7 @@ def resign(path: Path, manifest: dict[str, Any] | None = None) -> None:
     generation = path / "generations" / json.loads((path / "current").read_text())["generation"]
     if manifest is not None:
         (generation / "model.json").write_text(json.dumps(manifest))
-    checksum = directory.digest((generation / "model.json").read_bytes())
+    checksum = digest((generation / "model.json").read_bytes())
     (path / "current").write_text(json.dumps({"format": 1, "generation": generation.name, "digest": checksum}))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from datetime import UTC, datetime
@@ -238,13 +239,12 @@ class IncrementalClassifier:
 
     def __sklearn_tags__(self) -> Any:
         """What scikit-learn asks an estimator; the one place that needs it to be installed."""
-        from sklearn.utils import ClassifierTags, InputTags, Tags, TargetTags
-
-        return Tags(
+        sklearn: Any = importlib.import_module("sklearn.utils")
+        return sklearn.Tags(
             estimator_type="classifier",
-            target_tags=TargetTags(required=True),
-            classifier_tags=ClassifierTags(),
-            input_tags=InputTags(two_d_array=False, three_d_array=True),
+            target_tags=sklearn.TargetTags(required=True),
+            classifier_tags=sklearn.ClassifierTags(),
+            input_tags=sklearn.InputTags(two_d_array=False, three_d_array=True),
         )
 
 
@@ -263,11 +263,7 @@ def _consume(events: Any, progress: Progress | None) -> Model | None:
 def _not_fitted(message: str) -> Exception:
     """scikit-learn's error of that name where it is installed, so that its tools know it; engram's elsewhere."""
     try:
-        from sklearn.exceptions import NotFittedError
+        theirs: Any = importlib.import_module("sklearn.exceptions").NotFittedError
     except ImportError:
         return EngramError(message)
-
-    class NotFitted(NotFittedError, EngramError):
-        """Both, for whoever catches either."""
-
-    return NotFitted(message)
+    return type("NotFitted", (theirs, EngramError), {})(message)

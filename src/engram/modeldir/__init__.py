@@ -13,12 +13,13 @@ from engram.data.store import Images
 from engram.errors import EngramError
 from engram.events import Event, Stopped, Warned
 from engram.modeldir.config import ModelConfig
-from engram.modeldir.directory import NoModelYet, Pointer, Writer
+from engram.modeldir.directory import LEARNING, NoModelYet, Pointer
 from engram.modeldir.inputs import read_images
 from engram.modeldir.labels import encode_label, plain_labels
 from engram.modeldir.lesson import Keeping, Known, Lesson, Options
 from engram.modeldir.model import Entry, KnownClass, Model
 from engram.modeldir.pack import open_model, pack_model, read_manifest
+from engram.modeldir.writer import STATE, Writer
 
 __all__ = [
     "Entry",
@@ -119,7 +120,7 @@ def _to_resume(writer: Writer, identity: dict[str, Any]) -> Checkpoint | None:
 
 def has_learning(path: str | Path) -> bool:
     """Whether there is learning to go on with at that path."""
-    return (Path(path) / "learning" / "state.safetensors").is_file()
+    return (Path(path) / LEARNING / STATE).is_file()
 
 
 def save_model(model: Model, path: str | Path, *, expected: Pointer | None = None, overwrite: bool = False) -> Pointer:
