@@ -41,7 +41,9 @@ def tiny(method: str = "afc", epochs: int = 2, **changes: Any) -> ModelConfig:
 
 def memory_of(method: str) -> str:
     """A memory that the method can be had with."""
-    return {"needed": "per_class=3", "none": "none", "all": "all"}[find_method(method).memory]
+    return {"needed": "per_class=3", "optional": "per_class=3"}.get(
+        find_method(method).memory, find_method(method).memory
+    )
 
 
 def learn(path: Path, names: Iterable[str], seed: int = 0, count: int = 8, **options: Any) -> list[Event]:

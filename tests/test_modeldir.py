@@ -150,8 +150,9 @@ def test_known_classes_are_refused_ignored_or_learned_again(tmp_path: Path) -> N
     assert len(model.heldout.of(3)) == 4
 
 
-def test_all_classes_learned_again_are_a_new_beginning(tmp_path: Path) -> None:
-    path = make(tmp_path / "m", NAMES[:2], NAMES[2:3])
+@pytest.mark.parametrize("method", ["afc", "der", "mnemonics"])
+def test_all_classes_learned_again_are_a_new_beginning(method: str, tmp_path: Path) -> None:
+    path = make(tmp_path / "m", NAMES[:2], NAMES[2:3], config=tiny(method, epochs=1))
     learn(path, NAMES[:3], seed=3, known="refresh")
     assert opened(path).sizes == (3,)
     learn(path, NAMES[3:4])
@@ -332,6 +333,17 @@ def test_learning_that_stopped_goes_on_to_the_same_model(steps: int, tmp_path: P
     assert same(opened(path), opened(whole))
 
 
+@pytest.mark.parametrize("method", ["si", "der", "mnemonics", "bic"])
+def test_learning_of_odd_methods_goes_on_too(method: str, tmp_path: Path) -> None:
+    """A path beside the momentum, a backbone more, factors, a phase that stands still."""
+    path = make(tmp_path / "m", NAMES[:2], config=tiny(method, epochs=1, memory=memory_of(method)))
+    whole = copy(path, tmp_path / "whole")
+    learn(whole, NAMES[2:4])
+    assert isinstance(learn(path, NAMES[2:4], stop=stop_after(1))[-1], Stopped)
+    learn(path, NAMES[2:4])
+    assert same(opened(path), opened(whole))
+
+
 def test_learning_in_progress_can_be_dropped(tmp_path: Path) -> None:
     path = make(tmp_path / "m", NAMES[:3])
     learn(path, NAMES[3:5], stop=stop_after(2))
@@ -411,7 +423,11 @@ def test_a_removed_class_is_gone_and_the_others_are_as_they_were(method: str, pl
     rows = [head.get_parameter(name)[place].detach().numpy().tobytes() for name in head.class_parameters]
     if model.learner.class_means is not None:
         rows.append(model.learner.class_means[place].numpy().tobytes())
-    rows += [model.learner.buffers[name][place].numpy().tobytes() for name in model.method.class_buffers]
+    buffers, named = model.learner.buffers, model.method.class_buffers
+    assert not [
+        name for name in buffers if "head." in name and len(buffers[name]) == head.capacity and name not in named
+    ]
+    rows += [buffers[name][place].numpy().tobytes() for name in named if name in buffers and buffers[name][place].any()]
     own, _ = pictures(NAMES[place : place + 1])
     gone = [row for row in rows if len(row) > 16] + [png(image) for image in own] + [NAMES[place].encode()]
     assert any(part in content for part in gone for content in everything(path).values())
@@ -423,7 +439,7 @@ def test_a_removed_class_is_gone_and_the_others_are_as_they_were(method: str, pl
     for by, found in scores(left).items():
         assert np.array_equal(found, np.delete(before[by], place, axis=1)), by
     assert left.learner is not None
-    assert left.learner.teacher.head.num_classes == 4
+    assert left.learner.teacher.head.num_classes == (4 if left.method.taught else 0)
     assert left.history[-1].what == "removed"
     learn(path, NAMES[5:7])
     again = opened(path)

@@ -11,7 +11,7 @@ from engram.config import Device, Precision, RunConfig
 from engram.data.augment import Augmentation
 from engram.data.memory import MemoryConfig
 from engram.errors import EngramError
-from engram.methods import Settings, find_method
+from engram.methods import MethodInfo, Settings, find_method
 from engram.plain import from_plain, to_plain
 from engram.recipes import recipe
 
@@ -125,7 +125,7 @@ class ModelConfig:
             method=method,
             settings=chosen,
             image_size=size,
-            memory=_memory(memory, start.memory),
+            memory=_memory(memory, start.memory, find_method(method)),
             backbone=backbone or ("resnet10" if max(size) <= 24 else "resnet32"),
             augmentation=augmentation or Augmentation(pad=max(1, round(min(size) / 8))),
             seed=seed,
@@ -134,15 +134,15 @@ class ModelConfig:
         return config.with_epochs(epochs)
 
 
-def _memory(given: MemoryConfig | int | str | None, default: MemoryConfig) -> MemoryConfig:
+def _memory(given: MemoryConfig | int | str | None, default: MemoryConfig, method: MethodInfo) -> MemoryConfig:
     if given is None:
         return default
     if isinstance(given, str):
-        return MemoryConfig.parse(given, default.selection)
+        return MemoryConfig.parse(given, method.selection)
     if isinstance(given, int) and not isinstance(given, bool):
-        if default.budget in ("none", "all"):
+        if method.memory in ("none", "all"):
             return default  # what the method is defined with
-        return replace(default, budget="per_class", size=given)
+        return MemoryConfig("per_class", given, method.selection)
     if isinstance(given, MemoryConfig):
         return given
     raise EngramError(f"the memory must be a number of exemplars a class, a text or a MemoryConfig, got {given!r}")

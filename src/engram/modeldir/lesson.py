@@ -131,10 +131,10 @@ class Lesson:
         if model.learner is None:
             mean, std = pixel_statistics(pool.images.numpy())
             model.learner = model.make_learner(mean, std, len(self.new))
+        elif not first:
+            model.begin_again()
         for network in (model.learner.network, model.learner.teacher):  # losses compare the two, column by column
             network.head.reserve(first + len(self.new))
-        if not first:
-            model.sizes = ()
         model.sizes = (*model.sizes, len(self.new))
         out = _labelled(held)
         model.heldout.update(out, {place: out.rows_of(place) for place, own in held if len(own)}, len(self.new))

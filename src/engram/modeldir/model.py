@@ -20,7 +20,7 @@ from engram.learner import Learner
 from engram.methods import Method, find_method
 from engram.modeldir.config import ModelConfig
 from engram.models.network import Network
-from engram.models.resnet import build_backbone
+from engram.models.resnet import ResNet, build_backbone
 from engram.random import generator
 
 # Of the cosine with a class's mean, for the shares that NME gives.
@@ -103,11 +103,23 @@ class Model:
         """A learner that has learned nothing, for images with these statistics."""
 
         def network() -> Network:
-            backbone = build_backbone(self.config.backbone, generator(self.config.seed, "backbone"))
+            backbone = self.make_backbone()
             return Network(backbone, self.method.head(backbone.dim, capacity), mean, std)
 
-        device = self.engine.device
-        return Learner(network().to(device), network().to(device), Memory(self.config.memory), self.config.seed)
+        device, memory = self.engine.device, Memory(self.config.memory)
+        return Learner(network().to(device), network().to(device), memory, self.config.seed, self.method.taught)
+
+    def make_backbone(self) -> ResNet:
+        """A backbone that has learned nothing, as the method wants it."""
+        return self.method.backbone(build_backbone(self.config.backbone, generator(self.config.seed, "backbone")))
+
+    def begin_again(self) -> None:
+        """Forgets all but the backbone as it is now, for a model that knows no class any more."""
+        known = self._taught().network.backbone.state_dict()
+        self.learner = self.make_learner(*self.normalisation, capacity=1)
+        fresh = self.learner.network.backbone
+        fresh.load_state_dict({name: known[name] for name in fresh.state_dict()})
+        self.sizes = ()
 
     @property
     def normalisation(self) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -23,6 +23,7 @@ from engram.modeldir.config import ModelConfig
 from engram.modeldir.directory import MANIFEST, WEIGHTS, Pointer, Snapshot, read_model
 from engram.modeldir.labels import decode_label, encode_label
 from engram.modeldir.model import Entry, KnownClass, Model
+from engram.models.expanding import ExpandingHead, count_older
 from engram.rundir import versions
 
 EXEMPLARS, HELDOUT = "exemplars", "heldout"
@@ -292,10 +293,15 @@ def _check_head(model: Model, state: dict[str, Tensor], where: Path) -> None:
     known = torch.arange(len(seen)) < len(model.classes)
     if len(seen) < len(model.classes) or not torch.equal(seen, known):
         raise EngramError(f"{where} knows other classes than {MANIFEST} lists; the model is damaged")
-    weight = state.get("network.head.weight")
+    older = count_older(name.removeprefix("network.backbone.") for name in state)
+    if older >= max(1, len(model.sizes)):
+        raise EngramError(f"{where} has {older + 1} backbones and {MANIFEST} {len(model.sizes)} stages; it is damaged")
+    dim = model.make_backbone().dim
     try:
         with torch.device("meta"):
-            head = model.method.head(0 if weight is None else weight.shape[-1], len(seen))
+            head = model.method.head(dim, len(seen))
+            if isinstance(head, ExpandingHead):
+                head.widen(dim * (older + 1))
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         raise EngramError(f"the head that {MANIFEST} describes cannot be made ({type(error).__name__})") from None
     for name, value in head.state_dict().items():
