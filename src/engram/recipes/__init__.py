@@ -119,7 +119,7 @@ def _catalogue() -> dict[str, Callable[[], RunConfig]]:
             )
     for stages in CIFAR100_STAGES:
         catalogue[f"der-resnet18-cifar100-b50-s{stages}"] = lambda stages=stages: replace(
-            cifar100(METHODS["der"], stages), backbone="resnet18"
+            cifar100(METHODS["der"], stages), backbone="resnet18-small"
         )
     return catalogue
 
