@@ -14,14 +14,13 @@ from PIL import Image
 
 from conftest import make_config, make_store
 from engram import EngramError, resume, run
-from engram.config import RunConfig
 from engram.data import resize
 from engram.data.augment import Augmentation, Draws, apply, as_they_are, augment, centre, draw, pad_images, resized
 from engram.data.resize import GRID, draw_parts, part_pixels, resize_parts
 from engram.engine.plan import plan_epochs
 from engram.events import Checkpointed, RunFinished, Stopped
 from engram.methods import Training
-from helpers import cpu_engine, tiny_session, toy_store
+from helpers import cpu_engine, tiny_config, tiny_session, toy_store
 
 VIEW = Augmentation(pad=0, view=0.875)
 
@@ -215,14 +214,9 @@ def test_impossible_views_are_refused(changes: dict[str, float], sentence: str) 
 # In a run
 
 
-def viewing_config(**changes: object) -> RunConfig:
-    """A tiny run whose network sees 14 of 16 pixels."""
-    return make_config(augmentation=VIEW, **changes)
-
-
 def test_networks_see_the_centre_of_what_is_stored() -> None:
     store = toy_store(size=16)
-    session = tiny_session(viewing_config(order="natural"), store)
+    session = tiny_session(tiny_config(augmentation=VIEW), store)
     assert session.engine.image_size == (14, 14)
     images = torch.from_numpy(store.test.images)
     with torch.no_grad():
@@ -235,7 +229,7 @@ def test_networks_see_the_centre_of_what_is_stored() -> None:
 
 
 def test_our_kernels_leave_resizing_to_torch() -> None:
-    session = tiny_session(viewing_config(order="natural"), toy_store(size=16))
+    session = tiny_session(tiny_config(augmentation=VIEW), toy_store(size=16))
     session.engine.fuse = True
     assert session.engine.why_not_fused(session.learner.network.backbone) == "they crop images, but do not resize them"
 
@@ -245,7 +239,7 @@ def test_a_run_with_resized_parts_stopped_inside_a_stage_resumes_exactly(method:
     config, store, taken = make_config(method, augmentation=VIEW), make_store(size=16), 0
     if method == "bic":
         config = config.with_settings(correction__epochs=4)
-    whole = [event.result for event in run(config, store) if isinstance(event, RunFinished)][0]
+    whole = next(event.result for event in run(config, store) if isinstance(event, RunFinished))
 
     def stop() -> bool:
         nonlocal taken
@@ -255,5 +249,5 @@ def test_a_run_with_resized_parts_stopped_inside_a_stage_resumes_exactly(method:
     events = list(run(config, store, tmp_path / "run", stop=stop))
     assert isinstance(events[-1], Stopped)
     assert isinstance(events[-2], Checkpointed)
-    again = [event.result for event in resume(tmp_path / "run", store) if isinstance(event, RunFinished)][0]
+    again = next(event.result for event in resume(tmp_path / "run", store) if isinstance(event, RunFinished))
     assert [s["accuracy_by_stage"] for s in again["stages"]] == [s["accuracy_by_stage"] for s in whole["stages"]]
