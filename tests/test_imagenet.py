@@ -26,6 +26,7 @@ from engram.engine import room, space
 from engram.engine.room import check_pool
 from engram.engine.space import Space
 from engram.methods import METHODS, Training
+from engram.plain import to_plain
 from engram.recipes.imagenet import PROTOCOLS, SETTINGS
 from engram.runner import resume, run
 from engram.session import Session
@@ -302,7 +303,9 @@ def test_a_pool_is_the_same_brought_here_in_parts(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_methods_of_the_papers_table_have_recipes() -> None:
-    assert {"afc", "podnet", "ucir", "icarl", "bic", "geodl"} <= set(SETTINGS) <= set(METHODS)
+    rows = {"afc", "podnet", "podnet-dde", "ucir", "ucir-dde", "mnemonics", "icarl", "bic", "geodl"}
+    assert rows <= {method for method, datasets in SETTINGS.items() if set(datasets) == set(PROTOCOLS)}
+    assert set(SETTINGS) <= set(METHODS)
     for method in SETTINGS:
         for dataset in SETTINGS[method]:
             base, increments = PROTOCOLS[dataset]
@@ -310,6 +313,7 @@ def test_the_methods_of_the_papers_table_have_recipes() -> None:
                 config = recipe(f"{method}-{dataset}-b{base}-s{stages}")
                 assert (config.base, config.increment) == (base, new)
                 assert base + stages * new == IMAGENET[dataset]
+                assert config.memory.selection == METHODS[method].selection
                 assert (str(config.memory), config.backbone, config.data.name) == ("per_class=20", "resnet18", dataset)
                 assert config.augmentation.seen((256, 256)) == (224, 224)
                 assert config.augmentation.brightness == 63 / 255
@@ -331,7 +335,16 @@ def test_the_settings_are_the_published_ones() -> None:
     assert podnet.train == Training(90, 64, 0.05, "cosine", weight_decay=5e-4)
     assert (podnet.finetune.lr, podnet.finetune.batch_size) == (0.01, 64)
     assert training("podnet-imagenet1000-b500-s10").weight_decay == 1e-4
-    for method, weight in (("ucir", "lambda_embedding"), ("geodl", "lambda_geodesic")):
+    for dataset in PROTOCOLS:
+        protocol = f"{dataset}-b{PROTOCOLS[dataset][0]}-s5"
+        hosted = to_plain(recipe(f"podnet-dde-{protocol}").settings)
+        assert {name: value for name, value in hosted.items() if name != "dde"} == to_plain(
+            recipe(f"podnet-{protocol}").settings
+        )
+        hosted: Any = recipe(f"ucir-dde-{protocol}").settings
+        assert hosted.lambda_embedding == (5 if dataset == "imagenet100" else 10)
+    cosine = (("ucir", "lambda_embedding"), ("mnemonics", "lambda_embedding"), ("geodl", "lambda_geodesic"))
+    for method, weight in (*cosine, ("ucir-dde", "lambda_embedding")):
         name = f"{method}-imagenet1000-b500-s10"
         assert getattr(recipe(name).settings, weight) == 10
         assert training(name).milestones == (30 / 90, 60 / 90)
@@ -342,6 +355,8 @@ def test_the_settings_are_the_published_ones() -> None:
     bic = training("bic-imagenet100-b50-s5")
     assert (bic.epochs, bic.lr, bic.batch_size, bic.weight_decay, bic.factor) == (100, 0.025, 64, 1e-4, 0.1)
     assert [share * 100 for share in bic.milestones] == [30, 60, 80, 90]
+    ssil = training("ssil-imagenet1000-b500-s10")
+    assert (ssil.epochs, ssil.lr, ssil.milestones, ssil.weight_decay) == (100, 0.1, (0.4, 0.8), 1e-4)
     assert training("gdumb-imagenet100-b50-s5").epochs == 128
     assert training("gdumb-imagenet100-b50-s5", "rehearse").epochs == 16
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from conftest import make_config, make_store
-from engram import EngramError, resume, run
+from engram import EngramError, resume, run, train
 from engram.data import resize
 from engram.data.augment import Augmentation, Draws, apply, as_they_are, augment, centre, draw, pad_images, resized
 from engram.data.resize import GRID, draw_parts, part_pixels, resize_parts
@@ -232,6 +232,14 @@ def test_our_kernels_leave_resizing_to_torch() -> None:
     session = tiny_session(tiny_config(augmentation=VIEW), toy_store(size=16))
     session.engine.fuse = True
     assert session.engine.why_not_fused(session.learner.network.backbone) == "they crop images, but do not resize them"
+
+
+@pytest.mark.parametrize("method", ["ucir-dde", "ssil", "gdumb", "der", "mnemonics", "mas"])
+def test_what_methods_do_with_batches_goes_with_resized_parts(method: str) -> None:
+    """Neighbours, two streams, mixed images, backbones that are added, tuned images, gradients of single images."""
+    config = tiny_config(method, epochs=1, augmentation=VIEW, increment=4)
+    result = train(config, toy_store(size=16))
+    assert [stage["classes"] for stage in result["stages"]] == [2, 6]
 
 
 @pytest.mark.parametrize("method", ["afc", "bic"])

@@ -47,6 +47,9 @@ def _podnet(weight_decay: float) -> Changes:
 # UCIR's training, and that of what is built on it: a tenth of the rate after 30 epochs and after 60.
 COSINE: Changes = {"train.epochs": 90, "train.milestones": (30 / 90, 60 / 90), "train.weight_decay": 1e-4}
 
+UCIR: Changes = {"lambda_embedding": 10.0, **COSINE}
+PODNET = {"imagenet100": _podnet(5e-4), "imagenet1000": _podnet(1e-4)}
+
 # A method without an entry has no ImageNet recipes, and one without a data set in its entry none for that.
 SETTINGS: dict[str, dict[str, Changes]] = {
     "afc": both(
@@ -58,8 +61,12 @@ SETTINGS: dict[str, dict[str, Changes]] = {
             "finetune.weight_decay": 1e-4,
         }
     ),
-    "podnet": {"imagenet100": _podnet(5e-4), "imagenet1000": _podnet(1e-4)},
-    "ucir": both({"lambda_embedding": 10.0, **COSINE}),
+    "podnet": PODNET,
+    "podnet-dde": PODNET,
+    "ucir": both(UCIR),
+    # Its run file for ImageNet-100 has half of UCIR's weight.
+    "ucir-dde": {"imagenet100": {**UCIR, "lambda_embedding": 5.0}, "imagenet1000": UCIR},
+    "mnemonics": both(UCIR),
     "geodl": both({"lambda_geodesic": 10.0, **COSINE}),
     "icarl": both(
         {
@@ -79,6 +86,9 @@ SETTINGS: dict[str, dict[str, Changes]] = {
             "train.weight_decay": 1e-4,
         }
     ),
+    "ssil": {
+        "imagenet1000": {"train.epochs": 100, "train.milestones": (0.4, 0.8), "train.weight_decay": 1e-4},
+    },
     "gdumb": {"imagenet100": {"train.epochs": 128, "rehearse.epochs": 16}},
 }
 
