@@ -529,8 +529,8 @@ def test_the_warm_up_rises_epoch_by_epoch_to_the_rate() -> None:
 
 
 def test_the_published_backbone_has_recipes_of_its_own() -> None:
-    assert recipe("der-resnet18-cifar100-b50-s5").backbone == "resnet18"
-    config = tiny_config("der", backbone="resnet18", epochs=1, finetune=1)
+    assert recipe("der-resnet18-cifar100-b50-s5").backbone == "resnet18-small"
+    config = tiny_config("der", backbone="resnet18-small", epochs=1, finetune=1)
     session = tiny_session(config, toy_store(num_classes=4, per_class=4))
     for index in range(2):
         learn_stage(session, index)

@@ -22,7 +22,7 @@ from engram.models.factors import convolution_weights
 from engram.models.network import Network
 from engram.session import Session
 from engram.stagecache import StageCache
-from helpers import learn_stage, tiny_config, tiny_session
+from helpers import learn_stage, tiny_config, tiny_session, toy_store
 
 pytestmark = [
     pytest.mark.gpu,
@@ -199,6 +199,23 @@ def test_our_kernels_say_of_an_expanded_network_what_the_modules_say() -> None:
         assert (ours - theirs).norm() / theirs.norm() < 0.03
     # Every stage has a backbone more, so its steps are recorded anew.
     assert all(isinstance(step, CapturedStep) for _, step in engine._recordings.values())
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_resized_parts_and_resnet18_are_recorded_as_they_are(precision: str) -> None:
+    view = recipe("afc-imagenet100-b50-s5").augmentation
+
+    def learned(capture: bool) -> dict[str, torch.Tensor]:
+        config = tiny_config(epochs=2, device="cuda", precision=precision, backbone="resnet18", augmentation=view)
+        session = tiny_session(config, toy_store(size=40))
+        session.engine.capture = capture
+        for event in Execution(session, None, None, None, 10, None).events(resumed=False):
+            assert not (isinstance(event, Warned) and "cannot be recorded" in event.message)
+        return session.learner.state_dict()
+
+    eager, recorded = learned(capture=False), learned(capture=True)
+    for name, value in eager.items():
+        assert torch.equal(value, recorded[name]), name
 
 
 def test_what_follows_an_update_reaches_the_kernels() -> None:

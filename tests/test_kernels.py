@@ -774,6 +774,9 @@ def test_older_backbones_are_folded_each_in_its_place() -> None:
     assert torch.equal(loaded[:, :, 32:], found[:, :, :32])
 
 
+PLAIN = "they are written for backbones without 1x1 convolutions, ReLUs after a sum, and pooling"
+
+
 @pytest.mark.parametrize(
     ("groups", "size", "why"),
     [
@@ -785,6 +788,9 @@ def test_older_backbones_are_folded_each_in_its_place() -> None:
         (GROUPS, (5, 10), "they need images whose sides divide by 2"),
         ([Group(16, 1), Group(32, 1, 4)], (8, 8), "they are written for strides of 1 and 2, and 1 in the first group"),
         ([Group(16, 1, 2)], (8, 8), "they are written for strides of 1 and 2, and 1 in the first group"),
+        ([Group(16, 1, pooled=True)], (32, 32), PLAIN),
+        ([Group(16, 1), Group(32, 1, 2, projected=True)], (32, 32), PLAIN),
+        ([Group(16, 2, rectified=True)], (32, 32), PLAIN),
     ],
 )
 def test_what_the_kernels_cannot_run_is_said(groups: list[Group], size: tuple[int, int], why: str | None) -> None:

@@ -16,7 +16,7 @@ from engram.engine.sgd import FlatSGD
 from engram.errors import EngramError
 from engram.models.heads import LSCHead
 from engram.models.network import Network, Part
-from engram.models.resnet import BACKBONES, Block, Group, ResNet, build_backbone, resnet10, resnet32
+from engram.models.resnet import BACKBONES, Block, Group, ResNet, build_backbone, resnet10, resnet18, resnet32
 from helpers import parameters_of
 
 
@@ -155,6 +155,88 @@ def test_a_whole_backbone_is_its_description() -> None:
         np.testing.assert_allclose(embedding[b].detach().numpy(), means, rtol=1e-9, atol=1e-9)
 
 
+# resnet18
+
+
+def slow_pool(x: np.ndarray) -> np.ndarray:
+    """The largest of the 3x3 pixels around every second pixel of (C, H, W)."""
+    rows, columns = (x.shape[1] + 1) // 2, (x.shape[2] + 1) // 2
+    out = np.zeros((len(x), rows, columns))
+    for c in range(len(x)):
+        for i in range(rows):
+            for j in range(columns):
+                out[c, i, j] = x[c, max(0, 2 * i - 1) : 2 * i + 2, max(0, 2 * j - 1) : 2 * j + 2].max()
+    return out
+
+
+def slow_projection(x: np.ndarray, block: Block) -> np.ndarray:
+    """A 1x1 convolution of every pixel that the stride leaves, and its norm; x itself where the shapes agree."""
+    if block.projection is None:
+        return x
+    convolution, norm = block.projection
+    assert isinstance(convolution, nn.Conv2d)
+    assert isinstance(norm, nn.BatchNorm2d)
+    weight = convolution.weight.detach().numpy()[:, :, 0, 0]
+    return slow_batch_norm(np.tensordot(weight, x[:, :: block.stride, :: block.stride], axes=1), norm)
+
+
+@pytest.mark.parametrize("size", [(8, 8), (7, 6)])
+def test_a_backbone_of_the_imagenet_kind_is_its_description(size: tuple[int, int]) -> None:
+    """Stem halved by a maximum; a ReLU ends the first block of a group and not the second, nor the group."""
+    groups = [Group(2, 2, pooled=True, projected=True, rectified=True), Group(4, 2, 2, projected=True, rectified=True)]
+    backbone = ResNet(groups, seeded()).double().eval()
+    shake(backbone, 5)
+    x = torch.randn(2, 3, *size, generator=seeded(6), dtype=torch.float64)
+    maps, embedding = backbone(x)
+    for b, image in enumerate(x.numpy()):
+        now = slow_convolution(image, backbone.conv.weight.detach().numpy(), 1)
+        now = slow_pool(np.maximum(slow_batch_norm(now, backbone.bn), 0))
+        for group, ours in zip(backbone.groups, maps, strict=True):
+            first, second = group.children()
+            for block in (first, second):
+                assert isinstance(block, Block)
+                out = slow_convolution(now, block.conv1.weight.detach().numpy(), block.stride)
+                out = np.maximum(slow_batch_norm(out, block.bn1), 0)
+                out = slow_batch_norm(slow_convolution(out, block.conv2.weight.detach().numpy(), 1), block.bn2)
+                now = out + slow_projection(now, block)
+                if block is first:
+                    now = np.maximum(now, 0)
+            np.testing.assert_allclose(ours[b].detach().numpy(), now, rtol=1e-9, atol=1e-9)
+            assert now.min() < 0
+        np.testing.assert_allclose(embedding[b].detach().numpy(), now.mean(axis=(1, 2)), rtol=1e-9, atol=1e-9)
+
+
+def test_resnet18_has_the_parameters_of_its_description() -> None:
+    def block(ins: int, outs: int) -> int:
+        shortcut = ins * outs + 2 * outs if ins != outs else 0
+        return 9 * ins * outs + 9 * outs * outs + 4 * outs + shortcut
+
+    groups = [block(ins, outs) + block(outs, outs) for ins, outs in ((64, 64), (64, 128), (128, 256), (256, 512))]
+    backbone = resnet18(seeded())
+    assert sum(parameter.numel() for parameter in backbone.parameters()) == 9 * 3 * 64 + 2 * 64 + sum(groups)
+    assert [sum(p.numel() for p in group.parameters()) for group in backbone.groups] == groups
+    blocks = [module for module in backbone.modules() if isinstance(module, Block)]
+    assert [block.rectified for block in blocks] == [True, False] * 4
+    assert [block.projection is not None for block in blocks] == [False, False, True, False, True, False, True, False]
+    assert all((block.bn2.weight == 0).all() for block in blocks)
+    assert all((block.projection[1].weight == 1).all() for block in blocks if block.projection is not None)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(("size", "sides"), [(32, (16, 8, 4, 2)), (37, (19, 10, 5, 3)), (56, (28, 14, 7, 4))])
+def test_resnet18_takes_images_of_any_size(size: int, sides: tuple[int, ...]) -> None:
+    backbone = resnet18(seeded())
+    shake(backbone, 1)
+    maps, embedding = backbone(torch.rand(2, 3, size, size, generator=seeded()))
+    shapes = [(2, width, side, side) for width, side in zip((64, 128, 256, 512), sides, strict=True)]
+    assert [tuple(z.shape) for z in maps] == shapes
+    assert embedding.shape == (2, 512)
+    assert (backbone.dim, backbone.widths) == (512, (64, 128, 256, 512))
+    for values in (*maps, embedding):
+        assert values.min() < 0 < values.max()
+    embedding.sum().backward()
+    assert all(parameter.grad is not None for parameter in backbone.parameters())
+
+
 def test_every_block_starts_as_its_shortcut() -> None:
     backbone = resnet32(seeded())
     blocks = [module for module in backbone.modules() if isinstance(module, Block)]
@@ -175,7 +257,7 @@ def test_every_block_starts_as_its_shortcut() -> None:
 def test_convolutions_start_with_the_standard_deviation_of_he_by_fan_out(name: str) -> None:
     for module in build_backbone(name, seeded(7)).modules():
         if isinstance(module, nn.Conv2d):
-            expected = math.sqrt(2 / (9 * module.out_channels))
+            expected = math.sqrt(2 / (module.kernel_size[0] ** 2 * module.out_channels))
             count = module.weight.numel()
             # Five standard errors of a standard deviation and of a mean of so many normal numbers.
             assert module.weight.std().item() == pytest.approx(expected, rel=5 / math.sqrt(2 * count))

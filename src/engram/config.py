@@ -135,6 +135,8 @@ class RunConfig:
         if later and later[-1] != later[0]:
             increments += f" (the last of {later[-1]})"
         height, width = store.image_size
+        seen_height, seen_width = self.augmentation.seen(store.image_size)
+        seen = "" if self.augmentation.view is None else f", of which {seen_width}x{seen_height} are seen"
         memory = {"all": "every image", "none": "none"}.get(
             self.memory.budget, f"{self.memory}, {self.memory.selection}"
         )
@@ -143,7 +145,7 @@ class RunConfig:
             "Recipe": self.recipe,
             "Method": f"{self.method}: {find_method(self.method).title}",
             "Data set": f"{store.name}: {store.num_classes} classes, {len(store.train)} training and {len(store.test)} "
-            f"test images, {width}x{height}",
+            f"test images, {width}x{height}{seen}",
             "Base": f"{stream.sizes[0]} classes",
             "Stages": increments,
             "Class order": describe_order(self.order, self.data.name),

@@ -17,6 +17,7 @@ from engram.errors import EngramError
 TEMPORARY = ".part"
 _UMASK = os.umask(0)  # it can only be read by setting it
 os.umask(_UMASK)
+FILE_MODE = 0o666 & ~_UMASK  # of new files; temporary ones are their owner's alone
 
 
 @contextmanager
@@ -44,7 +45,7 @@ def write_bytes(path: Path, content: bytes) -> None:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
-            os.chmod(temporary, 0o666 & ~_UMASK)
+            os.chmod(temporary, FILE_MODE)
             os.replace(temporary, path)
         except BaseException:
             with suppress(OSError):

@@ -17,6 +17,7 @@ from engram.data.samples import Samples
 from engram.data.stage import Stage
 from engram.data.store import ImageStore, pixel_statistics
 from engram.engine import Engine
+from engram.engine.room import check_pool
 from engram.errors import EngramError
 from engram.evaluation import predict
 from engram.learner import Learner
@@ -59,7 +60,8 @@ class Session:
         self._train_labels = self.stream.labels_of(store.train.class_ids)
         self._test_labels = self.stream.labels_of(store.test.class_ids)
         device, precision = config.place()
-        self.engine = Engine(torch.device(device), precision, config.augmentation, store.image_size)
+        seen = config.augmentation.seen(store.image_size)
+        self.engine = Engine(torch.device(device), precision, config.augmentation, seen)
         memory = Memory(config.memory)
         networks = (self._network().to(device), self._network().to(device))
         self.learner = Learner(*networks, memory, config.seed, self.method.taught)
@@ -120,6 +122,8 @@ class Session:
         """A stage to train on: the images of its new classes, and the memory as it is now."""
         labels = self.stream.new_labels(index)
         rows = np.flatnonzero((self._train_labels >= labels.start) & (self._train_labels < labels.stop))
+        count, engine = len(rows) + len(self.learner.memory), self.engine
+        check_pool(index, count, self.store.image_size, engine.device, engine.space.held_bytes)
         new = Samples(
             torch.from_numpy(np.ascontiguousarray(self.store.train.images[rows])),
             torch.from_numpy(self._train_labels[rows]),

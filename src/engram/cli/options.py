@@ -18,7 +18,7 @@ class DataFlags:
     """Where the images come from."""
 
     data: Annotated[str | None, arg(metavar="PATH", help_behavior_hint=OF_RECIPE)] = None
-    """A folder of class folders; for cifar100 recipes the official archive or its extracted folder."""
+    """A folder of class folders; for imagenet recipes ImageNet's; for cifar100 recipes the archive or its folder."""
     image_size: Annotated[int | None, arg(metavar="PIXELS", help_behavior_hint="(default: as they are)")] = None
     """Bring the images of a folder to this size: the central square, resized."""
     skip_bad: Annotated[bool, arg(help_behavior_hint="")] = False

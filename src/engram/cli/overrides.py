@@ -9,6 +9,7 @@ from typing import Any
 
 from engram.cli.options import DataFlags, Run, StreamFlags, TrainingFlags
 from engram.config import RunConfig
+from engram.data.load import FOLDERS
 from engram.data.memory import MemoryConfig
 from engram.errors import EngramError
 from engram.methods import find_method
@@ -126,13 +127,14 @@ def _with_data(config: RunConfig, flags: DataFlags) -> RunConfig:
         if not path.exists():
             raise EngramError(f"there is no file or folder {flags.data}; --data should say where the images are")
         # Kept whole, so that the run can be resumed from another directory.
-        data = replace(data, name="cifar100" if data.name == "cifar100" else "folder", path=str(path.resolve()))
-    for flag, given in (
-        ("--image-size", flags.image_size is not None),
-        ("--test-fraction", flags.test_fraction is not None),
-        ("--skip-bad", flags.skip_bad),
+        name = "folder" if data.name in ("mini", "arrays") else data.name
+        data = replace(data, name=name, path=str(path.resolve()))
+    for flag, given, takers in (
+        ("--image-size", flags.image_size is not None, FOLDERS),
+        ("--test-fraction", flags.test_fraction is not None, ("folder",)),
+        ("--skip-bad", flags.skip_bad, FOLDERS),
     ):
-        if given and data.name != "folder":
+        if given and data.name not in takers:
             raise EngramError(f"{flag} is for a folder of images, and {config.recipe} reads {data.name}; leave it out")
     changes = {"image_size": flags.image_size, "test_fraction": flags.test_fraction, "holdout": flags.holdout}
     data = replace(data, **{name: value for name, value in changes.items() if value is not None})

@@ -1,4 +1,4 @@
-"""Augmentation of a whole batch on its device: crop and flip are one gather, brightness one product.
+"""Augmentation of a whole batch on its device: crop and flip are one gather (or a resize), brightness one product.
 
 What is random is drawn beforehand, for an epoch at a time, from a generator of its own. The step that uses it
 contains no random number, so it gives the same result eager, captured, or resumed.
@@ -12,29 +12,49 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engram.data.resize import AS_IT_IS, draw_parts, resize_parts
 from engram.errors import EngramError
 
 
 @dataclass(frozen=True)
 class Augmentation:
-    """Zero-pad, crop back at random, mirror half of the images, change the brightness."""
+    """Zero-pad, crop back at random, mirror half of the images, change the brightness.
+
+    view: instead of padding and cropping, resize a random part of the image to this share of its sides, as for
+    ImageNet; an image that is not augmented shows its centre of that size. None: it is seen whole.
+    """
 
     pad: int = 4
     flip: bool = True
     brightness: float = 63 / 255
+    view: float | None = None
 
     def __post_init__(self) -> None:
+        if self.view is not None and not 0 < self.view <= 1:
+            raise EngramError(f"the view must be a share of the image above 0 and at most 1, or none, got {self.view}")
+        if self.view is not None and self.pad:
+            raise EngramError(
+                f"images are padded and cropped or resized, not both: with view={self.view:g} set pad to 0, "
+                f"got pad={self.pad}"
+            )
         if self.pad < 0:
             raise EngramError(f"the crop padding must be 0 or more pixels, got {self.pad}")
         if not 0 <= self.brightness < 1:
             raise EngramError(f"the brightness change must be in [0, 1), got {self.brightness}")
+
+    def seen(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Height and width that a network sees of images of that size."""
+        if self.view is None:
+            return size
+        return max(1, round(self.view * size[0])), max(1, round(self.view * size[1]))
 
 
 @dataclass(frozen=True, eq=False)
 class Draws:
     """What is random about a batch (or, one dimension up, about each batch of an epoch).
 
-    top, left: int64, the crop's corner. mirror: bool. factor: float32, the brightness.
+    top, left: int64, the crop's corner; where parts are resized, which part, as `draw_parts` has it. mirror: bool.
+    factor: float32, the brightness.
     """
 
     top: Tensor
@@ -52,17 +72,20 @@ class Draws:
 
 def draw(augmentation: Augmentation, shape: tuple[int, ...], generator: torch.Generator) -> Draws:
     """The random part of augmenting images laid out as `shape`."""
-    shifts = 2 * augmentation.pad + 1
-    top = torch.randint(shifts, shape, generator=generator)
-    left = torch.randint(shifts, shape, generator=generator)
+    if augmentation.view is None:
+        shifts = 2 * augmentation.pad + 1
+        top = torch.randint(shifts, shape, generator=generator)
+        left = torch.randint(shifts, shape, generator=generator)
+    else:
+        top, left = draw_parts(shape, generator)
     mirror = torch.rand(shape, generator=generator) < (0.5 if augmentation.flip else 0.0)
     factor = 1 + augmentation.brightness * (2 * torch.rand(shape, generator=generator) - 1)
     return Draws(top, left, mirror, factor)
 
 
 def as_they_are(augmentation: Augmentation, shape: tuple[int, ...]) -> Draws:
-    """Draws that leave the images of a padded pool as they are."""
-    corner = torch.full(shape, augmentation.pad)
+    """Draws that leave the images of a padded pool as they are, or their centres where they are not seen whole."""
+    corner = torch.full(shape, augmentation.pad if augmentation.view is None else AS_IT_IS)
     return Draws(corner, corner.clone(), torch.zeros(shape, dtype=torch.bool), torch.ones(shape))
 
 
@@ -86,6 +109,23 @@ def augment(padded: Tensor, rows: Tensor, draws: Draws, size: tuple[int, int]) -
     batch = padded.view(-1, 3)[pixels]
     bright = batch.float() * (draws.factor / 255)[:, None, None, None]
     return bright.clamp_(max=1).permute(0, 3, 1, 2)
+
+
+def resized(images: Tensor, rows: Tensor, draws: Draws, size: tuple[int, int]) -> Tensor:
+    """As `augment`, with draws of parts to be resized. images: uint8 (N, H, W, 3), without a border."""
+    batch = resize_parts(images, rows, (draws.top, draws.left), draws.mirror, size)
+    return batch.mul_((draws.factor / 255)[:, None, None, None]).clamp_(max=1)
+
+
+def apply(augmentation: Augmentation, padded: Tensor, rows: Tensor, draws: Draws, size: tuple[int, int]) -> Tensor:
+    """The batch augmented as these draws of the augmentation say: `augment` or `resized`."""
+    return (augment if augmentation.view is None else resized)(padded, rows, draws, size)
+
+
+def centre(images: Tensor, size: tuple[int, int]) -> Tensor:
+    """The central part of images (N, H, W, 3) that is no larger than the size."""
+    top, left = max(0, images.shape[1] - size[0]) // 2, max(0, images.shape[2] - size[1]) // 2
+    return images[:, top : top + size[0], left : left + size[1]]
 
 
 def to_unit(images: Tensor, mirror: bool = False) -> Tensor:

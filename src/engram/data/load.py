@@ -9,21 +9,24 @@ from pathlib import Path
 from engram.data.cifar import read_cifar100
 from engram.data.fetch import data_home
 from engram.data.folder import read_folder
+from engram.data.imagenet import IMAGENET, read_imagenet
 from engram.data.mini import read_mini
 from engram.data.store import ImageStore
 from engram.errors import EngramError, suggest
 
-DATASETS = ("mini", "cifar100", "folder", "arrays")
+DATASETS = ("mini", "cifar100", *IMAGENET, "folder", "arrays")
+FOLDERS = (*IMAGENET, "folder")  # those that are many files
 
 
 @dataclass(frozen=True)
 class DataConfig:
     """Where the images come from.
 
-    name: "mini" is in the package; "cifar100" is the official archive or its folder; "folder" is a folder of class
-    folders at `path`; "arrays" are given in Python. image_size, test_fraction and skip_bad are for folders. holdout:
-    evaluate on that share of the training images instead of the test split, for choosing settings without looking at
-    it.
+    name: "mini" is in the package; "cifar100" is the official archive or its folder; "imagenet100" and "imagenet1000"
+    are the folder with ImageNet's train/ and val/ at `path`; "folder" is a folder of class folders there; "arrays" are
+    given in Python. image_size and skip_bad are for folders, ImageNet's among them, and test_fraction for the others.
+    holdout: evaluate on that share of the training images instead of the test split, for choosing settings without
+    looking at it.
     """
 
     name: str = "mini"
@@ -52,6 +55,12 @@ def load_store(config: DataConfig, progress: Callable[[int, int], None] | None =
         store = read_mini()
     elif config.name == "cifar100":
         store = read_cifar100(config.path or _default_cifar100())
+    elif config.name in IMAGENET:
+        if config.path is None:
+            raise EngramError(f"{config.name} needs the folder that holds ImageNet's train/ and val/: give --data PATH")
+        store = read_imagenet(
+            config.name, config.path, side=config.image_size, skip_bad=config.skip_bad, progress=progress
+        )
     else:
         if config.path is None:
             raise EngramError("a folder of images needs its path: give --data PATH")

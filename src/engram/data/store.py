@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
+from engram.data.room import SHARE, SMALL, free_memory
 from engram.errors import EngramError, suggest
 
 Images = npt.NDArray[np.uint8]
@@ -61,7 +62,8 @@ class ImageStore:
 
     `mean` and `std` are the normalisation published for the set, for pixels scaled to 0..1; None where
     there is none. `skipped` names the unreadable files that the reader was told to pass over. `origin` is the kind of
-    data set a reader made it from, as configurations name it; "arrays" for images given in Python.
+    data set a reader made it from, as configurations name it; "arrays" for images given in Python. `known_fingerprint`
+    spares finding it out from images that lie on disk.
     """
 
     name: str
@@ -72,6 +74,7 @@ class ImageStore:
     std: RGB | None = None
     skipped: tuple[str, ...] = ()
     origin: str = "arrays"
+    known_fingerprint: str | None = None
 
     def __post_init__(self) -> None:
         _check_names(self.name, self.class_names)
@@ -100,6 +103,8 @@ class ImageStore:
 
     def fingerprint(self) -> str:
         """32 hex digits that change when a class name, a class id or a pixel of either split does."""
+        if self.known_fingerprint is not None:
+            return self.known_fingerprint
         digest = hashlib.blake2b(digest_size=16)
         digest.update(repr(self.class_names).encode())
         for split in (self.train, self.test):
@@ -113,12 +118,19 @@ class ImageStore:
 
         For choosing settings: what is measured on the result has not looked at the test images.
         """
+        size, free = self.train.images.nbytes, free_memory()
+        if size > SMALL and size > SHARE * free:
+            raise EngramError(
+                f"holding out a share copies the {size / 1e9:.1f} GB of training images into memory, where "
+                f"{free / 1e9:.1f} GB are free; give a smaller --image-size"
+            )
         kept, held = stratified_split(self.train.class_ids, self.class_names, fraction, seed)
         return replace(
             self,
             name=f"{self.name}:holdout{fraction:g}",
             train=_take(self.train, kept),
             test=_take(self.train, held),
+            known_fingerprint=None,
         )
 
     @classmethod

@@ -8,7 +8,7 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor
 
-from engram.data.augment import Augmentation, to_unit
+from engram.data.augment import Augmentation, centre, to_unit
 from engram.data.stage import Stage
 from engram.engine.capture import CapturedStep, NotRecordable
 from engram.engine.forward import Forward, FusedForward, PlainForward, pooled
@@ -32,7 +32,7 @@ INFERENCE_PIXELS = {"cpu": 512 * 32 * 32, "cuda": 4096 * 32 * 32}  # in a batch
 
 
 class Engine:
-    """Executes phases and passes on one device at one precision."""
+    """Executes phases and passes on one device at one precision. image_size: what a network sees of an image."""
 
     def __init__(
         self,
@@ -77,6 +77,8 @@ class Engine:
         """Why our own kernels do not run this backbone; None where they do."""
         if not self.fuse:
             return "they are for bf16 on a GPU"
+        if self.augmentation.view is not None:
+            return "they crop images, but do not resize them"
         from engram.kernels.fused import unsupported
 
         return unsupported(backbone, self.image_size)
@@ -122,13 +124,15 @@ class Engine:
 
     @torch.no_grad()
     def infer(self, network: Network, images: Tensor, mirror: bool = False) -> tuple[Tensor, Tensor]:
-        """Embeddings (N, D) and scores (N, K) of uint8 images (N, H, W, 3) in eval mode."""
+        """Embeddings (N, D) and scores (N, K) of uint8 images (N, H, W, 3) in eval mode, of what is seen of them."""
         was_training = network.training
         network.eval()
         embeddings: list[Tensor] = []
         scores: list[Tensor] = []
         fused = self.why_not_fused(network.backbone) is None
         passes = _folded(network, self.image_size) if fused else self._by_modules(network)
+        if self.augmentation.view is not None:
+            images = centre(images, self.image_size)
         batch = max(1, INFERENCE_PIXELS[self.device.type] // (images.shape[1] * images.shape[2]))
         for part in images.split(batch):
             output = passes(to_unit(part.to(self.device), mirror))

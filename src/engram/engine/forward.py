@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from engram.data.augment import augment
+from engram.data.augment import apply
 from engram.engine.plan import Plan
 from engram.engine.sgd import FlatSGD
 from engram.engine.space import Pool
@@ -78,7 +78,7 @@ class PlainForward:
 
     def images(self, pool: Pool, plan: Plan, counter: Tensor, size: int) -> Tensor:
         rows, draws = plan.row(counter, size)
-        images = augment(pool.padded, rows, draws, self._engine.image_size)
+        images = apply(self._engine.augmentation, pool.padded, rows, draws, self._engine.image_size)
         return images.contiguous(memory_format=self._engine.layout)
 
     def student(self, images: Tensor, train_backbone: bool) -> Output:

@@ -16,6 +16,7 @@ from engram.engine.plan import Plan
 PLANNED_STEPS = 512  # planned ahead, in whole epochs
 TERMS = 16  # the terms that a loss may have
 GROWTH = 1.5
+PART = 2**28  # bytes of images brought to the device at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,21 +54,30 @@ class Space:
             self.version += 1
         return held
 
+    @property
+    def held_bytes(self) -> int:
+        """What the pool's images take on the device, room beyond them included."""
+        return 0 if self._pool is None else self._pool.padded.numel()
+
     def pool(self, stage: Stage) -> Pool:
         """The stage's pool; brought here once a stage."""
         if self._pool is None or self._stage is not stage:
-            samples = stage.pool
-            padded = pad_images(samples.images.to(self.device), self._pad)
+            samples, pad = stage.pool, self._pad
+            height, width = samples.images.shape[1] + 2 * pad, samples.images.shape[2] + 2 * pad
             held = self._pool
-            if held is None or len(held.labels) < len(samples) or held.padded.shape[1:] != padded.shape[1:]:
+            if held is None or len(held.labels) < len(samples) or held.padded.shape[1:3] != (height, width):
                 room = len(samples) if held is None else max(len(samples), int(GROWTH * len(held.labels)))
+                held = self._pool = None  # the old one makes room for the new
                 held = self._pool = Pool(
-                    padded.new_zeros(room, *padded.shape[1:]),
+                    torch.zeros(room, height, width, 3, dtype=torch.uint8, device=self.device),
                     torch.zeros(room, dtype=torch.int64, device=self.device),
                     torch.zeros(room, dtype=torch.bool, device=self.device),
                 )
                 self.version += 1
-            held.padded[: len(samples)] = padded
+            some = max(1, PART // (height * width * 3))
+            for start in range(0, len(samples), some):
+                part = pad_images(samples.images[start : start + some].to(self.device), pad)
+                held.padded[start : start + len(part)] = part
             held.labels[: len(samples)] = samples.labels.to(self.device)
             held.exemplar[: len(samples)] = samples.exemplar.to(self.device)
             self._stage = stage

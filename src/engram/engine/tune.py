@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from engram.data.augment import augment, to_unit
+from engram.data.augment import apply, to_unit
 from engram.data.stage import Stage
 from engram.engine.plan import Plan, plan_epochs
 from engram.errors import EngramError
@@ -57,7 +57,8 @@ def tune(
         counter = torch.zeros(1, dtype=torch.int64, device=device)
         for step in range(steps):
             picked, draws = on_device.row(counter, min(size, len(rows) - step * size))
-            batch = augment(pool.padded, picked, draws, engine.image_size).contiguous(memory_format=engine.layout)
+            batch = apply(engine.augmentation, pool.padded, picked, draws, engine.image_size)
+            batch = batch.contiguous(memory_format=engine.layout)
             with torch.enable_grad():
                 learned = change.requires_grad_()
                 look = Look(start + learned * network.std, batch, pool.labels[picked], parameters, passes)

@@ -41,6 +41,8 @@ def unsupported(backbone: ResNet, size: tuple[int, int]) -> str | None:
     for number, group in enumerate(backbone.groups):
         for block in group.children():
             assert isinstance(block, Block)
+            if block.projection is not None or block.rectified or any(backbone.pooled):
+                return "they are written for backbones without 1x1 convolutions, ReLUs after a sum, and pooling"
             if block.stride not in (1, 2 if number else 1):
                 return "they are written for strides of 1 and 2, and 1 in the first group"
             strides *= block.stride

@@ -17,6 +17,7 @@ from engram.data.load import DataConfig
 from engram.data.memory import MemoryConfig
 from engram.errors import EngramError, suggest
 from engram.methods import METHODS, MethodInfo
+from engram.recipes import imagenet
 
 CIFAR100_STAGES = {50: 1, 25: 2, 10: 5, 5: 10}
 MINI_STAGES = {10: 1, 5: 2}
@@ -112,6 +113,12 @@ def _catalogue() -> dict[str, Callable[[], RunConfig]]:
         for stages in MINI_STAGES:
             catalogue[f"{name}-mini-b10-s{stages}"] = lambda method=method, stages=stages: mini(method, stages)
         catalogue[f"{name}-folder"] = lambda method=method: folder(method)
+        for dataset, stages in imagenet.offered(name):
+            catalogue[imagenet.recipe_name(name, dataset, stages)] = (
+                lambda method=method, dataset=dataset, stages=stages: imagenet.imagenet(
+                    method, dataset, stages, _memory(method, 20)
+                )
+            )
     for name in NME:
         for stages in CIFAR100_STAGES:
             catalogue[f"{name}-nme-cifar100-b50-s{stages}"] = lambda name=name, stages=stages: nme(
@@ -119,7 +126,7 @@ def _catalogue() -> dict[str, Callable[[], RunConfig]]:
             )
     for stages in CIFAR100_STAGES:
         catalogue[f"der-resnet18-cifar100-b50-s{stages}"] = lambda stages=stages: replace(
-            cifar100(METHODS["der"], stages), backbone="resnet18"
+            cifar100(METHODS["der"], stages), backbone="resnet18-small"
         )
     return catalogue
 

@@ -13,7 +13,7 @@ from engram.cli.interrupt import Interrupt
 from engram.cli.options import RunningFlags
 from engram.cli.text import bold, is_live, stage_name, summary_line, summary_table
 from engram.data.fetch import data_home
-from engram.data.load import DataConfig, load_store
+from engram.data.load import FOLDERS, DataConfig, load_store
 from engram.data.store import ImageStore
 from engram.errors import EngramError
 from engram.events import Event, RunFinished, Stopped
@@ -64,7 +64,7 @@ def read_images(data: DataConfig, console: Console, silent: bool) -> ImageStore:
     """The images of a run; a folder is read with a progress bar where there is a terminal."""
     if silent or not is_live(console):
         return load_store(data)
-    if data.name != "folder":
+    if data.name not in FOLDERS:
         with console.status(f"reading {data.name}"):
             return load_store(data)
     columns = (TextColumn("reading images"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

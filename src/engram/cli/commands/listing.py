@@ -24,6 +24,8 @@ from engram.stagecache import StageCache
 DATASETS = {
     "mini": "in the package: 20 classes of CIFAR-100 at 16x16 pixels, 250 training and 100 test images each",
     "cifar100": "100 classes at 32x32 pixels; 'engram prepare cifar100' downloads it, or give --data PATH",
+    "imagenet100": "the first 100 classes of ImageNet at 224x224 pixels: its train/ and val/, given with --data PATH",
+    "imagenet1000": "all of ImageNet at 224x224 pixels: its train/ and val/, given with --data PATH",
     "folder": "your own images: a folder of class folders, given with --data PATH",
 }
 # Which entries of a row are shown, in order; --json gives all of them.

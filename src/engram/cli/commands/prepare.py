@@ -14,6 +14,7 @@ from engram.cli.options import Prepare
 from engram.cli.text import is_live, make_console
 from engram.data.cifar import read_cifar100
 from engram.data.fetch import data_home, fetch_cifar100
+from engram.data.imagenet import IMAGENET
 from engram.errors import EngramError, suggest
 
 PREPARED = ("cifar100",)
@@ -25,6 +26,11 @@ def prepare_command(options: Prepare, typed: Sequence[str]) -> int:
     del typed
     if options.dataset in ("mini", "folder"):
         raise EngramError(f"{options.dataset} needs no preparation; 'cifar100' is what can be downloaded")
+    if options.dataset in IMAGENET:
+        raise EngramError(
+            f"{options.dataset} cannot be downloaded for you: get ImageNet from https://image-net.org and give "
+            "'engram run' the folder with its train/ and val/ with --data"
+        )
     if options.dataset not in PREPARED:
         raise EngramError(f"no data set {options.dataset!r} to prepare: {suggest(options.dataset, PREPARED)}")
     folder = data_home() if options.out is None else Path(options.out).expanduser()

@@ -1,0 +1,445 @@
+"""ImageNet: reading its folders, the decoded images on disk, what does not fit, and the recipes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from engram import EngramError, recipe, recipe_names
+from engram.cli import main
+from engram.data import imagecache, imagenet, store
+from engram.data.fetch import data_home
+from engram.data.imagecache import ImageCache
+from engram.data.imagenet import CACHE, IMAGENET, MEAN, STD, decode_square, published_wnids, read_imagenet
+from engram.data.load import DataConfig, load_store
+from engram.data.stream import class_order
+from engram.engine import room, space
+from engram.engine.room import check_pool
+from engram.engine.space import Space
+from engram.methods import METHODS, Training
+from engram.plain import to_plain
+from engram.recipes.imagenet import PROTOCOLS, SETTINGS
+from engram.runner import resume, run
+from engram.session import Session
+from helpers import learn_stage, make_stage, parameters_of, tiny_config, tiny_session, toy_store
+
+CPU = torch.device("cpu")
+SIDE = 8  # that the tests decode to
+
+
+def write_jpeg(path: Path, seed: int, size: tuple[int, int] = (14, 10)) -> None:
+    """A small JPEG of its own colours, wider than high."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    random = np.random.default_rng(seed)
+    pixels = random.integers(0, 256, 3) * 0.5 + random.integers(0, 128, (size[1], size[0], 3))
+    Image.fromarray(pixels.astype(np.uint8)).save(path, "JPEG", quality=95)
+
+
+def write_imagenet(root: Path, wnids: tuple[str, ...], train: int = 2, val: int = 1) -> Path:
+    """ImageNet's folders with so many images a class."""
+    for number, wnid in enumerate(wnids):
+        for i in range(train):
+            write_jpeg(root / "train" / wnid / f"{wnid}_{i}.JPEG", 10 * number + i)
+        for i in range(val):
+            write_jpeg(root / "val" / wnid / f"ILSVRC2012_val_{number:04}{i}.JPEG", 10 * number + 5 + i)
+    return root
+
+
+@pytest.fixture(scope="module")
+def hundred(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """ImageNet-100 in small."""
+    return write_imagenet(tmp_path_factory.mktemp("imagenet"), published_wnids())
+
+
+@pytest.fixture
+def three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An ImageNet that has three classes in all."""
+    monkeypatch.setitem(imagenet.IMAGENET, "imagenet1000", 3)
+    return write_imagenet(tmp_path / "three", ("n00000001", "n00000002", "n00000003"), train=3, val=2)
+
+
+def read_three(root: Path, **options: Any) -> store.ImageStore:
+    return read_imagenet("imagenet1000", root, **{"side": SIDE, **options})
+
+
+# Reading
+
+
+def test_imagenet100_has_its_hundred_classes_in_order(hundred: Path) -> None:
+    images = read_imagenet("imagenet100", hundred, side=SIDE)
+    assert images.class_names == published_wnids()
+    assert list(images.class_names) == sorted(images.class_names)
+    assert (len(images.train), len(images.test), images.image_size) == (200, 100, (SIDE, SIDE))
+    assert images.train.class_ids.tolist() == [i for i in range(100) for _ in range(2)]
+    assert (images.mean, images.std, images.origin, images.name) == (MEAN, STD, "imagenet100", "imagenet100")
+    for row, path in (
+        (5, f"train/{published_wnids()[2]}/{published_wnids()[2]}_1.JPEG"),
+        (0, f"train/{published_wnids()[0]}/{published_wnids()[0]}_0.JPEG"),
+    ):
+        assert np.array_equal(images.train.images[row], decode_square(hundred / path, SIDE))
+    assert len(set(class_order("1", "imagenet100", images.class_names))) == 100
+    assert class_order("1", "imagenet100", images.class_names)[:3] == (68, 56, 78)
+
+
+def test_other_folders_beside_the_hundred_are_left_alone(hundred: Path, tmp_path: Path) -> None:
+    root = tmp_path / "all"
+    for split in ("train", "val"):
+        (root / split).mkdir(parents=True)
+        for wnid in published_wnids():
+            (root / split / wnid).symlink_to(hundred / split / wnid)
+        write_jpeg(root / split / "n99999999" / "x.JPEG", 1)
+    assert read_imagenet("imagenet100", root, side=SIDE).num_classes == 100
+
+
+def test_a_square_is_the_centre_of_the_image_with_its_shorter_side_brought_to_size(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    noise = Image.fromarray(random.integers(0, 256, (40, 20, 3), dtype=np.uint8)).resize((90, 60))
+    noise.save(tmp_path / "x.JPEG", quality=95)
+    with Image.open(tmp_path / "x.JPEG") as photograph:
+        whole = np.asarray(photograph.resize((48, 32), Image.Resampling.BILINEAR)).astype(int)
+    square = decode_square(tmp_path / "x.JPEG", 32).astype(int)
+    assert square.shape == (32, 32, 3)
+    assert np.abs(square - whole[:, 8:40]).max() <= 1
+
+
+@pytest.mark.parametrize("mode", ["L", "CMYK", "RGB"])
+def test_every_kind_of_official_file_is_read(mode: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.JPEG"
+    Image.new(mode, (20, 12)).save(path, "PNG" if mode == "RGB" else "JPEG")  # one of them is a PNG
+    assert decode_square(path, 9).shape == (9, 9, 3)
+
+
+def test_imagenet1000_takes_every_class_of_the_folder(three: Path) -> None:
+    write_jpeg(three / "train" / "notes" / "x.JPEG", 1)  # no wnid
+    images = read_three(three)
+    assert images.class_names == ("n00000001", "n00000002", "n00000003")
+    assert np.bincount(images.train.class_ids).tolist() == [3, 3, 3]
+    assert np.bincount(images.test.class_ids).tolist() == [2, 2, 2]
+
+
+# The decoded images on disk
+
+
+def test_images_are_mapped_from_a_file_and_decoded_once(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, int]] = []
+    first = read_three(three, progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(i, 15) for i in range(1, 16)]
+    base = first.train.images.base
+    while base is not None and not isinstance(base, np.memmap):
+        base = base.base
+    assert isinstance(base, np.memmap)
+    assert not first.train.images.flags.writeable
+    monkeypatch.setattr(imagenet, "decode_square", lambda *_: pytest.fail("decoded again"))
+    again = read_three(three)
+    assert np.array_equal(first.train.images, again.train.images)
+    assert np.array_equal(first.test.images, again.test.images)
+    computed = store.ImageStore("x", again.train, again.test, again.class_names).fingerprint()
+    assert again.known_fingerprint == again.fingerprint() == first.fingerprint() == computed
+
+
+def test_changed_files_and_other_sizes_are_decoded_anew(three: Path) -> None:
+    before = read_three(three)
+    assert read_three(three, side=9).image_size == (9, 9)
+    path = three / "train" / "n00000002" / "n00000002_1.JPEG"
+    write_jpeg(path, 99)
+    os.utime(path, ns=(1, 1))
+    after = read_three(three)
+    assert after.fingerprint() != before.fingerprint()
+    differ = [i for i in range(9) if not np.array_equal(before.train.images[i], after.train.images[i])]
+    assert differ == [4]
+    assert len(ImageCache(data_home() / CACHE).entries()) == 3
+
+
+@pytest.mark.parametrize("damage", ["cut", "no pixels", "no JSON", "half a JSON"])
+def test_damaged_entries_are_decoded_anew(damage: str, three: Path) -> None:
+    before = read_three(three)
+    pixels, about = (next((data_home() / CACHE).glob(f"*{kind}")) for kind in (".pixels", ".json"))
+    if damage == "cut":
+        os.truncate(pixels, 100)
+    elif damage == "half a JSON":
+        about.write_text(about.read_text()[:30])
+    else:
+        (pixels if damage == "no pixels" else about).unlink()
+    again = read_three(three)
+    assert again.fingerprint() == before.fingerprint()
+    assert np.array_equal(again.test.images[-1], decode_square(three / "val/n00000003/ILSVRC2012_val_00021.JPEG", SIDE))
+
+
+def test_an_unreadable_image_is_named_and_nothing_is_left_behind(three: Path) -> None:
+    bad = three / "train" / "n00000002" / "n00000002_1.JPEG"
+    bad.write_bytes(bad.read_bytes()[:200])
+    with pytest.raises(
+        EngramError, match=r"n00000002_1\.JPEG cannot be read \(.+\); mend or remove it, or .*--skip-bad"
+    ):
+        read_three(three)
+    assert list((data_home() / CACHE).iterdir()) == []
+    images = read_three(three, skip_bad=True)
+    assert images.skipped == ("train/n00000002/n00000002_1.JPEG",)
+    assert np.bincount(images.train.class_ids).tolist() == [3, 2, 3]
+    assert np.array_equal(images.train.images[5], decode_square(three / "train/n00000003/n00000003_0.JPEG", SIDE))
+    assert read_three(three, skip_bad=True).skipped == images.skipped
+    with pytest.raises(EngramError, match=r"n00000002_1\.JPEG cannot be read"):
+        read_three(three)
+
+
+def test_the_longest_unused_set_makes_room(tmp_path: Path) -> None:
+    cache = ImageCache(tmp_path / "cache", limit_bytes=500)
+    image = np.zeros((8, 8, 3), np.uint8)
+    for number, key in enumerate(("a", "b")):
+        assert cache.save(key, [image], 192) == 1
+        cache.describe(key, {"images": 1, "side": 8})
+        os.utime(cache.folder / f"{key}.pixels", (number, number))
+    cache.images("a", 1, 8)  # used again
+    cache.save("c", [image], 192)
+    cache.describe("c", {"images": 1, "side": 8})
+    assert {entry.key for entry in cache.entries()} == {"a", "c"}
+    assert cache.about("b") is None
+    assert cache.about("a") == {"images": 1, "side": 8}
+    cache.save("d", [image] * 4, 768)  # more than the limit: it is kept alone
+    assert [entry.key for entry in cache.entries()] == ["d"]
+
+
+def test_a_full_disk_is_told_before_it_is_full(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(imagecache.shutil, "disk_usage", lambda _: usage(10**9, 10**9, 10**3))
+    with pytest.raises(
+        EngramError, match=r"need 0\.0 GB in .*images, where 0\.0 GB are free; make room, .*ENGRAM_DATA"
+    ):
+        read_three(three)
+
+
+# What is refused
+
+
+def test_validation_images_side_by_side_are_refused_with_what_to_do(three: Path) -> None:
+    shutil.rmtree(three / "val")
+    for i in range(3):
+        write_jpeg(three / "val" / f"ILSVRC2012_val_{i:08}.JPEG", i)
+    with pytest.raises(EngramError, match=r"side by side instead of in class folders; move each .*valprep\.sh.*wnid"):
+        read_three(three)
+
+
+def test_other_layouts_are_refused(three: Path, hundred: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        EngramError, match=r"has no folder train/; give the folder of ImageNet that holds train/ and val/"
+    ):
+        read_three(three / "train")
+    with pytest.raises(
+        EngramError, match=r"lacks 100 of the 100 class folders of imagenet100: 'n01440764', .* and 97 more"
+    ):
+        read_imagenet("imagenet100", three)
+    monkeypatch.setitem(imagenet.IMAGENET, "imagenet1000", 1000)
+    with pytest.raises(
+        EngramError, match=r"has 100 class folders with names like n01440764, and imagenet1000 has 1,000"
+    ):
+        read_imagenet("imagenet1000", hundred)
+    shutil.rmtree(three / "val" / "n00000002")
+    monkeypatch.setitem(imagenet.IMAGENET, "imagenet1000", 3)
+    with pytest.raises(EngramError, match=r"val lacks 1 of the 3 class folders of imagenet1000: 'n00000002'"):
+        read_three(three)
+    (three / "val" / "n00000002").mkdir()
+    with pytest.raises(EngramError, match=r"n00000002 has no image; unpack ImageNet's val set again"):
+        read_three(three)
+    with pytest.raises(
+        EngramError, match=r"imagenet100 needs the folder that holds ImageNet's train/ and val/: give --data"
+    ):
+        load_store(DataConfig("imagenet100"))
+
+
+def test_a_share_held_out_has_a_fingerprint_of_its_own_and_must_fit(
+    three: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = read_three(three)
+    held = load_store(DataConfig("imagenet1000", str(three), image_size=SIDE, holdout=0.3))
+    assert (len(held.train), len(held.test)) == (6, 3)
+    assert held.fingerprint() != whole.fingerprint()
+    monkeypatch.setattr(store, "SMALL", 100)
+    monkeypatch.setattr(store, "free_memory", lambda: 1000)
+    with pytest.raises(EngramError, match=r"copies the 0\.0 GB of training images into memory, where 0\.0 GB are free"):
+        whole.holdout(0.3, seed=0)
+
+
+def test_a_stage_that_does_not_fit_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "free_memory", lambda: 60 * 10**9)
+    check_pool(0, 65_000, (256, 256), CPU)  # 3 x 12.8 GB
+    with pytest.raises(
+        EngramError, match=r"stage 0 trains on 640,000 images of 256x256 pixels, .* 377\.5 GB of memory"
+    ):
+        check_pool(0, 640_000, (256, 256), CPU)
+    check_pool(1, 90_000, (256, 256), CPU, held=20 * 10**9)  # twice in memory: it fits where the last one was
+    with pytest.raises(EngramError, match=r"and 60\.0 GB are free; give a smaller --image-size or --base"):
+        check_pool(1, 110_000, (256, 256), CPU)
+    monkeypatch.setattr(room, "free_on", lambda _: 10 * 10**9)
+    with pytest.raises(EngramError, match=r"need 12\.8 GB on the GPU, and 10\.0 GB are free"):
+        check_pool(0, 65_000, (256, 256), torch.device("cuda"))
+    monkeypatch.setattr(room, "free_memory", lambda: 0)
+    check_pool(0, 5_000, (32, 32), CPU)  # not worth asking
+
+
+def test_free_memory_is_what_the_machine_says() -> None:
+    assert 2**24 < room.free_memory() < 2**50
+    assert room.free_on(CPU) == pytest.approx(room.free_memory(), rel=0.5)
+
+
+def test_a_pool_is_the_same_brought_here_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(space, "PART", 3 * 12 * 12 * 3)
+    here, stage = Space(CPU, 2), make_stage(0, 0, [0, 1, 1, 0, 1, 0, 0])
+    pool = here.pool(stage)
+    assert torch.equal(pool.padded[:, 2:10, 2:10], stage.pool.images)
+    assert pool.padded.long().sum() == stage.pool.images.long().sum()
+    assert here.held_bytes == 7 * 12 * 12 * 3
+
+
+# Recipes
+
+
+def test_the_methods_of_the_papers_table_have_recipes() -> None:
+    rows = {"afc", "podnet", "podnet-dde", "ucir", "ucir-dde", "mnemonics", "icarl", "bic", "geodl"}
+    assert rows <= {method for method, datasets in SETTINGS.items() if set(datasets) == set(PROTOCOLS)}
+    assert set(SETTINGS) <= set(METHODS)
+    for method in SETTINGS:
+        for dataset in SETTINGS[method]:
+            base, increments = PROTOCOLS[dataset]
+            for stages, new in increments.items():
+                config = recipe(f"{method}-{dataset}-b{base}-s{stages}")
+                assert (config.base, config.increment) == (base, new)
+                assert base + stages * new == IMAGENET[dataset]
+                assert config.memory.selection == METHODS[method].selection
+                assert (str(config.memory), config.backbone, config.data.name) == ("per_class=20", "resnet18", dataset)
+                assert config.augmentation.seen((256, 256)) == (224, 224)
+                assert config.augmentation.brightness == 63 / 255
+    offered = sum(len(PROTOCOLS[dataset][1]) for datasets in SETTINGS.values() for dataset in datasets)
+    assert len([name for name in recipe_names() if "-imagenet" in name]) == offered >= 40
+
+
+def training(name: str, phase: str = "train") -> Training:
+    return getattr(recipe(name).settings, phase)
+
+
+def test_the_settings_are_the_published_ones() -> None:
+    afc: Any = recipe("afc-imagenet100-b50-s50").settings
+    assert (afc.lambda_disc, afc.finetune.lr, afc.finetune.epochs, afc.finetune.weight_decay) == (10, 0.02, 20, 1e-4)
+    assert afc.train == Training(90, 128, 0.1, "cosine", weight_decay=1e-4)
+    assert recipe("afc-imagenet1000-b500-s5").settings == afc
+    podnet: Any = recipe("podnet-imagenet100-b50-s10").settings
+    assert (podnet.lambda_flat, podnet.lambda_spatial) == (10, 8)
+    assert podnet.train == Training(90, 64, 0.05, "cosine", weight_decay=5e-4)
+    assert (podnet.finetune.lr, podnet.finetune.batch_size) == (0.01, 64)
+    assert training("podnet-imagenet1000-b500-s10").weight_decay == 1e-4
+    for dataset in PROTOCOLS:
+        protocol = f"{dataset}-b{PROTOCOLS[dataset][0]}-s5"
+        hosted = to_plain(recipe(f"podnet-dde-{protocol}").settings)
+        assert {name: value for name, value in hosted.items() if name != "dde"} == to_plain(
+            recipe(f"podnet-{protocol}").settings
+        )
+        hosted: Any = recipe(f"ucir-dde-{protocol}").settings
+        assert hosted.lambda_embedding == (5 if dataset == "imagenet100" else 10)
+    cosine = (("ucir", "lambda_embedding"), ("mnemonics", "lambda_embedding"), ("geodl", "lambda_geodesic"))
+    for method, weight in (*cosine, ("ucir-dde", "lambda_embedding")):
+        name = f"{method}-imagenet1000-b500-s10"
+        assert getattr(recipe(name).settings, weight) == 10
+        assert training(name).milestones == (30 / 90, 60 / 90)
+        assert (training(name).epochs, training(name).lr, training(name).weight_decay) == (90, 0.1, 1e-4)
+    icarl = training("icarl-imagenet100-b50-s5")
+    assert (icarl.epochs, icarl.lr, icarl.batch_size, icarl.weight_decay, icarl.factor) == (60, 1.0, 64, 1e-5, 0.2)
+    assert [share * 60 for share in icarl.milestones] == [20, 30, 40, 50]
+    bic = training("bic-imagenet100-b50-s5")
+    assert (bic.epochs, bic.lr, bic.batch_size, bic.weight_decay, bic.factor) == (100, 0.025, 64, 1e-4, 0.1)
+    assert [share * 100 for share in bic.milestones] == [30, 60, 80, 90]
+    ssil = training("ssil-imagenet1000-b500-s10")
+    assert (ssil.epochs, ssil.lr, ssil.milestones, ssil.weight_decay) == (100, 0.1, (0.4, 0.8), 1e-4)
+    assert training("gdumb-imagenet100-b50-s5").epochs == 128
+    assert training("gdumb-imagenet100-b50-s5", "rehearse").epochs == 16
+
+
+def test_resnet18_learns_two_stages_of_resized_parts() -> None:
+    config = tiny_config(epochs=1, backbone="resnet18", augmentation=recipe("afc-imagenet100-b50-s5").augmentation)
+    session = tiny_session(config, toy_store(num_classes=4, per_class=4, size=37))
+    assert session.engine.image_size == (32, 32)
+    before = parameters_of(session.learner.network.backbone)
+    for index in range(2):
+        learn_stage(session, index)
+    after = parameters_of(session.learner.network.backbone)
+    assert all(not torch.equal(before[name], after[name]) for name in before)
+    assert [len(session.learner.buffers[f"importance.{i}"]) for i in range(4)] == [64, 128, 256, 512]
+    accuracy, _, _ = session.evaluate(1)
+    assert set(accuracy) == {"cnn", "nme"}
+
+
+def test_a_recipe_runs_stops_and_resumes_to_the_same_numbers(hundred: Path, tmp_path: Path) -> None:
+    data = DataConfig("imagenet100", str(hundred), image_size=40)
+    config = recipe("afc-imagenet100-b50-s5").with_settings(
+        train__epochs=1, train__batch_size=2, finetune__epochs=1, finetune__batch_size=2, proxies=2
+    )
+    config = config.with_value("base", 2).with_value("increment", 2).with_value("device", "cpu")
+    config = config.with_value("memory.size", 1).with_value("data", data).with_value("backbone", "resnet10")
+    assert Session(config, load_store(data)).engine.image_size == (35, 35)
+
+    def stages(directory: Path) -> list[Any]:
+        done = json.loads((directory / "result.json").read_text())["stages"]
+        return [stage["accuracy_by_stage"] for stage in done]
+
+    list(run(config, None, tmp_path / "whole", stop_after_stage=1))
+    steps = 0
+
+    def stop() -> bool:
+        nonlocal steps
+        steps += 1
+        return steps == 3  # in the main phase of stage 1
+
+    list(run(config, None, tmp_path / "cut", stop=stop))
+    list(resume(tmp_path / "cut", stop_after_stage=1))
+    assert len(stages(tmp_path / "whole")) == 2
+    assert stages(tmp_path / "cut") == stages(tmp_path / "whole")
+    for stage in ("000", "001"):
+        ours, theirs = (tmp_path / which / "stages" / f"{stage}.safetensors" for which in ("cut", "whole"))
+        assert ours.read_bytes() == theirs.read_bytes()
+
+
+# The command line
+
+
+def typed(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
+    capsys.readouterr()
+    status = main([str(argument) for argument in arguments])
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def test_a_dry_run_shows_what_is_stored_and_what_is_seen(
+    hundred: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = ("run", "ucir-imagenet100-b50-s25", "--data", hundred, "--image-size", "16", "--dry-run", "--json")
+    status, out, _ = typed(capsys, *arguments)
+    plan = json.loads(out)
+    assert status == 0
+    assert plan["config"]["data"]["name"] == "imagenet100"
+    assert plan["card"]["Data set"].endswith("200 training and 100 test images, 16x16, of which 14x14 are seen")
+    assert plan["card"]["Class order"] == "1 (published)"
+    assert len(plan["stages"]) == 26
+
+
+def test_flags_and_commands_know_imagenet(hundred: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, err = typed(capsys, "run", "afc-imagenet100-b50-s5", "--data", hundred, "--test-fraction", "0.5")
+    assert status == 2
+    assert "--test-fraction is for a folder of images" in err
+    status, _, err = typed(capsys, "run", "afc-imagenet1000-b500-s5", "--dry-run")
+    assert status == 2
+    assert "give --data PATH" in err
+    status, _, err = typed(capsys, "prepare", "imagenet100")
+    assert status == 2
+    assert "cannot be downloaded for you: get ImageNet from https://image-net.org" in err
+    out = " ".join(typed(capsys, "list", "datasets")[1].split())
+    assert "imagenet100" in out
+    assert "imagenet1000" in out
+    assert "resnet18" in typed(capsys, "list", "backbones")[1]
