@@ -18,25 +18,31 @@ from engram.recipes.changes import named_after_changes
 def configure_all(options: Run) -> list[RunConfig]:
     """The configuration of every run that was asked for: each recipe with each class order and each seed."""
     _refuse_repeated("recipe", options.recipes)
-    orders = _listed("--orders", options.stream.orders)
-    seeds = _listed("--seeds", options.training.seeds)
+    orders = listed("--orders", options.stream.orders)
+    seeds = [] if options.training.seeds is None else listed_seeds(options.training.seeds)
     for flag, single, several in (("--order", options.stream.order, orders), ("--seed", options.training.seed, seeds)):
         key = flag.removeprefix("--")
         is_set = any(setting.partition("=")[0].strip() == key for setting in options.training.set)
         if several and (single is not None or is_set):
             raise EngramError(f"{f'--set {key}' if is_set else flag} and {flag}s exclude each other; give one of them")
-    for seed in seeds:
-        if not seed.isdecimal():
-            raise EngramError(f"--seeds takes whole numbers with commas between, such as 1,2,3, got {seed!r}")
     configs: list[RunConfig] = []
     for name in options.recipes:
         config = configure(options, name)
         for order in orders or [config.order]:
-            configs += [replace(config, order=order, seed=int(seed)) for seed in seeds or [config.seed]]
+            configs += [replace(config, order=order, seed=seed) for seed in seeds or [config.seed]]
     return configs
 
 
-def _listed(flag: str, text: str | None) -> list[str]:
+def listed_seeds(text: str) -> list[int]:
+    """The seeds with commas between."""
+    seeds = listed("--seeds", text)
+    for seed in seeds:
+        if not seed.isdecimal():
+            raise EngramError(f"--seeds takes whole numbers with commas between, such as 1,2,3, got {seed!r}")
+    return [int(seed) for seed in seeds]
+
+
+def listed(flag: str, text: str | None) -> list[str]:
     """The values with commas between; none where the flag was not given."""
     if text is None:
         return []

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from engram.reproduce.cells import FURTHER, MARKS, NOT_RUN, WITHIN_POINT, WITHIN_STD, Measured, measure_all
-from engram.reproduce.page import headline, records_of
+from engram.reproduce.page import headline, records_of, remark
 from engram.reproduce.paper import Experiment, Paper
 from engram.reproduce.plan import Asked, make_plan
 from engram.reproduce.records import Record
@@ -47,12 +47,12 @@ def _opening(paper: Paper, cells: Sequence[Measured]) -> str:
 {paper.title}. {headline(cells)}
 
 Made by `{COMMAND}`; a test checks that it is what this command gives.
-`engram reproduce table1` runs what a table lacks, and `engram results merge` adds it to [`results/`](../results/README.md).
+`engram reproduce table1` runs what a table lacks; `engram results merge` adds it to [`results/`](../results/README.md).
 A number of ours stands beside the paper's and never in its place: what was not run says so.
 
 {LEGEND}.
-A star marks what the paper's authors ran again with others' code. Where the paper gives no standard deviation, one point
-is the measure.
+A star marks what the paper's authors ran again with others' code. Where the paper gives no standard deviation, one
+point is the measure.
 """
 
 
@@ -81,9 +81,8 @@ def _reproduces(tables: Sequence[Experiment], cells: Sequence[Measured]) -> str:
 
 def _does_not(paper: Paper, tables: Sequence[Experiment], cells: Sequence[Measured]) -> str:
     far = _named(tables, cells, (FURTHER,))
-    measured = {cell.cell.experiment.name for cell in cells if cell.mark == FURTHER}
-    headings = {experiment.name: experiment.heading for experiment in tables}
-    why = [f"- {headings[name]}: {text}" for name, text in paper.remarks.items() if name in measured]
+    remarks = {experiment.heading: remark(paper, _of(experiment, cells)) for experiment in tables}
+    why = [f"- {heading}: {text}" for heading, text in remarks.items() if text]
     known = f"\nWhy, as far as known:\n\n{chr(10).join(why)}\n" if why else ""
     text = "\n".join(far) or "Nothing that was measured."
     return f"## What does not\n\nFurther off than one point and the paper's standard deviation:\n\n{text}\n{known}"
@@ -119,8 +118,8 @@ the others are the mean difference to it over runs of the same class order and s
 
 
 def _section(paper: Paper, experiment: Experiment, cells: Sequence[Measured]) -> str:
-    remark = paper.remarks.get(experiment.name)
-    return markdown(experiment, _of(experiment, cells)) + (f"\n{remark}\n" if remark else "")
+    about = remark(paper, _of(experiment, cells))
+    return markdown(experiment, _of(experiment, cells)) + (f"\n{about}\n" if about else "")
 
 
 def _provenance(used: Sequence[Record], records: Sequence[Record]) -> str:

@@ -86,7 +86,7 @@ def headline(cells: Sequence[Measured]) -> str:
     parts = [
         f"{marks[mark]} {text}"
         for mark, text in (
-            (WITHIN_STD, "within one standard deviation of it"),
+            (WITHIN_STD, "within the paper's standard deviation"),
             (WITHIN_POINT, "within one point"),
             (FURTHER, "further off"),
         )
@@ -108,6 +108,12 @@ def facts(cells: Sequence[Measured]) -> str:
     )
 
 
+def remark(paper: Paper, cells: Sequence[Measured]) -> str:
+    """What is known of why an experiment's numbers are off, where some are."""
+    off = [cell.cell.experiment.name for cell in cells if cell.mark == FURTHER]
+    return paper.remarks.get(off[0], "") if off else ""
+
+
 def records_of(cells: Iterable[Cell]) -> list[Record]:
     """The runs behind the cells, each once."""
     return list({id(record): record for cell in cells for record in cell.records}.values())
@@ -123,7 +129,7 @@ def _part(paper: Paper, experiment: Experiment, measured: list[Measured]) -> dic
         "title": experiment.title,
         "measure": MEASURES[experiment.measure].capitalize() + ".",
         "note": experiment.note,
-        "remark": paper.remarks.get(experiment.name, ""),
+        "remark": remark(paper, measured),
         "columns": [column.label for column in experiment.columns],
         "rows": [
             {"label": label, "cells": [_cell(cell, base) for cell, base in zip(row, bases, strict=True)]}

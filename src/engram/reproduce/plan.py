@@ -27,9 +27,9 @@ class Wanted:
     config: RunConfig
     key: str
 
-    def is_measured_by(self, record: Record) -> bool:
-        """Whether a record is this run, computed as it was asked for."""
-        if record.key != self.key:
+    def is_measured_by(self, record: Record, importance: bool = False) -> bool:
+        """Whether a record is this run, computed as it was asked for, and with its importance where that is needed."""
+        if record.key != self.key or (importance and "importance" not in record.data):
             return False
         asked = self.config.precision
         return record.has_default_precision if asked == "auto" else record.precision == asked
@@ -37,7 +37,7 @@ class Wanted:
 
 @dataclass(frozen=True, eq=False)
 class Cell:
-    """A cell: its runs, and those of them that were measured.
+    """A cell: its runs, and for each the record of it, None where it was not measured.
 
     reason: why it has no runs, where it can have none; missing: the recipe that there is not yet.
     """
@@ -48,14 +48,19 @@ class Cell:
     predictor: str | None
     published: Published | None
     wanted: tuple[Wanted, ...] = ()
-    records: tuple[Record, ...] = ()
+    found: tuple[Record | None, ...] = ()
     reason: str = ""
     missing: str = ""
 
     @property
-    def left(self) -> int:
-        """How many of its runs were not measured."""
-        return len(self.wanted) - len(self.records)
+    def records(self) -> tuple[Record, ...]:
+        """Its runs that were measured."""
+        return tuple(record for record in self.found if record is not None)
+
+    @property
+    def left(self) -> tuple[Wanted, ...]:
+        """Its runs that were not measured."""
+        return tuple(wanted for wanted, record in zip(self.wanted, self.found, strict=True) if record is None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +104,7 @@ def make_plan(experiments: Sequence[Experiment], records: Iterable[Record], aske
         for row in experiment.rows
         for column in experiment.columns
     ]
-    left = {name: wanted for name, wanted in planner.runs.items() if planner.found(wanted) is None}
+    left = {wanted.name: wanted for cell in cells for wanted in cell.left}
     return Plan(tuple(cells), planner.runs, left)
 
 
@@ -115,9 +120,10 @@ class _Planner:
             if record.key is not None:
                 self._by_key.setdefault(record.key, []).append(record)
 
-    def found(self, wanted: Wanted) -> Record | None:
+    def found(self, wanted: Wanted, importance: bool) -> Record | None:
         """The run as it was measured; of several (other machines, other commits) the latest."""
-        fitting = [record for record in self._by_key.get(wanted.key, []) if wanted.is_measured_by(record)]
+        known = self._by_key.get(wanted.key, [])
+        fitting = [record for record in known if wanted.is_measured_by(record, importance)]
         return max(fitting, key=lambda record: record.data["created"], default=None)
 
     def cell(self, experiment: Experiment, row: Row, column: Column) -> Cell:
@@ -133,9 +139,8 @@ class _Planner:
         wanted = tuple(
             self._wanted(replace(config, order=order, seed=seed), original.recipe) for order in orders for seed in seeds
         )
-        records = tuple(record for run in wanted if (record := self.found(run)) is not None)
-        predictor = spec.predictor or config.predictor
-        return replace(cell, predictor=predictor, wanted=wanted, records=records)
+        found = tuple(self.found(run, importance=experiment.kind == "importance") for run in wanted)
+        return replace(cell, predictor=spec.predictor or config.predictor, wanted=wanted, found=found)
 
     def _here(self, config: RunConfig) -> RunConfig:
         """The configuration with the images, device and precision that were asked for."""
