@@ -223,7 +223,7 @@ class Reproduce:
     rows: Annotated[str | None, arg(metavar="ROW,ROW", help_behavior_hint="(default: all)")] = None
     """Rows, by label or method: AFC, or "AFC (CNN)"."""
     columns: Annotated[str | None, arg(metavar="COLUMN,COLUMN", help_behavior_hint="(default: all)")] = None
-    """Columns, by label or value: "50 stages", or 50."""
+    """Columns, by label or a word of it: "50 stages", or 50."""
     orders: Annotated[str | None, arg(metavar="ORDER,ORDER", help_behavior_hint="(default: the paper's)")] = None
     """Class orders, such as 1,2,3."""
     seeds: Annotated[str, arg(metavar="N,N", help_behavior_hint="(default: 1)")] = "1"

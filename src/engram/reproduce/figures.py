@@ -49,7 +49,7 @@ def accuracy(experiment: Experiment, column: Column, cells: Sequence[Measured]) 
             axes.fill_between(seen, mean - std, mean + std, color=colour(index), alpha=_DARK, linewidth=0, zorder=2)
         bounds += [float((mean - std).min()), float((mean + std).max())]
     axes.set_ylim(10 * math.floor(min(bounds) / 10), min(100, 10 * math.ceil(max(bounds) / 10)))
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, steps=[1, 2, 5, 10]))
     axes.grid(False, axis="x")
     axes.margins(x=0.02)
     axes.set_xlabel("classes seen")

@@ -216,9 +216,9 @@ def _is_any(thing: Row | Column, names: Sequence[str] | None) -> bool:
 
 
 def _is_called(thing: Row | Column, name: str) -> bool:
-    """Whether a row or column goes by that name: its label, its method or recipe, or one of its values."""
+    """Whether a row or column goes by that name: its label, a row's method or recipe, a word of a column's label."""
     if isinstance(thing, Row):
         names = [thing.label, thing.method, thing.recipe, thing.label.rstrip("*")]
     else:
-        names = [thing.label, *map(str, thing.values.values())]
+        names = [thing.label, *thing.label.split()]
     return name.casefold() in [text.casefold() for text in names]
