@@ -51,15 +51,15 @@ class Work:
 
 def costs(plan: Plan, records: Sequence[Record], runs: Path) -> list[Cost]:
     """What the runs that are left would take, on each kind of hardware with measured runs of the same data."""
-    left = [(wanted, _left(wanted, stages_done(runs, wanted))) for wanted in plan.left.values()]
-    if not left:
-        return []
-    alike = {(wanted.config.data.name, wanted.config.backbone) for wanted, _ in left}
+    alike = {(wanted.config.data.name, wanted.config.backbone) for wanted in plan.left.values()}
     groups: dict[str, list[Record]] = {}
     for record in records:
         config = record.config
         if config and (config.data.name, config.backbone) in alike and record.has_default_precision:
             groups.setdefault(record.hardware, []).append(record)
+    if not groups:
+        return []
+    left = [(wanted, _left(wanted, stages_done(runs, wanted))) for wanted in plan.left.values()]
     return [_cost(hardware, measured, left) for hardware, measured in groups.items()]
 
 
@@ -78,10 +78,12 @@ def _left(wanted: Wanted, finished: int) -> Work:
 
 
 def _cost(hardware: str, measured: Sequence[Record], left: Sequence[tuple[Wanted, Work]]) -> Cost:
+    images = {wanted.config.data.name: wanted.config.data for wanted, _ in left}  # a record does not say where they are
     spent: dict[str, list[tuple[float, float]]] = {}
     for record in measured:
         assert record.config is not None
-        stages = work_of(record.config).stages[1 if record.data["reused_base"] else 0 :]
+        config = replace(record.config, data=images[record.config.data.name])
+        stages = work_of(config).stages[1 if record.data["reused_base"] else 0 :]
         spent.setdefault(record.config.method, []).append((record.result["seconds"], sum(stages)))
     rates = {method: _rate(pairs) for method, pairs in spent.items()}
     overall = _rate([pair for pairs in spent.values() for pair in pairs])

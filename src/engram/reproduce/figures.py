@@ -138,7 +138,7 @@ def _difference_axis(axes: Axes, labels: Sequence[str]) -> None:
     axes.tick_params(axis="y", labelcolor=INK)
     axes.set_ylim(len(labels) - 0.5, -0.5)
     axes.grid(False, axis="y")
-    axes.set_xlabel("points; bars: ours ± std, grey: the paper's ± std")
+    axes.set_xlabel("points")
 
 
 def _file(name: str) -> str:

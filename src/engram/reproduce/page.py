@@ -38,6 +38,12 @@ _WORDS = {
     "point": "within one point of it",
     "far": "further off",
 }
+_CAPTIONS = {
+    "table": "Dots: ours less the paper's mean, with our standard deviation; grey: the paper's; shaded: one point.",
+    "curves": "Lines are means over n runs; bands show one sample standard deviation to each side.",
+    "importance": "Lines are means of the sorted values over n runs; bands reach from the lowest run to the highest.",
+    "effects": "",
+}
 
 
 def write_page(file: Path, paper: Paper, plan: Plan) -> Path:
@@ -136,6 +142,7 @@ def _part(paper: Paper, experiment: Experiment, measured: list[Measured]) -> dic
             for label, row in rows
         ],
         "drawings": figures.drawings(experiment, measured),
+        "caption": _CAPTIONS[experiment.kind],
         "is_figure": experiment.kind in ("curves", "importance"),
         "undrawn": "; ".join(missing),
         "measured": measured,
