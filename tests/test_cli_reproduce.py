@@ -274,6 +274,7 @@ def test_a_conflict_leaves_the_file_as_it_was(engram: Engram, done: Path, tmp_pa
 
 
 def test_an_unfinished_run_is_left_out_by_name(engram: Engram, done: Path, tmp_path: Path) -> None:
+    place = tmp_path
     for number, directory in enumerate(list(runs_of(done).values())[:2]):
         place = Path(shutil.copytree(directory, tmp_path / "runs" / directory.name))
         if number:

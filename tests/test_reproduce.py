@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import statistics
 from dataclasses import replace
@@ -9,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from engram.cli.commands.reproduce import results_tables
 from engram.errors import EngramError
 from engram.methods import METHODS
 from engram.recipes import recipe, recipe_names
@@ -290,6 +293,14 @@ def test_of_two_machines_the_latest_run_counts_once() -> None:
     assert (found.ours.mean, found.n) == (60.0, 1)
 
 
+def test_runs_of_other_images_are_not_taken_together() -> None:
+    data = json.loads(make_record(order="2").to_line())
+    data["data"]["fingerprint"] = "c0de"
+    other = check_record(data, "elsewhere")
+    with pytest.raises(EngramError, match="by hand and elsewhere are runs of afc-cifar100-b50-s5 on different images"):
+        make_plan(AFC.find(["table1"]), [make_record(), other])
+
+
 def test_a_record_of_a_method_that_is_not_here_matches_nothing() -> None:
     data = json.loads(make_record().to_line())
     data["config"]["method"] = "unheard"
@@ -360,6 +371,21 @@ def test_words_of_a_cell() -> None:
     found = numbers(AFC.experiments["table1"], Published(61.0, 0.5), [60.0, 61.0])
     assert text.lines(found) == ["60.50 ± 0.71 (n = 2 of 3)", "paper 61.00 ± 0.50", "−0.50 ●"]
     assert (text.signed(0.001), text.signed(-0.001), text.signed(1.0)) == ("0.00", "0.00", "+1.00")
+
+
+@pytest.mark.parametrize(("width", "tables"), [(200, 1), (80, 2), (60, 2), (40, 4), (10, 4)])
+def test_a_narrow_console_cuts_no_number(width: int, tables: int) -> None:
+    plan = make_plan(AFC.find(["table1"]), [make_record()], Asked(rows=["AFC"]))
+    cells = [measure(cell) for cell in plan.cells]
+    made = results_tables(plan.experiments[0], cells, width)
+    assert len(made) == tables
+    console = Console(width=max(width, 40), file=io.StringIO())
+    for table in made:
+        console.print(table)
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue()
+    for whole in ("AFC (NME)", "AFC (CNN)", "50 stages", "paper 62.58 ± 1.02", "60.00 (n = 1 of 3)", "−6.49 ○"):
+        assert whole in shown
 
 
 def test_effects_are_taken_run_by_run() -> None:

@@ -104,8 +104,20 @@ def make_plan(experiments: Sequence[Experiment], records: Iterable[Record], aske
         for row in experiment.rows
         for column in experiment.columns
     ]
+    _refuse_other_images(cells)
     left = {wanted.name: wanted for cell in cells for wanted in cell.left}
     return Plan(tuple(cells), planner.runs, left)
+
+
+def _refuse_other_images(cells: Sequence[Cell]) -> None:
+    """Refuses cells whose runs saw different images under one name: their mean would mean nothing."""
+    for cell in cells:
+        first = {record.data["data"].get("fingerprint"): record for record in cell.records}
+        if len(first) > 1:
+            one, two = list(first.values())[:2]
+            raise EngramError(
+                f"{one.source} and {two.source} are runs of {one.recipe} on different images; leave one of them out"
+            )
 
 
 class _Planner:

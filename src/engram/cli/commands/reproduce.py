@@ -31,6 +31,7 @@ from engram.together import plan_members
 
 RESULTS = Path("results")
 PAGE = "reproduction.html"
+GAP = 3  # columns of the console between two of a table
 _STYLES = {WITHIN_STD: "green", WITHIN_POINT: "cyan", FURTHER: "yellow", NOT_RUN: "dim"}
 
 
@@ -202,7 +203,8 @@ def print_results(console: Console, paper: Paper, plan: Plan, page: Path, quiet:
     cells = {id(experiment): [measure(cell) for cell in plan.of(experiment)] for experiment in plan.experiments}
     if not quiet:
         for experiment in plan.experiments:
-            console.print(results_table(experiment, cells[id(experiment)]))
+            for table in results_tables(experiment, cells[id(experiment)], console.width):
+                console.print(table)
             for text in filter(None, (experiment.note, remark(paper, cells[id(experiment)]))):
                 console.print(text, style="dim")
         console.print(LEGEND, style="dim")
@@ -210,15 +212,34 @@ def print_results(console: Console, paper: Paper, plan: Plan, page: Path, quiet:
     print_line(console, str(page))
 
 
-def results_table(experiment: Experiment, cells: Sequence[Measured]) -> Table:
-    """The experiment's table: in each cell ours, the paper's, and the difference with its mark."""
+def results_tables(experiment: Experiment, cells: Sequence[Measured], width: int) -> list[Table]:
+    """The experiment's table: in each cell ours, the paper's, and the difference with its mark.
+
+    Where it is wider than the console its columns are spread over several tables, each with all rows.
+    """
+    rows = [(label, [_cell(cell) for cell in row]) for label, row in grid(experiment, cells)]
     labels = [column.label for column in experiment.columns]
-    title = f"{caption(experiment)} ({MEASURES[experiment.measure]})"
-    table = make_table(["", *labels], right=labels, title=title)
-    table.show_lines = True
-    for label, row in grid(experiment, cells):
-        table.add_row(label, *(_cell(cell) for cell in row))
-    return table
+    widths = [
+        max(len(label), *(len(line) for _, row in rows for line in row[i].plain.splitlines())) + GAP
+        for i, label in enumerate(labels)
+    ]
+    room = width - max(len(label) for label, _ in rows) - GAP
+    groups: list[list[int]] = [[]]
+    for i, needed in enumerate(widths):
+        if groups[-1] and sum(widths[j] for j in groups[-1]) + needed > room:
+            groups.append([])
+        groups[-1].append(i)
+    tables: list[Table] = []
+    for number, group in enumerate(groups):
+        names = [labels[i] for i in group]
+        title = f"{caption(experiment)} ({MEASURES[experiment.measure]})" if number == 0 else None
+        table = make_table(["", *names], right=["", *names], title=title)
+        table.columns[0].justify = "left"
+        for label, row in rows:
+            table.add_row(label, *(row[i] for i in group))
+            table.add_section()
+        tables.append(table)
+    return tables
 
 
 def _cell(measured: Measured) -> Text:
