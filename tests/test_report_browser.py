@@ -30,7 +30,7 @@ _LAUNCH = """import os, sys
 os.dup2(int(sys.argv[1]), 3)
 os.dup2(int(sys.argv[2]), 4)
 os.execvp(sys.argv[3], sys.argv[3:])"""
-_OVERFLOWING = """(() => {
+OVERFLOWING = """(() => {
   const wide = document.documentElement.clientWidth;
   const boxed = e => e.closest('.scroll, pre, svg') && !e.matches('.scroll, pre');
   return [...document.querySelectorAll('body *')]
@@ -157,7 +157,7 @@ def test_page_is_quiet_and_fits(browser: Browser, page: Path, width: int, dark: 
     assert browser.evaluate("document.querySelectorAll('figure svg').length") >= 10
     assert browser.evaluate("innerWidth") == width
     assert browser.evaluate("document.documentElement.scrollWidth") <= width
-    assert browser.evaluate(_OVERFLOWING) == []
+    assert browser.evaluate(OVERFLOWING) == []
     assert "owned" not in browser.evaluate("document.title")
     assert browser.evaluate("document.querySelectorAll('script, img').length") == 0
     spoken = [
@@ -185,5 +185,5 @@ def test_browser_check_sees_a_page_that_is_too_wide(browser: Browser, tmp_path: 
     )
     browser.open(page, 390)
     assert browser.evaluate("document.documentElement.scrollWidth") > 390
-    assert browser.evaluate(_OVERFLOWING) == ["DIV."]
+    assert browser.evaluate(OVERFLOWING) == ["DIV."]
     assert any(event.get("method") == "Runtime.consoleAPICalled" for event in browser.events)

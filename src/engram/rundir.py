@@ -141,6 +141,12 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
+def find_runs(root: Path) -> list[Path]:
+    """The run directories in a directory and one level below, sorted; none where it does not exist."""
+    found = {path.parent for pattern in ("*/", "*/*/") for path in root.glob(pattern + MANIFEST)}
+    return sorted(found)
+
+
 def is_used(path: Path) -> bool:
     """Whether there is something at the path that a new run would write over."""
     return path.exists() and (not path.is_dir() or not all(_is_litter(entry.name) for entry in path.iterdir()))

@@ -1,4 +1,4 @@
-"""The command line: `engram demo | run | resume | list | report | prepare | doctor`."""
+"""The command line: `engram demo | run | resume | list | report | reproduce | results | prepare | doctor`."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ _MODULES = {
     "resume": "run",
     "list": "listing",
     "report": "report",
+    "reproduce": "reproduce",
+    "results": "results",
     "prepare": "prepare",
     "doctor": "doctor",
 }

@@ -137,10 +137,12 @@ def _nearest(name: str, flags: dict[str, Argument], command: str) -> str:
 
 
 def _check_loose(command: str, positional: Sequence[Argument], given: Sequence[str]) -> None:
-    for argument in positional:
-        if argument.required and not given:
+    """Refuses what is missing or too much of those without a flag, in their order; the last may be many."""
+    for place, argument in enumerate(positional):
+        texts = given[place:] if argument.many else given[place : place + 1]
+        if argument.required and not texts:
             raise EngramError(f"'engram {command}' needs {argument.name}; 'engram {command} --help' says more")
-        for text in given:
+        for text in texts:
             _check_value(argument.name, argument.kind, text)
     if len(given) > len(positional) and not any(argument.many for argument in positional):
         extra = given[len(positional)]

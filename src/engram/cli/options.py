@@ -204,6 +204,76 @@ class Report:
 
 
 @dataclass(frozen=True)
+class Reproduce:
+    """Fill in the paper's tables and figures: run what is missing, then show ours beside the published numbers.
+
+    WHAT is table1 to table10, figure2 to figure4, all (every one of them), or effects (what each difference between the
+    paper, its released code and this does). Runs that several of them need are done once; the same command again goes
+    on where it was cut. Runs are looked for in --out and in --results.
+
+    For example:
+        engram reproduce table1 --rows AFC --dry-run
+        engram reproduce table1 table6 --rows AFC --columns "50 stages,4"
+        engram reproduce all --no-run
+    """
+
+    running: RunningFlags
+    what: Annotated[Positional[tuple[str, ...]], arg(metavar="WHAT", help_behavior_hint="")]
+    """The tables and figures, such as table1, or all."""
+    rows: Annotated[str | None, arg(metavar="ROW,ROW", help_behavior_hint="(default: all)")] = None
+    """Rows, by label or method: AFC, or "AFC (CNN)"."""
+    columns: Annotated[str | None, arg(metavar="COLUMN,COLUMN", help_behavior_hint="(default: all)")] = None
+    """Columns, by label or a word of it: "50 stages", or 50."""
+    orders: Annotated[str | None, arg(metavar="ORDER,ORDER", help_behavior_hint="(default: the paper's)")] = None
+    """Class orders, such as 1,2,3."""
+    seeds: Annotated[str, arg(metavar="N,N", help_behavior_hint="(default: 1)")] = "1"
+    """Seeds: a run for each, with each class order."""
+    results: Annotated[str | None, arg(metavar="PATH", help_behavior_hint="(default: results, where there is one)")] = (
+        None
+    )
+    """Results measured before: a file of 'engram results merge', or a folder of them."""
+    out: Annotated[str, arg(metavar="DIR", help_behavior_hint="(default: runs)")] = "runs"
+    """The directory that holds the runs."""
+    page: Annotated[str | None, arg(metavar="FILE", help_behavior_hint="(default: reproduction.html in --out)")] = None
+    """The HTML page to write; tables as Markdown and CSV and plots as SVG go to a folder beside it."""
+    paper: Annotated[str | None, arg(metavar="FILE", help_behavior_hint="(default: AFC's)")] = None
+    """Another paper's experiments and numbers; docs/architecture.md says how to write one."""
+    data: Annotated[str | None, arg(metavar="PATH", help_behavior_hint="(default: where they were prepared)")] = None
+    """The images: the official archive or its folder."""
+    device: Annotated[Literal["auto", "cpu", "cuda"] | None, arg(metavar="WHERE", help_behavior_hint=OF_RECIPE)] = None
+    """auto, cpu or cuda."""
+    precision: Annotated[
+        Literal["auto", "float32", "tf32", "bf16"] | None, arg(metavar="KIND", help_behavior_hint=OF_RECIPE)
+    ] = None
+    """Count and do runs of this precision; auto is the device's own (bf16 on a GPU, float32 elsewhere)."""
+    at_once: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: 1 on a CPU, 12 on a GPU)")] = None
+    """How many runs at a time."""
+    dry_run: Annotated[bool, arg(help_behavior_hint="")] = False
+    """Print how many runs there are, how many are done and what the rest would take, and write nothing."""
+    no_run: Annotated[bool, arg(help_behavior_hint="")] = False
+    """Run nothing: show what has been measured."""
+
+
+@dataclass(frozen=True)
+class Results:
+    """Bring measured runs together in one file, or write the page on what they reproduce.
+
+    For example:
+        engram results merge results/cifar100.jsonl runs other-machine.jsonl
+        engram results page docs/reproduction.md results
+    """
+
+    what: Annotated[Positional[Literal["merge", "page"]], arg(metavar="WHAT", help_behavior_hint="")]
+    """merge: a file of all runs, none twice. page: a Markdown page of the paper's tables with ours beside them."""
+    out: Annotated[Positional[str], arg(metavar="OUT", help_behavior_hint="")]
+    """The file to write; merge keeps the runs that it has already."""
+    inputs: Annotated[Positional[tuple[str, ...]], arg(metavar="IN", help_behavior_hint="")]
+    """Run directories, folders of them, or files of results."""
+    paper: Annotated[str | None, arg(metavar="FILE", help_behavior_hint="(default: AFC's)")] = None
+    """Another paper's experiments and numbers, for the page."""
+
+
+@dataclass(frozen=True)
 class Prepare:
     """Download a public data set and check it; a download that broke off is taken up again.
 
@@ -237,6 +307,8 @@ COMMANDS: Final[dict[str, type]] = {
     "resume": Resume,
     "list": List,
     "report": Report,
+    "reproduce": Reproduce,
+    "results": Results,
     "prepare": Prepare,
     "doctor": Doctor,
 }

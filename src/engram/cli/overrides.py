@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from engram.cli.options import DataFlags, Run, StreamFlags, TrainingFlags
 from engram.config import RunConfig
@@ -14,33 +13,37 @@ from engram.data.memory import MemoryConfig
 from engram.errors import EngramError
 from engram.methods import find_method
 from engram.recipes import recipe
-
-# What may differ from the recipe and still be the same protocol: repetitions of it, and where it runs.
-_FREE = ("recipe", "order", "seed", "data.path", "device", "precision")
+from engram.recipes.changes import named_after_changes
 
 
 def configure_all(options: Run) -> list[RunConfig]:
     """The configuration of every run that was asked for: each recipe with each class order and each seed."""
     _refuse_repeated("recipe", options.recipes)
-    orders = _listed("--orders", options.stream.orders)
-    seeds = _listed("--seeds", options.training.seeds)
+    orders = listed("--orders", options.stream.orders)
+    seeds = [] if options.training.seeds is None else listed_seeds(options.training.seeds)
     for flag, single, several in (("--order", options.stream.order, orders), ("--seed", options.training.seed, seeds)):
         key = flag.removeprefix("--")
         is_set = any(setting.partition("=")[0].strip() == key for setting in options.training.set)
         if several and (single is not None or is_set):
             raise EngramError(f"{f'--set {key}' if is_set else flag} and {flag}s exclude each other; give one of them")
-    for seed in seeds:
-        if not seed.isdecimal():
-            raise EngramError(f"--seeds takes whole numbers with commas between, such as 1,2,3, got {seed!r}")
     configs: list[RunConfig] = []
     for name in options.recipes:
         config = configure(options, name)
         for order in orders or [config.order]:
-            configs += [replace(config, order=order, seed=int(seed)) for seed in seeds or [config.seed]]
+            configs += [replace(config, order=order, seed=seed) for seed in seeds or [config.seed]]
     return configs
 
 
-def _listed(flag: str, text: str | None) -> list[str]:
+def listed_seeds(text: str) -> list[int]:
+    """The seeds with commas between."""
+    seeds = listed("--seeds", text)
+    for seed in seeds:
+        if not seed.isdecimal():
+            raise EngramError(f"--seeds takes whole numbers with commas between, such as 1,2,3, got {seed!r}")
+    return [int(seed) for seed in seeds]
+
+
+def listed(flag: str, text: str | None) -> list[str]:
     """The values with commas between; none where the flag was not given."""
     if text is None:
         return []
@@ -73,51 +76,7 @@ def configure(options: Run, name: str) -> RunConfig:
                 "'engram list' has the recipes"
             )
         config = config.with_value(key.strip(), value.strip())
-    changed = changes(original, config)
-    return replace(config, recipe=f"{original.recipe} ({', '.join(changed)})") if changed else config
-
-
-def changes(original: RunConfig, config: RunConfig) -> list[str]:
-    """What of the protocol is not as in the original, as `key=value`, each key as short as it can be and be clear."""
-    before, after = _leaves(original), _leaves(config)
-    return [
-        f"{_short_key(key, list(after))}={_typed(value)}"
-        for key, value in after.items()
-        if key not in _FREE and value != before[key]
-    ]
-
-
-def _leaves(config: RunConfig) -> dict[str, Any]:
-    """Every setting by its dotted path; the memory's budget and size are one, as they are typed."""
-    leaves: dict[str, Any] = {}
-
-    def add(data: dict[str, Any], prefix: str) -> None:
-        for key, value in data.items():
-            if isinstance(value, dict):
-                add(value, f"{prefix}{key}.")
-            else:
-                leaves[prefix + key] = value
-
-    memory = {"memory": str(config.memory), "memory.selection": config.memory.selection}
-    for key, value in config.to_plain().items():
-        add(memory if key == "memory" else {key: value}, "")
-    return leaves
-
-
-def _short_key(key: str, keys: list[str]) -> str:
-    """The shortest end of the dotted key that no other of the keys has."""
-    parts = key.split(".")
-    # "name" alone would not say of what.
-    for count in range(2 if parts[-1] == "name" else 1, len(parts)):
-        end = ".".join(parts[-count:])
-        if not any(other != key and f".{other}".endswith(f".{end}") for other in keys):
-            return end
-    return key
-
-
-def _typed(value: Any) -> str:
-    """The value as --set takes it."""
-    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return named_after_changes(original, config)
 
 
 def _with_data(config: RunConfig, flags: DataFlags) -> RunConfig:

@@ -42,7 +42,7 @@ def accuracy_curves(groups: Sequence[Group], predictor: str) -> Drawing:
     for index, group in shown:
         values = group.accuracy(predictor)
         x, mean = np.array(group.classes), np.array([value.mean for value in values])
-        style = _line_style(index, len(x))
+        style = line_style(index, len(x))
         text = f"{plain_label(group.label, 40)}, n = {group.n}"
         axes.plot(x, mean, label=text, zorder=3, **style)
         if group.n > 1:
@@ -66,7 +66,8 @@ def accuracy_curves(groups: Sequence[Group], predictor: str) -> Drawing:
     return finish(figure, f"accuracy_per_stage_{predictor}", alt)
 
 
-def _line_style(index: int, points: int, markers: int = 18) -> dict[str, Any]:
+def line_style(index: int, points: int, markers: int = 18) -> dict[str, Any]:
+    """How the line at this index is drawn; of its points so many at most have a marker."""
     return {
         "color": colour(index),
         "linestyle": ("-", (0, (5, 1.5)), (0, (2, 1.2)))[index // len(SERIES) % 3],
@@ -213,7 +214,7 @@ def importance(group: Group) -> Drawing:
     low, high = min(float(m.min()) for m in means), max(float(m.max()) for m in means)
     for index, (values, mean) in enumerate(zip(maps, means, strict=True)):
         x = 100 * (np.arange(len(mean)) + 0.5) / len(mean)
-        style = _line_style(index, len(mean), markers=8)
+        style = line_style(index, len(mean), markers=8)
         axes.plot(x, mean, label=f"Z_{index + 1} ({len(mean)} channels)", **style)
         if group.n > 1:
             axes.fill_between(x, values.min(axis=0), values.max(axis=0), color=colour(index), alpha=0.13, linewidth=0)

@@ -46,7 +46,7 @@ def write_report(directories: Sequence[Path], out: Path | None = None) -> Path:
         **context, folder=quote(folder.name), folder_name=folder.name
     )
     files = {f"{drawing.name}.svg": drawing.svg for drawing in drawings} | csv_files(groups)
-    _write_folder(folder, files)
+    write_folder(folder, files)
     write_bytes(target, page.encode())
     return target
 
@@ -64,7 +64,7 @@ def _target(directories: list[Path], out: Path | None) -> Path:
     return out
 
 
-def _write_folder(folder: Path, files: dict[str, str]) -> None:
+def write_folder(folder: Path, files: dict[str, str]) -> None:
     """Nothing; the folder then holds these files, without those of an earlier report, and what others put there."""
     manifest = folder / FILES
     earlier = manifest.read_text(encoding="utf-8").splitlines() if manifest.is_file() else []

@@ -18,7 +18,7 @@ from engram.cli.text import make_console, make_table, percent
 from engram.data.fetch import data_home
 from engram.errors import EngramError
 from engram.files import read_json
-from engram.rundir import LOCK, MANIFEST, RESULT, read_manifest
+from engram.rundir import LOCK, RESULT, find_runs, read_manifest
 from engram.stagecache import StageCache
 
 DATASETS = {
@@ -147,12 +147,6 @@ def _backbones() -> list[dict[str, Any]]:
     from engram.models.resnet import BACKBONES
 
     return [{"backbone": name, "description": (make.__doc__ or "").strip()} for name, make in BACKBONES.items()]
-
-
-def find_runs(root: Path) -> list[Path]:
-    """The run directories in a directory and one level below, sorted; none where it does not exist."""
-    found = {path.parent for pattern in ("*/", "*/*/") for path in root.glob(pattern + MANIFEST)}
-    return sorted(found)
 
 
 def list_runs(root: Path) -> list[dict[str, Any]]:

@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from engram.cli.commands.common import print_line
-from engram.cli.commands.listing import find_runs
 from engram.cli.options import Report
 from engram.cli.text import make_console
 from engram.errors import EngramError
 from engram.report import is_report_folder, write_report
-from engram.rundir import MANIFEST, RESULT
+from engram.rundir import MANIFEST, RESULT, find_runs
 
 
 def report_command(options: Report, typed: Sequence[str]) -> int:

@@ -8,7 +8,7 @@ import shlex
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,7 +20,7 @@ from engram.cli import INTERRUPTED
 from engram.cli.board import make_board
 from engram.cli.commands.common import RUNS, print_line, read_images, shared_stages, use_threads
 from engram.cli.interrupt import Interrupt
-from engram.cli.options import Run
+from engram.cli.options import Run, RunningFlags
 from engram.cli.text import bold, clock, make_console, make_table, percent
 from engram.config import RunConfig
 from engram.events import Event, RunFailed, RunFinished, RunSkipped, Stopped
@@ -37,21 +37,39 @@ def run_several(options: Run, configs: Sequence[RunConfig], typed: Sequence[str]
     silent = flags.quiet or flags.json
     use_threads(flags.threads)
     members = plan_members(configs, directory=parent, read=lambda data: read_images(data, console, silent=silent))
-    cache = shared_stages(flags)
     if options.dry_run:
-        print_plan(console, members, cache, flags.json)
+        print_plan(console, members, shared_stages(flags), flags.json)
         return 0
+
+    def tell(last: Last) -> None:
+        if not silent:
+            tell_results(console, {member.name: last[member.name] for member in members if member.name in last}, parent)
+
+    return work_through(members, parent, flags, options.at_once, typed, console, tell)
+
+
+def work_through(
+    members: Sequence[Member],
+    parent: Path,
+    flags: RunningFlags,
+    at_once: int | None,
+    typed: Sequence[str],
+    console: Console,
+    tell: Callable[[Last], None],
+) -> int:
+    """The exit status of doing the runs; `tell` says what they came to, this what failed and what is left to do."""
+    silent = flags.quiet or flags.json
     if flags.threads is None:
         use_threads(threads_begun_with(members))
     command = shlex.join(["engram", *typed])
     interrupt = Interrupt()
     workers = Workers(
         members,
-        at_once=options.at_once,
+        at_once=at_once,
         stop=interrupt,
         stop_after_stage=flags.stop_after_stage,
         checkpoint_minutes=flags.checkpoint_minutes,
-        cache=cache,
+        cache=shared_stages(flags),
         command=command,
     )
     if not silent:
@@ -68,8 +86,7 @@ def run_several(options: Run, configs: Sequence[RunConfig], typed: Sequence[str]
         _quit_at_once()
     finally:
         events.close()  # whatever went wrong here, the runs save themselves
-    if not silent:
-        tell_results(console, {member.name: last[member.name] for member in members if member.name in last}, parent)
+    tell(last)
     tell_failures(last, len(members))
     if not flags.json:
         without = "" if interrupt() or flags.stop_after_stage is None else " without --stop-after-stage"

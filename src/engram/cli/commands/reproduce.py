@@ -1,0 +1,272 @@
+"""`engram reproduce`: the paper's tables and figures, with ours beside the published numbers."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from engram.cli.commands.common import check_running, print_line, read_images, use_threads
+from engram.cli.commands.several import Last, work_through
+from engram.cli.options import Reproduce
+from engram.cli.overrides import listed, listed_seeds
+from engram.cli.text import make_console, make_table
+from engram.errors import EngramError
+from engram.reproduce.cells import FURTHER, MEASURES, NOT_RUN, WITHIN_POINT, WITHIN_STD, Measured, measure
+from engram.reproduce.cost import Cost, costs, this_hardware
+from engram.reproduce.page import headline, remark, write_page
+from engram.reproduce.paper import Experiment, Paper, load_paper
+from engram.reproduce.plan import Asked, Plan, make_plan
+from engram.reproduce.records import Record
+from engram.reproduce.store import merge, read_results
+from engram.reproduce.text import LEGEND, caption, grid, lines
+from engram.rundir import find_runs
+from engram.together import plan_members
+
+RESULTS = Path("results")
+PAGE = "reproduction.html"
+GAP = 3  # columns of the console between two of a table
+_STYLES = {WITHIN_STD: "green", WITHIN_POINT: "cyan", FURTHER: "yellow", NOT_RUN: "dim"}
+
+
+def reproduce_command(options: Reproduce, typed: Sequence[str]) -> int:
+    """The exit status of `engram reproduce`."""
+    flags = options.running
+    check_running(flags)
+    if options.dry_run and options.no_run:
+        raise EngramError("--dry-run and --no-run exclude each other; give one of them")
+    if options.at_once is not None and options.at_once < 1:
+        raise EngramError(f"--at-once must be at least 1, got {options.at_once}")
+    console, runs = make_console(), Path(options.out).expanduser()
+    page = runs / PAGE if options.page is None else Path(options.page).expanduser()
+    if page.suffix.lower() not in (".html", ".htm"):
+        raise EngramError(f"the page cannot be written to {page}: give --page a file name that ends in .html")
+    paper = load_paper(None if options.paper is None else Path(options.paper).expanduser())
+    experiments, asked = paper.find(options.what), _asked(options)
+
+    def plan_now() -> tuple[Plan, list[Record]]:
+        records = known_records(options.results, runs)
+        return make_plan(experiments, records, asked), records
+
+    plan, records = plan_now()
+    if options.dry_run:
+        print_plan(console, plan, costs(plan, records, runs), options)
+        return 0
+
+    def show(plan: Plan) -> None:
+        write_page(page, paper, plan)
+        if not flags.json:
+            print_results(console, paper, plan, page, flags.quiet)
+
+    if options.no_run or not plan.left:
+        if flags.json:
+            print_line(console, json.dumps(cells_json(plan)))
+        show(plan)
+        return 0
+
+    def tell(last: Last) -> None:
+        del last
+        show(plan_now()[0])
+
+    use_threads(flags.threads)
+    silent = flags.quiet or flags.json
+    members = plan_members(
+        {name: wanted.config for name, wanted in plan.left.items()},
+        directory=runs,
+        read=lambda data: read_images(data, console, silent=silent),
+    )
+    return work_through(members, runs, flags, options.at_once, typed, console, tell)
+
+
+def _asked(options: Reproduce) -> Asked:
+    path = None
+    if options.data is not None:
+        place = Path(options.data).expanduser()
+        if not place.exists():
+            raise EngramError(f"there is no file or folder {options.data}; --data should say where the images are")
+        path = str(place.resolve())
+    return Asked(
+        rows=listed("--rows", options.rows) or None,
+        columns=listed("--columns", options.columns) or None,
+        orders=listed("--orders", options.orders) or None,
+        seeds=listed_seeds(options.seeds),
+        data_path=path,
+        device=options.device,
+        precision=None if options.precision == "auto" else options.precision,
+    )
+
+
+def known_records(results: str | None, runs: Path) -> list[Record]:
+    """Every complete run in the results and in the directory of runs; a damaged file is refused by its name."""
+    places = [Path(results).expanduser()] if results is not None else []
+    if results is None and RESULTS.is_dir() and list(RESULTS.glob("*.jsonl")):
+        places = [RESULTS]
+    if runs.is_dir() and find_runs(runs):
+        places.append(runs)
+    return merge(read_results(places).records)
+
+
+# What there is to do.
+
+
+def print_plan(console: Console, plan: Plan, estimates: Sequence[Cost], options: Reproduce) -> None:
+    """Prints which runs the experiments need, how many are done, and what the rest would take."""
+    here = this_hardware(options.device)
+    if options.running.json:
+        print_line(console, json.dumps(plan_json(plan, estimates, here)))
+        return
+    table = make_table(["", "cells", "runs", "done", "no recipe yet"], ["cells", "runs", "done", "no recipe yet"])
+    for experiment in plan.experiments:
+        cells = plan.of(experiment)
+        names = {wanted.name for cell in cells for wanted in cell.wanted}
+        done = len(names) - len({wanted.name for cell in cells for wanted in cell.left})
+        lacking = sum(bool(cell.missing) for cell in cells)
+        table.add_row(caption(experiment), str(len(cells)), str(len(names)), str(done), str(lacking) if lacking else "")
+    console.print(table)
+    console.print(_runs_table(plan))
+    missing = list(dict.fromkeys(re.sub(r"-b\d+-s\d+$", "", cell.missing) for cell in plan.cells if cell.missing))
+    if missing:
+        print_line(console, f"no recipe yet: {', '.join(missing)}")
+    total, left = len(plan.runs), len(plan.left)
+    print_line(console, f"{total} runs, each counted once: {total - left} done, {left} to do")
+    for text in cost_lines(estimates, here, left):
+        print_line(console, text)
+    print_line(console, "this was a dry run: nothing was written")
+
+
+def _runs_table(plan: Plan) -> Table:
+    """A line for each recipe with its changes: class orders and seeds, those done, and what needs it."""
+    table = make_table(["recipe", "runs", "done", "for"], ["runs", "done"])
+    users: dict[str, dict[str, None]] = {}
+    names: dict[str, list[str]] = {}
+    for cell in plan.cells:
+        for wanted in cell.wanted:
+            label = wanted.config.recipe + ("" if wanted.config.precision == "auto" else f" {wanted.config.precision}")
+            users.setdefault(label, {})[cell.experiment.heading] = None
+            names.setdefault(label, []).append(wanted.name)
+    for label, each in names.items():
+        unique = set(each)
+        table.add_row(label, str(len(unique)), str(len(unique - set(plan.left))), ", ".join(users[label]))
+    return table
+
+
+def cost_lines(estimates: Sequence[Cost], here: str, left: int) -> list[str]:
+    """What the runs to do would take, on every kind of hardware that was measured, this one first."""
+    if not left:
+        return []
+    ordered = sorted(estimates, key=lambda cost: cost.hardware != here)
+    lines = (
+        [] if any(cost.hardware == here for cost in estimates) else [f"{here} (here): no measurement of this hardware"]
+    )
+    for cost in ordered:
+        beside = "one at a time" if cost.at_once == 1 else f"up to {cost.at_once} side by side"
+        text = f"{cost.hardware}{' (here)' if cost.hardware == here else ''}: about {_long(cost.seconds)}, "
+        text += f"from {cost.measured} measured run{'s' if cost.measured > 1 else ''}, {beside}"
+        if cost.unmeasured:
+            text += f"; not measured there and taken to cost the same: {', '.join(cost.unmeasured)}"
+        lines.append(text)
+    return lines
+
+
+def _long(seconds: float) -> str:
+    minutes = max(1, round(seconds / 60))
+    return f"{minutes} min" if minutes < 120 else f"{minutes} min ({minutes / 60:.1f} h)"
+
+
+def plan_json(plan: Plan, estimates: Sequence[Cost], here: str) -> dict[str, Any]:
+    """The plan for programs."""
+    return {
+        "runs": [
+            {"run": name, "recipe": wanted.config.recipe, "order": wanted.config.order, "seed": wanted.config.seed}
+            | {"done": name not in plan.left}
+            for name, wanted in plan.runs.items()
+        ],
+        "done": len(plan.runs) - len(plan.left),
+        "left": len(plan.left),
+        "no_recipe": list(dict.fromkeys(cell.missing for cell in plan.cells if cell.missing)),
+        "hardware": here,
+        "minutes": {cost.hardware: cost.seconds / 60 for cost in estimates},
+    }
+
+
+# What came of it.
+
+
+def print_results(console: Console, paper: Paper, plan: Plan, page: Path, quiet: bool) -> None:
+    """Prints each table with ours beside the paper's, and where the page is; quietly one line."""
+    cells = {id(experiment): [measure(cell) for cell in plan.of(experiment)] for experiment in plan.experiments}
+    if not quiet:
+        for experiment in plan.experiments:
+            for table in results_tables(experiment, cells[id(experiment)], console.width):
+                console.print(table)
+            for text in filter(None, (experiment.note, remark(paper, cells[id(experiment)]))):
+                console.print(text, style="dim")
+        console.print(LEGEND, style="dim")
+    print_line(console, headline([cell for group in cells.values() for cell in group]))
+    print_line(console, str(page))
+
+
+def results_tables(experiment: Experiment, cells: Sequence[Measured], width: int) -> list[Table]:
+    """The experiment's table: in each cell ours, the paper's, and the difference with its mark.
+
+    Where it is wider than the console its columns are spread over several tables, each with all rows.
+    """
+    rows = [(label, [_cell(cell) for cell in row]) for label, row in grid(experiment, cells)]
+    labels = [column.label for column in experiment.columns]
+    widths = [
+        max(len(label), *(len(line) for _, row in rows for line in row[i].plain.splitlines())) + GAP
+        for i, label in enumerate(labels)
+    ]
+    room = width - max(len(label) for label, _ in rows) - GAP
+    groups: list[list[int]] = [[]]
+    for i, needed in enumerate(widths):
+        if groups[-1] and sum(widths[j] for j in groups[-1]) + needed > room:
+            groups.append([])
+        groups[-1].append(i)
+    tables: list[Table] = []
+    for number, group in enumerate(groups):
+        names = [labels[i] for i in group]
+        title = f"{caption(experiment)} ({MEASURES[experiment.measure]})" if number == 0 else None
+        table = make_table(["", *names], right=["", *names], title=title)
+        table.columns[0].justify = "left"
+        for label, row in rows:
+            table.add_row(label, *(row[i] for i in group))
+            table.add_section()
+        tables.append(table)
+    return tables
+
+
+def _cell(measured: Measured) -> Text:
+    texts = lines(measured)
+    if measured.ours is None:
+        texts[0] = measured.why
+    return Text("\n".join(texts), style=_STYLES.get(measured.mark, ""))
+
+
+def cells_json(plan: Plan) -> list[dict[str, Any]]:
+    """Every cell for programs: ours and the paper's numbers, unrounded; null where there is none."""
+    found: list[dict[str, Any]] = []
+    for cell in plan.cells:
+        measured = measure(cell)
+        ours, published = measured.ours, cell.published
+        found.append(
+            {
+                "experiment": cell.experiment.name,
+                "row": cell.row.label,
+                "column": cell.column.label,
+                "measure": cell.experiment.measure,
+                "predictor": cell.predictor,
+                "published": None if published is None else {"mean": published.mean, "std": published.std},
+                "ours": None if ours is None else {"mean": ours.mean, "std": ours.std, "n": ours.n},
+                "difference": measured.difference,
+                "mark": measured.mark,
+                "why": measured.why or None,
+            }
+        )
+    return found

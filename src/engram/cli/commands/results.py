@@ -1,0 +1,47 @@
+"""`engram results`: measured runs brought together, and the page on what they reproduce."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from engram.cli.commands.common import print_line
+from engram.cli.options import Results
+from engram.cli.text import make_console
+from engram.errors import EngramError
+from engram.files import write_bytes
+from engram.reproduce.document import document
+from engram.reproduce.paper import load_paper
+from engram.reproduce.store import SUFFIX, merge, read_file, read_results, write_file
+
+
+def results_command(options: Results, typed: Sequence[str]) -> int:
+    """The exit status of `engram results`."""
+    del typed
+    out, inputs = Path(options.out).expanduser(), [Path(name).expanduser() for name in options.inputs]
+    return _merge(out, inputs) if options.what == "merge" else _page(out, inputs, options.paper)
+
+
+def _merge(out: Path, inputs: Sequence[Path]) -> int:
+    if out.suffix != SUFFIX:
+        raise EngramError(f"results are merged into a file that ends in {SUFFIX}, got {out}")
+    known = read_file(out) if out.exists() else []
+    found = read_results(inputs)
+    for run in found.unfinished:
+        print(f"engram: left out {run}: it is not complete", file=sys.stderr)
+    merged = merge([*known, *found.records])
+    if not merged:
+        raise EngramError("there is no complete run in what was given; nothing was written")
+    write_file(out, merged)
+    before = len(merge(known))
+    print_line(make_console(), f"{out}: {len(merged)} runs, {len(merged) - before} of them new")
+    return 0
+
+
+def _page(out: Path, inputs: Sequence[Path], paper: str | None) -> int:
+    records = merge(read_results(inputs).records)
+    text = document(load_paper(None if paper is None else Path(paper).expanduser()), records)
+    write_bytes(out, text.encode())
+    print_line(make_console(), f"{out}: {len(records)} runs")
+    return 0

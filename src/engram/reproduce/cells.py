@@ -1,0 +1,115 @@
+"""The numbers of a cell: ours over its runs, the paper's, their difference, and how near they are.
+
+A cell without runs has no numbers; the paper's is never put in their place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from engram.report.groups import Estimate, estimate
+from engram.report.tables import predictor_name
+from engram.reproduce.plan import NOT_IN_PAPER, Cell, Plan
+from engram.reproduce.records import Record
+
+Mark = Literal["within one standard deviation", "within one point", "further off", "not run", "nothing published"]
+WITHIN_STD: Mark = "within one standard deviation"
+WITHIN_POINT: Mark = "within one point"
+FURTHER: Mark = "further off"
+NOT_RUN: Mark = "not run"
+UNPUBLISHED: Mark = "nothing published"
+MARKS: dict[Mark, str] = {WITHIN_STD: "●", WITHIN_POINT: "◐", FURTHER: "○", NOT_RUN: "–", UNPUBLISHED: " "}
+POINT = 1.0
+_SLACK = 1e-9  # of a difference of decimals that should be on the line
+
+MEASURES = {
+    "average_incremental_accuracy": "average incremental accuracy, %",
+    "final_accuracy": "accuracy after the last stage, %",
+    "backward_transfer": "backward transfer, points",
+    "forgetting": "forgetting, points",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """A cell with its numbers. ours: None where no run was measured; difference: ours less the paper's."""
+
+    cell: Cell
+    ours: Estimate | None
+    difference: float | None
+    mark: Mark
+
+    @property
+    def n(self) -> int:
+        """How many runs were measured."""
+        return 0 if self.ours is None else self.ours.n
+
+    @property
+    def why(self) -> str:
+        """Why there is no number; empty where there is one."""
+        if self.ours is not None:
+            return ""
+        return self.cell.reason or NOT_RUN
+
+    @property
+    def in_paper(self) -> bool:
+        """Whether the paper has this cell at all."""
+        return self.cell.reason != NOT_IN_PAPER
+
+
+def measure(cell: Cell) -> Measured:
+    """The cell with its numbers."""
+    name = cell.experiment.measure
+    values = [] if cell.predictor is None else [record.value(name, cell.predictor) for record in cell.records]
+    ours = estimate(values) if values else None
+    if ours is None:
+        return Measured(cell, None, None, NOT_RUN)
+    if cell.published is None:
+        return Measured(cell, ours, None, UNPUBLISHED)
+    difference = ours.mean - cell.published.mean
+    return Measured(cell, ours, difference, _mark(abs(difference), cell.published.std))
+
+
+def measure_all(plan: Plan) -> list[Measured]:
+    """Every cell with its numbers."""
+    return [measure(cell) for cell in plan.cells]
+
+
+def _mark(difference: float, std: float | None) -> Mark:
+    if std is not None and difference <= std + _SLACK:
+        return WITHIN_STD
+    return WITHIN_POINT if difference <= POINT + _SLACK else FURTHER
+
+
+def effect(base: Cell, cell: Cell) -> Estimate | None:
+    """The cell's measure less the base's, run by run of the same class order and seed; None where none has both."""
+    name = cell.experiment.measure
+
+    def values(one: Cell) -> dict[tuple[str, int], float]:
+        found = {(record.order, record.seed): record.value(name, one.predictor or "") for record in one.records}
+        return {key: value for key, value in found.items() if value is not None}
+
+    theirs, ours = values(base), values(cell)
+    return estimate([ours[key] - theirs[key] for key in ours if key in theirs])
+
+
+def curve(cell: Cell) -> tuple[list[int], list[Estimate]] | None:
+    """Classes seen and accuracy after each stage over the cell's runs; None where there are none."""
+    curves = [record.curve(cell.predictor or "") for record in cell.records]
+    if not curves or not curves[0] or len({tuple(seen for seen, _ in line) for line in curves}) > 1:
+        return None
+    columns = zip(*([value for _, value in line] for line in curves), strict=True)
+    estimates = [value for column in columns if (value := estimate(column)) is not None]
+    return [seen for seen, _ in curves[0]], estimates
+
+
+def last_importance(record: Record) -> list[float] | None:
+    """The channels' importance of the last map after the last stage, from high to low; None where it was not kept."""
+    maps = record.data.get("importance")
+    return maps[-1] if maps else None
+
+
+def predictor_of(measured: Measured) -> str:
+    """The predictor as people write it; empty where the cell has none."""
+    return "" if measured.cell.predictor is None else predictor_name(measured.cell.predictor)

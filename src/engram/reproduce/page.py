@@ -1,0 +1,180 @@
+"""The page of the report on a paper: its tables with ours beside the published numbers, and the plots."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import jinja2
+
+from engram.errors import EngramError
+from engram.files import write_bytes
+from engram.report.page import write_folder
+from engram.report.svg import drawing_style
+from engram.reproduce import figures
+from engram.reproduce.cells import (
+    FURTHER,
+    MEASURES,
+    NOT_RUN,
+    UNPUBLISHED,
+    WITHIN_POINT,
+    WITHIN_STD,
+    Measured,
+    effect,
+    measure,
+)
+from engram.reproduce.paper import Experiment, Paper
+from engram.reproduce.plan import Cell, Plan
+from engram.reproduce.records import Record
+from engram.reproduce.text import count, csv_table, grid, markdown, signed, spread
+from engram.rundir import version
+
+_KINDS = {WITHIN_STD: "std", WITHIN_POINT: "point", FURTHER: "far", NOT_RUN: "", UNPUBLISHED: ""}
+_WORDS = {
+    "std": "within one standard deviation of the paper's mean",
+    "point": "within one point of it",
+    "far": "further off",
+}
+_CAPTIONS = {
+    "table": "Dots: ours less the paper's mean, with our standard deviation; grey: the paper's; shaded: one point.",
+    "curves": "Lines are means over n runs; bands show one sample standard deviation to each side.",
+    "importance": "Lines are means of the sorted values over n runs; bands reach from the lowest run to the highest.",
+    "effects": "",
+}
+
+
+def write_page(file: Path, paper: Paper, plan: Plan) -> Path:
+    """The page's path; tables (Markdown, CSV) and plots (SVG) stand in a folder beside it."""
+    if file.suffix.lower() not in (".html", ".htm"):
+        raise EngramError(f"the page cannot be written to {file}: give a file name that ends in .html")
+    folder = file.with_name(f"{file.stem}_files")
+    with drawing_style():
+        parts = [
+            _part(paper, experiment, [measure(cell) for cell in plan.of(experiment)]) for experiment in plan.experiments
+        ]
+    here = Path(__file__).parent
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader([here / "templates", here.parent / "report" / "templates"]),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
+    )
+    cells = [cell for part in parts for cell in part["measured"]]
+    text = environment.get_template("reproduction.html.jinja").render(
+        title=paper.title,
+        headline=headline(cells),
+        facts=facts(cells),
+        words=_WORDS,
+        parts=parts,
+        machines=list(_machines(records_of(plan.cells))),
+        version=version(),
+        folder=quote(folder.name),
+        folder_name=folder.name,
+    )
+    files = {f"{part['name']}.md": markdown(part["experiment"], part["measured"]) for part in parts}
+    files |= {f"{part['name']}.csv": csv_table(part["measured"]) for part in parts}
+    files |= {f"{drawing.name}.svg": drawing.svg for part in parts for drawing in part["drawings"]}
+    write_folder(folder, files)
+    write_bytes(file, text.encode())
+    return file
+
+
+def headline(cells: Sequence[Measured]) -> str:
+    """How many of the paper's numbers were measured, and how near they came, in one sentence."""
+    published = [cell for cell in cells if cell.cell.published is not None]
+    marks = Counter(cell.mark for cell in published)
+    measured = len(published) - marks[NOT_RUN]
+    if not measured:
+        return f"None of the {len(published)} published numbers asked for was measured yet."
+    parts = [
+        f"{marks[mark]} {text}"
+        for mark, text in (
+            (WITHIN_STD, "within the paper's standard deviation"),
+            (WITHIN_POINT, "within one point"),
+            (FURTHER, "further off"),
+        )
+        if marks[mark]
+    ]
+    ours = f"{measured} of {len(published)} published numbers have ours beside them"
+    return f"{ours}: {', '.join(parts)}."
+
+
+def facts(cells: Sequence[Measured]) -> str:
+    """What the numbers are of."""
+    records = records_of(cell.cell for cell in cells)
+    if not records:
+        return "Ours will be the mean and the sample standard deviation over runs that differ in class order and seed."
+    where = ", ".join(dict.fromkeys(record.hardware for record in records))
+    return (
+        f"Ours: mean ± sample standard deviation over n runs, which differ in class order and seed; "
+        f"{len(records)} runs on {where}. A cell that was not run has no number of ours."
+    )
+
+
+def remark(paper: Paper, cells: Sequence[Measured]) -> str:
+    """What is known of why an experiment's numbers are off, where some are."""
+    off = [cell.cell.experiment.name for cell in cells if cell.mark == FURTHER]
+    return paper.remarks.get(off[0], "") if off else ""
+
+
+def records_of(cells: Iterable[Cell]) -> list[Record]:
+    """The runs behind the cells, each once."""
+    return list({id(record): record for cell in cells for record in cell.records}.values())
+
+
+def _part(paper: Paper, experiment: Experiment, measured: list[Measured]) -> dict[str, Any]:
+    rows = grid(experiment, measured)
+    bases = rows[0][1]
+    missing = dict.fromkeys(cell.why or "the runs kept no importance" for cell in measured)
+    return {
+        "name": experiment.name,
+        "heading": experiment.heading,
+        "title": experiment.title,
+        "measure": MEASURES[experiment.measure].capitalize() + ".",
+        "note": experiment.note,
+        "remark": remark(paper, measured),
+        "columns": [column.label for column in experiment.columns],
+        "rows": [
+            {"label": label, "cells": [_cell(cell, base) for cell, base in zip(row, bases, strict=True)]}
+            for label, row in rows
+        ],
+        "drawings": figures.drawings(experiment, measured),
+        "caption": _CAPTIONS[experiment.kind],
+        "is_figure": experiment.kind in ("curves", "importance"),
+        "undrawn": "; ".join(missing),
+        "measured": measured,
+        "experiment": experiment,
+    }
+
+
+def _cell(measured: Measured, base: Measured) -> dict[str, str]:
+    difference = "" if measured.difference is None else signed(measured.difference)
+    if measured.cell.experiment.kind == "effects" and measured is not base:
+        value = effect(base.cell, measured.cell)
+        difference = "" if value is None else f"{signed(value.mean)} against the first row"
+    return {
+        "ours": "" if measured.ours is None else spread(measured.ours),
+        "n": count(measured),
+        "why": measured.why,
+        "paper": "" if measured.cell.published is None else spread(measured.cell.published),
+        "difference": difference,
+        "mark": measured.mark,
+        "kind": _KINDS[measured.mark],
+    }
+
+
+def _machines(records: Sequence[Record]) -> Iterable[dict[str, str]]:
+    """The runs by recipe and machine, with their times."""
+    groups: dict[tuple[str, str, str], list[Record]] = {}
+    for record in records:
+        versions = record.data["versions"]
+        text = f"torch {versions.get('torch', '?')}, commit {record.commit}"
+        groups.setdefault((record.recipe, f"{record.hardware}, {record.precision}", text), []).append(record)
+    for (recipe, hardware, versions), runs in groups.items():
+        seconds = [run.result["seconds"] for run in runs]
+        span = f"{min(seconds):.0f}" if len(seconds) == 1 else f"{min(seconds):.0f} to {max(seconds):.0f}"
+        orders = ", ".join(f"{run.order}/{run.seed}" for run in runs)
+        yield {"recipe": recipe, "orders": orders, "seconds": span, "hardware": hardware, "versions": versions}

@@ -1,0 +1,280 @@
+"""A paper as data: its experiments, each a grid of rows and columns, and the numbers it published.
+
+`papers/afc.toml` says how such a file is written; a file of one's own has the same form.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from engram.errors import EngramError, suggest
+from engram.files import read_json
+from engram.report.load import METRICS
+
+PAPERS = Path(__file__).parent / "papers"
+KINDS = ("table", "curves", "importance", "effects")
+PREDICTORS = {"CNN": "cnn", "NME": "nme"}
+_COMMON_KEYS = ("name", "title", "kind", "published", "recipe", "set", "measure", "orders", "note")
+_KEYS = frozenset((*_COMMON_KEYS, "column", "values", "columns", "rows", "methods"))
+_ROW_KEYS = frozenset(("method", "inference", "label", "set"))
+_METHOD_KEYS = frozenset(("recipe", "nme", "predictor", "set", "label"))
+
+
+@dataclass(frozen=True)
+class Published:
+    """A number of the paper; std is None where it gives none."""
+
+    mean: float
+    std: float | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of a table. method: the paper's name; recipe, nme: how its recipes begin; values: None is no number."""
+
+    label: str
+    method: str
+    recipe: str
+    nme: str
+    inference: str | None
+    predictor: str | None
+    set: tuple[str, ...] = ()
+    values: tuple[Published | None, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table, and its values by name."""
+
+    label: str
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a cell measures: a recipe and what is changed of it; predictor None is the recipe's own."""
+
+    recipe: str
+    set: tuple[str, ...]
+    predictor: str | None
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One table or figure. kind: one of KINDS; measure: one of result.json's metrics."""
+
+    name: str
+    title: str
+    kind: str
+    measure: str
+    recipe: str
+    set: tuple[str, ...]
+    rows: tuple[Row, ...]
+    columns: tuple[Column, ...]
+    orders: tuple[str, ...]
+    note: str
+
+    @property
+    def heading(self) -> str:
+        """The name as people write it: "Table 1"."""
+        word = self.name.rstrip("0123456789")
+        number = self.name[len(word) :]
+        return f"{word.capitalize()} {number}".strip()
+
+    def spec(self, row: Row, column: Column) -> Spec:
+        """What the cell in that row and column measures."""
+        inference = row.inference or column.values.get("inference")
+        begins = row.nme if inference == "NME" else row.recipe
+        words = {**column.values, "recipe": begins}
+        predictor = row.predictor if inference is None else PREDICTORS[inference]
+        changes = tuple(text.format(**words) for text in (*self.set, *row.set))
+        return Spec(self.recipe.format(**words), changes, predictor)
+
+    def published(self, row: Row, column: Column) -> Published | None:
+        """The paper's number there, if it has one."""
+        return None if row.values is None else row.values[self.columns.index(column)]
+
+
+@dataclass(frozen=True)
+class Paper:
+    """Experiments by name, and remarks (text by the name of the experiment it is about)."""
+
+    title: str
+    experiments: Mapping[str, Experiment]
+    remarks: Mapping[str, str]
+
+    def find(self, names: Sequence[str]) -> list[Experiment]:
+        """The experiments of those names; "all" is every table and figure."""
+        chosen: dict[str, Experiment] = {}
+        for name in names:
+            if name == "all":
+                chosen |= {key: value for key, value in self.experiments.items() if value.kind != "effects"}
+            elif name in self.experiments:
+                chosen[name] = self.experiments[name]
+            else:
+                raise EngramError(f"the paper has no {name!r}: {suggest(name, [*self.experiments, 'all'])}")
+        return list(chosen.values())
+
+
+def load_paper(path: Path | None = None) -> Paper:
+    """The paper in a file; None is AFC's. What is wrong with the file is said with its name."""
+    file = PAPERS / "afc.toml" if path is None else path
+    try:
+        data = tomllib.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise EngramError(f"there is no paper at {file}; --paper takes a TOML file of experiments") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise EngramError(f"{file} cannot be read as a paper: {error}") from None
+    return _Reader(file, data).paper()
+
+
+class _Reader:
+    """Makes a paper of the file's data; whatever is wrong is one sentence with the file and the experiment."""
+
+    def __init__(self, file: Path, data: dict[str, Any]) -> None:
+        self.file, self.data = file, data
+        numbers = read_json(file.parent / data["published"]) if isinstance(data.get("published"), str) else {}
+        self.tables = {table.get("id"): table for table in numbers.get("tables", [])}
+
+    def fail(self, what: str) -> NoReturn:
+        raise EngramError(f"{self.file} is not a usable paper: {what}")
+
+    def paper(self) -> Paper:
+        known = {"title", "published", "methods", "experiment", "remark"}
+        self._check_keys(self.data, known, "the file")
+        entries = self.data.get("experiment")
+        if not isinstance(entries, list) or not entries:
+            self.fail("it has no [[experiment]]")
+        experiments: dict[str, Experiment] = {}
+        for entry in entries:
+            experiment = self._experiment(entry)
+            if experiment.name in experiments or experiment.name == "all":
+                self.fail(f"the name {experiment.name!r} is taken")
+            experiments[experiment.name] = experiment
+        remarks: dict[str, str] = {}
+        for remark in self.data.get("remark", []):
+            about, text = remark.get("experiment"), remark.get("text")
+            if about not in experiments or not isinstance(text, str):
+                self.fail(f"a remark is about {about!r}, which is no experiment of it")
+            remarks[about] = " ".join(text.split())
+        return Paper(str(self.data.get("title", self.file.stem)), experiments, remarks)
+
+    def _experiment(self, entry: dict[str, Any]) -> Experiment:
+        name = entry.get("name")
+        if not isinstance(name, str) or not name:
+            self.fail("an experiment has no name")
+        self._check_keys(entry, _KEYS, name)
+        table = self._table(name, entry.get("published"))
+        kind, measure = entry.get("kind", "table"), entry.get("measure", METRICS[0])
+        for what, value, valid in (("kind", kind, KINDS), ("measure", measure, METRICS)):
+            if value not in valid:
+                self.fail(f"{name} has no {what} {value!r}: {suggest(str(value), valid)}")
+        columns = self._columns(name, entry, table)
+        rows = self._rows(name, entry, table)
+        experiment = Experiment(
+            name=name,
+            title=str(entry.get("title") or table.get("title") or name),
+            kind=kind,
+            measure=measure,
+            recipe=str(entry.get("recipe", "")),
+            set=tuple(map(str, entry.get("set", []))),
+            rows=rows,
+            columns=columns,
+            orders=tuple(map(str, entry.get("orders", ["1", "2", "3"]))),
+            note=str(entry.get("note", "")),
+        )
+        self._check(experiment)
+        return experiment
+
+    def _check(self, experiment: Experiment) -> None:
+        for what, things in (("row", experiment.rows), ("column", experiment.columns), ("order", experiment.orders)):
+            labels = [getattr(thing, "label", thing) for thing in things]
+            if not labels or len(set(labels)) < len(labels):
+                self.fail(f"{experiment.name} needs one {what} or more, each with another name")
+        for row in experiment.rows:
+            if row.values is not None and len(row.values) != len(experiment.columns):
+                self.fail(f"{row.label} of {experiment.name} has {len(row.values)} numbers for as many columns")
+            for column in experiment.columns:
+                try:
+                    experiment.spec(row, column)
+                except (KeyError, IndexError, ValueError) as error:
+                    self.fail(f"{experiment.name} names {error}, which is no value of the column {column.label!r}")
+
+    def _table(self, name: str, published: Any) -> dict[str, Any]:
+        if published is None:
+            return {}
+        if published not in self.tables:
+            self.fail(f"{name} has no published table {published!r}: {suggest(str(published), self.tables)}")
+        return self.tables[published]
+
+    def _columns(self, name: str, entry: dict[str, Any], table: dict[str, Any]) -> tuple[Column, ...]:
+        given = entry.get("columns", table.get("columns", []))
+        more = entry.get("values", [{}] * len(given))
+        if len(more) != len(given):
+            self.fail(f"{name} has {len(given)} columns and values for {len(more)}")
+        columns: list[Column] = []
+        for values, extra in zip(given, more, strict=True):
+            words = {key: _number_text(value) for key, value in {**values, **extra}.items()}
+            try:
+                columns.append(Column(str(entry.get("column", name)).format(**words), words))
+            except (KeyError, IndexError, ValueError) as error:
+                self.fail(f"the columns of {name} are called by {error}, which they do not have")
+        return tuple(columns)
+
+    def _rows(self, name: str, entry: dict[str, Any], table: dict[str, Any]) -> tuple[Row, ...]:
+        methods = {**self.data.get("methods", {}), **entry.get("methods", {})}
+        rows: list[Row] = []
+        for given in entry.get("rows", table.get("rows", [])):
+            if "values" not in given:
+                self._check_keys(given, _ROW_KEYS, name)
+            if given.get("method") not in methods:
+                self.fail(f"{name} has the method {given.get('method')!r}, which [methods] does not know")
+            readings = methods[given["method"]]
+            rows += [self._row(name, given, each) for each in (readings if isinstance(readings, list) else [readings])]
+        return tuple(rows)
+
+    def _row(self, name: str, given: dict[str, Any], method: dict[str, Any]) -> Row:
+        self._check_keys(method, _METHOD_KEYS, given["method"])
+        inference = given.get("inference")
+        if inference is not None and inference not in PREDICTORS:
+            self.fail(f"{name} has the inference {inference!r}: it is CNN or NME")
+        if not isinstance(method.get("recipe"), str):
+            self.fail(f"the method {given['method']!r} says no recipe")
+        label = method.get("label", given["method"]) + (f" ({inference})" if inference else "")
+        label += "*" if given.get("rerun_by_afc_authors") else ""
+        values = given.get("values")
+        return Row(
+            label=given.get("label", label),
+            method=given["method"],
+            recipe=method["recipe"],
+            nme=method.get("nme", method["recipe"]),
+            inference=inference,
+            predictor=method.get("predictor"),
+            set=tuple(map(str, (*method.get("set", []), *given.get("set", [])))),
+            values=None if values is None else tuple(self._published(name, value) for value in values),
+        )
+
+    def _published(self, name: str, value: Any) -> Published | None:
+        if value is None:
+            return None
+        numbers = [value.get("mean"), value.get("std", 0.0)] if isinstance(value, dict) else [None]
+        if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
+            self.fail(f"a number of {name} is {value!r}; it should be a mean and, where there is one, a std")
+        return Published(float(value["mean"]), None if "std" not in value else float(value["std"]))
+
+    def _check_keys(self, data: Any, known: frozenset[str] | set[str], where: str) -> None:
+        if not isinstance(data, dict):
+            self.fail(f"{where} should be a table, got {data!r}")
+        for key in data:
+            if key not in known:
+                self.fail(f"{where} has no key {key!r}: {suggest(key, known)}")
+
+
+def _number_text(value: Any) -> Any:
+    """A whole number without its point, as people type it: 2.0 is 2."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value

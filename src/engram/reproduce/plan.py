@@ -1,0 +1,236 @@
+"""What each cell of a paper needs and has: its runs, those that were measured, and why there can be none."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from engram.config import RunConfig, directory_name
+from engram.errors import EngramError, suggest
+from engram.files import read_json
+from engram.recipes import recipe, recipe_names
+from engram.recipes.changes import apply_changes, named_after_changes
+from engram.reproduce.paper import Column, Experiment, Published, Row
+from engram.reproduce.records import Record, protocol_key
+from engram.rundir import RESULT
+
+NOT_IN_PAPER, NO_RECIPE = "not in the paper", "no recipe yet"
+
+
+@dataclass(frozen=True, eq=False)
+class Wanted:
+    """A run that cells need. name: of its directory. key: see `protocol_key`."""
+
+    name: str
+    config: RunConfig
+    key: str
+
+    def is_measured_by(self, record: Record, importance: bool = False) -> bool:
+        """Whether a record is this run, computed as it was asked for, and with its importance where that is needed."""
+        if record.key != self.key or (importance and "importance" not in record.data):
+            return False
+        asked = self.config.precision
+        return record.has_default_precision if asked == "auto" else record.precision == asked
+
+
+@dataclass(frozen=True, eq=False)
+class Cell:
+    """A cell: its runs, and for each the record of it, None where it was not measured.
+
+    reason: why it has no runs, where it can have none; missing: the recipe that there is not yet.
+    """
+
+    experiment: Experiment
+    row: Row
+    column: Column
+    predictor: str | None
+    published: Published | None
+    wanted: tuple[Wanted, ...] = ()
+    found: tuple[Record | None, ...] = ()
+    reason: str = ""
+    missing: str = ""
+
+    @property
+    def records(self) -> tuple[Record, ...]:
+        """Its runs that were measured."""
+        return tuple(record for record in self.found if record is not None)
+
+    @property
+    def left(self) -> tuple[Wanted, ...]:
+        """Its runs that were not measured."""
+        return tuple(wanted for wanted, record in zip(self.wanted, self.found, strict=True) if record is None)
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """All cells that were asked for, and the runs they need, each once. left: those that were not measured, by name."""
+
+    cells: tuple[Cell, ...]
+    runs: dict[str, Wanted] = field(default_factory=dict)
+    left: dict[str, Wanted] = field(default_factory=dict)
+
+    @property
+    def experiments(self) -> list[Experiment]:
+        """Those of the cells, each once."""
+        return list({id(cell.experiment): cell.experiment for cell in self.cells}.values())
+
+    def of(self, experiment: Experiment) -> list[Cell]:
+        """The cells of an experiment, row by row."""
+        return [cell for cell in self.cells if cell.experiment is experiment]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Which part of the experiments is wanted and how it is computed; None is the experiment's or the recipe's own."""
+
+    rows: Sequence[str] | None = None
+    columns: Sequence[str] | None = None
+    orders: Sequence[str] | None = None
+    seeds: Sequence[int] = (1,)
+    data_path: str | None = None
+    device: str | None = None
+    precision: str | None = None
+
+
+def make_plan(experiments: Sequence[Experiment], records: Iterable[Record], asked: Asked | None = None) -> Plan:
+    """The cells that are asked for, with what was measured of them."""
+    asked = asked or Asked()
+    planner = _Planner(records, asked)
+    cells = [
+        planner.cell(experiment, row, column)
+        for experiment in select(experiments, asked.rows, asked.columns)
+        for row in experiment.rows
+        for column in experiment.columns
+    ]
+    _refuse_other_images(cells)
+    left = {wanted.name: wanted for cell in cells for wanted in cell.left}
+    return Plan(tuple(cells), planner.runs, left)
+
+
+def _refuse_other_images(cells: Sequence[Cell]) -> None:
+    """Refuses cells whose runs saw different images under one name: their mean would mean nothing."""
+    for cell in cells:
+        first = {record.data["data"].get("fingerprint"): record for record in cell.records}
+        if len(first) > 1:
+            one, two = list(first.values())[:2]
+            raise EngramError(
+                f"{one.source} and {two.source} are runs of {one.recipe} on different images; leave one of them out"
+            )
+
+
+class _Planner:
+    """Makes cells; runs that several of them need are one."""
+
+    def __init__(self, records: Iterable[Record], asked: Asked) -> None:
+        self.asked = asked
+        self.runs: dict[str, Wanted] = {}
+        self._recipes = set(recipe_names())
+        self._by_key: dict[str, list[Record]] = {}
+        for record in records:
+            if record.key is not None:
+                self._by_key.setdefault(record.key, []).append(record)
+
+    def found(self, wanted: Wanted, importance: bool) -> Record | None:
+        """The run as it was measured; of several (other machines, other commits) the latest."""
+        known = self._by_key.get(wanted.key, [])
+        fitting = [record for record in known if wanted.is_measured_by(record, importance)]
+        return max(fitting, key=lambda record: record.data["created"], default=None)
+
+    def cell(self, experiment: Experiment, row: Row, column: Column) -> Cell:
+        spec, published = experiment.spec(row, column), experiment.published(row, column)
+        cell = Cell(experiment, row, column, spec.predictor, published)
+        if row.values is not None and published is None:
+            return replace(cell, reason=NOT_IN_PAPER)
+        if spec.recipe not in self._recipes:
+            return replace(cell, reason=NO_RECIPE, missing=spec.recipe)
+        original = recipe(spec.recipe)
+        config = named_after_changes(original, self._here(apply_changes(original, spec.set)))
+        seeds, orders = self.asked.seeds, self.asked.orders or experiment.orders
+        wanted = tuple(
+            self._wanted(replace(config, order=order, seed=seed), original.recipe) for order in orders for seed in seeds
+        )
+        found = tuple(self.found(run, importance=experiment.kind == "importance") for run in wanted)
+        return replace(cell, predictor=spec.predictor or config.predictor, wanted=wanted, found=found)
+
+    def _here(self, config: RunConfig) -> RunConfig:
+        """The configuration with the images, device and precision that were asked for."""
+        if self.asked.data_path is not None:
+            config = config.with_value("data.path", self.asked.data_path)
+        if self.asked.device is not None:
+            config = config.with_value("device", self.asked.device)
+        # A cell that is about a precision keeps its own.
+        if self.asked.precision is not None and config.precision == "auto":
+            config = config.with_value("precision", self.asked.precision)
+        return config
+
+    def _wanted(self, config: RunConfig, recipe_name: str) -> Wanted:
+        key = protocol_key(config)
+        name = run_name(config, recipe_name)
+        other = self.runs.setdefault(name, Wanted(name, config, key))
+        if other.key != key:
+            raise EngramError(f"two runs would both be called {name}; give the changes of their recipes other names")
+        return other
+
+
+def run_name(config: RunConfig, recipe_name: str) -> str:
+    """The run's directory: as `engram run` calls it, with what was changed of the recipe in place of "changed"."""
+    if config.recipe == recipe_name:
+        name = directory_name(config)
+    else:
+        changed = config.recipe.removeprefix(recipe_name)
+        slug = re.sub(r"[^\w.]+", "-", changed).strip("-")
+        name = directory_name(replace(config, recipe=f"{recipe_name}-{slug}"))
+    return name if config.precision == "auto" else f"{name}-{config.precision}"
+
+
+def stages_done(parent: Path, wanted: Wanted) -> int:
+    """The stages that are there of a run that was begun and not ended; 0 of one that was not begun."""
+    file = parent / wanted.name / RESULT
+    return len(read_json(file).get("stages", [])) if file.exists() else 0
+
+
+def select(
+    experiments: Sequence[Experiment], rows: Sequence[str] | None, columns: Sequence[str] | None
+) -> list[Experiment]:
+    """The experiments cut down to the rows and columns of those names; refuses a name that none of them has."""
+    for what, wanted in (("row", rows), ("column", columns)):
+        for name in wanted or ():
+            things = [(e, thing) for e in experiments for thing in (e.rows if what == "row" else e.columns)]
+            if not any(_is_called(thing, name) for _, thing in things):
+                labels = dict.fromkeys(thing.label for _, thing in things)
+                raise EngramError(f"there is no {what} {name!r}: {suggest(name, labels)}")
+    chosen = [_cut(experiment, rows, columns) for experiment in experiments]
+    kept = [experiment for experiment in chosen if experiment.rows and experiment.columns]
+    if not kept:
+        raise EngramError("no experiment has those rows and those columns together; leave out --rows or --columns")
+    return kept
+
+
+def _cut(experiment: Experiment, rows: Sequence[str] | None, columns: Sequence[str] | None) -> Experiment:
+    places = [i for i, column in enumerate(experiment.columns) if _is_any(column, columns)]
+    # Effects are against the first row, which therefore stays.
+    kept = [
+        row
+        for i, row in enumerate(experiment.rows)
+        if _is_any(row, rows)
+        or (experiment.kind == "effects" and i == 0 and any(_is_any(r, rows) for r in experiment.rows))
+    ]
+    cut = tuple(
+        row if row.values is None else replace(row, values=tuple(row.values[i] for i in places)) for row in kept
+    )
+    return replace(experiment, rows=cut, columns=tuple(experiment.columns[i] for i in places))
+
+
+def _is_any(thing: Row | Column, names: Sequence[str] | None) -> bool:
+    return names is None or any(_is_called(thing, name) for name in names)
+
+
+def _is_called(thing: Row | Column, name: str) -> bool:
+    """Whether a row or column goes by that name: its label, a row's method or recipe, a word of a column's label."""
+    if isinstance(thing, Row):
+        names = [thing.label, thing.method, thing.recipe, thing.label.rstrip("*")]
+    else:
+        names = [thing.label, *thing.label.split()]
+    return name.casefold() in [text.casefold() for text in names]

@@ -1,0 +1,461 @@
+"""The parts of reproducing a paper: its data, records, merging, plan, numbers, cost, and the committed page."""
+
+from __future__ import annotations
+
+import io
+import json
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from engram.cli.commands.reproduce import results_tables
+from engram.errors import EngramError
+from engram.methods import METHODS
+from engram.recipes import recipe, recipe_names
+from engram.recipes.changes import apply_changes, named_after_changes
+from engram.reproduce import text
+from engram.reproduce.cells import effect, measure
+from engram.reproduce.cost import costs, work_of
+from engram.reproduce.document import COMMAND, document
+from engram.reproduce.paper import Experiment, Published, load_paper
+from engram.reproduce.plan import Asked, Cell, make_plan, run_name
+from engram.reproduce.records import Record, check_record, parse_line
+from engram.reproduce.store import merge, read_file, read_results, write_file
+from paper_helpers import NUMBERS, PAPER, make_record, write_paper
+
+ROOT = Path(__file__).parents[1]
+AFC = load_paper()
+
+
+def cell_of(name: str, row: str, column: str, records: list[Record], **asked: Any) -> Cell:
+    plan = make_plan(AFC.find([name]), records, Asked(**asked))
+    return next(cell for cell in plan.cells if (cell.row.label, cell.column.label) == (row, column))
+
+
+# The paper as data.
+
+
+def test_every_table_and_figure_is_there() -> None:
+    names = [experiment.name for experiment in AFC.find(["all"])]
+    assert names == [*(f"table{i}" for i in range(1, 11)), "figure2", "figure3", "figure4"]
+    assert AFC.experiments["table10"].heading == "Table 10"
+    table = AFC.experiments["table1"]
+    assert table.published(table.rows[-1], table.columns[0]) == Published(62.18, 0.57)
+    assert [row.label for row in table.rows][-2:] == ["AFC (NME)", "AFC (CNN)"]
+    assert sum(value is not None for row in table.rows for value in row.values or ()) == 55
+
+
+def test_every_cell_of_a_registered_method_has_a_recipe_that_its_changes_fit() -> None:
+    """A name that is wrong would look like a method that is not there yet."""
+    known = set(recipe_names())
+    seen: set[str] = set()
+    for experiment in AFC.experiments.values():
+        for row in experiment.rows:
+            for column in experiment.columns:
+                spec = experiment.spec(row, column)
+                if row.recipe in METHODS and "imagenet" not in spec.recipe:
+                    assert spec.recipe in known, (experiment.name, row.label)
+                    config = apply_changes(recipe(spec.recipe), spec.set)
+                    assert spec.predictor in (None, *METHODS[config.method].predictors)
+                    seen.add(row.recipe)
+    assert seen >= {
+        "icarl",
+        "bic",
+        "ucir",
+        "gdumb",
+        "podnet",
+        "geodl",
+        "afc",
+        "replay",
+        "uniform",
+        "pixels",
+        "pod",
+        "gap",
+    }
+
+
+def test_settings_of_the_tables() -> None:
+    def spec(name: str, row: str, column: str) -> tuple[str, str, str | None]:
+        cell = cell_of(name, row, column, [])
+        return cell.wanted[0].config.recipe, cell.wanted[-1].name, cell.predictor
+
+    nme = "afc-nme-cifar100-b50-s50"
+    assert spec("table1", "AFC (NME)", "50 stages") == (nme, f"{nme}-order3-seed1", "nme")
+    assert spec("table1", "UCIR (NME)", "5 stages")[::2] == ("ucir-cifar100-b50-s5", "nme")
+    assert spec("table1", "iCaRL", "5 stages")[::2] == ("icarl-cifar100-b50-s5", "nme")
+    assert spec("table3", "AFC (CNN)", "5 a class")[0] == "afc-cifar100-b50-s50 (memory=per_class=5)"
+    assert spec("table3", "AFC (CNN)", "20 a class")[0] == "afc-cifar100-b50-s50", "the recipe's own memory"
+    only = "afc-cifar100-b50-s50 (exemplars_only=true, memory=per_class=5)"
+    assert spec("table3", "AFC exemplars only (CNN)", "5 a class")[0] == only
+    assert spec("table4", "PODNet", "NME")[::2] == ("pod-nme-cifar100-b50-s50", "nme")
+    assert spec("table5", "GDumb*", "20 base classes")[0] == "gdumb-cifar100-b50-s50 (base=20)"
+    assert spec("table6", "AFC (CNN)", "lambda 2")[1] == "afc-cifar100-b50-s50-lambda_disc-2.0-order3-seed1"
+    total = ("afc-cifar100-b50-s10 (memory=total=2000)", "afc-cifar100-b50-s10-memory-total-2000-order3-seed1", "cnn")
+    assert spec("table7", "AFC (CNN)", "total=2000 10 stages") == total
+    assert spec("table10", "PODNet (CNN)*", "5 stages")[0] == "podnet-cifar100-b50-s5 (selection=random)"
+    float32 = cell_of("effects", "float32 instead of bf16", "10 stages", []).wanted[0]
+    assert float32.name == "afc-cifar100-b50-s10-order1-seed1-float32"
+    assert float32.config.precision == "float32"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ('published = "memory"', 'published = "memroy"', ["no published table 'memroy'", "did you mean 'memory'"]),
+        ('name = "table2"', 'name = "table1"', ["'table1' is taken"]),
+        ('column = "{kept} kept"', 'column = "{keep} kept"', ["table1", "'keep'"]),
+        ('recipe = "{recipe}-folder"', 'recipe = "{recipe}-{keep}"', ["table1", "'keep'", "'2 kept'"]),
+        (
+            '"AFC" = { recipe = "afc" }',
+            '"AFC" = { recpie = "afc" }',
+            ["AFC has no key 'recpie'", "did you mean 'recipe'"],
+        ),
+        ('"AFC" = { recipe = "afc" }', '"ACF" = { recipe = "afc" }', ["method 'AFC'", "[methods]"]),
+        ('measure = "final_accuracy"', 'measure = "final"', ["no measure 'final'", "final_accuracy"]),
+        ('kind = "curves"', 'kind = "curve"', ["no kind 'curve'", "did you mean 'curves'"]),
+        ('experiment = "table1"', 'experiment = "table9"', ["'table9'"]),
+        ("[methods]", "[methods", ["cannot be read as a paper"]),
+    ],
+)
+def test_a_paper_that_is_wrong_is_refused_with_its_name(tmp_path: Path, old: str, new: str, words: list[str]) -> None:
+    assert old in PAPER
+    path = write_paper(tmp_path, PAPER.replace(old, new))
+    with pytest.raises(EngramError) as refusal:
+        load_paper(path)
+    for word in (str(path), *words):
+        assert word in str(refusal.value)
+
+
+def test_numbers_that_are_wrong_are_refused(tmp_path: Path) -> None:
+    numbers = json.loads(json.dumps(NUMBERS))
+    numbers["tables"][0]["rows"][0]["values"][0] = {"mean": "many"}
+    with pytest.raises(EngramError, match=r"a number of table1 is \{'mean': 'many'\}"):
+        load_paper(write_paper(tmp_path, numbers=numbers))
+    with pytest.raises(EngramError, match="there is no paper at"):
+        load_paper(tmp_path / "none.toml")
+
+
+# Records and merging.
+
+
+def test_a_record_is_a_line_that_reads_back() -> None:
+    record = make_record(importance=[[2.0, 1.0], [3.0, 0.5]])
+    line = record.to_line()
+    assert "\n" not in line
+    assert ": " not in line
+    assert parse_line(line, "x").data == record.data
+    assert record.value("average_incremental_accuracy", "nme") == 59.0
+    assert record.curve("cnn")[0] == (50, 60.0)
+
+
+def edited(change: Any) -> dict[str, Any]:
+    data = json.loads(make_record().to_line())
+    change(data)
+    return data
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda d: d.update(kind="something"), "does not say"),
+        (lambda d: d.update(format=2), "format 2"),
+        (lambda d: d.pop("hardware"), "'hardware' is missing"),
+        (lambda d: d["config"].update(seed=2), "configuration was changed"),
+        (lambda d: d["result"]["stages"].pop(), "5 of 6 stages"),
+        (lambda d: d["result"]["stages"][2].update(classes=71), "classes they should"),
+        (lambda d: d["result"]["stages"][1]["accuracy"].update(cnn=61.0), "average_incremental_accuracy (cnn) is 60.0"),
+        (lambda d: d["result"]["final_accuracy"].update(nme=70.0), "final_accuracy (nme) is 70.0"),
+        (lambda d: d["result"]["backward_transfer"].update(nme=None), "backward_transfer (nme) is None"),
+        (lambda d: d["result"]["stages"][1]["accuracy"].update(cnn=160.0), "no percentage"),
+        (lambda d: d["result"]["stages"][1]["accuracy_by_stage"].update(cnn=[60.0]), "one for each stage"),
+        (lambda d: d["result"].update(seed=4), "another run"),
+        (lambda d: d["result"].update(seconds="long"), "'long' seconds"),
+        (lambda d: d["result"].pop("stages"), "form of a result"),
+    ],
+)
+def test_a_changed_record_is_refused(change: Any, words: str) -> None:
+    with pytest.raises(EngramError) as refusal:
+        check_record(edited(change), "results.jsonl, line 3,")
+    assert "results.jsonl, line 3, is not a usable result" in str(refusal.value)
+    assert words in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff\xfe", b"recipe,order\nafc,1\n", b'{"kind": "engram run"', b"[1, 2]\n", b'{"a": 1}\n']
+)
+def test_a_corrupt_or_foreign_file_is_refused_with_its_name(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "strange.jsonl"
+    file.write_bytes(content)
+    with pytest.raises(EngramError, match=r"strange\.jsonl"):
+        read_file(file)
+    with pytest.raises(EngramError, match=r"strange\.jsonl"):
+        read_results([tmp_path])
+
+
+def test_a_good_line_does_not_save_a_bad_one(tmp_path: Path) -> None:
+    file = tmp_path / "r.jsonl"
+    file.write_text(make_record().to_line() + "\n" + make_record(order="2").to_line()[:-9] + "\n", encoding="utf-8")
+    with pytest.raises(EngramError, match=r"r\.jsonl, line 2,"):
+        read_file(file)
+
+
+def test_merging_drops_duplicates_and_keeps_other_machines(tmp_path: Path) -> None:
+    one, two = make_record(order="10"), make_record(order="2")
+    again = make_record(order="2", seconds=77.0, created="2026-02-02T00:00:00+00:00", importance=[[2.0, 0.0]])
+    other = make_record(order="2", accuracy=61.0, hardware="Another GPU")
+    newer = make_record(order="2", accuracy=62.0, commit="def")
+    merged = merge([one, two, again, other, newer, one])
+    assert [r.order for r in merged] == ["2", "2", "2", "10"]
+    assert {(r.hardware, r.commit) for r in merged[:3]} == {
+        ("Example GPU", "abc"),
+        ("Another GPU", "abc"),
+        ("Example GPU", "def"),
+    }
+    assert again in merged, "of two the one that has its importance"
+    write_file(tmp_path / "a.jsonl", merged)
+    write_file(tmp_path / "b.jsonl", merge(read_results([tmp_path]).records[::-1]))
+    assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes(), "in whatever order they come"
+
+
+def test_a_conflict_is_named_and_not_settled() -> None:
+    one, two = make_record(accuracy=60.0), make_record(accuracy=60.5)
+    two = replace(two, source="other.jsonl, line 4,")
+    with pytest.raises(EngramError) as refusal:
+        merge([one, two])
+    for word in ("by hand and other.jsonl, line 4,", "afc-cifar100-b50-s5, order 1, seed 1", "Example GPU", "abc"):
+        assert word in str(refusal.value)
+
+
+# The plan.
+
+
+def test_runs_are_shared_between_tables() -> None:
+    alone = make_plan(AFC.find(["table1"]), [])
+    together = make_plan(AFC.find(["table1", "table8", "table9", "figure4"]), [])
+    assert list(together.runs) == list(alone.runs) == list(alone.left)
+    rows = [cell for cell in alone.cells if cell.row.method == "PODNet" and cell.column.label == "5 stages"]
+    assert len(rows) == 4
+    assert len({wanted.name for cell in rows for wanted in cell.wanted}) == 6, (
+        "the authors' re-runs are the same runs here"
+    )
+
+
+def test_rows_and_columns_by_name() -> None:
+    plan = make_plan(
+        AFC.find(["all", "effects"]), [], Asked(rows=["afc (cnn)"], columns=["50"], orders=["2"], seeds=[4])
+    )
+    assert {cell.row.label for cell in plan.cells} == {"AFC (CNN)"}
+    assert {cell.column.label for cell in plan.of(plan.experiments[0])} == {"50 stages"}
+    assert [e.name for e in plan.experiments if e.name.startswith("table")][-3:] == ["table8", "table9", "table10"]
+    assert {(w.config.order, w.config.seed) for w in plan.runs.values()} == {("2", 4)}
+    table = make_plan(AFC.find(["table1"]), [], Asked(rows=["AFC (CNN)"], columns=["25 stages", "5"])).cells
+    assert [(cell.column.label, cell.published) for cell in table] == [
+        ("25 stages", Published(63.89, 0.93)),
+        ("5 stages", Published(66.49, 0.81)),
+    ]
+    effects = make_plan(AFC.find(["effects"]), [], Asked(rows=["the paper's formulas"])).cells
+    assert {cell.row.label for cell in effects} == {"AFC as the recipes have it (released)", "the paper's formulas"}
+    with pytest.raises(EngramError, match=r"no row 'AFK \(CNN\)': did you mean 'AFC \(CNN\)'"):
+        make_plan(AFC.find(["table1"]), [], Asked(rows=["AFK (CNN)"]))
+    with pytest.raises(EngramError, match=r"no column '7'"):
+        make_plan(AFC.find(["table1"]), [], Asked(columns=["7"]))
+    with pytest.raises(EngramError, match="together"):
+        make_plan(AFC.find(["table1", "table6"]), [], Asked(rows=["iCaRL"], columns=["lambda 2"]))
+    with pytest.raises(EngramError, match="did you mean 'table10'"):
+        AFC.find(["tabel10"])
+
+
+def test_a_missing_recipe_and_a_number_the_paper_lacks_say_so() -> None:
+    assert cell_of("table2", "AFC (CNN)", "imagenet100 50 stages", []).missing == "afc-imagenet100-b50-s50"
+    absent = cell_of("table1", "Mnemonics", "50 stages", [])
+    assert (absent.reason, absent.wanted) == ("not in the paper", ())
+    assert text.lines(measure(absent)) == ["not in the paper"]
+
+
+def test_only_runs_in_the_precision_that_was_asked_for_count() -> None:
+    default = make_record()
+    full = make_record(precision="float32", accuracy=61.0)
+    on_cpu = make_record(order="2", device="cpu", precision="float32", accuracy=62.0)
+    assert cell_of("table1", "AFC (CNN)", "5 stages", [default, full, on_cpu]).records == (default, on_cpu)
+    assert cell_of("table1", "AFC (CNN)", "5 stages", [default, full], precision="float32").records == (full,)
+    assert cell_of("table1", "AFC (CNN)", "5 stages", [full]).records == ()
+
+
+def test_of_two_machines_the_latest_run_counts_once() -> None:
+    old = make_record(accuracy=50.0, hardware="old")
+    new = make_record(accuracy=60.0, hardware="new", created="2026-03-01T00:00:00+00:00")
+    found = measure(cell_of("table1", "AFC (CNN)", "5 stages", [new, old]))
+    assert found.ours is not None
+    assert (found.ours.mean, found.n) == (60.0, 1)
+
+
+def test_runs_of_other_images_are_not_taken_together() -> None:
+    data = json.loads(make_record(order="2").to_line())
+    data["data"]["fingerprint"] = "c0de"
+    other = check_record(data, "elsewhere")
+    with pytest.raises(EngramError, match="by hand and elsewhere are runs of afc-cifar100-b50-s5 on different images"):
+        make_plan(AFC.find(["table1"]), [make_record(), other])
+
+
+def test_a_record_of_a_method_that_is_not_here_matches_nothing() -> None:
+    data = json.loads(make_record().to_line())
+    data["config"]["method"] = "unheard"
+    from engram.config import config_hash
+
+    data["config_hash"] = config_hash(data["config"])
+    record = check_record(data, "x")
+    assert record.key is None
+    assert make_plan(AFC.find(["table1"]), [record]).cells[0].records == ()
+
+
+def test_an_importance_is_needed_where_it_is_drawn() -> None:
+    record = make_record("afc-cifar100-b50-s50")
+    kept = make_record("afc-cifar100-b50-s50", importance=[[3.0, 1.0]])
+    assert cell_of("figure3", "AFC (CNN)", "cifar100 50 stages", [record]).records == ()
+    assert cell_of("figure3", "AFC (CNN)", "cifar100 50 stages", [kept]).records == (kept,)
+
+
+def test_names_of_runs_tell_their_changes() -> None:
+    original = recipe("afc-mini-b10-s5")
+    config = named_after_changes(original, apply_changes(original, ["memory=total=40", "settings.train.epochs=2"]))
+    assert run_name(config, original.recipe) == "afc-mini-b10-s5-train.epochs-2-memory-total-40-order1-seed1"
+    assert run_name(original, original.recipe) == "afc-mini-b10-s5-order1-seed1", "as engram run calls it"
+    with pytest.raises(EngramError, match="KEY=VALUE"):
+        apply_changes(original, ["epochs"])
+
+
+# The numbers.
+
+
+def numbers(experiment: Experiment, published: Published | None, values: list[float]) -> Any:
+    records = [make_record(accuracy=value, order=str(i)) for i, value in enumerate(values, start=1)]
+    plan = make_plan([experiment], records)
+    cell = next(c for c in plan.cells if (c.row.label, c.column.label) == ("AFC (CNN)", "5 stages"))
+    return measure(replace(cell, published=published))
+
+
+@pytest.mark.parametrize(
+    ("published", "values", "mark"),
+    [
+        (Published(60.0, 0.5), [60.2, 60.6, 60.7], "within one standard deviation"),
+        (Published(60.0, 0.3), [60.2, 60.6, 60.7], "within one point"),
+        (Published(60.0, 3.0), [62.0, 63.0, 64.0], "within one standard deviation"),
+        (Published(60.0, None), [61.0, 61.0, 61.0], "within one point"),
+        (Published(60.0, None), [61.0, 61.0, 61.1], "further off"),
+        (Published(60.0, 0.2), [58.9], "further off"),
+        (Published(60.0, 0.2), [], "not run"),
+        (None, [58.9], "nothing published"),
+    ],
+)
+def test_marks(published: Published | None, values: list[float], mark: str) -> None:
+    found = numbers(AFC.experiments["table1"], published, values)
+    assert found.mark == mark
+    if not values:
+        assert found.ours is None
+        assert found.difference is None
+        assert text.lines(found) == ["not run", "paper 60.00 ± 0.20"]
+        return
+    assert found.ours.mean == pytest.approx(statistics.fmean(values))
+    assert found.n == len(values)
+    if len(values) > 1:
+        assert found.ours.std == pytest.approx(statistics.stdev(values))
+    if published is not None:
+        assert found.difference == pytest.approx(statistics.fmean(values) - published.mean)
+
+
+def test_words_of_a_cell() -> None:
+    found = numbers(AFC.experiments["table1"], Published(61.0, 0.5), [60.0, 61.0])
+    assert text.lines(found) == ["60.50 ± 0.71 (n = 2 of 3)", "paper 61.00 ± 0.50", "−0.50 ●"]
+    assert (text.signed(0.001), text.signed(-0.001), text.signed(1.0)) == ("0.00", "0.00", "+1.00")
+
+
+@pytest.mark.parametrize(("width", "tables"), [(200, 1), (80, 2), (60, 2), (40, 4), (10, 4)])
+def test_a_narrow_console_cuts_no_number(width: int, tables: int) -> None:
+    plan = make_plan(AFC.find(["table1"]), [make_record()], Asked(rows=["AFC"]))
+    cells = [measure(cell) for cell in plan.cells]
+    made = results_tables(plan.experiments[0], cells, width)
+    assert len(made) == tables
+    console = Console(width=max(width, 40), file=io.StringIO())
+    for table in made:
+        console.print(table)
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue()
+    for whole in ("AFC (NME)", "AFC (CNN)", "50 stages", "paper 62.58 ± 1.02", "60.00 (n = 1 of 3)", "−6.49 ○"):
+        assert whole in shown
+
+
+def test_effects_are_taken_run_by_run() -> None:
+    """Order 3 has no partner and plays no part; the others differ by 2 and by 4."""
+    base = [make_record("afc-cifar100-b50-s10", value, order=str(i)) for i, value in enumerate((60.0, 70.0), start=1)]
+    orders = enumerate((62.0, 74.0, 10.0), start=1)
+    full = [make_record("afc-cifar100-b50-s10", value, order=str(i), precision="float32") for i, value in orders]
+    plan = make_plan(AFC.find(["effects"]), [*base, *full])
+    first, last = (plan.of(plan.experiments[0])[i] for i in (1, -1))
+    assert (first.row.label, last.row.label) == ("AFC as the recipes have it (released)", "float32 instead of bf16")
+    found = effect(first, last)
+    assert found is not None
+    assert (found.mean, found.n) == (3.0, 2)
+    assert found.std == pytest.approx(statistics.stdev([2.0, 4.0]))
+    assert effect(first, plan.of(plan.experiments[0])[3]) is None
+    shown = text.markdown_effects(plan.experiments[0], [measure(cell) for cell in plan.cells])
+    assert "| float32 instead of bf16 | not measured yet | +3.00 ± 1.41 points (n = 2) |" in shown
+
+
+# What is left to do costs.
+
+
+def test_cost_is_measured_seconds_of_the_same_work(tmp_path: Path) -> None:
+    """Two runs that took 100 s of clock side by side, each 80 s of its own; one more like them is left."""
+    wall = ([1000.0, 1080.0], [1020.0, 1100.0])
+    records = [make_record(order=str(i), seconds=80.0, wall=wall[i - 1]) for i in (1, 2)]
+    plan = make_plan(AFC.find(["table1"]), records, Asked(rows=["AFC (CNN)"], columns=["5 stages"]))
+    assert list(plan.left) == ["afc-cifar100-b50-s5-order3-seed1"]
+    (cost,) = costs(plan, records, tmp_path)
+    assert (cost.hardware, cost.measured, cost.at_once, cost.unmeasured) == ("Example GPU", 2, 2, ())
+    assert cost.seconds == pytest.approx(80.0), "one run alone cannot gain from the others"
+    both = make_plan(AFC.find(["table1"]), records, Asked(rows=["AFC (CNN)", "PODNet (CNN)"], columns=["5 stages"]))
+    (cost,) = costs(both, records, tmp_path)
+    assert cost.unmeasured == ("podnet",)
+    alike = sum(work_of(both.left["podnet-cifar100-b50-s5-order1-seed1"].config).stages)
+    base = work_of(both.left["podnet-cifar100-b50-s5-order3-seed1"].config)
+    mine = sum(work_of(plan.left["afc-cifar100-b50-s5-order3-seed1"].config).stages)
+    # Clock 100 s for 160 s of runs; PODNet's base stage in order 3 is AFC's, and is trained once.
+    assert base.base == work_of(plan.left["afc-cifar100-b50-s5-order3-seed1"].config).base
+    left = (3 * alike + mine - base.stages[0]) / mine * 80.0
+    assert cost.seconds == pytest.approx(left * 100 / 160)
+
+
+def test_no_measurement_is_no_cost(tmp_path: Path) -> None:
+    plan = make_plan(AFC.find(["table6"]), [])
+    assert costs(plan, [], tmp_path) == []
+    assert costs(make_plan(AFC.find(["table2"]), []), [make_record()], tmp_path) == []
+
+
+# What is committed.
+
+
+def test_the_committed_page_is_what_its_command_gives() -> None:
+    records = merge(read_results([ROOT / "results"]).records)
+    assert (ROOT / "docs" / "reproduction.md").read_text(encoding="utf-8") == document(AFC, records), COMMAND
+
+
+def test_the_committed_results_are_in_order() -> None:
+    file = ROOT / "results" / "cifar100.jsonl"
+    records = read_file(file)
+    assert "".join(f"{record.to_line()}\n" for record in merge(records)) == file.read_text(encoding="utf-8")
+    assert all(record.key is not None for record in records)
+    assert all(record.commit != "unknown" for record in records)
+    assert "/" not in "".join(str(value) for record in records for value in record.data["hardware"].values())
+
+
+def test_the_page_does_not_depend_on_what_could_be_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A method that comes must not make the committed page wrong."""
+    records = merge(read_results([ROOT / "results"]).records)
+    before = document(AFC, records)
+    names = [name for name in recipe_names() if not name.startswith(("podnet", "icarl", "gap"))]
+    monkeypatch.setattr("engram.reproduce.plan.recipe_names", lambda: names)
+    assert document(AFC, records) == before
