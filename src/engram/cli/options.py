@@ -256,15 +256,17 @@ class Reproduce:
 
 @dataclass(frozen=True)
 class Results:
-    """Bring measured runs together in one file, or write the page on what they reproduce.
+    """Bring measured runs together in one file, or write what they come to.
 
     For example:
         engram results merge results/cifar100.jsonl runs other-machine.jsonl
         engram results page docs/reproduction.md results
+        engram results summary summary.json results
     """
 
-    what: Annotated[Positional[Literal["merge", "page"]], arg(metavar="WHAT", help_behavior_hint="")]
-    """merge: a file of all runs, none twice. page: a Markdown page of the paper's tables with ours beside them."""
+    what: Annotated[Positional[Literal["merge", "page", "summary"]], arg(metavar="WHAT", help_behavior_hint="")]
+    """merge: a file of all runs, none twice. page: a Markdown page of the paper's tables with ours beside them.
+    summary: a JSON file with mean and spread of each recipe."""
     out: Annotated[Positional[str], arg(metavar="OUT", help_behavior_hint="")]
     """The file to write; merge keeps the runs that it has already."""
     inputs: Annotated[Positional[tuple[str, ...]], arg(metavar="IN", help_behavior_hint="")]

@@ -28,10 +28,11 @@ DATASETS = {
     "imagenet1000": "all of ImageNet at 224x224 pixels: its train/ and val/, given with --data PATH",
     "folder": "your own images: a folder of class folders, given with --data PATH",
 }
+MEASURED_ON = "{}-cifar100-b50-s10"  # the recipe whose result a method is listed with
 # Which entries of a row are shown, in order; --json gives all of them.
 COLUMNS: dict[str, tuple[str, ...]] = {
     "recipes": ("recipe", "base", "increment", "memory", "epochs", "predictor"),
-    "methods": ("method", "title", "paper", "memory"),
+    "methods": ("method", "title", "paper", "memory", "measured"),
     "datasets": ("dataset", "description"),
     "backbones": ("backbone", "description"),
     "runs": ("directory", "recipe", "order", "seed", "stages", "average", "status"),
@@ -66,6 +67,10 @@ def list_command(options: List, typed: Sequence[str]) -> int:
             _print(console, options.what, [row for row in rows if row["dataset"] == dataset], DATASETS.get(dataset))
     elif options.what == "runs":
         _print_runs(console, rows)
+    elif options.what == "methods":
+        _print(console, options.what, rows)
+        recipe = MEASURED_ON.format("METHOD")
+        print_line(console, f"measured: average incremental accuracy of {recipe}, %; - where there is no run yet")
     else:
         _print(console, options.what, rows)
     return 0
@@ -134,13 +139,28 @@ def _recipes() -> list[dict[str, Any]]:
 
 def _methods() -> list[dict[str, Any]]:
     from engram.methods import METHODS
+    from engram.reproduce.summary import measured
 
-    budget = "a budget of exemplars"
-    needs = {"needed": budget, "none": "none", "all": "every image", "optional": f"none, or {budget}"}
+    needs = {"needed": "exemplars", "none": "none", "all": "every image", "optional": "none, or exemplars"}
+    known = measured()
     return [
-        {"method": info.name, "title": info.title, "paper": info.paper or None, "memory": needs[info.memory]}
+        {
+            "method": info.name,
+            "title": info.title,
+            "paper": info.paper or None,
+            "memory": needs[info.memory],
+            "measured": _measured(known.get(MEASURED_ON.format(info.name))),
+        }
         for info in METHODS.values()
     ]
+
+
+def _measured(numbers: dict[str, Any] | None) -> str | None:
+    """The accuracy, its spread and n in a few words; None where there is no run yet."""
+    if numbers is None:
+        return None
+    spread = "" if numbers["std"] is None else f" ± {numbers['std']:.2f}"
+    return f"{numbers['mean']:.2f}{spread} (n = {numbers['n']})"
 
 
 def _backbones() -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""`engram results`: measured runs brought together, and the page on what they reproduce."""
+"""`engram results`: measured runs brought together, and what they come to."""
 
 from __future__ import annotations
 
@@ -14,13 +14,23 @@ from engram.files import write_bytes
 from engram.reproduce.document import document
 from engram.reproduce.paper import load_paper
 from engram.reproduce.store import SUFFIX, merge, read_file, read_results, write_file
+from engram.reproduce.summary import as_text, summarise
 
 
 def results_command(options: Results, typed: Sequence[str]) -> int:
     """The exit status of `engram results`."""
     del typed
     out, inputs = Path(options.out).expanduser(), [Path(name).expanduser() for name in options.inputs]
-    return _merge(out, inputs) if options.what == "merge" else _page(out, inputs, options.paper)
+    if options.what == "merge":
+        return _merge(out, inputs)
+    records = merge(read_results(inputs).records)
+    if options.what == "page":
+        text = document(load_paper(None if options.paper is None else Path(options.paper).expanduser()), records)
+    else:
+        text = as_text(summarise(records))
+    write_bytes(out, text.encode())
+    print_line(make_console(), f"{out}: {len(records)} runs")
+    return 0
 
 
 def _merge(out: Path, inputs: Sequence[Path]) -> int:
@@ -36,12 +46,4 @@ def _merge(out: Path, inputs: Sequence[Path]) -> int:
     write_file(out, merged)
     before = len(merge(known))
     print_line(make_console(), f"{out}: {len(merged)} runs, {len(merged) - before} of them new")
-    return 0
-
-
-def _page(out: Path, inputs: Sequence[Path], paper: str | None) -> int:
-    records = merge(read_results(inputs).records)
-    text = document(load_paper(None if paper is None else Path(paper).expanduser()), records)
-    write_bytes(out, text.encode())
-    print_line(make_console(), f"{out}: {len(records)} runs")
     return 0
