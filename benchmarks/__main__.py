@@ -19,6 +19,7 @@ from benchmarks.against import measure_plain, plain_tables
 from benchmarks.ground import Ground
 from benchmarks.growth import growth_tables, measure_growth
 from benchmarks.kernels import kernels_tables, measure_kernels
+from benchmarks.predict import measure_predict, predict_tables
 from benchmarks.report import Table, heading, provenance
 from benchmarks.scale import FULL, QUICK, Scale
 from benchmarks.step import measure_step, step_tables
@@ -32,6 +33,7 @@ PARTS: dict[str, tuple[Callable[[Ground, Results], Results], Callable[[Results],
     "plain": (lambda ground, done: measure_plain(ground, _measured(done, "step")), plain_tables),
     "after": (lambda ground, _: measure_after(ground.scale), after_tables),
     "growth": (lambda ground, _: measure_growth(ground.scale), growth_tables),
+    "predict": (lambda ground, _: measure_predict(ground.scale), predict_tables),
     "kernels": (lambda ground, _: measure_kernels(ground), kernels_tables),
 }
 
@@ -71,6 +73,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--repetitions", type=int, help="repetitions of a measurement, 3 or more")
     options.add_argument("--workers", type=int, help="workers of the plain loop (no more than there are cores)")
     options.add_argument("--epochs", type=int, help="epochs of the runs that 'after' and 'growth' time, 2 or more")
+    options.add_argument("--files", type=int, help="the image files that 'predict' reads")
     options.add_argument("--growth-classes", help="the classes in all of the runs that 'growth' times, such as 100,200")
     options.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), help="where to measure (default: CUDA if it is there)"
@@ -88,6 +91,7 @@ def scale_of(options: argparse.Namespace) -> Scale:
         "repetitions": options.repetitions,
         "workers": options.workers,
         "run_epochs": options.epochs,
+        "files": options.files,
         "device": options.device,
     }
     given = {name: value for name, value in changes.items() if value is not None}

@@ -24,8 +24,8 @@ class Scale:
     """The size of the problem and of the measurements.
 
     per_class, test_per_class: images. runs: how many at once, one measurement each. steps: of one repetition, after
-    warm_up steps. run_epochs, run_finetune: epochs of the whole runs that `after` and `growth` time. The growth_
-    fields are the classes in all (one run each), base, increment and images a class of those that `growth` times.
+    warm_up steps. files: that `predict` reads. run_epochs, run_finetune: epochs of the whole runs that `after` and
+    `growth` time. The growth_ fields are the classes in all (one run each), base, increment and images a class of those that `growth` times.
     """
 
     classes: int = 100
@@ -50,6 +50,7 @@ class Scale:
     growth_base: int = 20
     growth_increment: int = 10
     growth_per_class: int = 250
+    files: int = 4096
     device: Device = "auto"
 
     def __post_init__(self) -> None:
@@ -59,7 +60,7 @@ class Scale:
             raise EngramError(f"the runs at once must be 1 or more, got {','.join(map(str, self.runs)) or 'none'}")
         if self.workers < 0:
             raise EngramError(f"the workers of the plain loop must be 0 or more, got {self.workers}")
-        for name, least in (("steps", 1), ("repetitions", 3), ("profiled_steps", 1), ("run_epochs", 2)):
+        for name, least in (("steps", 1), ("repetitions", 3), ("profiled_steps", 1), ("run_epochs", 2), ("files", 1)):
             if getattr(self, name) < least:
                 raise EngramError(f"{name} must be at least {least}, got {getattr(self, name)}")
 
@@ -89,6 +90,7 @@ QUICK = Scale(
     growth_base=2,
     growth_increment=2,
     growth_per_class=12,
+    files=40,
 )
 
 

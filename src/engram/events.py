@@ -159,6 +159,16 @@ class RunFinished(Event):
 
 
 @dataclass(frozen=True)
+class EpochsChosen(Event):
+    """A lesson that may take so many minutes gets so many epochs, which will take about so many seconds."""
+
+    minutes: float
+    epochs: int
+    seconds: float
+    seconds_per_epoch: float
+
+
+@dataclass(frozen=True)
 class Learned(Event):
     """A model has learned a lesson; it is on disk where there is a path.
 

@@ -1,4 +1,4 @@
-"""The command line: `engram demo | run | resume | list | report | reproduce | results | prepare | doctor`."""
+"""The command line: `engram demo | learn | predict | info | evaluate | remove | export | run | reproduce | ...`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,12 @@ from engram.errors import explain
 # Where each command is carried out; imported when it is asked for, because most of them need torch.
 _MODULES = {
     "demo": "demo",
+    "learn": "learn",
+    "predict": "predict",
+    "info": "info",
+    "evaluate": "evaluate",
+    "remove": "remove",
+    "export": "export",
     "run": "run",
     "resume": "run",
     "list": "listing",
@@ -24,11 +30,14 @@ _MODULES = {
     "prepare": "prepare",
     "doctor": "doctor",
 }
-INTERRUPTED, BROKEN_PIPE = 130, 141
+UNREADABLE, INTERRUPTED, BROKEN_PIPE = 3, 130, 141
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status of a command: 0 for success, 2 for a mistake in what was asked, 130 after Ctrl-C."""
+    """The exit status of a command: 0 for success, 2 for a mistake in what was asked, 130 after Ctrl-C.
+
+    3: it was done, but for images that could not be read.
+    """
     given = list(sys.argv[1:] if arguments is None else arguments)
     for stream in (sys.stdout, sys.stderr):
         # A class name that the terminal's encoding does not have must not end a run.

@@ -23,6 +23,8 @@ ABOUT = """class-incremental learning you can use: a classifier that keeps learn
 
 To begin:
     engram demo                      see it work, in about a minute
+    engram learn MODEL IMAGES        your own images, in a folder for each class
+    engram predict MODEL PATH        what is in an image
     engram run afc-mini-b10-s5       one run
     engram list                      every recipe
     engram COMMAND --help            more on a command
@@ -109,7 +111,7 @@ def check(command: str, known: Sequence[Argument], arguments: Sequence[str]) -> 
     pending = list(arguments)
     while pending:
         text = pending.pop(0)
-        if not text.startswith("-") or _is_number(text):
+        if text == "-" or not text.startswith("-") or _is_number(text):
             loose.append(text)
             continue
         name, equals, value = text.partition("=")

@@ -39,7 +39,7 @@ WORK = {
     "kernels": "compiling kernels for these images (kept for the next time)",
     "importance": "measuring the importance of channels",
     "exemplars": "choosing exemplars",
-    "evaluate": "evaluating on the test images",
+    "evaluate": "evaluating on images it has not learned from",
 }
 
 

@@ -10,6 +10,8 @@ from typing import Annotated, Final, Literal
 
 from tyro.conf import Positional, UseAppendAction, arg
 
+from engram.cli.model_options import Evaluate, Export, Info, Learn, Predict, Remove
+
 OF_RECIPE: Final = "(default: the recipe's)"
 
 
@@ -305,6 +307,12 @@ class Doctor:
 
 COMMANDS: Final[dict[str, type]] = {
     "demo": Demo,
+    "learn": Learn,
+    "predict": Predict,
+    "info": Info,
+    "evaluate": Evaluate,
+    "remove": Remove,
+    "export": Export,
     "run": Run,
     "resume": Resume,
     "list": List,

@@ -69,6 +69,50 @@ def read_folder(
     )
 
 
+def list_classes(path: str | Path) -> tuple[list[str], list[str]]:
+    """The image files in a folder of class folders and, for each, its class: the folder's name."""
+    root = Path(path).expanduser()
+    try:
+        if root.is_dir() and _has_splits(root):
+            raise EngramError(f"{root} holds train/ beside other splits; give the folder that holds the class folders")
+        (folder,), names = _find_images(root)
+    except OSError as error:
+        raise EngramError(
+            f"{error.filename or root} cannot be read ({error.strerror}); check its permissions"
+        ) from None
+    return [str(file) for file in folder.files], [names[class_id] for class_id in folder.class_ids]
+
+
+def walk_images(folder: str | Path) -> Iterator[str]:
+    """The image files in a folder and its subfolders, by name; links are followed, but never in a circle.
+
+    Of each folder on the way down the names are held, and no more.
+    """
+    waiting: list[Iterator[str]] = [iter([str(folder)])]
+    inside: list[tuple[int, int]] = []  # the folders from the first one down to here
+    while waiting:
+        path = next(waiting[-1], None)
+        if path is None:
+            waiting.pop()
+            if inside:
+                inside.pop()
+        elif os.path.isdir(path):
+            status = os.stat(path)
+            if (status.st_dev, status.st_ino) not in inside:
+                inside.append((status.st_dev, status.st_ino))
+                waiting.append(iter(sorted(os.path.join(path, name) for name in _shown(path))))
+        else:
+            yield path
+
+
+def _shown(folder: str) -> Iterator[str]:
+    """The names of the folders and image files in a folder, hidden ones aside."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if not entry.name.startswith(".") and (entry.is_dir() or entry.name.lower().endswith(EXTENSIONS)):
+                yield entry.name
+
+
 def _find_images(root: Path) -> tuple[list[_Folder], tuple[str, ...]]:
     """The files of the training and the test split, or of the one folder to be split, and the class names."""
     if not root.is_dir():

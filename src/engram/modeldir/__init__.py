@@ -14,6 +14,7 @@ from engram.errors import EngramError
 from engram.events import Event, Stopped, Warned
 from engram.modeldir.config import ModelConfig
 from engram.modeldir.directory import LEARNING, NoModelYet, Pointer
+from engram.modeldir.fitting import epochs_that_fit
 from engram.modeldir.inputs import read_images
 from engram.modeldir.labels import encode_label, plain_labels
 from engram.modeldir.lesson import Keeping, Known, Lesson, Options
@@ -22,6 +23,7 @@ from engram.modeldir.pack import open_model, pack_model, read_manifest
 from engram.modeldir.writer import STATE, Writer
 
 __all__ = [
+    "RESUMED",
     "Entry",
     "KnownClass",
     "Model",
@@ -36,6 +38,8 @@ __all__ = [
     "save_model",
 ]
 
+RESUMED = "learning goes on where it stood"
+
 
 def learn_into(
     path: str | Path,
@@ -45,6 +49,7 @@ def learn_into(
     config: ModelConfig | None = None,
     known: Known = "refuse",
     epochs: int | None = None,
+    minutes: float | None = None,
     restart: bool = False,
     stop: Callable[[], bool] | None = None,
     checkpoint_minutes: float = 2.0,
@@ -56,26 +61,33 @@ def learn_into(
     Until the last event, Learned, the model is what it was, for every reader and whatever happens. Learning that was
     stopped or cut off goes on where it stood when the same images are given again; other images are refused then,
     unless `restart` drops it. images: arrays, tensors or paths. config: for a new model; chosen by the images if None.
+    minutes: instead of epochs, as many as fit, by the time of the first steps.
     """
+    if minutes is not None and (epochs is not None or not minutes > 0):
+        raise EngramError("the minutes of a lesson must be more than 0, and take the place of epochs; give one of them")
     given = plain_labels(labels)
     for label in dict.fromkeys(given):
         encode_label(label)  # what cannot be saved is refused before it is learned
     with Writer(path, create=True) as writer:
         model, pixels = _model_to_teach(writer, images, config, device, precision)
-        lesson = Lesson(model, pixels, given, Options(known, epochs))
         base = writer.current()
+        if restart:
+            writer.drop_learning()
+        if minutes is not None:
+            epochs = _begun_with(writer, base)
+            if epochs is None:
+                fit = epochs_that_fit(Lesson(model, pixels, given, Options(known)), minutes, stop)
+                yield fit
+                epochs = fit.epochs
+        lesson = Lesson(model, pixels, given, Options(known, epochs))
         identity = {"lesson": lesson.fingerprint(), "base": None if base is None else base.digest}
 
         def save(checkpoint: Checkpoint) -> None:
-            writer.save_learning(Checkpoint(checkpoint.tensors, checkpoint.data | identity))
+            writer.save_learning(Checkpoint(checkpoint.tensors, checkpoint.data | identity | {"epochs": epochs}))
 
-        resume = None
-        if restart:
-            writer.drop_learning()
-        else:
-            resume = _to_resume(writer, identity)
+        resume = _to_resume(writer, identity)
         if resume is not None:
-            yield Warned("learning goes on where it stood")
+            yield Warned(RESUMED)
         keeping = Keeping(stop or (lambda: False), save, 60 * checkpoint_minutes)
         learned = yield from lesson.take(keeping, resume)
         if learned is None:
@@ -101,6 +113,15 @@ def _model_to_teach(
             f"the model at {writer.path} learns with a configuration of its own, which cannot be changed; give none"
         )
     return model, read_images(images, model.config.image_size)
+
+
+def _begun_with(writer: Writer, base: Pointer | None) -> int | None:
+    """The epochs of the learning to go on with, whatever was asked for now."""
+    checkpoint = writer.learning()
+    if checkpoint is None or checkpoint.data.get("base") != (None if base is None else base.digest):
+        return None
+    epochs = checkpoint.data.get("epochs")
+    return epochs if isinstance(epochs, int) else None
 
 
 def _to_resume(writer: Writer, identity: dict[str, Any]) -> Checkpoint | None:

@@ -115,7 +115,7 @@ class ModelConfig:
         find_method(method)
         start = recipe(f"{method}-folder")
         size = (image_size, image_size) if isinstance(image_size, int) else image_size
-        chosen = settings if isinstance(settings, Settings) else _fitted(start, images, device)
+        chosen = settings if isinstance(settings, Settings) else _fitted(start, images, size, device)
         if isinstance(settings, Mapping):
             run = replace(start, settings=chosen)
             for path, value in settings.items():
@@ -148,7 +148,14 @@ def _memory(given: MemoryConfig | int | str | None, default: MemoryConfig, metho
     raise EngramError(f"the memory must be a number of exemplars a class, a text or a MemoryConfig, got {given!r}")
 
 
-def _fitted(start: RunConfig, images: int, device: Device) -> Settings:
+def fitting_epochs(images: int, size: tuple[int, int], device: Device) -> int:
+    """The epochs that so many images of that size are learned in if nobody says: on a CPU less the more there are."""
+    place, _ = replace(recipe("afc-folder"), device=device, precision="auto").place()
+    work = images * max(1.0, size[0] * size[1] / 32**2)
+    return 60 if place == "cuda" else min(60, max(15, round(120_000 / max(1, work))))
+
+
+def _fitted(start: RunConfig, images: int, size: tuple[int, int], device: Device) -> Settings:
     """The recipe's settings with batches that a small set fills, and on a CPU with less epochs for a large one."""
     settings, batch = start.settings, 128
     while batch > 16 and images < 20 * batch:
@@ -156,9 +163,7 @@ def _fitted(start: RunConfig, images: int, device: Device) -> Settings:
     for phase in _phases(settings):
         training = replace(getattr(settings, phase), batch_size=min(batch, getattr(settings, phase).batch_size))
         settings = replace(settings, **{phase: training})
-    place, _ = replace(start, device=device, precision="auto").place()
-    epochs = 60 if place == "cuda" else min(60, max(15, round(120_000 / max(1, images))))
-    return _with_epochs(settings, epochs)
+    return _with_epochs(settings, fitting_epochs(images, size, device))
 
 
 def _phases(settings: Settings) -> list[str]:

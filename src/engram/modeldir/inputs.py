@@ -29,7 +29,7 @@ def read_images(given: Any, size: tuple[int, int] | None) -> Images:
     """The images, each of that size; without one, as large as the arrays are or as `choose_size` says of files."""
     if are_paths(given):
         paths = _paths(given)
-        images, _, _ = decode_files(paths, choose_size(paths) if size is None else _side(size))
+        images, _, _ = decode_files(paths, choose_size(paths) if size is None else file_side(size))
         return images
     images = _pixels(given)
     _check_size(images, size)
@@ -39,7 +39,7 @@ def read_images(given: Any, size: tuple[int, int] | None) -> Images:
 def read_batches(given: Any, size: tuple[int, int]) -> Iterator[Images]:
     """The images some at a time, for predictions: what it needs does not grow with their number."""
     if are_paths(given):
-        for part in decode_stream(_paths(given), _side(size), batch=BATCH):
+        for part in decode_stream(_paths(given), file_side(size), batch=BATCH):
             if part.skipped:
                 path, reason = part.skipped[0]
                 raise EngramError(f"the image {path} cannot be read ({reason}); mend or remove it")
@@ -62,7 +62,8 @@ def _paths(given: Any) -> list[str]:
     return paths
 
 
-def _side(size: tuple[int, int]) -> int:
+def file_side(size: tuple[int, int]) -> int:
+    """The side that image files are brought to; refuses a model whose images are no squares."""
     if size[0] != size[1]:
         raise EngramError(
             f"this model's images are {size[1]}x{size[0]} pixels, and files become squares; give arrays of that size"

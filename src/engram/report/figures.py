@@ -183,13 +183,24 @@ def learned_and_kept(group: Group, index: int, predictor: str) -> Drawing:
 
 def confusion(group: Group, predictor: str) -> Drawing:
     """Row-normalised confusion matrix after the last stage, with class names where there is room for them."""
-    percent = row_percent(group.confusion(predictor))
+    order = "in order of arrival" if group.has_one_order else "in the data set's order"
+    title = _title(group, predictor).replace("mean of", "sum of")
+    alt = f"Confusion matrix of {plain(group.label)} after the last stage: rows true classes, columns predicted."
+    name = f"confusion_{group.slug}_{predictor}"
+    return confusion_matrix(group.confusion(predictor), group.class_names, order, title, name, alt)
+
+
+def confusion_matrix(
+    counts: np.ndarray, class_names: Sequence[str], order: str, title: str, name: str, alt: str
+) -> Drawing:
+    """Counts of true class by predicted class as percent of the true one. order: what the classes are sorted by."""
+    percent = row_percent(counts)
     size = len(percent)
     figure = Figure(figsize=(6.4, 6.2), layout="constrained")
     axes = figure.add_subplot()
     _heat_map(axes, percent, "share of the true class's test images, %")
     if size <= NAMED_CLASSES:
-        names = [plain(name, 18) for name in group.class_names]
+        names = [plain(name, 18) for name in class_names]
         axes.set_xticks(range(size), names, rotation=90, fontsize=9)
         axes.set_yticks(range(size), names, fontsize=9)
         if size <= NUMBERED_STAGES:
@@ -197,12 +208,10 @@ def confusion(group: Group, predictor: str) -> Drawing:
                 shade = ON_STRONG if percent[row, column] > 50 else INK
                 text = f"{percent[row, column]:.0f}"
                 axes.text(column, row, text, ha="center", va="center", fontsize=9, color=shade, in_layout=False)
-    order = "in order of arrival" if group.has_one_order else "in the data set's order"
     axes.set_xlabel("predicted class" if size <= NAMED_CLASSES else f"predicted class, {order}")
     axes.set_ylabel("true class" if size <= NAMED_CLASSES else f"true class, {order}")
-    axes.set_title(_title(group, predictor).replace("mean of", "sum of"))
-    alt = f"Confusion matrix of {plain(group.label)} after the last stage: rows true classes, columns predicted."
-    return finish(figure, f"confusion_{group.slug}_{predictor}", alt)
+    axes.set_title(title)
+    return finish(figure, name, alt)
 
 
 def importance(group: Group) -> Drawing:

@@ -65,11 +65,14 @@ def _clock(seconds: float) -> str:
 
 def confused_pairs(group: Group, predictor: str) -> list[Confused]:
     """The most frequent mistakes after the last stage, by share of the true class's test images."""
-    counts = group.confusion(predictor)
+    return most_confused(group.confusion(predictor), group.class_names)
+
+
+def most_confused(counts: np.ndarray, names: Sequence[str]) -> list[Confused]:
+    """The most frequent mistakes in counts of true class by predicted class."""
     percent = row_percent(counts)
     mistakes = np.argwhere((counts > 0) & ~np.eye(len(counts), dtype=bool))
     ranked = sorted(mistakes.tolist(), key=lambda cell: (-percent[cell[0], cell[1]], cell))
-    names = group.class_names
     return [
         Confused(names[row], names[column], int(counts[row, column]), float(percent[row, column]))
         for row, column in ranked[:_CONFUSED_PAIRS]

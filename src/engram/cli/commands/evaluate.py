@@ -1,0 +1,148 @@
+"""`engram evaluate`: a model's accuracy on a folder of class folders, by class, and what is taken for what."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from engram.cli import UNREADABLE
+from engram.cli.commands.common import print_line
+from engram.cli.commands.models import bar, exclude, prepare_place, printable, tell_unreadable
+from engram.cli.model_options import Evaluate
+from engram.cli.text import make_console, make_table, percent, shorten
+from engram.data.folder import list_classes
+from engram.errors import EngramError
+from engram.modeldir import Model, open_model
+from engram.modeldir.predict import Evaluated, evaluate_batches
+from engram.report.evaluation import write_evaluation
+
+MATRIX = 20  # classes, at most, for a matrix in the terminal
+PAIRS = 10
+
+
+def evaluate_command(options: Evaluate, typed: Sequence[str]) -> int:
+    """The exit status of `engram evaluate`."""
+    del typed
+    exclude(options.quiet, options.json)
+    report = None if options.report is None else Path(options.report).expanduser()
+    if report is not None and report.suffix.lower() not in (".html", ".htm"):
+        raise EngramError(f"the report must be a file that ends in .html, got {report}")
+    prepare_place(options.place)
+    paths, labels = list_classes(options.images)
+    model, _ = open_model(Path(options.model).expanduser(), options.place.device, images=False)
+    paths, places = known_images(model, paths, labels, options.images)
+    console = make_console()
+    done = _evaluate(model, paths, places, options)
+    if not done.images:
+        raise EngramError(f"none of the {len(paths)} images in {options.images} could be read")
+    found = summary(model, done, options)
+    if report is not None:
+        write_evaluation(found, report)
+    if options.json:
+        print_line(console, json.dumps(found))
+    else:
+        _tell(console, found, options.quiet, report)
+    if done.skipped:
+        print(f"engram: {len(done.skipped)} of {len(paths)} images could not be read", file=sys.stderr)
+        return UNREADABLE
+    return 0
+
+
+def known_images(model: Model, paths: Sequence[str], labels: Sequence[str], folder: str) -> tuple[list[str], list[int]]:
+    """The images of classes that the model knows, and the places of these; the others are left out by name."""
+    place_of = {str(label): place for place, label in enumerate(model.labels)}
+    unknown = sorted(set(labels) - place_of.keys())
+    pairs = [(path, place_of[label]) for path, label in zip(paths, labels, strict=True) if label in place_of]
+    if not pairs:
+        raise EngramError(f"the model knows none of the classes in {folder}: {shorten(unknown, 60)}")
+    if unknown:
+        names = shorten([printable(name) for name in unknown], 60)
+        print(f"engram: left out what the model does not know: {names}", file=sys.stderr)
+    return [path for path, _ in pairs], [place for _, place in pairs]
+
+
+def _evaluate(model: Model, paths: Sequence[str], places: Sequence[int], options: Evaluate) -> Evaluated:
+    console = Console(stderr=True, quiet=options.quiet or options.json)
+    done: Evaluated | None = None
+    told = 0
+    with bar(console, "evaluating") as progress:
+        task = progress.add_task("", total=len(paths))
+        for done in evaluate_batches(model, paths, places, options.by):
+            tell_unreadable(done.skipped[told:], len(done.skipped))
+            told = len(done.skipped)
+            progress.update(task, completed=done.images + told)
+    assert done is not None
+    return done
+
+
+def summary(model: Model, done: Evaluated, options: Evaluate) -> dict[str, Any]:
+    """What came out as plain data; percent, unrounded."""
+    names = [str(label) for label in model.labels]
+    classes = [
+        {"class": name, "images": images, "right": right, "accuracy": 100 * right / images if images else None}
+        for name, (images, right) in zip(names, done.by_class(), strict=True)
+    ]
+    return {
+        "model": options.model,
+        "folder": options.images,
+        "method": model.config.method,
+        "by": done.by,
+        "images": done.images,
+        "accuracy": done.accuracy,
+        "classes": classes,
+        "confusion": done.counts.tolist(),
+        "unreadable": [path for path, _ in done.skipped],
+    }
+
+
+def _tell(console: Console, found: dict[str, Any], quiet: bool, report: Path | None) -> None:
+    line = f"accuracy {percent(found['accuracy'])} % of {found['images']} images, by {found['by']}"
+    print_line(console, line)
+    if not quiet:
+        tested = [entry for entry in found["classes"] if entry["images"]]
+        console.print(class_table(tested))
+        if len(found["classes"]) <= MATRIX:
+            console.print(matrix_table(found))
+        elif found["accuracy"] < 100:
+            console.print(pairs_table(found))
+    if report is not None:
+        print_line(console, str(report))
+
+
+def class_table(tested: Sequence[dict[str, Any]]) -> Table:
+    """Images and accuracy of each class."""
+    table = make_table(["class", "images", "right", "accuracy %"], right=["images", "right", "accuracy %"])
+    for entry in tested:
+        table.add_row(printable(entry["class"]), str(entry["images"]), str(entry["right"]), percent(entry["accuracy"]))
+    return table
+
+
+def matrix_table(found: dict[str, Any]) -> Table:
+    """Images of each true class (rows) by the class they were taken for (columns)."""
+    names = [printable(entry["class"]) for entry in found["classes"]]
+    heads = [f"{number + 1}" for number in range(len(names))]
+    table = make_table(["", "true class", *heads], right=["", *heads], title="taken for")
+    for number, (name, row) in enumerate(zip(names, found["confusion"], strict=True)):
+        if sum(row):
+            table.add_row(heads[number], name, *[str(count) if count else "" for count in row])
+    return table
+
+
+def pairs_table(found: dict[str, Any]) -> Table:
+    """The most frequent mistakes."""
+    counts = np.array(found["confusion"])
+    np.fill_diagonal(counts, 0)
+    table = make_table(["true class", "taken for", "images"], right=["images"])
+    for flat in np.argsort(-counts, axis=None, kind="stable")[:PAIRS].tolist():
+        row, column = divmod(flat, len(counts))
+        if counts[row, column]:
+            names = (printable(found["classes"][place]["class"]) for place in (row, column))
+            table.add_row(*names, str(counts[row, column]))
+    return table

@@ -1,0 +1,44 @@
+"""`engram export`: the network as an ONNX file, checked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from engram.cli.commands.common import print_line
+from engram.cli.model_options import Export
+from engram.cli.text import make_console
+from engram.errors import EngramError
+from engram.modeldir import open_model
+from engram.modeldir.export import export_onnx, require_onnx
+
+
+def export_command(options: Export, typed: Sequence[str]) -> int:
+    """The exit status of `engram export`."""
+    del typed
+    out = Path(options.out).expanduser()
+    if out.suffix.lower() != ".onnx":
+        raise EngramError(f"the file must end in .onnx, got {out}")
+    if out.is_dir() or (out.exists() and not options.overwrite):
+        raise EngramError(f"{out} exists; choose another name, or replace it with --overwrite")
+    require_onnx()
+    model, _ = open_model(Path(options.model).expanduser(), "cpu", "float32")
+    exported = export_onnx(model, out, options.by)
+    console = make_console()
+    if options.json:
+        print_line(console, json.dumps(asdict(exported)))
+        return 0
+    height, width = model.config.image_size
+    print_line(
+        console,
+        f"{out}: images uint8 (N, {height}, {width}, 3) to probabilities (N, {len(model.classes)}) by {exported.by}, "
+        f"{exported.bytes / 1e6:.1f} MB",
+    )
+    print_line(
+        console,
+        f"checked in onnxruntime {exported.onnxruntime} on {exported.images} images: "
+        f"probabilities differ by {exported.difference:.1e} at most",
+    )
+    return 0

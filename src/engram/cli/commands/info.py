@@ -1,0 +1,89 @@
+"""`engram info`: what a model knows, without opening its weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from engram.cli.commands.common import print_line
+from engram.cli.commands.models import printable
+from engram.cli.model_options import Info
+from engram.cli.text import bold, card_table, duration, make_console, make_table, percent, shorten
+from engram.modeldir import has_learning, read_manifest
+from engram.modeldir.labels import encode_label
+
+
+def info_command(options: Info, typed: Sequence[str]) -> int:
+    """The exit status of `engram info`."""
+    del typed
+    console = make_console()
+    place = Path(options.model).expanduser()
+    manifest = read_manifest(place)
+    manifest["learning_interrupted"] = has_learning(place)
+    if options.json:
+        for known in manifest["classes"]:
+            known["label"] = encode_label(known["label"])
+        print_line(console, json.dumps(manifest))
+        return 0
+    console.print(bold(f"{place}: {len(manifest['classes'])} classes"))
+    console.print(card_table(card(manifest)))
+    console.print(class_table(manifest))
+    console.print(history_table(manifest))
+    if manifest["learning_interrupted"]:
+        print_line(console, "learning was interrupted here; the same 'engram learn' again goes on with it")
+    return 0
+
+
+def card(manifest: dict[str, Any]) -> dict[str, str]:
+    """Settings and sizes, by name."""
+    config, classes, sizes = manifest["config"], manifest["classes"], manifest["bytes"]
+    memory = config["memory"]
+    budget = memory["budget"] if memory["budget"] in ("all", "none") else f"{memory['budget']}={memory['size']}"
+    height, width = config["image_size"]
+    kept, held = (sum(known[kind] for known in classes) for kind in ("exemplars", "heldout"))
+    learned = sum(entry["images"] for entry in manifest["history"])
+    return {
+        "method": f"{config['method']}, predicts by {' and '.join(manifest['predictors'])}",
+        "network": f"{config['backbone']}, images of {width}x{height} pixels, seed {config['seed']}",
+        "memory": f"{budget}: {kept} exemplars, {_size(sizes['exemplars'])}",
+        "held out": f"{100 * config['validation']:g} % of new images: {held} images, {_size(sizes['heldout'])}",
+        "images seen": f"{learned:,}",
+        "weights": _size(sizes["weights"]),
+        "written by": f"engram {manifest['engram']}, generation {manifest['generation']}",
+    }
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e6:.1f} MB" if count >= 1e6 else f"{count / 1e3:.1f} kB"
+
+
+def class_table(manifest: dict[str, Any]) -> Table:
+    """Each class with the lesson it came with, its images and its accuracy on held-out ones."""
+    accuracies = [f"{by} %" for by in manifest["predictors"]]
+    right = ["lesson", "images", "exemplars", "held out", *accuracies]
+    table = make_table(["class", *right], right=right)
+    for known in manifest["classes"]:
+        counts = [str(known["stage"] + 1), *(f"{known[kind]:,}" for kind in ("images", "exemplars", "heldout"))]
+        shares = [percent(known["accuracy"].get(by)) for by in manifest["predictors"]]
+        table.add_row(printable(known["label"]), *counts, *shares)
+    return table
+
+
+def history_table(manifest: dict[str, Any]) -> Table:
+    """Each lesson and removal: when, what, and what it did to the accuracy."""
+    by = manifest["predictors"][0] if manifest["predictors"] else "cnn"
+    numbers = ["images", "epochs", "time", f"old {by} %, before", "now", f"new {by} %"]
+    table = make_table(["", "date", "what", *numbers], right=["", *numbers])
+    for number, entry in enumerate(manifest["history"]):
+        came = [printable(known["label"]) for known in manifest["classes"] if known["stage"] == number]
+        what = f"{entry['what']} {shorten(came, 36)}".rstrip()
+        counts = ["", "", ""]
+        if entry["what"] == "learned":
+            counts = [f"{entry['images']:,}", str(entry["epochs"]), duration(entry["seconds"])]
+        shares = [percent(entry[when].get(by)) for when in ("before", "after", "new")]
+        table.add_row(str(number + 1), printable(entry["date"])[:16].replace("T", " "), what, *counts, *shares)
+    return table

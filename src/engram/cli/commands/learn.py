@@ -1,0 +1,252 @@
+"""`engram learn`: a new model from a folder of class folders, or new classes for one there is."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from engram.cli.commands.common import print_line
+from engram.cli.commands.models import exclude, prepare_place, printable, read_files
+from engram.cli.display import follow, make_display
+from engram.cli.interrupt import Interrupt
+from engram.cli.lessons import by_class_table, learned_line, lesson_table
+from engram.cli.model_options import Learn, NewModelFlags
+from engram.cli.text import bold, clock, duration, make_console, shorten
+from engram.data.augment import Augmentation
+from engram.data.decode import choose_size
+from engram.data.folder import list_classes
+from engram.data.memory import MemoryConfig
+from engram.errors import EngramError
+from engram.events import EpochsChosen, Event, Learned, Stopped, Warned
+from engram.modeldir import RESUMED, ModelConfig, NoModelYet, has_learning, learn_into, read_manifest
+from engram.modeldir.config import fitting_epochs
+from engram.modeldir.directory import POINTER
+from engram.modeldir.inputs import file_side
+
+HOLD_OUT = 0.2
+
+
+def learn_command(options: Learn, typed: Sequence[str]) -> int:
+    """The exit status of `engram learn`."""
+    exclude(options.quiet, options.json)
+    _check(options)
+    prepare_place(options.place)
+    console = make_console()
+    silent = options.quiet or options.json
+    place = Path(options.model).expanduser()
+    paths, labels = list_classes(options.images)
+    manifest = known_model(place)
+    if manifest is not None:
+        _refuse_changes(options.new, ModelConfig.from_plain(manifest["config"]), place)
+        paths, labels = _leave_out_known(options, manifest, paths, labels)
+    size = _side(options.new, manifest, paths)
+    images, kept = read_files(paths, size, options.lesson.skip_bad, None if silent else console)
+    labels = _kept_labels(labels, kept)
+    config = choose_config(options, size, len(images)) if manifest is None else None
+    epochs = options.lesson.epochs
+    if manifest is not None and epochs is None and options.lesson.minutes is None:
+        trained = len(images) + sum(known["exemplars"] for known in manifest["classes"])
+        epochs = fitting_epochs(trained, (size, size), options.place.device)
+    if not silent:
+        _tell_beginning(console, place, config, labels)
+    interrupt = Interrupt()
+    events = learn_into(
+        place,
+        images,
+        labels,
+        config=config,
+        known="refresh" if options.lesson.more_of_known else "refuse",
+        epochs=epochs,
+        minutes=options.lesson.minutes,
+        restart=options.lesson.restart,
+        stop=interrupt,
+        checkpoint_minutes=options.lesson.checkpoint_minutes,
+        device=options.place.device,
+    )
+    return _carry_out(events, console, interrupt, options, place, shlex.join(["engram", *typed]))
+
+
+def _check(options: Learn) -> None:
+    lesson = options.lesson
+    if lesson.epochs is not None and lesson.minutes is not None:
+        raise EngramError("--epochs and --minutes exclude each other; give one of them")
+    if lesson.epochs is not None and lesson.epochs < 1:
+        raise EngramError(f"--epochs must be at least 1, got {lesson.epochs}")
+    if lesson.minutes is not None and lesson.minutes <= 0:
+        raise EngramError(f"--minutes must be more than 0, got {lesson.minutes:g}")
+    if lesson.checkpoint_minutes < 0:
+        raise EngramError(f"--checkpoint-minutes must be 0 or more, got {lesson.checkpoint_minutes:g}")
+    if options.new.hold_out is not None and not 0 <= options.new.hold_out < 1:
+        raise EngramError(f"--hold-out must be a share of 0 or more and below 1, got {options.new.hold_out:g}")
+
+
+def known_model(place: Path) -> dict[str, Any] | None:
+    """What the model there says of itself; None where there is none yet."""
+    if not (place / POINTER).exists():
+        return None
+    try:
+        return read_manifest(place)
+    except NoModelYet:
+        return None
+
+
+def _refuse_changes(flags: NewModelFlags, config: ModelConfig, place: Path) -> None:
+    """Refuses flags that ask for another model than the one there is."""
+    memory = config.memory
+    asked = {
+        "method": (flags.method, config.method),
+        "backbone": (flags.backbone, config.backbone),
+        "image-size": (flags.image_size, config.image_size[0]),
+        "memory": (flags.memory and str(MemoryConfig.parse(flags.memory, memory.selection)), str(memory)),
+        "hold-out": (flags.hold_out, config.validation),
+        "no-mirror": (flags.no_mirror or None, not config.augmentation.flip),
+        "seed": (flags.seed, config.seed),
+    }
+    for name, (wanted, recorded) in asked.items():
+        if wanted is not None and wanted != recorded:
+            raise EngramError(
+                f"the model at {place} was made with --{name} {recorded}, and that is for good; leave --{name} out, or "
+                "begin a new model"
+            )
+    if flags.set:
+        raise EngramError(f"the model at {place} has its settings, and they are for good; leave --set out")
+
+
+def _leave_out_known(
+    options: Learn, manifest: dict[str, Any], paths: list[str], labels: list[str]
+) -> tuple[list[str], list[str]]:
+    """The images to learn from: those of classes the model knows are left out, unless more of them was asked for."""
+    known = {known["label"] for known in manifest["classes"]}
+    left = sorted({label for label in labels if label in known})
+    if options.lesson.more_of_known or not left:
+        return paths, labels
+    names = shorten([printable(label) for label in left], 60)
+    rest = [(path, label) for path, label in zip(paths, labels, strict=True) if label not in known]
+    if not rest:
+        raise EngramError(
+            f"there is nothing to learn: the model knows {names} already; --more-of-known learns known classes again, "
+            "from these images and those it kept"
+        )
+    if not options.json:
+        print(f"engram: left out what the model knows already: {names} (--more-of-known)", file=sys.stderr)
+    return [path for path, _ in rest], [label for _, label in rest]
+
+
+def _side(flags: NewModelFlags, manifest: dict[str, Any] | None, paths: Sequence[str]) -> int:
+    if manifest is None:
+        if flags.image_size is not None and flags.image_size < 8:
+            raise EngramError(f"--image-size must be at least 8 pixels, got {flags.image_size}")
+        return flags.image_size or choose_size(paths)
+    height, width = manifest["config"]["image_size"]
+    return file_side((height, width))
+
+
+def _kept_labels(labels: Sequence[str], kept: Sequence[int]) -> list[str]:
+    """The labels of the images that could be read; refuses a class of which there is none."""
+    found = [labels[position] for position in kept]
+    lost = sorted(set(labels) - set(found))
+    if lost:
+        raise EngramError(f"no image of the class {printable(lost[0])!r} could be read; mend its images or remove it")
+    return found
+
+
+def choose_config(options: Learn, size: int, images: int) -> ModelConfig:
+    """The configuration of a new model."""
+    flags = options.new
+    settings: dict[str, Any] = {}
+    for text in flags.set:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise EngramError(f"--set takes KEY=VALUE, got {text!r}")
+        settings[key.strip()] = value.strip()
+    config = ModelConfig.choose(
+        flags.method or "afc",
+        image_size=size,
+        images=images,
+        memory=flags.memory,
+        backbone=flags.backbone,
+        settings=settings,
+        seed=1 if flags.seed is None else flags.seed,
+        validation=HOLD_OUT if flags.hold_out is None else flags.hold_out,
+        device=options.place.device,
+    )
+    if flags.no_mirror:
+        config = replace(config, augmentation=Augmentation(pad=config.augmentation.pad, flip=False))
+    return config
+
+
+def _tell_beginning(console: Console, place: Path, config: ModelConfig | None, labels: Sequence[str]) -> None:
+    names = list(dict.fromkeys(printable(label) for label in labels))
+    many = f"{len(names)} class{'es' if len(names) > 1 else ''}"
+    print_line(console, f"{len(labels)} images of {many}: {shorten(names, 60)}")
+    if config is not None:
+        height, width = config.image_size
+        print_line(
+            console,
+            f"a new model in {place}: {config.method}, {config.backbone}, {width}x{height} pixels, "
+            f"memory {config.memory}, {100 * config.validation:g} % held out",
+        )
+
+
+def _carry_out(
+    events: Iterator[Event], console: Console, interrupt: Interrupt, options: Learn, place: Path, command: str
+) -> int:
+    display = make_display(console, interrupt, quiet=options.quiet, as_json=options.json)
+    told = events if options.json else _told(events, console, options.quiet)
+    try:
+        with interrupt:
+            last = follow(told, display)
+    except KeyboardInterrupt:
+        saved = has_learning(place)
+        rest = "the same command goes on from the last checkpoint" if saved else "nothing was saved yet"
+        raise KeyboardInterrupt(f"quit at once, and the model is what it was; {rest}") from None
+    if isinstance(last, Learned):
+        if not options.json:
+            tell_learned(console, last, options)
+        return 0
+    assert isinstance(last, Stopped), f"a lesson ends learned or stopped, not with {last.name}"
+    if not options.json:
+        print_line(console, "saved; the model is what it was. To go on, the same command again:")
+        console.print(bold(command), soft_wrap=True)
+    return interrupt.status
+
+
+def _told(events: Iterator[Event], console: Console, quiet: bool) -> Iterator[Event]:
+    """The events, less those that are sentences, which are printed."""
+    for event in events:
+        text = None
+        if isinstance(event, Warned) and event.message == RESUMED:
+            text = "learning was interrupted here; it goes on where it stood"
+        elif isinstance(event, EpochsChosen):
+            text = chosen_line(event)
+        if text is None:
+            yield event
+        elif not quiet:
+            print_line(console, text)
+
+
+def chosen_line(event: EpochsChosen) -> str:
+    """How many epochs there will be, and why."""
+    epochs = f"{event.epochs} epoch{'s' if event.epochs > 1 else ''} of {duration(event.seconds_per_epoch)}"
+    if event.seconds > 60 * event.minutes:
+        return f"one epoch is more than fits into {event.minutes:g} minutes: it takes about {clock(event.seconds)}"
+    return f"by the first steps {epochs} each fit into {event.minutes:g} minutes: about {clock(event.seconds)} in all"
+
+
+def tell_learned(console: Console, event: Learned, options: Learn) -> None:
+    """Prints what was learned, what was kept and what was forgotten."""
+    print_line(console, learned_line(event))
+    if options.quiet:
+        return
+    accuracy: Mapping[str, float] = event.new_accuracy or event.after
+    if accuracy:
+        console.print(lesson_table(event))
+    if options.by_class and accuracy:
+        console.print(by_class_table(event))
+    print_line(console, f"engram predict {options.model} PATH")

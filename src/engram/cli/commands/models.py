@@ -1,0 +1,85 @@
+"""What the commands about models have in common: labels as people type them, and reading class folders."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from engram.cli.commands.common import use_threads
+from engram.cli.model_options import PlaceFlags
+from engram.cli.text import is_live
+from engram.data.decode import decode_files
+from engram.data.store import Images
+from engram.errors import EngramError, suggest
+
+SHOWN = 20  # of the files that cannot be read, by name
+
+
+def prepare_place(flags: PlaceFlags) -> None:
+    """Takes over how many threads to use; refuses less than one."""
+    if flags.threads is not None and flags.threads < 1:
+        raise EngramError(f"--threads must be at least 1, got {flags.threads}")
+    use_threads(flags.threads)
+
+
+def exclude(quiet: bool, as_json: bool) -> None:
+    """Refuses --quiet and --json together."""
+    if quiet and as_json:
+        raise EngramError("--quiet and --json exclude each other; give one of them")
+
+
+def printable(value: Any) -> str:
+    """The value as text on one line, control characters written out."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(value))
+
+
+def find_label(labels: Sequence[Hashable], typed: str) -> Hashable:
+    """The label that was typed: text as it is, others as Python writes them."""
+    found = [label for label in labels if label == typed] or [label for label in labels if str(label) == typed]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise EngramError(
+            f"{typed!r} is the name of {len(found)} classes; use Python's remove_class, which knows kinds"
+        )
+    raise EngramError(f"the model knows no class {typed!r}: {suggest(typed, map(str, labels))}")
+
+
+def bar(console: Console, what: str) -> Progress:
+    """A progress bar that goes away at the end; it shows nothing where nothing can move."""
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console, transient=True, disable=not is_live(console))
+
+
+def read_files(paths: Sequence[str], size: int, skip_bad: bool, console: Console | None) -> tuple[Images, list[int]]:
+    """The images and the positions in `paths` that they came from; those skipped are named on stderr."""
+    shown = console if console is not None else Console(quiet=True)
+    with bar(shown, "reading images") as progress:
+        task = progress.add_task("", total=len(paths))
+        try:
+            images, kept, skipped = decode_files(
+                paths,
+                size,
+                skip_bad=skip_bad,
+                progress=lambda done, total: progress.update(task, completed=done, total=total),
+            )
+        except EngramError as error:
+            message = str(error).replace("or skip such files", "or go on without such files with --skip-bad")
+            raise EngramError(message) from None
+    if skipped:
+        tell_unreadable(skipped)
+        print(f"engram: {len(skipped)} of {len(paths)} images could not be read and are left out", file=sys.stderr)
+    return images, kept
+
+
+def tell_unreadable(skipped: Iterable[tuple[str, str]], shown: int = SHOWN) -> None:
+    """Names files that could not be read on stderr, each with the reason."""
+    for number, (path, reason) in enumerate(skipped):
+        if number == shown:
+            print("engram: and more", file=sys.stderr)
+            break
+        print(f"engram: {printable(path)} cannot be read ({printable(reason)})", file=sys.stderr)

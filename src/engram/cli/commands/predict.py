@@ -1,0 +1,103 @@
+"""`engram predict`: what is in images, one line each, as many as there are."""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TextIO
+
+import numpy as np
+from rich.console import Console
+
+from engram.cli import UNREADABLE
+from engram.cli.commands.models import bar, prepare_place, printable, tell_unreadable
+from engram.cli.model_options import Predict
+from engram.data.folder import walk_images
+from engram.errors import EngramError
+from engram.modeldir import Model, open_model
+from engram.modeldir.labels import encode_label
+from engram.modeldir.predict import Predicted, predict_files
+
+STANDARD_INPUT = "-"
+
+
+def predict_command(options: Predict, typed: Sequence[str]) -> int:
+    """The exit status of `engram predict`."""
+    del typed
+    for name, value in (("--top", options.top), ("--batch", options.batch)):
+        if value < 1:
+            raise EngramError(f"{name} must be at least 1, got {value}")
+    check_paths(options.paths)
+    prepare_place(options.place)
+    model, _ = open_model(options.model, options.place.device, images=False)
+    model.predictor(options.by)
+    console = Console(stderr=True, quiet=options.quiet, markup=False, highlight=False)
+    streamed = STANDARD_INPUT in options.paths
+    moving = console.is_terminal and not options.quiet
+    total = sum(1 for _ in expand(options.paths)) if moving and not streamed else None
+    done = unreadable = 0
+    with bar(console, "predicting") as progress:
+        task = progress.add_task("", total=total)
+        for part in predict_files(model, expand(options.paths), options.by, options.batch):
+            write_lines(sys.stdout, model, part, options.top, options.json)
+            tell_unreadable(part.skipped, len(part.skipped))
+            done, unreadable = done + len(part.paths), unreadable + len(part.skipped)
+            progress.update(task, completed=done + unreadable)
+    if not done and not unreadable:
+        raise EngramError(f"there is no image in {', '.join(options.paths)}")
+    if unreadable:
+        print(f"engram: {unreadable} of {done + unreadable} images could not be read", file=sys.stderr)
+        return UNREADABLE
+    return 0
+
+
+def check_paths(given: Iterable[str]) -> None:
+    """Refuses a path that is not there and no pattern that finds something, before the model is opened."""
+    for text in given:
+        if text != STANDARD_INPUT and not os.path.lexists(text) and next(_matches(text), None) is None:
+            how = "nothing matches" if glob.has_magic(text) else "there is no file or folder"
+            raise EngramError(f"{how} {printable(text)}")
+
+
+def expand(given: Iterable[str], lines: Iterable[str] | None = None) -> Iterator[str]:
+    """The image files that files, folders, patterns and, for -, the lines of standard input name, one at a time."""
+    for text in given:
+        if text == STANDARD_INPUT:
+            for line in sys.stdin if lines is None else lines:
+                path = line.rstrip("\r\n")
+                if path:
+                    yield from walk_images(path) if os.path.isdir(path) else (path,)
+        elif os.path.lexists(text):
+            yield from walk_images(text) if os.path.isdir(text) else (text,)
+        else:
+            for path in _matches(text):
+                yield from walk_images(path) if os.path.isdir(path) else (path,)
+
+
+def _matches(pattern: str) -> Iterator[str]:
+    return glob.iglob(os.path.expanduser(pattern), recursive=True) if glob.has_magic(pattern) else iter(())
+
+
+def write_lines(out: TextIO, model: Model, part: Predicted, top: int, as_json: bool) -> None:
+    """A line for each image, written at once for the whole batch."""
+    count = min(top, len(model.classes))
+    best = np.argsort(-part.shares, axis=1, kind="stable")[:, :count]
+    shares = np.take_along_axis(part.shares, best, axis=1).tolist()
+    lines: list[str] = []
+    for path, places, values in zip(part.paths, best.tolist(), shares, strict=True):
+        named = [(model.classes[place].label, value) for place, value in zip(places, values, strict=True)]
+        lines.append(_json(path, named) if as_json else _text(path, named))
+    out.write("".join(line + "\n" for line in lines))
+    out.flush()
+
+
+def _text(path: str, named: Sequence[tuple[Any, float]]) -> str:
+    return "\t".join([printable(path), *(f"{printable(label)}\t{value:.4f}" for label, value in named)])
+
+
+def _json(path: str, named: Sequence[tuple[Any, float]]) -> str:
+    top = [{"class": encode_label(label), "probability": value} for label, value in named]
+    return json.dumps({"path": path, **top[0], "top": top})

@@ -1,0 +1,71 @@
+"""How many epochs of a lesson fit into the time there is, by its first steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from engram.errors import EngramError
+from engram.events import EpochsChosen
+from engram.methods import find_method
+from engram.modeldir.lesson import Lesson
+from engram.stagework import PhasePlan, StageWork, Taken
+
+MOST_EPOCHS = 300
+WARM_UP, STEPS = 2, 40  # steps that are not timed, and the most that are
+SHARE, LONGEST = 0.1, 10.0  # of the time there is, and seconds, that measuring may take
+AFTER = 2.0  # what follows the training (importance, exemplars, held-out images), in epochs
+
+
+def epochs_that_fit(lesson: Lesson, minutes: float, stop: Callable[[], bool] | None = None) -> EpochsChosen:
+    """The most epochs, 1 at least, with which the lesson takes no longer; it takes some steps and is spent then."""
+    budget, started = 60 * minutes, time.monotonic()
+    rate = _seconds_per_work(lesson, min(LONGEST, SHARE * budget), stop or (lambda: False))
+    left = budget - (time.monotonic() - started)
+    epoch = rate * _work_per_epoch(lesson)
+    epochs = min(MOST_EPOCHS, max(1, int(left / epoch - AFTER)))
+    return EpochsChosen(minutes, epochs, (epochs + AFTER) * epoch, epoch)
+
+
+def _seconds_per_work(lesson: Lesson, longest: float, stop: Callable[[], bool]) -> float:
+    """The seconds of a step over its share of the phase's work, in the first phase."""
+    model, learner = lesson.model, lesson.model.learner
+    assert learner is not None
+    work = StageWork(model.method, learner, model.engine, lesson.stage, lesson.stage.index + 1)
+    begun = time.monotonic()
+    first, taken = begun, 0
+    for event in work.train():
+        if not isinstance(event, Taken):
+            continue
+        taken += 1
+        if taken == WARM_UP:
+            _wait(model.engine.device)
+            first = time.monotonic()
+        if taken >= WARM_UP + STEPS or stop() or (taken > WARM_UP and time.monotonic() - begun > longest):
+            break
+    _wait(model.engine.device)
+    if not taken:
+        raise EngramError(f"{model.config.method} takes no steps that could be timed; leave --minutes out")
+    if taken <= WARM_UP:  # there were no more
+        first, steps = begun, taken
+    else:
+        steps = taken - WARM_UP
+    plan = PhasePlan.of(work.phases[0])
+    return (time.monotonic() - first) / steps * plan.epochs * plan.steps / plan.work
+
+
+def _work_per_epoch(lesson: Lesson) -> float:
+    """What an epoch adds to the lesson's work, its share of the phases after the main one included."""
+    model, learner = lesson.model, lesson.model.learner
+    assert learner is not None
+    config = model.config.with_epochs(MOST_EPOCHS)
+    method = find_method(config.method).make(config.settings)
+    phases = method.phases(learner, lesson.stage, model.engine)
+    return sum(PhasePlan.of(phase).work for phase in phases) / MOST_EPOCHS
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,76 @@
+"""Predictions for image files from anywhere, some at a time: what it needs does not grow with their number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from engram.data.decode import decode_stream
+from engram.errors import EngramError
+from engram.modeldir.inputs import file_side
+from engram.modeldir.model import Model
+
+BATCH = 256
+
+
+@dataclass(frozen=True, eq=False)
+class Predicted:
+    """Some files: the shares of each class (N, K), a row each; skipped: path and reason of unreadable ones."""
+
+    paths: list[str]
+    shares: np.ndarray
+    skipped: list[tuple[str, str]]
+
+
+def predict_files(
+    model: Model, paths: Iterable[str], by: str | None = None, batch: int = BATCH, workers: int | None = None
+) -> Iterator[Predicted]:
+    """The files in their order, decoded ahead by threads while the network works."""
+    if not model.classes:
+        raise EngramError("the model knows no class; let it learn some")
+    by, side = model.predictor(by), file_side(model.config.image_size)
+    nothing = np.empty((0, len(model.classes)))
+    for part in decode_stream(paths, side, batch=batch, workers=workers):
+        shares = model.probabilities(part.images, by) if part.paths else nothing
+        yield Predicted(part.paths, shares, part.skipped)
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluated:
+    """How a model did: counts (K, K) of true class by predicted class, and what could not be read."""
+
+    by: str
+    counts: np.ndarray
+    skipped: list[tuple[str, str]]
+
+    @property
+    def images(self) -> int:
+        """The images looked at."""
+        return int(self.counts.sum())
+
+    @property
+    def accuracy(self) -> float:
+        """Percent of the images that were called what they are."""
+        return 100 * float(np.trace(self.counts)) / max(1, self.images)
+
+    def by_class(self) -> list[tuple[int, int]]:
+        """For each class, the images and how many of them were called what they are."""
+        right = np.diag(self.counts).tolist()
+        return list(zip(self.counts.sum(axis=1).tolist(), right, strict=True))
+
+
+def evaluate_batches(
+    model: Model, paths: Sequence[str], places: Sequence[int], by: str | None = None
+) -> Iterator[Evaluated]:
+    """The standing after each batch of files whose true classes have these places; the last is the whole."""
+    by = model.predictor(by)
+    place_of = dict(zip(paths, places, strict=True))
+    counts = np.zeros((len(model.classes),) * 2, dtype=np.int64)
+    skipped: list[tuple[str, str]] = []
+    for part in predict_files(model, paths, by):
+        true = np.array([place_of[path] for path in part.paths], dtype=np.int64)
+        np.add.at(counts, (true, part.shares.argmax(axis=1)), 1)
+        skipped += part.skipped
+        yield Evaluated(by, counts, skipped)

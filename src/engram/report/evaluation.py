@@ -1,0 +1,51 @@
+"""One HTML page on how a model did on a folder of images; it gets numbers and needs neither the model nor torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from engram.files import write_bytes
+
+
+def write_evaluation(found: dict[str, Any], out: Path) -> Path:
+    """The path of the page; all of it, the figure included, is in the one file.
+
+    found: what `engram evaluate --json` prints.
+    """
+    write_bytes(out, render(found).encode())
+    return out
+
+
+def render(found: dict[str, Any]) -> str:
+    """The page."""
+    import jinja2  # these take a second to import, and most commands do not need them
+    import numpy as np
+
+    from engram.report.figures import confusion_matrix
+    from engram.report.svg import drawing_style
+    from engram.report.tables import most_confused, predictor_name
+    from engram.rundir import version
+
+    tested = [entry for entry in found["classes"] if entry["images"]]
+    names = [entry["class"] for entry in found["classes"]]
+    counts = np.array(found["confusion"])
+    by = predictor_name(found["by"])
+    with drawing_style():
+        title = f"{by}, {found['images']} images"
+        alt = "Confusion matrix: rows true classes, columns predicted."
+        drawing = confusion_matrix(counts, names, "in order of arrival", title, "confusion", alt)
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
+    )
+    return environment.get_template("evaluation.html.jinja").render(
+        found=found,
+        tested=sorted(tested, key=lambda entry: entry["accuracy"]),
+        by=by,
+        drawing=drawing,
+        pairs=most_confused(counts, names),
+        version=version(),
+    )
