@@ -39,7 +39,7 @@ def make_store(num_classes: int = 6, train: int = 14, test: int = 6, size: int =
 def make_config(method: str = "afc", **changes: object) -> RunConfig:
     """A run of that method in miniature: 2 base classes, then stages of 2, 3 epochs of batches of 8."""
     budget = find_method(method).memory
-    memory = MemoryConfig(size=3) if budget == "needed" else MemoryConfig(budget=budget, size=0)
+    memory = MemoryConfig(size=3) if budget == "needed" else MemoryConfig("all" if budget == "all" else "none", 0)
     config = RunConfig(
         method=method,
         settings=find_method(method).settings(),

@@ -31,6 +31,7 @@ MEMORY = {
     "needed": MemoryConfig(size=3),
     "none": MemoryConfig(budget="none", size=0),
     "all": MemoryConfig(budget="all", size=0),
+    "optional": MemoryConfig(budget="none", size=0),
 }
 NO_AUGMENTATION = Augmentation(pad=0, flip=False, brightness=0.0)
 

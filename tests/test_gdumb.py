@@ -14,6 +14,7 @@ from engram import read_mini, recipe, run
 from engram.data.memory import MemoryConfig
 from engram.events import BaseReused
 from engram.methods import Step, Training
+from engram.methods.batches import CutMix, Mixed
 from engram.methods.exemplars import choose_exemplars
 from engram.methods.gdumb import classify
 from engram.models.heads import NormalisedHead
@@ -96,6 +97,36 @@ def test_the_loss_is_cross_entropy_over_the_classes_seen() -> None:
     assert logits.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_a_mixed_image_counts_with_both_labels_by_its_shares(share: float) -> None:
+    random = np.random.default_rng(1)
+    scores = np.c_[random.normal(size=(5, 3)), np.full(5, -np.inf)]
+    logits = torch.tensor(scores, requires_grad=True)
+    output = Output((), torch.zeros(5, 1), logits, logits, torch.ones(()))
+    own, other = [0, 1, 2, 1, 0], [2, 1, 0, 0, 1]
+    mixed = Mixed(torch.tensor(other), torch.tensor(share, dtype=torch.float64))
+    step = Step(torch.tensor(own), torch.zeros(5, dtype=torch.bool), output, None, {}, {}, mixed=mixed)
+    terms = classify(step)
+    expected = 0.0
+    for row, a, b in zip(scores, own, other, strict=True):
+        total = np.log(np.exp(row[:3]).sum())
+        expected += (share * (total - row[a]) + (1 - share) * (total - row[b])) / 5
+    assert terms["classification"].item() == pytest.approx(expected)
+    terms["classification"].backward()
+    assert logits.grad is not None
+    assert logits.grad.isfinite().all()
+
+
+def test_images_are_mixed_in_every_stage_unless_it_is_turned_off() -> None:
+    for probability in (0.5, 0.0):
+        session = tiny_session(tiny_config("gdumb").with_settings(rehearse=REHEARSE, cutmix__probability=probability))
+        for index in range(2):
+            stage = session.stage(index)
+            (phase,) = session.method.phases(session.learner, stage, session.engine)
+            assert phase.mix == (CutMix(0.5) if probability else None)
+            learn_stage(session, index)
+
+
 def test_every_stage_starts_from_the_base_weights_with_a_new_head() -> None:
     session = session_of()
     learn_stage(session, 0)
@@ -169,7 +200,8 @@ def test_the_base_is_shared_whatever_the_later_stages_do(tmp_path: Path) -> None
     keys = {Session(each, toy_store()).base_key() for each in (config, other)}
     assert len(keys) == 1
     assert None not in keys
-    assert Session(config.with_settings(train__lr=0.01), toy_store()).base_key() not in keys
+    for change in ({"train__lr": 0.01}, {"cutmix__probability": 0.1}):
+        assert Session(config.with_settings(**change), toy_store()).base_key() not in keys
     cache = StageCache(tmp_path)
     list(run(config, toy_store(), cache=cache))
     shared = list(run(other, toy_store(), cache=cache))
@@ -183,7 +215,7 @@ def test_recipes_choose_the_memory_blindly_and_end_their_cycles() -> None:
         config = recipe(name)
         assert config.memory.selection == "random"
         assert config.settings.rehearse == Training(  # pyright: ignore[reportAttributeAccessIssue]
-            32, 16, lr=0.05, schedule="restarts", factor=0.01, weight_decay=1e-6, clip=None
+            32, 16, lr=0.05, schedule="restarts", factor=0.01, weight_decay=1e-6, clip=None, clip_norm=10.0
         )
     epochs = [recipe(f"gdumb-{name}").settings.train.epochs for name in ("cifar100-b50-s5", "mini-b10-s5")]  # pyright: ignore[reportAttributeAccessIssue]
     assert epochs == [256, 16]

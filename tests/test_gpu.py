@@ -12,14 +12,17 @@ import torch
 from conftest import make_config, make_store
 from engram import recipe, run_together, train
 from engram.engine import PhaseLoop
+from engram.engine.capture import CapturedStep
 from engram.events import BaseReused, RunFinished, StageFinished, Warned
 from engram.execution import Execution
 from engram.methods import Step
 from engram.methods._base import Terms
+from engram.methods.mas import squared_length
+from engram.models.factors import convolution_weights
 from engram.models.network import Network
 from engram.session import Session
 from engram.stagecache import StageCache
-from helpers import tiny_config, tiny_session
+from helpers import learn_stage, tiny_config, tiny_session
 
 pytestmark = [
     pytest.mark.gpu,
@@ -77,9 +80,10 @@ def test_our_kernels_train_as_the_modules_do() -> None:
 
 
 DISTILLING = ["afc", "uniform", "podnet", "pod", "gap", "channel", "gram", "gradcam", "pixels", "ucir", "geodl", "lwm"]
+DISTILLING += ["ssil", "mnemonics", "ucir-dde", "podnet-dde"]
 
 
-@pytest.mark.parametrize("method", DISTILLING)
+@pytest.mark.parametrize("method", [*DISTILLING, "ewc", "si", "mas"])
 def test_a_recording_serves_every_stage(method: str) -> None:
     config = make_config(method, device="cuda", increment=1, settings__train__remainder="drop")
     session = Session(config, make_store(train=24))
@@ -151,9 +155,12 @@ def test_runs_side_by_side_learn_as_alone(tmp_path: Path) -> None:
         assert results[name]["average_incremental_accuracy"]["cnn"] == pytest.approx(alone, abs=3)
 
 
-@pytest.mark.parametrize("method", ["icarl", "wa", "lwf", "bic", "eeil"])
+WHOLE = ["icarl", "wa", "lwf", "bic", "eeil", "ssil", "gdumb", "ewc", "si", "mas", "der", "ucir-dde", "podnet-dde"]
+
+
+@pytest.mark.parametrize("method", WHOLE)
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
-def test_methods_with_a_linear_head_are_recorded_as_they_are(method: str, precision: str) -> None:
+def test_whole_runs_are_recorded_as_they_are(method: str, precision: str) -> None:
     def learned(capture: bool) -> dict[str, torch.Tensor]:
         session = tiny_session(tiny_config(method, epochs=4, finetune=4, device="cuda", precision=precision))
         session.engine.capture = capture
@@ -164,6 +171,34 @@ def test_methods_with_a_linear_head_are_recorded_as_they_are(method: str, precis
     eager, recorded = learned(capture=False), learned(capture=True)
     for name, value in eager.items():
         assert torch.equal(value, recorded[name]), name
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_what_a_parameter_matters_is_what_it_is_on_a_cpu(precision: str) -> None:
+    there, here = tiny_session(tiny_config("mas", device="cuda", precision=precision)), tiny_session(tiny_config("mas"))
+    stage = learn_stage(there, 0)
+    here.learner.load_state_dict({name: value.cpu() for name, value in there.learner.state_dict().items()})
+    ours, theirs = (
+        session.engine.sensitivity(session.learner, stage, stage.all_rows, squared_length, power=1)
+        for session in (there, here)
+    )
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name].cpu(), value, rtol=1e-2, atol=1e-3 * float(value.max()), msg=name)
+
+
+def test_our_kernels_say_of_an_expanded_network_what_the_modules_say() -> None:
+    session = tiny_session(tiny_config("der", epochs=4, finetune=4, device="cuda", precision="bf16"))
+    for _ in Execution(session, None, None, None, 10, None).events(resumed=False):
+        pass
+    engine, network = session.engine, session.learner.network
+    images = torch.from_numpy(session.store.test.images)
+    assert engine.why_not_fused(network.backbone) is None
+    fused = engine.infer(network, images)
+    engine.fuse = False
+    for ours, theirs in zip(fused, engine.infer(network, images), strict=True):
+        assert (ours - theirs).norm() / theirs.norm() < 0.03
+    # Every stage has a backbone more, so its steps are recorded anew.
+    assert all(isinstance(step, CapturedStep) for _, step in engine._recordings.values())
 
 
 def test_what_follows_an_update_reaches_the_kernels() -> None:
@@ -180,3 +215,60 @@ def test_what_follows_an_update_reaches_the_kernels() -> None:
     shadow = session.engine._forward._backbone.shadow[: weights.numel()]  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
     assert float(shadow.min()) == 0
     assert torch.equal(shadow, weights.detach().permute(0, 2, 3, 1).reshape(-1).bfloat16())
+
+
+@pytest.mark.parametrize("variant", ["released", "paper"])
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_learned_exemplars_and_factors_are_the_same_recorded_and_eager(precision: str, variant: str) -> None:
+    def learned(capture: bool) -> Session:
+        config = tiny_config("mnemonics", epochs=4, device="cuda", precision=precision)
+        config = config.with_settings(variant=variant, tune__lr=20.0, tune__weight_decay=0)
+        session = tiny_session(config)
+        session.engine.capture = capture
+        for event in Execution(session, None, None, None, 10, None).events(resumed=False):
+            assert not (isinstance(event, Warned) and "cannot be recorded" in event.message)
+        return session
+
+    eager, recorded = learned(capture=False), learned(capture=True)
+    for name, value in eager.learner.state_dict().items():
+        assert torch.equal(value, recorded.learner.state_dict()[name]), name
+    network = recorded.learner.network
+    assert network.factors is not None
+    for base, factor, weight in zip(
+        network.factors.bases, network.factors.values, convolution_weights(network.backbone), strict=True
+    ):
+        assert torch.equal(weight, base * factor[:, :, None, None])
+        assert not torch.equal(factor, torch.ones_like(factor))
+    if precision == "bf16":
+        shadow = recorded.engine._forward._backbone.shadow  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+        weights = [weight.detach().permute(0, 2, 3, 1).reshape(-1) for weight in convolution_weights(network.backbone)]
+        assert torch.equal(shadow, torch.cat(weights).bfloat16())
+    assert float(recorded.learner.buffers["exemplars.changed"][0]) > 0
+
+
+def test_our_kernels_see_neighbours_as_the_modules_do() -> None:
+    """With running statistics and the weights of the step before, in a network that trains."""
+
+    def looked_at(fuse: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        session = tiny_session(tiny_config("ucir-dde", epochs=3, device="cuda", precision="bf16"))
+        learn_stage(session, 0)
+        stage = session.stage(1)
+        session.method.grow(session.learner, stage, session.engine)
+        session.engine.fuse, session.engine.capture, session.engine._forward = fuse, False, None
+        (phase,) = session.method.phases(session.learner, stage, session.engine)
+        seen: list[torch.Tensor] = []
+
+        def spy(step: Step) -> Terms:
+            assert step.neighbours is not None
+            assert step.shares is not None
+            seen.extend((step.neighbours[..., :4].clone(), step.shares.clone()))
+            return phase.loss(step)
+
+        for _ in session.engine.start(session.learner, stage, replace(phase, loss=spy), 0):
+            break
+        return seen[0], seen[1]
+
+    (ours, our_shares), (theirs, their_shares) = looked_at(True), looked_at(False)
+    assert torch.equal(our_shares, their_shares)
+    # The teacher's embeddings are rounded otherwise, so that an image may have another neighbour.
+    assert (ours - theirs).abs().median() < 0.02

@@ -23,11 +23,14 @@ if INTERPRETED:
 pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
 
 from engram.data import augment as reference_augment  # noqa: E402
+from engram.engine.mixing import Cut  # noqa: E402
 from engram.engine.sgd import FlatSGD  # noqa: E402
 from engram.kernels import launch  # noqa: E402
 from engram.kernels.distance import BLOCK_C, ELEMENTS, channel_distance  # noqa: E402
 from engram.kernels.fused import FoldedBackbone, FusedBackbone, layout, unsupported  # noqa: E402
 from engram.kernels.launch import Conv, Norm, NormGradient, Scratch  # noqa: E402
+from engram.kernels.older import FoldedOlder  # noqa: E402
+from engram.models.expanding import ExpandingBackbone  # noqa: E402
 from engram.models.heads import CosineHead  # noqa: E402
 from engram.models.network import Network  # noqa: E402
 from engram.models.resnet import Block, Group, ResNet  # noqa: E402
@@ -396,6 +399,13 @@ def test_augmentation_is_that_of_the_plain_step() -> None:
     exact = (unit.double() - mean.double()) / std.double()
     assert_stored(got[..., :3], exact, (unit + mean) / std)
     assert (got[..., 3] == 0).all()
+    cut = Cut(
+        torch.tensor([3, 0, 4, 1, 2], device=DEVICE), torch.tensor([4, 17, 2, 9], device=DEVICE), unit.new_ones(())
+    )
+    mixed, unit = cut.paste(got, 1), cut.paste(unit.permute(0, 3, 1, 2), 2).permute(0, 2, 3, 1)
+    assert mixed.is_contiguous()
+    assert not torch.equal(mixed, got)
+    assert_stored(mixed[..., :3], (unit.double() - mean.double()) / std.double(), (unit + mean) / std)
 
 
 @pytest.mark.parametrize("clip", [None, 0.5])
@@ -734,6 +744,34 @@ def test_a_folded_backbone_takes_over_values_in_place() -> None:
     for got, want, old in zip(folded(images), FoldedBackbone(other, size)(images), before, strict=True):
         assert torch.equal(got, want)
         assert not torch.equal(got, old)
+
+
+def test_older_backbones_are_folded_each_in_its_place() -> None:
+    size, images = (4, 6), make_images(3, (4, 6))
+    backbone = ExpandingBackbone(make_backbone([Group(16, 1), Group(32, 1, 2)], seed=1)).to(DEVICE)
+    assert FoldedOlder(backbone, size)(images) is None
+    for seed in (2, 3):
+        backbone.expand()
+        backbone.load_state_dict(make_backbone([Group(16, 1), Group(32, 1, 2)], seed).state_dict(), strict=False)
+    older = FoldedOlder(backbone, size)
+    found = older(images)
+    exact = copy.deepcopy(backbone).double()
+    with torch.no_grad():
+        last = [each(nchw(images)[:, :3])[0][-1] for each in exact.older]
+    assert found is not None
+    assert found.shape == (2, 3, 64)
+    assert found.dtype is torch.float32
+    for number, wanted in enumerate(last):
+        raw, rectified = found[:, :, 32 * number : 32 * (number + 1)]
+        assert apart(raw, wanted.mean(dim=(2, 3))) < ROUNDING * 0.03
+        assert apart(rectified, wanted.relu().mean(dim=(2, 3))) < ROUNDING * 0.03
+    values = {name: value for name, value in backbone.state_dict().items() if name.startswith("older.0.")}
+    backbone.older[1].load_state_dict({name.removeprefix("older.0."): value for name, value in values.items()})
+    older.load(backbone)
+    loaded = older(images)
+    assert loaded is not None
+    assert torch.equal(loaded[:, :, :32], found[:, :, :32])
+    assert torch.equal(loaded[:, :, 32:], found[:, :, :32])
 
 
 @pytest.mark.parametrize(

@@ -20,12 +20,14 @@ from engram.recipes import recipe
 from engram.session import Session
 from helpers import learn_stage, parameters_of, tiny_config, tiny_session, toy_store, train_phase
 
-FAMILY = ["icarl", "wa", "lwf", "bic", "eeil"]
+FAMILY = ["icarl", "wa", "lwf", "bic", "eeil", "ssil"]
 PHASES = [*((method, "main") for method in FAMILY), ("bic", "correct"), ("eeil", "balance")]
 ROWS = ("head.weight", "head.bias")
 OTHER: dict[str, Any] = {
     "temperature": 3.0,
     "lambda_kd": 2.0,
+    "replay": 2,
+    "min_group": 2,
 }  # another value for every setting of one of them that is not a training
 
 

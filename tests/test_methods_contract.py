@@ -21,6 +21,7 @@ from engram.data.stage import Stage
 from engram.data.store import ImageStore, Split
 from engram.events import EpochFinished, RunFinished, StageFinished, StageStarted
 from engram.methods import METHODS, Method, Phase, Step, Training, find_method
+from engram.methods.batches import Mixed
 from engram.runner import run
 from engram.session import Session
 from helpers import learn_stage, parameters_of, tiny_config, tiny_session, toy_store
@@ -31,7 +32,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "gdumb": {"rehearse": Training(epochs=12, batch_size=4, lr=0.05, remainder="keep")},
     "icarl": {"train__lr": 1.0},
     "bic": {"correction__epochs": 4},
+    "ssil": {"replay": 4},
+    "ucir-dde": {"dde__neighbours": 3, "dde__removal": "learned"},
+    "podnet-dde": {"dde__neighbours": 3},
 }
+# How far, in levels of 255, a pixel of an exemplar may be from the image it came from.
+CHANGED = {"mnemonics": 2}
+# What the loss falls below, of its start. With DDE half of the likelihood is the neighbours', which are never of an old
+# image's class: its loss is log 2 at the least.
+FALLS_BELOW = {"ucir-dde": 0.95, "podnet-dde": 0.95}
 # The images of the base stage that a method does not train on, of 24.
 HELD_BACK = {"bic": 2}
 
@@ -139,14 +148,16 @@ def test_its_terms_stay_finite_and_are_named(method: str) -> None:
 def test_it_keeps_its_memory_budget(method: str) -> None:
     run_ = played(method)
     memory = run_.session.learner.memory
-    expected = {"needed": [6, 12, 18], "none": [0, 0, 0], "all": [24, 48, 72]}[find_method(method).memory]
-    assert run_.memory_sizes == expected
+    none = [0, 0, 0]
+    expected = {"needed": [6, 12, 18], "none": none, "all": [24, 48, 72], "optional": none}
+    assert run_.memory_sizes == expected[find_method(method).memory]
     for label in memory.labels:
         samples = memory.of(label)
         assert set(samples.labels.tolist()) == {label}
         # Each exemplar is an image of the training split, pixel by pixel, of the class it says.
         train = run_.session.store.train
-        assert (train.images[samples.sources.numpy()] == samples.images.numpy()).all()
+        apart = train.images[samples.sources.numpy()].astype(int) - samples.images.numpy()
+        assert np.abs(apart).max() <= CHANGED.get(method, 0)
         assert set(train.class_ids[samples.sources.numpy()]) == {run_.session.stream.order[label]}
 
 
@@ -197,7 +208,8 @@ def test_its_loss_falls_on_what_can_be_learned(method: str) -> None:
             if isinstance(event, EpochFinished) and event.stage == stage and event.phase == "main"
         ]
         assert len(main) == 12
-        assert np.mean(main[-3:]) < 0.8 * np.mean(main[:2]), f"stage {stage}: {main}"
+        below = FALLS_BELOW.get(method, 0.8) if stage else 0.8
+        assert np.mean(main[-3:]) < below * np.mean(main[:2]), f"stage {stage}: {main}"
     # Chance is 50 percent on the two base classes.
     assert run_.result["stages"][0]["accuracy"]["cnn"] >= 75
 
@@ -259,7 +271,12 @@ def without_values(session: Session, stage: Stage, phase: Phase) -> None:
         with torch.no_grad():
             teacher = learner.teacher(images) if phase.teacher else None
         weights = {name: torch.ones(()) for name in phase.weights}
-        terms = phase.loss(Step(labels, labels > 0, student, teacher, weights, learner.buffers, *where))
+        mixed = None if phase.mix is None else Mixed(labels, torch.ones(()))
+        around = ()
+        if phase.neighbours is not None:
+            count = phase.neighbours.count
+            around = (torch.rand(8, count, student.logits.shape[1]), torch.full((8, count), 1 / count))
+        terms = phase.loss(Step(labels, labels > 0, student, teacher, weights, learner.buffers, *where, mixed, *around))
         parameters = [each for each in learner.network.parameters() if each.requires_grad]
         torch.autograd.grad(torch.stack(list(terms.values())).sum(), parameters, allow_unused=True)
 

@@ -84,7 +84,10 @@ def test_run_killed_from_outside_at_random_moments(tmp_path: Path, uninterrupted
     assert finish(directory) == timeless(uninterrupted)
 
 
-@pytest.mark.parametrize("method", ["replay", "naive", "uniform", "joint", "ucir", "geodl", "lwm", "gdumb"])
+RESUMED = ["replay", "naive", "uniform", "joint", "ucir", "geodl", "lwm", "gdumb", "mnemonics", "ucir-dde"]
+
+
+@pytest.mark.parametrize("method", RESUMED)
 def test_every_method_stopped_inside_a_stage_resumes_exactly(method: str, tmp_path: Path) -> None:
     whole = None
     for event in run(make_config(method), make_store()):

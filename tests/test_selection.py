@@ -121,13 +121,13 @@ def test_a_repeated_pick_is_not_kept_twice_but_moves_the_target(seed: int) -> No
 
 def test_fewer_exemplars_are_the_beginning_of_more() -> None:
     features = torch.tensor(unit_rows(50, 6, 0))
-    for name in ("herding", "closest", "random"):
+    for name in ("herding", "closest", "random", "first"):
         many = SELECTORS[name](features, 20, seeded(1)).tolist()
         for count in (1, 5, 19):
             assert SELECTORS[name](features, count, seeded(1)).tolist() == many[:count]
 
 
-@pytest.mark.parametrize("name", ["herding", "closest", "random"])
+@pytest.mark.parametrize("name", ["herding", "closest", "random", "first"])
 @settings(deadline=None)
 @given(count=st.integers(1, 12), size=st.integers(1, 12), seed=st.integers(0, 999))
 def test_each_selection_gives_distinct_rows_even_among_equal_images(
@@ -154,6 +154,10 @@ def test_random_follows_its_generator() -> None:
     features = torch.tensor(unit_rows(30, 4, 0))
     assert at_random(features, 10, seeded(1)).tolist() == at_random(features, 10, seeded(1)).tolist()
     assert at_random(features, 10, seeded(1)).tolist() != at_random(features, 10, seeded(2)).tolist()
+
+
+def test_first_takes_the_rows_in_order() -> None:
+    assert SELECTORS["first"](torch.tensor(unit_rows(30, 4, 0)), 4, seeded(1)).tolist() == [0, 1, 2, 3]
 
 
 # Exemplars of a run

@@ -83,6 +83,7 @@ TRAINING: dict[str, Any] = {
     "weight_decay": 0.0,
     "clip": None,
     "remainder": "drop",
+    "clip_norm": 0.01,
 }
 
 

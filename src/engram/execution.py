@@ -34,7 +34,7 @@ from engram.sharedbase import SharedBase
 from engram.stagecache import StageCache
 
 PROGRESS_SECONDS = 0.2
-MOMENTUM = "phase.momentum."
+MOMENTUM, PATH = "phase.momentum.", "phase.path."
 UNLOGGED = (Progress, Working)
 
 
@@ -259,6 +259,7 @@ class Execution:
             number, state = phase
             tensors |= {"phase.rows": state.rows}
             tensors |= {f"{MOMENTUM}{name}": value for name, value in state.momentum.items()}
+            tensors |= {f"{PATH}{name}": value for name, value in state.path.items()}
             data["phase"] = {"number": number, "epoch": state.epoch, "step": state.step}
         save_checkpoint(self.files.checkpoint, Checkpoint(tensors, data))
         self.saved_at = time.monotonic()
@@ -268,16 +269,17 @@ class Execution:
         tensors, data = dict(checkpoint.tensors), checkpoint.data
         phase = data["phase"]
         rows = tensors.pop("phase.rows", None)
-        momentum = {
-            name.removeprefix(MOMENTUM): tensors.pop(name) for name in list(tensors) if name.startswith(MOMENTUM)
-        }
+        momentum, path = (
+            {name.removeprefix(kind): tensors.pop(name) for name in list(tensors) if name.startswith(kind)}
+            for kind in (MOMENTUM, PATH)
+        )
         self.session.learner.load_state_dict(tensors)
         self.records = [StageRecord(**record) for record in data["records"]]
         self.clock = dict(data["clock"])
         self.session.learner.notes[:] = data.get("notes", [])
         if phase is not None:
             assert rows is not None
-            self.phase_at = (phase["number"], PhaseState(rows, momentum, phase["epoch"], phase["step"]))
+            self.phase_at = (phase["number"], PhaseState(rows, momentum, phase["epoch"], phase["step"], path))
 
 
 class Meter:

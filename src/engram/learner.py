@@ -12,13 +12,15 @@ class Learner:
     """A network, its teacher, the memory of exemplars, the class means and the method's own tensors.
 
     teacher is a second network that holds the weights of the stage before once
-    there is one; it exists from the start so that its tensors keep their place in memory. notes: what a method wants
-    the user told; the run passes them on.
+    there is one; it exists from the start so that its tensors keep their place in memory. taught: whether it is ever
+    wanted; where not, it stays as it was made and is no part of the state. notes: what a method wants the user told;
+    the run passes them on.
     """
 
-    def __init__(self, network: Network, teacher: Network, memory: Memory, seed: int) -> None:
+    def __init__(self, network: Network, teacher: Network, memory: Memory, seed: int, taught: bool = True) -> None:
         self.network = network
         self.teacher = teacher.eval().requires_grad_(False)
+        self.taught = taught
         self.memory = memory
         self.seed = seed
         self.class_means: Tensor | None = None
@@ -40,13 +42,17 @@ class Learner:
 
     def snapshot_teacher(self) -> None:
         """Makes the network as it is now the teacher of the next stage."""
-        self.teacher.head.reserve(self.network.head.capacity)
-        self.teacher.load_state_dict(self.network.state_dict())
+        if not self.taught:
+            return
+        state = self.network.state_dict()
+        self.teacher.make_room(state)
+        self.teacher.load_state_dict(state)
 
     def state_dict(self) -> dict[str, Tensor]:
         """All of it as named tensors (the seed is the configuration's)."""
         state = {f"network.{name}": value for name, value in self.network.state_dict().items()}
-        state |= {f"teacher.{name}": value for name, value in self.teacher.state_dict().items()}
+        if self.taught:
+            state |= {f"teacher.{name}": value for name, value in self.teacher.state_dict().items()}
         state |= {f"memory.{name}": value for name, value in self.memory.state_dict().items()}
         state |= {f"buffers.{name}": value for name, value in self.buffers.items()}
         if self.class_means is not None:
@@ -60,10 +66,10 @@ class Learner:
             return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
 
         device = self.network.mean.device
-        for network, name in ((self.network, "network.head.seen"), (self.teacher, "teacher.head.seen")):
-            network.head.reserve(len(state[name]))
-        self.network.load_state_dict(part("network."))
-        self.teacher.load_state_dict(part("teacher."))
+        for network, name in ((self.network, "network."), (self.teacher, "teacher.")):
+            if network is self.network or self.taught:
+                network.make_room(part(name))
+                network.load_state_dict(part(name))
         self.memory.load_state_dict(part("memory."))
         for name, value in part("buffers.").items():
             self.store(name, value.to(device))

@@ -29,7 +29,7 @@ from engram.rundir import processor_name
 from engram.stagecache import code_digest
 
 # What an image costs, against training without a teacher; only for the estimate of the time left.
-TEACHER_COST, FROZEN_COST = 1.5, 0.3
+TEACHER_COST, FROZEN_COST, NEIGHBOUR_COST = 1.5, 0.3, 0.3
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,12 @@ class PhasePlan:
     @classmethod
     def of(cls, phase: Phase) -> PhasePlan:
         """The plan of a phase."""
-        steps, size = phase.training.batches(phase.images)
+        steps, size, last = phase.batches(phase.images)
         cost = TEACHER_COST if phase.teacher else 1.0 if Part.BACKBONE in phase.train else FROZEN_COST
-        work = cost * phase.training.epochs * min(steps * size, phase.images)
+        cost += FROZEN_COST * phase.older_backbones
+        if phase.neighbours is not None:  # those of each image, and the teacher's look at the image before the epoch
+            cost += NEIGHBOUR_COST * (phase.neighbours.count + 1)
+        work = cost * phase.training.epochs * ((steps - 1) * size + last)
         return cls(phase.name, phase.training.epochs, phase.images, steps, size, work)
 
 
@@ -83,7 +86,8 @@ class Session:
         device, precision = config.place()
         self.engine = Engine(torch.device(device), precision, config.augmentation, store.image_size)
         memory = Memory(config.memory)
-        self.learner = Learner(self._network().to(device), self._network().to(device), memory, config.seed)
+        networks = (self._network().to(device), self._network().to(device))
+        self.learner = Learner(*networks, memory, config.seed, self.method.taught)
 
     @property
     def device_name(self) -> str:
@@ -110,7 +114,7 @@ class Session:
         return tuple(mean.tolist()), tuple(np.maximum(std, 1e-3).tolist())
 
     def _network(self) -> Network:
-        backbone = build_backbone(self.config.backbone, generator(self.config.seed, "backbone"))
+        backbone = self.method.backbone(build_backbone(self.config.backbone, generator(self.config.seed, "backbone")))
         head = self.method.head(backbone.dim, self.store.num_classes)
         return Network(backbone, head, *self.normalisation)
 
@@ -176,7 +180,7 @@ class Session:
         return plans
 
     def evaluate(self, index: int) -> tuple[dict[str, float], dict[str, list[float]], dict[str, np.ndarray]]:
-        """Accuracy over the classes seen, accuracy by stage, and the arrays to keep (predictions, importance)."""
+        """Accuracy over the classes seen, accuracy by stage, and the arrays to keep (predictions, importance, ...)."""
         rows = np.flatnonzero(self._test_labels < self.stream.num_seen(index))
         targets = self._test_labels[rows].astype(np.int16)
         images = torch.from_numpy(np.ascontiguousarray(self.store.test.images[rows]))
@@ -184,8 +188,9 @@ class Session:
         predictions = {name: predictions[name] for name in self.method.predictors}
         sizes = self.stream.sizes[: index + 1]
         arrays = {"targets": targets} | {f"predictions.{name}": labels for name, labels in predictions.items()}
-        importance = {name: value for name, value in self.learner.buffers.items() if name.startswith("importance.")}
-        arrays |= {name: value.float().cpu().numpy() for name, value in importance.items()}
+        told = ("importance.", "exemplars.")  # of the method's own tensors
+        buffers = {name: value for name, value in self.learner.buffers.items() if name.startswith(told)}
+        arrays |= {name: value.float().cpu().numpy() for name, value in buffers.items()}
         accuracy = {name: metrics.accuracy(targets, labels) for name, labels in predictions.items()}
         by_stage = {name: metrics.accuracy_by_stage(targets, labels, sizes) for name, labels in predictions.items()}
         return accuracy, by_stage, arrays

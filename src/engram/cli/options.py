@@ -44,10 +44,10 @@ class StreamFlags:
     memory: Annotated[str | None, arg(metavar="BUDGET", help_behavior_hint=OF_RECIPE)] = None
     """Exemplars to keep: per_class=20, total=2000, all or none."""
     selection: Annotated[
-        Literal["herding", "closest", "random"] | None,
+        Literal["herding", "closest", "random", "first"] | None,
         arg(metavar="HOW", help_behavior_hint=OF_RECIPE),
     ] = None
-    """How exemplars are chosen: herding, closest (to the class mean) or random."""
+    """How exemplars are chosen: herding, closest (to the class mean), random or first (of the data set)."""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -94,14 +95,14 @@ class Memory:
         """All exemplars, class by class; None where there are none."""
         return Samples.concatenate(list(self._by_label.values())) if self._by_label else None
 
-    def update(self, pool: Samples, chosen: dict[int, Tensor], num_classes: int) -> None:
-        """Adds the chosen rows of the pool, by label, and shrinks every class to its share."""
+    def update(self, pool: Samples, chosen: Mapping[int, Tensor | Samples], num_classes: int) -> None:
+        """Adds what was chosen by label, rows of the pool or changed images, and shrinks every class to its share."""
         quota = self.config.per_class(num_classes)
         if quota == 0:
             return
-        for label, rows in chosen.items():
-            kept = pool[rows]
-            exemplar = torch.ones(len(rows), dtype=torch.bool)
+        for label, what in chosen.items():
+            kept = what if isinstance(what, Samples) else pool[what]
+            exemplar = torch.ones(len(kept), dtype=torch.bool)
             self._by_label[label] = Samples(kept.images, kept.labels, kept.sources, exemplar)
         if quota is not None:
             self._by_label = {

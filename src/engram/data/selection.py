@@ -1,4 +1,4 @@
-"""Which images of a class to keep: herding, closest to the mean, or at random.
+"""Which images of a class to keep: herding, closest to the mean, at random, or the first.
 
 Each takes the unit embeddings of one class (N, D) and returns the rows to keep, best first, so that a memory that
 shrinks keeps the beginning of the list.
@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Selection = Literal["herding", "closest", "random"]
+Selection = Literal["herding", "closest", "random", "first"]
 Selector = Callable[[Tensor, int, torch.Generator], Tensor]
 
 HERDING_ROUNDS = 1000
@@ -58,4 +58,14 @@ def at_random(embeddings: Tensor, count: int, generator: torch.Generator) -> Ten
     return torch.randperm(len(embeddings), generator=generator)[:count]
 
 
-SELECTORS: dict[Selection, Selector] = {"herding": herd, "closest": closest_to_mean, "random": at_random}
+def the_first(embeddings: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
+    """The first rows, in the order of the data set."""
+    return torch.arange(min(count, len(embeddings)))
+
+
+SELECTORS: dict[Selection, Selector] = {
+    "herding": herd,
+    "closest": closest_to_mean,
+    "random": at_random,
+    "first": the_first,
+}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Generic, TypeVar
@@ -80,13 +81,17 @@ class CapturedStep(Generic[T]):
         self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             returned = step()
+            self._graph.capture_end()
         except BaseException as error:
             self._abandon(pool)
-            if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
-                raise NotRecordable((str(error).strip() or type(error).__name__).splitlines()[0]) from error
-            raise
-        self._graph.capture_end()
-        return returned
+            if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, RuntimeError):
+                raise
+            # What the step held must not outlive it: its graph of gradients would bind later steps to this stream.
+            traceback.clear_frames(error.__traceback__)
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        else:
+            return returned
+        raise NotRecordable(reason)
 
     def _abandon(self, pool: tuple[int, int]) -> None:
         """Ends a recording that went wrong, so that the stream and the allocator are as before."""

@@ -13,10 +13,13 @@ from engram.data.stage import Stage
 from engram.engine.capture import CapturedStep, NotRecordable
 from engram.engine.forward import Forward, FusedForward, PlainForward, pooled
 from engram.engine.loop import PhaseLoop, PhaseState
+from engram.engine.sensitivity import sensitivity
 from engram.engine.space import Space
 from engram.engine.sweep import sweep
+from engram.engine.tune import tune
 from engram.learner import Learner
-from engram.methods import Phase, Step
+from engram.methods import Phase, Step, Training
+from engram.methods.look import Look
 from engram.models.network import Network, Output
 from engram.models.resnet import ResNet
 
@@ -160,6 +163,36 @@ class Engine:
         """
         return sweep(self, learner, stage, rows, visit, batch_size)
 
+    def sensitivity(
+        self,
+        learner: Learner,
+        stage: Stage,
+        rows: Tensor,
+        objective: Callable[[Step, Tensor], Tensor],
+        power: Literal[1, 2],
+    ) -> dict[str, Tensor]:
+        """For each parameter the mean over the images of |gradient|^power, each image's gradient taken by itself.
+
+        In float32 by torch's modules whatever the precision; statistics and parameters stay as they are.
+        """
+        return sensitivity(self, learner, stage, rows, objective, power)
+
+    def tune(
+        self,
+        learner: Learner,
+        stage: Stage,
+        images: Tensor,
+        rows: Tensor,
+        objective: Callable[[Look], Tensor],
+        training: Training,
+        purpose: str,
+    ) -> Tensor:
+        """The uint8 images (N, H, W, 3) after SGD on their pixels, as floats in levels from 0 to 255, on the CPU.
+
+        The passes are in float32 by torch's modules, whatever the engine's precision.
+        """
+        return tune(self, learner, stage, images, rows, objective, training, purpose)
+
 
 def _equal(ours: object, theirs: object) -> bool:
     """Whether two keys are equal; those that cannot be compared (a loss that holds tensors) are not."""
@@ -172,13 +205,14 @@ def _equal(ours: object, theirs: object) -> bool:
 def _folded(network: Network, size: tuple[int, int]) -> Callable[[Tensor], Output]:
     """The network's passes by our own kernels, its norms folded in."""
     from engram.kernels.fused import FoldedBackbone
+    from engram.kernels.older import FoldedOlder
 
-    backbone = FoldedBackbone(network.backbone, size)
+    backbone, older = FoldedBackbone(network.backbone, size), FoldedOlder(network.backbone, size)
 
     def passes(unit: Tensor) -> Output:
         normalised = ((unit - network.mean) / network.std).permute(0, 2, 3, 1)
-        packed = torch.nn.functional.pad(normalised, (0, 1)).to(torch.bfloat16)
-        return pooled(network, backbone(packed.contiguous()))
+        packed = torch.nn.functional.pad(normalised, (0, 1)).to(torch.bfloat16).contiguous()
+        return pooled(network, backbone(packed), older(packed))
 
     return passes
 

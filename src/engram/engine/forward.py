@@ -24,6 +24,7 @@ class Forward(Protocol):
 
     optimiser: FlatSGD
     batch_size: int
+    height_at: int  # the dimension of the images that is their height; their width is the next
 
     def refresh(self, frozen: bool = False) -> None:
         """Takes over weights that changed between phases; frozen: the network's own too, for `frozen` passes."""
@@ -45,6 +46,10 @@ class Forward(Protocol):
         """What the teacher says."""
         ...
 
+    def aside(self, images: Tensor) -> Output:
+        """What the network in training says, with running statistics, which it leaves as they are; no gradient."""
+        ...
+
     def update(self, lr: Tensor, training: Training) -> None:
         """One update from the gradients as they are."""
         ...
@@ -60,6 +65,8 @@ class Forward(Protocol):
 
 class PlainForward:
     """By torch's modules."""
+
+    height_at = 2
 
     def __init__(self, engine: Engine, learner: Learner, batch_size: int) -> None:
         self._engine, self._learner = engine, learner
@@ -86,21 +93,34 @@ class PlainForward:
         with torch.no_grad(), self._engine.autocast():
             return self._learner.teacher(images)
 
+    def aside(self, images: Tensor) -> Output:
+        network = self._learner.network
+        network.backbone.eval()  # the backbone alone: what a network adds when it predicts is no part of a loss
+        with torch.no_grad(), self._engine.autocast():
+            output = network(images)
+        network.backbone.train()
+        return output
+
     def update(self, lr: Tensor, training: Training) -> None:
+        if training.clip_norm is not None:
+            self.optimiser.limit(training.clip_norm)
         self.optimiser.step(lr, training.momentum, training.weight_decay, training.clip)
 
     def follow(self) -> None:
         pass
 
     def state(self) -> list[Tensor]:
-        return [self.optimiser.values, self.optimiser.momentum, *self._learner.network.buffers()]
+        return [*self.optimiser.state(), *self._learner.network.buffers()]
 
 
 class FusedForward:
     """By the kernels of engram.kernels, in bf16."""
 
+    height_at = 1
+
     def __init__(self, engine: Engine, learner: Learner, batch_size: int) -> None:
         from engram.kernels.fused import FoldedBackbone, FusedBackbone
+        from engram.kernels.older import FoldedOlder
 
         self._learner, self._size = learner, engine.image_size
         self.optimiser = FlatSGD(learner.network, torch.channels_last)
@@ -111,10 +131,12 @@ class FusedForward:
         )
         self._folded = FoldedBackbone(learner.teacher.backbone, engine.image_size)
         self._own_folded = FoldedBackbone(network.backbone, engine.image_size)
+        self._older = FoldedOlder(network.backbone, engine.image_size)
 
     def refresh(self, frozen: bool = False) -> None:
         self._backbone.refresh()
         self._folded.load(self._learner.teacher.backbone)
+        self._older.load(self._learner.network.backbone)
         if frozen:
             self._own_folded.load(self._learner.network.backbone)
 
@@ -127,21 +149,28 @@ class FusedForward:
     def student(self, images: Tensor, train_backbone: bool) -> Output:
         with torch.set_grad_enabled(train_backbone and torch.is_grad_enabled()):
             maps = self._backbone(images)
-        return pooled(self._learner.network, maps)
+        return pooled(self._learner.network, maps, self._older(images))
 
     def frozen(self, images: Tensor) -> Output:
         with torch.no_grad():
             maps = self._own_folded(images)
-        return pooled(self._learner.network, maps)
+        return pooled(self._learner.network, maps, self._older(images))
 
     def teacher(self, images: Tensor) -> Output:
         with torch.no_grad():
             return pooled(self._learner.teacher, self._folded(images))
 
+    def aside(self, images: Tensor) -> Output:
+        with torch.no_grad():
+            self._own_folded.load(self._learner.network.backbone)  # the weights of the step before
+            return pooled(self._learner.network, self._own_folded(images))
+
     def update(self, lr: Tensor, training: Training) -> None:
         from engram.kernels.launch import update
 
         optimiser = self.optimiser
+        if training.clip_norm is not None:
+            optimiser.limit(training.clip_norm)
         buffers = (optimiser.values, optimiser.gradients, optimiser.momentum, optimiser.mask, self._backbone.shadow)
         update(*buffers, lr, training.momentum, training.weight_decay, training.clip)
 
@@ -149,10 +178,9 @@ class FusedForward:
         self._backbone.refresh()
 
     def state(self) -> list[Tensor]:
-        optimiser = self.optimiser
-        return [optimiser.values, optimiser.momentum, self._backbone.shadow, *self._learner.network.buffers()]
+        return [*self.optimiser.state(), self._backbone.shadow, *self._learner.network.buffers()]
 
 
-def pooled(network: Network, maps: tuple[Tensor, ...]) -> Output:
-    """What the network's head says of the maps."""
-    return network.classify(maps, maps[-1].float().mean(dim=(2, 3)))
+def pooled(network: Network, maps: tuple[Tensor, ...], older: Tensor | None = None) -> Output:
+    """What the network's head says of the maps; older: as `Network.classify` has it."""
+    return network.classify(maps, maps[-1].float().mean(dim=(2, 3)), older)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -12,11 +12,15 @@ import torch
 from torch import Tensor
 
 from engram.data.stage import Stage
+from engram.engine.mixing import plan_mixing
+from engram.engine.neighbours import Surroundings
 from engram.engine.plan import learning_rates, plan_epochs
 from engram.engine.space import TERMS
+from engram.engine.tether import PENALTY, Pull
 from engram.errors import EngramError
 from engram.learner import Learner
 from engram.methods import Phase, Step
+from engram.methods.batches import Mixed
 from engram.models.network import Part
 
 if TYPE_CHECKING:
@@ -36,13 +40,15 @@ class NonFiniteLoss(EngramError):
 class PhaseState:
     """Where a phase stands: enough, with the learner, to go on exactly.
 
-    rows: the rows of the pool it trains on. momentum: by parameter. epoch, step: the next step to take.
+    rows: the rows of the pool it trains on. momentum: by parameter. epoch, step: the next step to take. path: by
+    parameter, what a traced tether has summed up.
     """
 
     rows: Tensor
     momentum: dict[str, Tensor]
     epoch: int
     step: int
+    path: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -77,7 +83,7 @@ class PhaseLoop:
         self.rows = phase.rows() if resume is None else resume.rows
         if len(self.rows) == 0:
             raise EngramError(f"stage {stage.index} has no image to train on in its {phase.name} phase")
-        self.steps, self.batch_size = phase.training.batches(len(self.rows))
+        self.steps, self.batch_size, self._last = phase.batches(len(self.rows))
         self.epoch, self.step = (0, 0) if resume is None else (resume.epoch, resume.step)
         self._first = self.step  # of the epoch in progress, the first step taken here
         self._engine, self._learner, self._stage, self._index = engine, learner, stage, index
@@ -85,11 +91,17 @@ class PhaseLoop:
         masks = learner.network.trainable(phase.train, stage.num_old)
         self._forward.optimiser.begin(masks, None if resume is None else resume.momentum)
         self._forward.refresh(phase.frozen)
+        path = {} if resume is None else resume.path
+        self._pull = None if phase.tether is None else Pull(phase.tether, self._forward.optimiser, learner, path)
         space = engine.space
         self._pool, self._plan = space.pool(stage), space.plan(self.steps, self.batch_size)
+        self._mixing = None if phase.mix is None else space.mixing(len(self._plan), self.batch_size)
         self._weights, self._counter = space.weights(phase.weights), space.counter
         self._history = space.history
         self._arrival = space.arrival(stage, learner.network.head.capacity)
+        self._around = None
+        if phase.neighbours is not None:
+            self._around = Surroundings(engine, learner, stage, phase.neighbours, index, phase.training, len(self.rows))
         self._lr = learning_rates(phase.training, self.steps)
         self._planned = range(self.epoch, self.epoch)  # the epochs that the plan holds
         self._term_names: list[str] = []
@@ -100,13 +112,15 @@ class PhaseLoop:
 
     def __iter__(self) -> Iterator[None]:
         self._learner.network.train(not self.phase.frozen)
-        used = min(self.steps * self.batch_size, len(self.rows))
-        last = used - (self.steps - 1) * self.batch_size
         while self.epoch < self.phase.training.epochs:
             if self.epoch not in self._planned:
                 self._plan_ahead()
+            if self._around is not None:
+                start = (self.epoch - self._planned.start) * self.steps
+                self._around.survey(start)
+                self._counter.fill_(start + self.step)
             while self.step < self.steps:
-                self._term_names = self._taker(last if self.step == self.steps - 1 else self.batch_size)()
+                self._term_names = self._taker(self._last if self.step == self.steps - 1 else self.batch_size)()
                 self.step += 1
                 if self._engine.device.type == "cuda":
                     self._keep_pace()
@@ -114,6 +128,8 @@ class PhaseLoop:
                     self._end_epoch()
                 yield
             self.epoch, self.step, self._first = self.epoch + 1, 0, 0
+        if self._pull is not None:
+            self._pull.end(self._learner)
 
     def state(self) -> PhaseState:
         """Where the phase stands now; refuses to speak for weights that a non-finite loss has spoilt."""
@@ -122,7 +138,8 @@ class PhaseLoop:
                 copied.synchronize()
             self._check(number, first, values)
         self._check(self.epoch, self._first, self._values())
-        return PhaseState(self.rows, self._forward.optimiser.momentum_by_name(), self.epoch, self.step)
+        path = {} if self._pull is None else self._pull.path()
+        return PhaseState(self.rows, self._forward.optimiser.momentum_by_name(), self.epoch, self.step, path)
 
     def terms(self) -> dict[str, float]:
         """The mean of each loss term over this epoch's steps so far. Waits for the device."""
@@ -199,16 +216,24 @@ class PhaseLoop:
         self._planned = range(self.epoch, self.epoch + ahead)
         purpose = (self._stage.index, self._index)
         training, seed, augmented = self.phase.training, self._learner.seed, self.phase.augment
-        plan = plan_epochs(training, self._engine.augmentation, self.rows, self._planned, purpose, seed, augmented)
+        how = (self._planned, purpose, seed)
+        plan = plan_epochs(training, self._engine.augmentation, self.rows, *how, augmented, self.phase.beside)
         self._plan.load(plan)
+        if self._mixing is not None and self.phase.mix is not None:
+            sizes = (self.steps, self.batch_size, self._last)
+            self._mixing.load(plan_mixing(self.phase.mix, sizes, self._engine.image_size, *how))
+        if self._around is not None:
+            self._around.load(plan)
         self._counter.fill_(self.step)
 
     def _taker(self, size: int) -> Callable[[], list[str]]:
         """What takes a step with a batch of that size: recorded on a GPU, the step as it is elsewhere."""
         if size not in self._takers:
             phase, training = self.phase, self.phase.training
-            recipe = (training.momentum, training.weight_decay, training.clip)
-            how = (phase.train, phase.teacher, phase.frozen, phase.after_step, tuple(phase.weights))
+            recipe = (training.momentum, training.weight_decay, training.clip, training.clip_norm)
+            acts = (phase.before_update, phase.after_step, phase.observe, phase.mix is None, phase.tether)
+            neighbours = None if phase.neighbours is None else phase.neighbours.count
+            how = (phase.train, phase.teacher, phase.frozen, *acts, neighbours, tuple(phase.weights))
             key = (phase.loss, *how, size, self.batch_size, recipe)
             step = partial(self._take_step, size)
             slot, what = ("phase", self._index, size), f"the {phase.name} phase"
@@ -218,7 +243,40 @@ class PhaseLoop:
     def _take_step(self, size: int) -> list[str]:
         """One step with a batch of that size; the names of the loss's terms."""
         learner, phase, forward, counter = self._learner, self.phase, self._forward, self._counter
+        seen = self._see(size)
+        terms = phase.loss(seen)
+        room = TERMS if self._pull is None else TERMS - 1
+        if len(terms) > room:
+            raise EngramError(f"a loss may have {room} terms at most, and this one has {len(terms)}")
+        values = torch.stack([term.float() for term in terms.values()])
+        forward.optimiser.zero_grad()
+        values.sum().backward()
+        names, values = list(terms), values.detach()
+        with torch.no_grad():
+            if self._pull is not None:
+                names, values = [*names, PENALTY], torch.cat([values, self._pull.pull()])
+            if phase.before_update is not None:
+                phase.before_update(learner.network)
+            forward.update(self._plan.learning_rate(counter), phase.training)
+            if phase.after_step is not None:
+                phase.after_step(learner.network)
+                forward.follow()
+            if self._pull is not None:
+                self._pull.trace()
+            if phase.observe is not None:
+                phase.observe(learner.network, seen.student)
+        self._history[:, : len(names)].index_copy_(0, counter, values[None])
+        counter += 1
+        return names
+
+    def _see(self, size: int) -> Step:
+        """What the loss sees of the batch that the counter is at."""
+        learner, phase, forward, counter = self._learner, self.phase, self._forward, self._counter
+        around = () if self._around is None else self._around.look(counter, size)
         images = forward.images(self._pool, self._plan, counter, size)
+        cut = None if self._mixing is None else self._mixing.row(counter, size)
+        if cut is not None:
+            images = cut.paste(images, forward.height_at)
         if phase.frozen:
             student = forward.frozen(images)
         else:
@@ -226,18 +284,6 @@ class PhaseLoop:
         teacher = forward.teacher(images) if phase.teacher else None
         rows = self._plan.rows.index_select(0, counter)[0, :size]
         labels, exemplar = self._pool.labels[rows], self._pool.exemplar[rows]
-        where = (self._arrival, self._engine.space.stage)
-        terms = phase.loss(Step(labels, exemplar, student, teacher, self._weights, learner.buffers, *where))
-        if len(terms) > TERMS:
-            raise EngramError(f"a loss may have {TERMS} terms at most, and this one has {len(terms)}")
-        values = torch.stack([term.float() for term in terms.values()])
-        forward.optimiser.zero_grad()
-        values.sum().backward()
-        forward.update(self._plan.learning_rate(counter), phase.training)
-        if phase.after_step is not None:
-            with torch.no_grad():
-                phase.after_step(learner.network)
-                forward.follow()
-        self._history[:, : len(terms)].index_copy_(0, counter, values.detach()[None])
-        counter += 1
-        return list(terms)
+        mixed = None if cut is None else Mixed(labels[cut.partner], cut.share)
+        where = (self._arrival, self._engine.space.stage, mixed)
+        return Step(labels, exemplar, student, teacher, self._weights, learner.buffers, *where, *around)

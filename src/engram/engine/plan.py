@@ -6,6 +6,7 @@ A step reads its row of the plan through a counter on the device, so it is the s
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from engram.data.augment import Augmentation, Draws, as_they_are, draw
 from engram.methods import Training
+from engram.methods.batches import Beside
 from engram.random import generator
 
 
@@ -70,10 +72,12 @@ def plan_epochs(
     purpose: tuple[str | int, ...],
     seed: int,
     augmented: bool = True,
+    beside: Beside | None = None,
 ) -> Plan:
     """The plan of some epochs over these rows, on the CPU; the same arguments give the same plan.
 
     augmented: at random, or each image as it is. Where the last batch of an epoch is smaller, its row ends in zeros.
+    beside: the second stream's images are the first of each batch, so that those zeros stay at the end.
     """
     steps, size = training.batches(len(rows))
     used = min(steps * size, len(rows))
@@ -88,9 +92,33 @@ def plan_epochs(
             drawn.append(draw(augmentation, (steps, size), generator(seed, "augment", *purpose, epoch)))
         else:
             drawn.append(as_they_are(augmentation, (steps, size)))
-    draws = Draws(*(torch.cat([getattr(d, name) for d in drawn]) for name in ("top", "left", "mirror", "factor")))
+    draws = _joined(drawn, dim=0)
     lr = learning_rates(training, steps)[epochs.start * steps : epochs.stop * steps]
-    return Plan(torch.cat(grids), draws, lr)
+    if beside is None:
+        return Plan(torch.cat(grids), draws, lr)
+    first = _beside_rows(beside, steps, epochs, purpose, seed)
+    shape, named = (steps, beside.batch_size), ("augment", *purpose, "beside")
+    side = [
+        draw(augmentation, shape, generator(seed, *named, epoch)) if augmented else as_they_are(augmentation, shape)
+        for epoch in epochs
+    ]
+    return Plan(torch.cat([first, torch.cat(grids)], dim=1), _joined([_joined(side, dim=0), draws], dim=1), lr)
+
+
+def _beside_rows(beside: Beside, steps: int, epochs: range, purpose: tuple[str | int, ...], seed: int) -> Tensor:
+    """The second stream's rows (S, B) in these epochs: a cut out of one random order after another of all of them."""
+    count, size = len(beside.rows), beside.batch_size
+    start, stop = epochs.start * steps * size, epochs.stop * steps * size
+    rounds = range(start // count, -(-stop // count))
+    orders = [torch.randperm(count, generator=generator(seed, "shuffle", *purpose, "beside", each)) for each in rounds]
+    places = torch.cat(orders)[start - rounds.start * count : stop - rounds.start * count]
+    return beside.rows[places].view(-1, size)
+
+
+def _joined(draws: Sequence[Draws], dim: int) -> Draws:
+    return Draws(
+        *(torch.cat([getattr(each, name) for each in draws], dim) for name in ("top", "left", "mirror", "factor"))
+    )
 
 
 def learning_rates(training: Training, steps_per_epoch: int) -> Tensor:
@@ -98,6 +126,9 @@ def learning_rates(training: Training, steps_per_epoch: int) -> Tensor:
     total = training.epochs * steps_per_epoch
     if training.schedule == "constant":
         return torch.full((total,), training.lr)
+    if training.schedule == "rise":
+        begun = torch.arange(total) // max(1, steps_per_epoch)
+        return training.lr * (begun + 1) / max(1, training.epochs)
     if training.schedule == "steps":
         begun = torch.arange(total) // max(1, steps_per_epoch)
         passed = sum((begun >= share * training.epochs).long() for share in training.milestones)

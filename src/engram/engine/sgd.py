@@ -27,6 +27,7 @@ class FlatSGD:
         self.gradients = torch.zeros_like(self.values)
         self.momentum = torch.zeros_like(self.values)
         self.mask = torch.ones_like(self.values)
+        self._rooms: dict[str, Tensor] = {}
         self._places: dict[str, tuple[int, torch.Size]] = {}
         offset = 0
         for (name, parameter), size in zip(named, sizes, strict=True):
@@ -63,16 +64,45 @@ class FlatSGD:
         if momentum is None:
             self.momentum.zero_()
         else:
-            for name, value in momentum.items():
-                self._view(self.momentum, name).copy_(value)
+            self.fill(self.momentum, momentum)
+
+    @property
+    def names(self) -> list[str]:
+        """The parameters' names."""
+        return list(self._places)
+
+    def room(self, name: str) -> Tensor:
+        """A further flat buffer like the parameters', zeros at first, that keeps its place."""
+        if name not in self._rooms:
+            self._rooms[name] = torch.zeros_like(self.values)
+        return self._rooms[name]
+
+    def fill(self, flat: Tensor, by_name: Mapping[str, Tensor]) -> None:
+        """Takes values by parameter over into a flat buffer."""
+        for name, value in by_name.items():
+            self._view(flat, name).copy_(value)
+
+    def by_name(self, flat: Tensor) -> dict[str, Tensor]:
+        """A flat buffer by parameter, each in its shape: copies, in the same order of memory everywhere."""
+        return {name: self._view(flat, name).contiguous().clone() for name in self._places}
 
     def momentum_by_name(self) -> dict[str, Tensor]:
-        """The momentum of each parameter, in its shape: copies, in the same order of memory everywhere."""
-        return {name: self._view(self.momentum, name).contiguous().clone() for name in self._places}
+        """The momentum of each parameter; see `by_name`."""
+        return self.by_name(self.momentum)
+
+    def state(self) -> list[Tensor]:
+        """What a step changes here, or may."""
+        return [self.values, self.momentum, *self._rooms.values()]
 
     def zero_grad(self) -> None:
         """Forgets the gradients; backward adds to them in place."""
         self.gradients.zero_()
+
+    @torch.no_grad()
+    def limit(self, length: float) -> None:
+        """Brings the gradients of what may move, taken as one vector, to that length where they are longer."""
+        norm = torch.linalg.vector_norm(self.gradients * self.mask)
+        self.gradients.mul_((length / (norm + 1e-6)).clamp(max=1))
 
     @torch.no_grad()
     def step(self, lr: Tensor, momentum: float, weight_decay: float, clip: float | None) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engram.data.augment import pad_images
 from engram.data.stage import Stage
+from engram.engine.mixing import Mixing
 from engram.engine.plan import Plan
 
 PLANNED_STEPS = 512  # planned ahead, in whole epochs
@@ -40,7 +41,17 @@ class Space:
         self._pool: Pool | None = None
         self._stage: Stage | None = None
         self._plans: dict[int, Plan] = {}
+        self._mixings: dict[int, Mixing] = {}
         self._weights: dict[str, Tensor] = {}
+        self._rooms: dict[str, Tensor] = {}
+
+    def room(self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+        """A tensor that keeps its place under a name, at least as many rows of that shape; zeros when it is new."""
+        held = self._rooms.get(name)
+        if held is None or len(held) < shape[0] or held.shape[1:] != shape[1:]:
+            held = self._rooms[name] = torch.zeros(shape, dtype=dtype, device=self.device)
+            self.version += 1
+        return held
 
     def pool(self, stage: Stage) -> Pool:
         """The stage's pool; brought here once a stage."""
@@ -75,6 +86,15 @@ class Space:
                 self.history = torch.zeros(room, TERMS, device=self.device)
                 self.version += 1
         return plan
+
+    def mixing(self, steps: int, batch_size: int) -> Mixing:
+        """Room for what is mixed in so many steps."""
+        mixing = self._mixings.get(batch_size)
+        if mixing is None or len(mixing) < steps:
+            if mixing is not None:
+                self.version += 1
+            mixing = self._mixings[batch_size] = Mixing.room(steps, batch_size, self.device)
+        return mixing
 
     def arrival(self, stage: Stage, capacity: int) -> Tensor:
         """The stage that each class came with, (capacity,); sets the stage at hand too."""

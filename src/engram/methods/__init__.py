@@ -3,7 +3,18 @@
 import importlib
 import pkgutil
 
-from engram.methods._base import METHODS, Method, MethodInfo, Phase, Settings, Step, Training, find_method, register
+from engram.methods._base import (
+    METHODS,
+    Method,
+    MethodInfo,
+    Neighbours,
+    Phase,
+    Settings,
+    Step,
+    Training,
+    find_method,
+    register,
+)
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
@@ -12,6 +23,7 @@ __all__ = [
     "METHODS",
     "Method",
     "MethodInfo",
+    "Neighbours",
     "Phase",
     "Settings",
     "Step",

@@ -5,6 +5,7 @@ A method describes; the engine executes. A method never owns an optimiser, a loa
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,13 +13,17 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from torch import Tensor
 
+from engram.data.samples import Samples
 from engram.data.selection import Selection
 from engram.data.stage import Stage
 from engram.errors import EngramError, suggest
 from engram.learner import Learner
+from engram.methods.batches import Beside, CutMix, Mixed
 from engram.methods.exemplars import choose_exemplars
+from engram.methods.look import Look
 from engram.models.heads import Head
 from engram.models.network import Network, Output, Part
+from engram.models.resnet import ResNet
 
 Terms = dict[str, Tensor]
 
@@ -30,21 +35,24 @@ class Training:
     clip: each gradient is clamped element-wise to [-clip, clip]. schedule "cosine" falls to 0 over the phase; "steps"
     multiplies by `factor` at each of the milestones, which are shares of the phase (0.5: after half of its epochs);
     "restarts" has a tenth of the rate for one epoch and then, epoch by epoch, cosines from the rate down to `factor` of
-    it, over 1, 2, 4, 8 ... epochs (so that it ends low after 16, 32, 64 ...).
+    it, over 1, 2, 4, 8 ... epochs (so that it ends low after 16, 32, 64 ...); "rise" is a warm-up, epoch by epoch in
+    equal steps up to the rate, which the last epoch has.
     remainder: what is left of an epoch after the full batches is dropped (a fresh permutation each epoch) or kept as a
     smaller batch. A phase with fewer images than batch_size trains on batches of what there is.
+    clip_norm: gradients longer than that, all that train taken as one vector, are brought to that length.
     """
 
     epochs: int = 160
     batch_size: int = 128
     lr: float = 0.1
-    schedule: Literal["cosine", "constant", "steps", "restarts"] = "cosine"
+    schedule: Literal["cosine", "constant", "steps", "restarts", "rise"] = "cosine"
     milestones: tuple[float, ...] = ()
     factor: float = 0.1
     momentum: float = 0.9
     weight_decay: float = 5e-4
     clip: float | None = 5.0
     remainder: Literal["drop", "keep"] = "drop"
+    clip_norm: float | None = None
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -56,7 +64,7 @@ class Training:
         ):
             if getattr(self, name) < least:
                 raise EngramError(f"{name} must be at least {least}, got {getattr(self, name)}")
-        schedules = ("cosine", "constant", "steps", "restarts")
+        schedules = ("cosine", "constant", "steps", "restarts", "rise")
         for name, choices in (("schedule", schedules), ("remainder", ("drop", "keep"))):
             if getattr(self, name) not in choices:
                 raise EngramError(f"no {name} {getattr(self, name)!r}: {suggest(str(getattr(self, name)), choices)}")
@@ -66,6 +74,8 @@ class Training:
             raise EngramError(f"factor must be above 0 and at most 1, got {self.factor}")
         if self.clip is not None and self.clip <= 0:
             raise EngramError(f"clip must be above 0, or none, got {self.clip}")
+        if self.clip_norm is not None and self.clip_norm <= 0:
+            raise EngramError(f"clip_norm must be above 0, or none, got {self.clip_norm}")
 
     def batches(self, images: int) -> tuple[int, int]:
         """The steps of an epoch over so many images, and the size of its batches (the last may be smaller)."""
@@ -81,6 +91,9 @@ class Step:
     labels: (B,). exemplar: (B,) bool, true for images out of the memory. teacher: None in phases without one.
     weights: the phase's loss weights by name, (). buffers: the method's tensors by name, as kept in the learner.
     arrival: (K,), the stage that each class came with, NEVER where it has not come. stage: (), the stage at hand.
+    mixed: in phases that mix images, what else is in each.
+    neighbours: (B, N, K), in phases that ask for them the logits of each image's neighbours, without gradient. shares:
+    (B, N), what each of them counts: 1 / N, or 0 where there is no such neighbour and the others the more.
     """
 
     labels: Tensor
@@ -91,6 +104,9 @@ class Step:
     buffers: Mapping[str, Tensor]
     arrival: Tensor | None = None
     stage: Tensor | None = None
+    mixed: Mixed | None = None
+    neighbours: Tensor | None = None
+    shares: Tensor | None = None
 
     @property
     def old(self) -> Tensor:
@@ -107,6 +123,37 @@ class Step:
         return self.arrival == self.stage
 
 
+# The learner's buffers of a Tether, each with the parameter's name after it.
+OMEGA, ANCHOR, PATH = "omega.", "anchor.", "path."
+
+
+@dataclass(frozen=True)
+class Tether:
+    """Ties the parameters to where they stood: factor * sum omega (theta - anchor)^2 on top of the loss.
+
+    omega and anchor are the learner's buffers OMEGA and ANCHOR, one of each a parameter, in its shape; an omega above
+    the ceiling counts as the ceiling. The penalty is part of the loss: its gradient is added before gradients are
+    clamped, and its value is the term "penalty". traced: what each parameter's way takes off the loss is summed over
+    the steps of the phase, -gradient * movement with the gradient of the loss without the penalty; when the phase has
+    ended the sums are the buffers PATH.
+    """
+
+    factor: float
+    ceiling: float = math.inf
+    traced: bool = False
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """The images that are near an image to the teacher's eye, among those of the new classes in the same epoch.
+
+    count: of each image. first: looked for among the first so many images of new classes, None for all.
+    """
+
+    count: int
+    first: int | None = None
+
+
 @dataclass(frozen=True)
 class Phase:
     """One training loop inside a stage.
@@ -116,7 +163,12 @@ class Phase:
     train says which parts of the network move. augment: whether images are cropped, mirrored and brightened at random,
     or taken as they are. frozen: the network runs as in evaluation, with its running statistics; the backbone cannot
     train then. after_step: changes the network's parameters in place after each update, as in a clamp. start: an act on
-    the learner when the phase starts, before rows is asked, and not again when it is resumed.
+    the learner when the phase starts, before rows is asked, and not again when it is resumed. beside: a second stream
+    of images in each batch. mix: images with boxes of others in them; the loss finds their labels in Step.mixed.
+    tether: holds parameters near where they stood. older_backbones: how many frozen ones run beside the network's
+    newest, for estimates of the time. before_update: changes the gradients in place before each update.
+    neighbours: before each epoch every image's neighbours are found, and the loss sees their logits. observe: keeps
+    track, in the network's own buffers, of what the student said of each batch.
     """
 
     name: str
@@ -131,10 +183,25 @@ class Phase:
     frozen: bool = False
     after_step: Callable[[Network], None] | None = None
     start: Callable[[], None] | None = None
+    beside: Beside | None = None
+    mix: CutMix | None = None
+    tether: Tether | None = None
+    older_backbones: int = 0
+    before_update: Callable[[Network], None] | None = None
+    neighbours: Neighbours | None = None
+    observe: Callable[[Network, Output], None] | None = None
 
     def __post_init__(self) -> None:
         assert not (self.frozen and Part.BACKBONE in self.train), "a frozen network's backbone cannot train"
         assert not (self.frozen and self.after_step), "a frozen network's backbone cannot change"
+        assert not (self.frozen and self.neighbours), "a frozen network has no neighbours to look at"
+        assert self.teacher or not self.neighbours, "neighbours are found by the teacher"
+
+    def batches(self, images: int) -> tuple[int, int, int]:
+        """The steps of an epoch over so many images, and the images in a batch and in the last; both streams' count."""
+        steps, size = self.training.batches(images)
+        beside = 0 if self.beside is None else self.beside.batch_size
+        return steps, size + beside, min(size, images - (steps - 1) * size) + beside
 
 
 class Passes(Protocol):
@@ -155,6 +222,38 @@ class Passes(Protocol):
         """The sums of what `visit` returns over one augmented pass in train mode; no parameter moves."""
         ...
 
+    def sensitivity(
+        self,
+        learner: Learner,
+        stage: Stage,
+        rows: Tensor,
+        objective: Callable[[Step, Tensor], Tensor],
+        power: Literal[1, 2],
+    ) -> dict[str, Tensor]:
+        """For each parameter the mean over the images of |gradient|^power, each image's gradient taken by itself.
+
+        The network is in eval mode, the images are as they are. objective: from a Step and a uniform random number an
+        image (B,), the same whatever the batches, to a value an image (B,).
+        """
+        ...
+
+    def tune(
+        self,
+        learner: Learner,
+        stage: Stage,
+        images: Tensor,
+        rows: Tensor,
+        objective: Callable[[Look], Tensor],
+        training: Training,
+        purpose: str,
+    ) -> Tensor:
+        """The uint8 images (N, H, W, 3) after SGD on their pixels, as floats; the network stands still, in eval mode.
+
+        A step sees a batch of the pool's rows, augmented; rate, momentum and decay are of pixels as the network sees
+        them, normalised. purpose names what is random about it.
+        """
+        ...
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -167,13 +266,19 @@ SettingsT = TypeVar("SettingsT", bound=Settings)
 class Method(ABC, Generic[SettingsT]):
     """What a method says of itself. Subclasses are final.
 
-    predictors: how it predicts; the first is the one its recipes report.
+    predictors: how it predicts; the first is the one its recipes report. taught: whether any of its phases has a
+    teacher; where not, none is kept.
     """
 
     predictors: tuple[str, ...] = ("cnn", "nme")
+    taught: bool = True
 
     def __init__(self, settings: SettingsT) -> None:
         self.settings = settings
+
+    def backbone(self, backbone: ResNet) -> ResNet:
+        """The backbone as the method wants it, made of the one that the run is set to; that very one by default."""
+        return backbone
 
     @abstractmethod
     def head(self, dim: int, capacity: int) -> Head:
@@ -197,8 +302,11 @@ class Method(ABC, Generic[SettingsT]):
     def finish(self, learner: Learner, stage: Stage, passes: Passes) -> None:
         """What the method computes for the next stage once this one is trained; nothing by default."""
 
-    def exemplars(self, learner: Learner, stage: Stage, passes: Passes) -> dict[int, Tensor]:
-        """Rows of the pool to keep of each new class, best first; by default as the memory's selection says."""
+    def exemplars(self, learner: Learner, stage: Stage, passes: Passes) -> Mapping[int, Tensor | Samples]:
+        """What to keep of each new class, best first: rows of the pool, by default as the memory's selection says.
+
+        Images of the method's own making may be given instead, of old classes too.
+        """
         return choose_exemplars(learner, stage, passes)
 
 
@@ -209,7 +317,7 @@ class MethodInfo:
     name: str
     title: str
     paper: str
-    memory: Literal["needed", "none", "all"]
+    memory: Literal["needed", "none", "all", "optional"]
     predictors: tuple[str, ...]
     settings: type[Settings]
     make: Callable[..., Method]
@@ -227,13 +335,13 @@ def register(
     settings: type[Settings],
     title: str,
     paper: str = "",
-    memory: Literal["needed", "none", "all"] = "needed",
+    memory: Literal["needed", "none", "all", "optional"] = "needed",
     selection: Selection = "herding",
 ) -> Callable[[type[MethodT]], type[MethodT]]:
     """A class decorator that makes a method known by name.
 
-    memory says what the method is defined with: a budget of exemplars, none, or every image; selection, how its recipes
-    choose them.
+    memory says what the method is defined with: a budget of exemplars, none, every image, or ("optional") a budget or
+    none, with none in its recipes; selection, how its recipes choose them.
     """
 
     def decorate(cls: type[MethodT]) -> type[MethodT]:

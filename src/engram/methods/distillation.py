@@ -14,7 +14,10 @@ from engram.methods.losses import MASKED
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, columns: Tensor) -> Tensor:
-    """Cross-entropy of the softmax over the columns alone, among which the labels must be."""
+    """Cross-entropy of the softmax over the columns alone, among which the labels must be.
+
+    columns: the same for all samples, (K,), or each one's own, (B, K).
+    """
     return F.cross_entropy(logits.masked_fill(~columns, MASKED), labels, reduction="none")
 
 

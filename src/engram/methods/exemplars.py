@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engram.data.samples import Samples
 from engram.data.selection import SELECTORS
 from engram.data.stage import Stage
 from engram.learner import Learner
@@ -61,11 +62,17 @@ def class_means(learner: Learner, passes: Passes) -> Tensor | None:
     samples = learner.memory.samples()
     if samples is None or len(learner.memory.labels) < learner.num_classes:
         return None
+    return unit_means(learner, samples, learner.num_classes, passes)
+
+
+def unit_means(learner: Learner, samples: Samples, num_classes: int, passes: Passes) -> Tensor:
+    """The unit mean (num_classes, D) of the unit embeddings of each class's images and of their mirror images."""
     unit = sum(
         F.normalize(passes.embed(learner.network, samples.images, mirror=mirror), dim=1) for mirror in (False, True)
     )
     assert isinstance(unit, Tensor)
-    labels = samples.labels.to(unit.device)
-    totals = torch.zeros(learner.num_classes, unit.shape[1], device=unit.device).index_add_(0, labels, unit)
+    # Class by class, and not by index_add_, whose order of summation changes from run to run on a GPU.
+    own = [unit[samples.rows_of(label).to(unit.device)] for label in range(num_classes)]
+    totals = torch.stack([each.sum(dim=0) for each in own])
     # The mean's length does not matter once it is brought to 1.
     return F.normalize(totals, dim=1)

@@ -2,7 +2,8 @@
 
 A question put to all other methods: what if nothing is learned from the stream but a balanced memory of it? At each
 stage the network goes back to what it was after the base stage, gets a new head for all classes seen, and is trained on
-the memory alone. There is no teacher and nothing else is carried from stage to stage.
+the memory alone, half of the time with a box of each image taken from another (CutMix). There is no teacher and nothing
+else is carried from stage to stage.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from engram.data.stage import Stage
 from engram.learner import Learner
 from engram.methods._base import Method, Passes, Phase, Settings, Step, Terms, Training, register
+from engram.methods.batches import CutMix
 from engram.methods.exemplars import balanced_count, balanced_rows
 from engram.methods.host import AFTER_BASE
 from engram.models.heads import Head, NormalisedHead
@@ -28,20 +30,28 @@ KEPT = "base."
 
 def _training(epochs: int) -> Training:
     """The paper's: batches of 16 and a rate that starts again and again, each time for twice as long."""
-    return Training(epochs, 16, lr=0.05, schedule="restarts", factor=0.01, weight_decay=1e-6, clip=None)
+    return Training(epochs, 16, lr=0.05, schedule="restarts", factor=0.01, weight_decay=1e-6, clip=None, clip_norm=10)
 
 
 @dataclass(frozen=True)
 class GDumbSettings(Settings):
-    """GDumb's settings; the defaults are those of CIFAR-100. train: the base stage. rehearse: each later one."""
+    """GDumb's settings; the defaults are those of CIFAR-100. train: the base stage. rehearse: each later one.
+
+    cutmix: how often images are mixed, in both.
+    """
 
     train: Training = field(default_factory=lambda: _training(256))
     rehearse: Training = field(default_factory=lambda: _training(32), metadata=AFTER_BASE)
+    cutmix: CutMix = field(default_factory=CutMix)
 
 
 def classify(step: Step) -> Terms:
-    """Cross-entropy over all classes seen."""
-    return {"classification": F.cross_entropy(step.student.logits, step.labels)}
+    """Cross-entropy over all classes seen; of a mixed image with both its labels, each by its share of the image."""
+    own = F.cross_entropy(step.student.logits, step.labels)
+    if step.mixed is None:
+        return {"classification": own}
+    other = F.cross_entropy(step.student.logits, step.mixed.labels)
+    return {"classification": step.mixed.share * own + (1 - step.mixed.share) * other}
 
 
 @final
@@ -59,7 +69,7 @@ class GDumb(Method[GDumbSettings]):
         return NormalisedHead(dim, capacity)
 
     def base_key(self) -> dict[str, Any] | None:
-        return {"host": "gdumb", "train": to_plain(self.settings.train)}
+        return {"host": "gdumb", "train": to_plain(self.settings.train), "cutmix": to_plain(self.settings.cutmix)}
 
     def grow(self, learner: Learner, stage: Stage, passes: Passes) -> None:
         network, fresh = learner.network, generator(learner.seed, "head", stage.index)
@@ -76,7 +86,8 @@ class GDumb(Method[GDumbSettings]):
         else:
             rows, training = partial(balanced_rows, learner, stage, passes), self.settings.rehearse
             count = balanced_count(learner, stage)
-        return [Phase("main", count, rows, classify, everything, training)]
+        mix = self.settings.cutmix if self.settings.cutmix.probability else None
+        return [Phase("main", count, rows, classify, everything, training, mix=mix)]
 
     def finish(self, learner: Learner, stage: Stage, passes: Passes) -> None:
         """Keeps the backbone that every later stage starts from."""

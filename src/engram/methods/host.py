@@ -113,8 +113,12 @@ def classification_loss(settings: HostSettings, step: Step) -> Tensor:
 
 def distilled(settings: HostSettings, step: Step, **distances: Tensor) -> Terms:
     """The classification term, and each distance of student and teacher times the phase's weight of that name."""
-    weighted = {name: step.weights[name] * distance for name, distance in distances.items()}
-    return {"classification": classification_loss(settings, step).mean(), **weighted}
+    return {"classification": classification_loss(settings, step).mean(), **weighted(step, **distances)}
+
+
+def weighted(step: Step, **distances: Tensor) -> Terms:
+    """Each distance of student and teacher times the phase's weight of that name."""
+    return {name: step.weights[name] * distance for name, distance in distances.items()}
 
 
 def stage_weight(weight: float, stage: Stage) -> float:

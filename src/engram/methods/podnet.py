@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import final
 
+from torch import Tensor
+
 from engram.data.stage import Stage
 from engram.learner import Learner
 from engram.methods import losses
@@ -39,6 +41,24 @@ class PODNetSettings(HostSettings):
         refuse_negative(self, "lambda_flat", "lambda_spatial")
 
 
+def pod_weights(settings: PODNetSettings, stage: Stage) -> dict[str, float]:
+    """The loss weights of a stage after the base."""
+    return {
+        "flat": stage_weight(settings.lambda_flat, stage),
+        "spatial": stage_weight(settings.lambda_spatial, stage),
+    }
+
+
+def pod_distances(step: Step) -> dict[str, Tensor]:
+    """The flat and the spatial distance of student and teacher, without their weights."""
+    student, teacher = step.student, step.teacher
+    assert teacher is not None
+    return {
+        "flat": losses.cosine_distance(student.embedding, teacher.embedding),
+        "spatial": losses.pooled_distance(student.maps, teacher.maps, losses.over_rows_and_columns),
+    }
+
+
 @final
 @register(
     "podnet", settings=PODNetSettings, title="PODNet: embedding and pooled maps", paper="Douillard et al., ECCV 2020"
@@ -47,19 +67,9 @@ class PODNet(HostMethod[PODNetSettings]):
     """Distils the embedding and the maps pooled over rows and over columns."""
 
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
-        weights = {
-            "flat": stage_weight(self.settings.lambda_flat, stage),
-            "spatial": stage_weight(self.settings.lambda_spatial, stage),
-        }
+        weights = pod_weights(self.settings, stage)
         return host_phases(self.settings, learner, stage, passes, self.loss, weights)
 
     def loss(self, step: Step) -> Terms:
         """Classification, and the flat and the spatial term with their weights."""
-        student, teacher = step.student, step.teacher
-        assert teacher is not None
-        return distilled(
-            self.settings,
-            step,
-            flat=losses.cosine_distance(student.embedding, teacher.embedding),
-            spatial=losses.pooled_distance(student.maps, teacher.maps, losses.over_rows_and_columns),
-        )
+        return distilled(self.settings, step, **pod_distances(step))

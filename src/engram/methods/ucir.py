@@ -41,22 +41,30 @@ class UCIRSettings(CosineSettings):
             raise EngramError(f"an old image needs at least 1 rival, got {self.rivals}")
 
 
+def rebalancing_weights(settings: UCIRSettings, stage: Stage) -> dict[str, float]:
+    """The loss weights of a stage after the base."""
+    return {"embedding": old_weight(settings.lambda_embedding, stage)}
+
+
+def rebalancing(settings: UCIRSettings, step: Step) -> Terms:
+    """What UCIR adds to the classification: less-forget constraint and inter-class separation."""
+    assert step.teacher is not None
+    student = step.student
+    apart = ranking(student.scores, step.labels, step.old, step.new, settings.rivals, settings.margin)
+    return {
+        "embedding": step.weights["embedding"] * cosine_distance(student.embedding, step.teacher.embedding),
+        "ranking": settings.lambda_ranking * apart,
+    }
+
+
 @final
 @register("ucir", settings=UCIRSettings, title="Unified classifier by rebalancing", paper="Hou et al., CVPR 2019")
 class UCIR(CosineMethod[UCIRSettings]):
     """Keeps the direction of embeddings, and old images nearer to their class than to the new ones."""
 
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
-        weights = {"embedding": old_weight(self.settings.lambda_embedding, stage)}
-        return cosine_phases(self.settings, stage, self.loss, weights)
+        return cosine_phases(self.settings, stage, self.loss, rebalancing_weights(self.settings, stage))
 
     def loss(self, step: Step) -> Terms:
         """The paper's three terms: cross-entropy, less-forget constraint, inter-class separation."""
-        assert step.teacher is not None
-        student, settings = step.student, self.settings
-        apart = ranking(student.scores, step.labels, step.old, step.new, settings.rivals, settings.margin)
-        return {
-            "classification": cross_entropy(step),
-            "embedding": step.weights["embedding"] * cosine_distance(student.embedding, step.teacher.embedding),
-            "ranking": settings.lambda_ranking * apart,
-        }
+        return {"classification": cross_entropy(step), **rebalancing(self.settings, step)}

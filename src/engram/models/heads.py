@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engram.models.effect import MomentumEffect
+
 Similarity = Literal["distance", "cosine"]
 
 
@@ -23,7 +25,8 @@ class Head(nn.Module, ABC):
     """What all heads share: the rows in use, their growth, and the scale that the loss sees the scores through.
 
     `class_parameters` names the parameters whose first dimension is the class; everything else in the head (the scale)
-    belongs to no class. `rectified`: it takes the mean of the last map's positive part for its embedding.
+    belongs to no class. `rectified`: it takes the mean of the last map's positive part for its embedding. `effect`:
+    what the network takes from the scores when it does not train, None for nothing.
     """
 
     class_parameters: tuple[str, ...] = ("weight",)
@@ -35,6 +38,7 @@ class Head(nn.Module, ABC):
         self.register_buffer("seen", torch.zeros(capacity, dtype=torch.bool))
         self.scale = nn.Parameter(torch.ones(())) if learned_scale else None
         self.correction: nn.Parameter | None = None
+        self.effect: MomentumEffect | None = None
 
     @property
     def capacity(self) -> int:

@@ -53,6 +53,7 @@ class ResNet(nn.Module):
 
     def __init__(self, groups: Sequence[Group], generator: torch.Generator) -> None:
         super().__init__()
+        self.specification = tuple(groups)
         width = groups[0].width
         self.conv = nn.Conv2d(3, width, 3, padding=1, bias=False)
         self.bn = nn.BatchNorm2d(width)
@@ -100,7 +101,16 @@ def resnet10(generator: torch.Generator) -> ResNet:
     return ResNet([Group(16, 1), Group(32, 1, 2), Group(64, 1, 2), Group(64, 1)], generator)
 
 
-BACKBONES: dict[str, Callable[[torch.Generator], ResNet]] = {"resnet32": resnet32, "resnet10": resnet10}
+def resnet18(generator: torch.Generator) -> ResNet:
+    """A wide one, with a stem for small images: 2 blocks each of 64, 128, 256 and 512; embedding 512."""
+    return ResNet([Group(64, 2), Group(128, 2, 2), Group(256, 2, 2), Group(512, 2, 2)], generator)
+
+
+BACKBONES: dict[str, Callable[[torch.Generator], ResNet]] = {
+    "resnet32": resnet32,
+    "resnet10": resnet10,
+    "resnet18": resnet18,
+}
 
 
 def build_backbone(name: str, generator: torch.Generator) -> ResNet:

@@ -1,8 +1,8 @@
 """Recipes: named, complete configurations, such as `afc-cifar100-b50-s10`.
 
 A name is method, data set, base classes and the number of stages after the base: the protocol's numbers are in it.
-Recipes such as `afc-nme-cifar100-b50-s10` train the head as the paper's NME rows did. `<method>-folder` is for your
-own images.
+Recipes such as `afc-nme-cifar100-b50-s10` train the head as the paper's NME rows did; `der-resnet18-...` has the
+backbone that its published numbers are of. `<method>-folder` is for your own images.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ NME: dict[str, dict[str, Any]] = {
     "pixels": {},
     "replay": {},
 }
+# Methods whose balanced phase begins with a new head need some hundred steps of it, however few the images are.
+SHORT_FINETUNING: dict[str, dict[str, int]] = {"der": {"epochs": 30, "batch_size": 8}}
 
 
 def cifar100(method: MethodInfo, stages: int) -> RunConfig:
@@ -62,7 +64,8 @@ def mini(method: MethodInfo, stages: int) -> RunConfig:
         predictor=method.predictors[0],
     )
     config = _where_it_has_it(config, "train", epochs=16, batch_size=64, remainder="keep")
-    return _where_it_has_it(config, "finetune", epochs=10, batch_size=64, remainder="keep")
+    finetuning = {"epochs": 10, "batch_size": 64} | SHORT_FINETUNING.get(method.name, {})
+    return _where_it_has_it(config, "finetune", **finetuning, remainder="keep")
 
 
 def folder(method: MethodInfo) -> RunConfig:
@@ -75,7 +78,8 @@ def folder(method: MethodInfo) -> RunConfig:
         predictor=method.predictors[0],
     )
     config = _where_it_has_it(config, "train", epochs=60, remainder="keep")
-    return _where_it_has_it(config, "finetune", epochs=20, remainder="keep")
+    finetuning = {"epochs": 20} | SHORT_FINETUNING.get(method.name, {})
+    return _where_it_has_it(config, "finetune", **finetuning, remainder="keep")
 
 
 def nme(config: RunConfig) -> RunConfig:
@@ -87,7 +91,7 @@ def nme(config: RunConfig) -> RunConfig:
 def _memory(method: MethodInfo, per_class: int) -> MemoryConfig:
     if method.memory == "needed":
         return MemoryConfig(size=per_class, selection=method.selection)
-    return MemoryConfig(budget=method.memory, size=0)
+    return MemoryConfig(budget="none" if method.memory == "optional" else method.memory, size=0)
 
 
 def _where_it_has_it(config: RunConfig, phase: str, **changes: Any) -> RunConfig:
@@ -113,6 +117,10 @@ def _catalogue() -> dict[str, Callable[[], RunConfig]]:
             catalogue[f"{name}-nme-cifar100-b50-s{stages}"] = lambda name=name, stages=stages: nme(
                 cifar100(METHODS[name], stages)
             )
+    for stages in CIFAR100_STAGES:
+        catalogue[f"der-resnet18-cifar100-b50-s{stages}"] = lambda stages=stages: replace(
+            cifar100(METHODS["der"], stages), backbone="resnet18"
+        )
     return catalogue
 
 

@@ -133,7 +133,8 @@ def _recipes() -> list[dict[str, Any]]:
 def _methods() -> list[dict[str, Any]]:
     from engram.methods import METHODS
 
-    needs = {"needed": "a budget of exemplars", "none": "none", "all": "every image"}
+    budget = "a budget of exemplars"
+    needs = {"needed": budget, "none": "none", "all": "every image", "optional": f"none, or {budget}"}
     return [
         {"method": info.name, "title": info.title, "paper": info.paper or None, "memory": needs[info.memory]}
         for info in METHODS.values()

@@ -1,0 +1,135 @@
+"""Sensitivity: how much each parameter matters to what the network says of single images.
+
+The gradient of a batch's mean is not the mean of its images' gradients squared, so each image needs its own. In eval
+mode an image's output depends on that image alone: one ordinary backward pass of the sum over a batch gives, at every
+layer's output, each image's own gradient, and with the layer's input that makes the gradient of the layer's weights,
+image by image, as one product of matrices.
+
+Legend: B images, C channels, L pixels of a layer's output, K classes, D embedding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from engram.data.augment import to_unit
+from engram.data.stage import Stage
+from engram.learner import Learner
+from engram.methods import Step
+from engram.models.heads import LinearHead
+from engram.models.network import Network
+from engram.random import generator
+
+if TYPE_CHECKING:
+    from engram.engine.engine import Engine
+
+PIXELS = {"cpu": 64 * 32 * 32, "cuda": 512 * 32 * 32}  # in a batch
+
+
+def sensitivity(
+    engine: Engine,
+    learner: Learner,
+    stage: Stage,
+    rows: Tensor,
+    objective: Callable[[Step, Tensor], Tensor],
+    power: Literal[1, 2],
+) -> dict[str, Tensor]:
+    """See Engine.sensitivity."""
+    assert len(rows) > 0, "the sensitivity to no image"
+    network, device, pool = learner.network, engine.device, stage.pool
+    where = (engine.space.arrival(stage, network.head.capacity), engine.space.stage)
+    draws = torch.rand(len(rows), generator=generator(learner.seed, "sensitivity", stage.index))
+    weights = {name: parameter.detach() for name, parameter in network.named_parameters()}
+    totals = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+    size = max(1, PIXELS[device.type] // pool.images[0, ..., 0].numel())
+    was_training = network.training
+    network.eval()
+    with _watched(network, power, totals):
+        for some, numbers in zip(rows.split(size), draws.split(size), strict=True):
+            unit = to_unit(pool.images[some].to(device)).contiguous(memory_format=engine.layout)
+            labels, exemplar = pool.labels[some].to(device), pool.exemplar[some].to(device)
+            with torch.enable_grad():
+                # Only the images take a gradient: that of the weights over the whole batch is not wanted.
+                output = functional_call(network, weights, (unit.requires_grad_(),))
+                step = Step(labels, exemplar, output, None, {}, learner.buffers, *where)
+                torch.autograd.grad(objective(step, numbers.to(device)).sum(), unit)
+    network.train(was_training)
+    return {name: total / len(rows) for name, total in totals.items()}
+
+
+@contextmanager
+def _watched(network: Network, power: Literal[1, 2], totals: dict[str, Tensor]) -> Iterator[None]:
+    """While it lasts, every backward pass through the network adds its images' |gradient|^power to the totals."""
+    handles = []
+    for prefix, module in network.named_modules():
+        if not list(module.parameters(recurse=False)):
+            continue
+        measure = next((measure for kind, measure in MEASURES.items() if isinstance(module, kind)), None)
+        assert measure is not None, f"no rule for the gradients of a {type(module).__name__}'s parameters"
+
+        def watch(
+            module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor, measure=measure, prefix: str = prefix
+        ) -> None:
+            def add(gradient: Tensor) -> None:
+                for name, value in measure(module, inputs[0].detach(), gradient, partial(_sum, power=power)).items():
+                    totals[f"{prefix}.{name}"] += value
+
+            output.register_hook(add)  # before a ReLU in place changes the output, so the gradient is at what it is now
+
+        handles.append(module.register_forward_hook(watch))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _sum(each: Tensor, power: Literal[1, 2]) -> Tensor:
+    """The sum over the images (first dimension) of |values|^power."""
+    return (each.square() if power == 2 else each.abs()).sum(dim=0)
+
+
+Sum = Callable[[Tensor], Tensor]
+
+
+def _of_convolution(conv: nn.Module, inputs: Tensor, gradient: Tensor, total: Sum) -> dict[str, Tensor]:
+    assert isinstance(conv, nn.Conv2d)
+    assert conv.groups == 1
+    assert conv.bias is None
+    assert not isinstance(conv.padding, str)
+    # What each weight of a filter sees at each pixel of the output: (B, C_in * taps, L).
+    seen = F.unfold(inputs, conv.kernel_size, conv.dilation, conv.padding, conv.stride)
+    each = gradient.flatten(2) @ seen.transpose(1, 2)  # (B, C_out, C_in * taps)
+    return {"weight": total(each).view_as(conv.weight)}
+
+
+def _of_norm(norm: nn.Module, inputs: Tensor, gradient: Tensor, total: Sum) -> dict[str, Tensor]:
+    assert isinstance(norm, nn.BatchNorm2d)
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    mean, factor = norm.running_mean, (norm.running_var + norm.eps).rsqrt()
+    normed = (inputs - mean[:, None, None]) * factor[:, None, None]
+    return {"weight": total((gradient * normed).sum(dim=(2, 3))), "bias": total(gradient.sum(dim=(2, 3)))}
+
+
+def _of_linear_head(head: nn.Module, inputs: Tensor, gradient: Tensor, total: Sum) -> dict[str, Tensor]:
+    assert isinstance(head, LinearHead)
+    assert head.correction is None
+    # An image's gradient is the outer product of its gradient at the scores (K,) and its embedding (D,).
+    each = gradient[:, :, None] * inputs[:, None, :]
+    return {"weight": total(each)} | ({} if head.bias is None else {"bias": total(gradient)})
+
+
+MEASURES: dict[type[nn.Module], Callable[[nn.Module, Tensor, Tensor, Sum], dict[str, Tensor]]] = {
+    nn.Conv2d: _of_convolution,
+    nn.BatchNorm2d: _of_norm,
+    LinearHead: _of_linear_head,
+}

@@ -1,0 +1,94 @@
+"""Tuning images: SGD on pixels, by gradients that go through a network that stands still."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+
+from engram.data.augment import augment, to_unit
+from engram.data.stage import Stage
+from engram.engine.plan import Plan, plan_epochs
+from engram.errors import EngramError
+from engram.learner import Learner
+from engram.methods import Training
+from engram.methods.look import Look
+from engram.models.network import Network
+
+if TYPE_CHECKING:
+    from engram.engine.engine import Engine
+
+# Pixels in one pass with gradients; of more images than that, a part at a time is passed again on the way back.
+GRADIENT_PIXELS = {"cpu": 512 * 32 * 32, "cuda": 2048 * 32 * 32}
+
+
+def tune(
+    engine: Engine,
+    learner: Learner,
+    stage: Stage,
+    images: Tensor,
+    rows: Tensor,
+    objective: Callable[[Look], Tensor],
+    training: Training,
+    purpose: str,
+) -> Tensor:
+    """See Engine.tune."""
+    assert len(rows) > 0, "images tuned on no rows"
+    network, device = learner.network, engine.device
+    start = to_unit(images.to(device)).contiguous(memory_format=engine.layout)
+    # What is learned is kept apart from the image, where changes far below a level of its pixels would be rounded away.
+    change, momentum = torch.zeros_like(start), torch.zeros_like(start)
+    normalised = (start - network.mean) / network.std
+    was_training = network.training
+    network.eval()
+    parameters = {name: parameter.detach() for name, parameter in network.named_parameters()}
+    passes = partial(_passes, network, parameters, GRADIENT_PIXELS[device.type])
+    pool, (steps, size) = engine.space.pool(stage), training.batches(len(rows))
+    for epoch in range(training.epochs):
+        where = (stage.index, "tune", purpose)
+        plan = plan_epochs(training, engine.augmentation, rows, range(epoch, epoch + 1), where, learner.seed)
+        on_device = Plan.room(steps, size, device)
+        on_device.load(plan)
+        counter = torch.zeros(1, dtype=torch.int64, device=device)
+        for step in range(steps):
+            picked, draws = on_device.row(counter, min(size, len(rows) - step * size))
+            batch = augment(pool.padded, picked, draws, engine.image_size).contiguous(memory_format=engine.layout)
+            with torch.enable_grad():
+                learned = change.requires_grad_()
+                look = Look(start + learned * network.std, batch, pool.labels[picked], parameters, passes)
+                (gradient,) = torch.autograd.grad(objective(look), learned)
+            change = change.detach()
+            if training.clip is not None:
+                gradient = gradient.clamp(-training.clip, training.clip)
+            momentum = training.momentum * momentum + gradient + training.weight_decay * (normalised + change)
+            change = change - on_device.learning_rate(counter) * momentum
+            counter += 1
+    network.train(was_training)
+    if not bool(change.isfinite().all()):
+        raise EngramError(
+            f"the tuned exemplars of stage {stage.index} are no longer finite; nothing was saved after its training: "
+            f"try a lower rate than {training.lr:g} for them"
+        )
+    return images.float() + (255 * network.std * change).permute(0, 2, 3, 1).cpu()
+
+
+def _passes(
+    network: Network, parameters: Mapping[str, Tensor], pixels: int, images: Tensor, changed: Mapping[str, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Embedding and logits of the images, with some parameters changed; as many at once as there is room for."""
+    held = {**parameters, **changed}
+
+    def part(images: Tensor) -> tuple[Tensor, Tensor]:
+        output = functional_call(network, held, (images,))
+        return output.embedding, output.logits
+
+    room = max(1, pixels // (images.shape[2] * images.shape[3]))
+    if len(images) <= room:
+        return part(images)
+    parts = [checkpoint(part, some, use_reentrant=False) for some in images.split(room)]
+    return torch.cat([embedding for embedding, _ in parts]), torch.cat([logits for _, logits in parts])

@@ -1,0 +1,161 @@
+"""DDE, an add-on to a host: distilling the data effect and removing the momentum effect (Hu et al., CVPR 2021).
+
+Old images are gone, but their effect can be had through new ones that the old model finds alike: an image is classified
+together with its neighbours (causal effect of the old data). And the direction that training on mostly new images
+carries every embedding in speaks for the new classes: what it adds to the scores is taken away in prediction.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engram.data.stage import Stage
+from engram.errors import EngramError, suggest
+from engram.learner import Learner
+from engram.methods._base import Neighbours, Passes, Phase, Step
+from engram.methods.exemplars import balanced_rows
+from engram.models.effect import MomentumEffect
+from engram.models.heads import Head
+from engram.models.network import Network, Output
+from engram.random import generator
+
+Removal = Literal["fixed", "learned", "none"]
+REMOVALS: tuple[Removal, ...] = ("fixed", "learned", "none")
+# Where more classes are seen than that, one neighbour among the first so many images of an epoch has to do.
+MANY_CLASSES, FIRST = 500, 10_000
+FIT_BATCH = 128
+
+
+@dataclass(frozen=True)
+class DDESettings:
+    """The add-on's settings.
+
+    neighbours: of each image; None is 10, or 1 where more than 500 classes are seen; 0 leaves the host's own
+    classification. removal: the momentum effect is taken away by a fixed factor, by two that are learned on a balanced
+    set after the stage, or not at all. strength: the fixed factor, and where the learned ones start. fit_epochs,
+    fit_rate: how they are learned.
+    """
+
+    neighbours: int | None = None
+    removal: Removal = "fixed"
+    strength: float = 0.5
+    fit_epochs: int = 20
+    fit_rate: float = 2e-3
+
+    def __post_init__(self) -> None:
+        if self.removal not in REMOVALS:
+            raise EngramError(f"no removal {self.removal!r}: {suggest(str(self.removal), REMOVALS)}")
+        for name in ("neighbours", "strength", "fit_epochs", "fit_rate"):
+            value = getattr(self, name)
+            if value is not None and not value >= 0:
+                raise EngramError(f"{name} must be 0 or more, got {value}")
+
+    def around(self, stage: Stage) -> Neighbours | None:
+        """What neighbours an image has in a stage."""
+        if stage.is_base or self.neighbours == 0:
+            return None
+        many = stage.num_seen > MANY_CLASSES
+        return Neighbours(self.neighbours or (1 if many else 10), FIRST if many else None)
+
+
+def neighbour_entropy(logits: Tensor, labels: Tensor, neighbours: Tensor, shares: Tensor) -> Tensor:
+    """-log of (softmax(z(x)) + mean of softmax(z(neighbour))) / 2 at the label, one value a sample (B,).
+
+    logits: (B, K). neighbours: (B, N, K), without gradient. shares: (B, N), what each neighbour counts in the mean; an
+    image that has none is classified alone.
+    """
+    at = labels[:, None]
+    own = logits.log_softmax(dim=1).gather(1, at).squeeze(1)
+    theirs = neighbours.detach().log_softmax(dim=2).gather(2, at.expand_as(shares)[:, :, None]).squeeze(2)
+    around = (theirs + shares.log()).logsumexp(dim=1) - math.log(2)  # minus infinity where there is none
+    return -torch.logaddexp(own + (1 - shares.sum(dim=1) / 2).log(), around)
+
+
+def dde_classification(step: Step, host: Tensor) -> Tensor:
+    """The mean entropy of the images, each with its neighbours; the host's own term in phases without them."""
+    if step.neighbours is None:
+        return host
+    assert step.shares is not None
+    return neighbour_entropy(step.student.logits, step.labels, step.neighbours, step.shares).mean()
+
+
+def track_effect(network: Network, student: Output) -> None:
+    """Each step: v = 0.9 v + the batch's mean embedding."""
+    effect_of(network).track(student.embedding)
+
+
+def effect_of(network: Network) -> MomentumEffect:
+    """The network's momentum effect."""
+    assert network.head.effect is not None
+    return network.head.effect
+
+
+HeadT = TypeVar("HeadT", bound=Head)
+
+
+def with_effect(head: HeadT, dim: int) -> HeadT:
+    """The head, with a momentum effect to remove."""
+    head.effect = MomentumEffect(dim)
+    return head
+
+
+def with_neighbours(settings: DDESettings, stage: Stage, phases: Sequence[Phase]) -> list[Phase]:
+    """The host's phases; the first follows the momentum and, after the base stage, looks at neighbours."""
+    main, *others = phases
+    return [replace(main, observe=track_effect, neighbours=settings.around(stage)), *others]
+
+
+def begin_effect(settings: DDESettings, learner: Learner, stage: Stage) -> None:
+    """A new direction for the stage, of which predictions are freed from the second stage on."""
+    effect = effect_of(learner.network)
+    effect.begin()
+    effect.remove(0.0, 0.0 if stage.is_base or settings.removal == "none" else settings.strength)
+
+
+def finish_effect(settings: DDESettings, learner: Learner, stage: Stage, passes: Passes) -> None:
+    """Where the removal is learned, fits it on as many images of each class as the memory keeps."""
+    if settings.removal != "learned" or stage.is_base:
+        return
+    rows = balanced_rows(learner, stage, passes)
+    embeddings = passes.embed(learner.network, stage.pool.images[rows])
+    labels = stage.pool.labels[rows].to(embeddings.device)
+    blend, strength = fit_removal(settings, learner, stage, embeddings, labels)
+    if not bool((blend + strength).isfinite()):
+        raise EngramError(f"the removal learned after stage {stage.index} is not finite; try a lower fit_rate")
+    effect_of(learner.network).remove(strength * (1 - blend), strength * blend)
+
+
+def fit_removal(
+    settings: DDESettings, learner: Learner, stage: Stage, embeddings: Tensor, labels: Tensor
+) -> tuple[Tensor, Tensor]:
+    """a1 and a2 of z - a2 ((1 - a1) b(previous direction) + a1 b(this one)), by Adam on the cross-entropy.
+
+    They start where the fixed removal is, at 1 and its strength; after half of the epochs the rate is a tenth.
+    """
+    head, effect = learner.network.head, effect_of(learner.network)
+    scale = torch.ones((), device=embeddings.device) if head.scale is None else head.scale.detach()
+    numbers = torch.tensor([1.0, settings.strength], device=embeddings.device, requires_grad=True)
+    mean, square, taken = torch.zeros_like(numbers), torch.zeros_like(numbers), 0
+    for epoch in range(settings.fit_epochs):
+        rate = settings.fit_rate * (1 if 2 * epoch < settings.fit_epochs else 0.1)
+        order = torch.randperm(len(labels), generator=generator(learner.seed, "removal", stage.index, epoch))
+        for batch in order.to(labels.device).split(FIT_BATCH):
+            with torch.no_grad():
+                scores, (before, moving) = head(embeddings[batch]), effect.each(embeddings[batch], head).unbind(dim=1)
+            blend, strength = numbers
+            mended = scores - strength * ((1 - blend) * before + blend * moving)
+            loss = F.cross_entropy((scale * mended).masked_fill(~head.seen, -torch.inf), labels[batch])
+            (gradient,) = torch.autograd.grad(loss, numbers)
+            taken += 1
+            mean, square = mean.lerp(gradient, 0.1), square.lerp(gradient.square(), 0.001)  # Adam's usual decays
+            with torch.no_grad():
+                numbers -= rate * (mean / (1 - 0.9**taken)) / ((square / (1 - 0.999**taken)).sqrt() + 1e-8)
+    blend, strength = numbers.detach()
+    return blend, strength

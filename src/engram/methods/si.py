@@ -1,0 +1,68 @@
+"""SI: synaptic intelligence (Zenke, Poole, Ganguli, ICML 2017), in its class-incremental form.
+
+A parameter may move the less, the more of the loss its way took off while it was learned: over the steps of a stage
+-gradient * movement is summed up, and omega grows by that sum over the squared distance that the parameter came.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import final
+
+from engram.data.stage import Stage
+from engram.errors import EngramError
+from engram.learner import Learner
+from engram.methods._base import ANCHOR, OMEGA, PATH, Passes, Phase, Settings, Training, register
+from engram.methods.host import AFTER_BASE
+from engram.methods.tether import TetheredMethod, refuse_outside, tether, tethered_phase, tethered_training
+
+
+@dataclass(frozen=True)
+class SISettings(Settings):
+    """SI's settings. strength: the penalty is strength * sum omega (theta - anchor)^2.
+
+    damping: xi, which keeps a parameter that hardly moved from having an omega out of bounds. limit: the most of its
+    way back that a step may take a parameter, None for no limit.
+    """
+
+    strength: float = field(default=0.1, metadata=AFTER_BASE)
+    damping: float = field(default=0.1, metadata=AFTER_BASE)
+    limit: float | None = field(default=1.0, metadata=AFTER_BASE)
+    train: Training = field(default_factory=tethered_training)
+
+    def __post_init__(self) -> None:
+        refuse_outside(self, strength=None, limit=None)
+        if not self.damping > 0:
+            raise EngramError(f"damping must be above 0, got {self.damping}")
+
+
+@final
+@register(
+    "si",
+    settings=SISettings,
+    title="Synaptic intelligence",
+    paper="Zenke, Poole, Ganguli, ICML 2017",
+    memory="optional",
+)
+class SI(TetheredMethod[SISettings]):
+    """Ties each parameter by what its way through the training took off the loss."""
+
+    def base_key(self) -> None:
+        """It is not shared: a base stage trained elsewhere leaves its weights and not the way they came."""
+
+    def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
+        # In the base stage omega is zero, and the tether is there to be traced.
+        settings = self.settings
+        held = tether(settings.strength, settings.train, settings.limit, traced=True)
+        return [tethered_phase(learner, stage, settings.train, held)]
+
+    def finish(self, learner: Learner, stage: Stage, passes: Passes) -> None:
+        """Omega grows by path / (distance^2 + xi)."""
+        buffers = learner.buffers
+        for name, parameter in learner.network.named_parameters():
+            distance = parameter.detach() - buffers[ANCHOR + name]
+            # A parameter whose way raised the loss is free; with an omega below 0 it would be driven off.
+            grown = buffers[PATH + name].clamp(min=0) / (distance.square() + self.settings.damping)
+            if not bool(grown.isfinite().all()):
+                raise EngramError(f"the importance after stage {stage.index} is not finite; try a lower learning rate")
+            learner.store(OMEGA + name, buffers[OMEGA + name] + grown)

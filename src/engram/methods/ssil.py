@@ -1,0 +1,123 @@
+"""SS-IL: separated softmax for incremental learning (Ahn, Kwak, Lim, Bang, Kim, Moon, ICCV 2021).
+
+One softmax over all classes lets many new images push down the scores of old classes that have few. So new images are
+told apart among the new classes alone, exemplars among the old alone, and what the previous model says is distilled
+within each earlier stage's classes. Every batch has exemplars: a stream of their own beside the new images.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import final
+
+import torch
+from torch import Tensor
+
+from engram.data.stage import Stage
+from engram.errors import EngramError
+from engram.learner import Learner
+from engram.methods._base import Passes, Phase, Settings, Step, Terms, Training, register
+from engram.methods.batches import Beside
+from engram.methods.distillation import cross_entropy, distillation_by_group
+from engram.methods.host import AFTER_BASE
+from engram.methods.linear import LinearMethod, check_temperature, classify, main_phase, seen_columns
+
+NEWEST, GROUPS = "ssil.newest", "ssil.groups"
+
+
+def ssil_training() -> Training:
+    """160 epochs, a tenth of the rate after 80 and 120."""
+    return Training(160, schedule="steps", milestones=(0.5, 0.75), clip=None)
+
+
+@dataclass(frozen=True)
+class SSILSettings(Settings):
+    """SS-IL's settings; the defaults are those of CIFAR-100.
+
+    temperature: of both softmaxes in the distillation. replay: the exemplars in each batch, beside its new images.
+    min_group: the classes that a softmax has at least, those of stages next to each other being joined until it has.
+    """
+
+    temperature: float = field(default=2.0, metadata=AFTER_BASE)
+    replay: int = field(default=32, metadata=AFTER_BASE)
+    min_group: int = field(default=1, metadata=AFTER_BASE)
+    train: Training = field(default_factory=ssil_training)
+
+    def __post_init__(self) -> None:
+        check_temperature(self.temperature)
+        for name in ("replay", "min_group"):
+            if getattr(self, name) < 1:
+                raise EngramError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+def grouped(sizes: Sequence[int], least: int) -> list[int]:
+    """The group of each stage, 0 for the newest one's: stages of so many classes, joined from the newest back.
+
+    A group is full once it has `least` classes. What is left at the oldest end and not full joins the group before.
+    """
+    groups, group, classes = [0] * len(sizes), 0, 0
+    for place in reversed(range(len(sizes))):
+        groups[place] = group
+        classes += sizes[place]
+        if classes >= least:
+            group, classes = group + 1, 0
+    full = max(0, group - 1)
+    return [min(each, full) for each in groups]
+
+
+@final
+@register(
+    "ssil",
+    settings=SSILSettings,
+    title="Separated Softmax",
+    paper="Ahn, Kwak, Lim, Bang, Kim, Moon, ICCV 2021",
+    selection="first",
+)
+class SSIL(LinearMethod[SSILSettings]):
+    """Classifies new and old apart, and distils every earlier stage by itself."""
+
+    def grow(self, learner: Learner, stage: Stage, passes: Passes) -> None:
+        """Opens the new rows, and says which columns go together in this stage."""
+        super().grow(learner, stage, passes)
+        head, least = learner.network.head, self.settings.min_group
+        sizes = stage.arrival(stage.num_seen).unique_consecutive(return_counts=True)[1].tolist()
+        newest, groups = torch.zeros(head.capacity, dtype=torch.bool), torch.zeros(head.capacity, dtype=torch.int64)
+        newest[: stage.num_seen] = _by_class(grouped(sizes, least), sizes) == 0
+        groups[: stage.num_old] = _by_class(grouped(sizes[:-1], least), sizes[:-1])
+        learner.store(NEWEST, newest.to(head.seen.device))
+        learner.store(GROUPS, groups.to(head.seen.device))
+
+    def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
+        training = replace(self.settings.train, lr=self.settings.train.lr / (stage.index + 1))
+        if stage.is_base:
+            return [main_phase(stage, training, classify)]
+        exemplar = stage.pool.exemplar
+        new, old = stage.all_rows[~exemplar], stage.all_rows[exemplar]
+        main = main_phase(stage, training, self.loss, rows=new)
+        return [replace(main, beside=Beside(old, self.settings.replay))]
+
+    def loss(self, step: Step) -> Terms:
+        """Classification within the newest classes or within the others, and distillation within each group."""
+        assert step.teacher is not None
+        ours, theirs, newest = step.student.logits, step.teacher.logits, step.buffers[NEWEST]
+        columns = torch.where(newest[step.labels][:, None], newest, seen_columns(step) & ~newest)  # (B, K)
+        temperature = self.settings.temperature
+        distilled = distillation_by_group(ours, theirs, step.buffers[GROUPS], step.old, temperature)
+        return {
+            "classification": cross_entropy(ours, step.labels, columns).mean(),
+            "distillation": temperature**2 * distilled.mean(),
+        }
+
+    def finish(self, learner: Learner, stage: Stage, passes: Passes) -> None:
+        """Says once what one new class at a time means here."""
+        if stage.index == 1 and stage.num_new == 1 and self.settings.min_group == 1:
+            learner.notes.append(
+                "SS-IL tells new classes apart among themselves alone, so one new class a stage is learned only later, "
+                "from its exemplars: give stages more classes (min_group joins stages, at a price that the card names)"
+            )
+
+
+def _by_class(groups: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    """The group of each class, of stages of so many classes."""
+    return torch.repeat_interleave(torch.tensor(groups, dtype=torch.int64), torch.tensor(sizes, dtype=torch.int64))

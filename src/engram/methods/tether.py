@@ -1,0 +1,116 @@
+"""What EWC, SI and MAS share: a linear head, and parameters tied to where they stood after the stage before.
+
+The methods differ in omega alone, how much each parameter matters to what was learned. The loss of a later stage is
+cross-entropy plus factor * sum omega (theta - anchor)^2, over the backbone and the rows of the old classes. Without a
+memory the new classes are told apart among themselves and the old rows stand still; with one, all classes seen are, and
+every row may move.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engram.data.stage import Stage
+from engram.errors import EngramError
+from engram.learner import Learner
+from engram.methods._base import ANCHOR, OMEGA, Passes, Phase, Settings, SettingsT, Step, Terms, Tether, Training
+from engram.methods.distillation import cross_entropy
+from engram.methods.linear import EVERYTHING, LinearMethod, classify
+from engram.models.network import Part
+from engram.plain import to_plain
+from engram.random import generator
+
+
+def tethered_training() -> Training:
+    """160 epochs, a tenth of the rate after half and three quarters of them."""
+    return Training(schedule="steps", milestones=(0.5, 0.75))
+
+
+def refuse_outside(settings: Settings, **most: float | None) -> None:
+    """Refuses the settings named that are below 0, above the value given (none: no limit), or not a number."""
+    for name, limit in most.items():
+        value = getattr(settings, name)
+        if value is not None and not (value >= 0 and (limit is None or value <= limit)):
+            raise EngramError(f"{name} must be {'0 or more' if limit is None else f'from 0 to {limit:g}'}, got {value}")
+
+
+def classify_new(step: Step) -> Terms:
+    """Cross-entropy over the new classes alone."""
+    return {"classification": cross_entropy(step.student.logits, step.labels, step.new).mean()}
+
+
+def tether(factor: float, training: Training, limit: float | None, traced: bool = False) -> Tether:
+    """The tether of a phase, no stiffer than that a step takes a parameter `limit` of its way back; None: no limit.
+
+    With a step of lr against the gradient 2 factor omega (theta - anchor), lr 2 factor omega is that share. Beyond
+    2 + 2 momentum a parameter would be thrown to the other side further than it was off, and training diverges.
+    """
+    stiffest = 2 * factor * training.lr
+    ceiling = math.inf if limit is None or stiffest == 0 else limit / stiffest
+    return Tether(factor, ceiling, traced)
+
+
+def tethered_phase(learner: Learner, stage: Stage, training: Training, held: Tether | None) -> Phase:
+    """Everything in the pool; what is classified, and what moves, is as the memory says."""
+    alone = learner.memory.config.budget == "none"
+    loss, train = (classify_new, Part.BACKBONE | Part.NEW_CLASSES) if alone else (classify, EVERYTHING)
+    return Phase("main", len(stage.pool), lambda: stage.all_rows, loss, train, training, tether=held)
+
+
+def tethered_base_key(training: Training) -> dict[str, Any]:
+    """What determines a base stage without a tether, whatever is measured after it."""
+    return {"host": "tethered", "train": to_plain(training)}
+
+
+def hold(learner: Learner) -> None:
+    """Makes the parameters as they are now the anchor; omega has their shapes, with zeros for what is new."""
+    for name, parameter in learner.network.named_parameters():
+        learner.store(ANCHOR + name, parameter.detach())
+        omega, held = torch.zeros_like(parameter.detach()), learner.buffers.get(OMEGA + name)
+        if held is not None:
+            omega[tuple(slice(size) for size in held.shape)] = held
+        learner.store(OMEGA + name, omega)
+
+
+def keep_omega(learner: Learner, stage: Stage, fresh: Mapping[str, Tensor], share: float | None) -> None:
+    """Merges the omega of this stage into that of all: share * before + (1 - share) * fresh.
+
+    share: None is old classes / classes seen. The rows of new classes have nothing before: theirs is the fresh one.
+    """
+    share = stage.num_old / stage.num_seen if share is None else share
+    rows = {f"head.{name}" for name in learner.network.head.class_parameters}
+    for name, new in fresh.items():
+        if not bool(new.isfinite().all()):
+            raise EngramError(f"the importance after stage {stage.index} is not finite; try a lower learning rate")
+        merged = new
+        if not stage.is_base:
+            merged = share * learner.buffers[OMEGA + name] + (1 - share) * new
+            if name in rows:
+                merged[stage.num_old :] = new[stage.num_old :]
+        learner.store(OMEGA + name, merged)
+
+
+def sampled_rows(learner: Learner, stage: Stage, samples: int | None) -> Tensor:
+    """So many rows of the pool at random; None: all."""
+    shuffled = torch.randperm(len(stage.pool), generator=generator(learner.seed, "importance", stage.index))
+    return stage.all_rows if samples is None else shuffled[:samples]
+
+
+class TetheredMethod(LinearMethod[SettingsT]):
+    """A linear head, and an anchor where the stage starts; each method adds its phases and its omega."""
+
+    predictors = ("cnn",)
+
+    def grow(self, learner: Learner, stage: Stage, passes: Passes) -> None:
+        super().grow(learner, stage, passes)
+        hold(learner)
+        if stage.index == 1 and stage.num_new == 1 and learner.memory.config.budget == "none":
+            learner.notes.append(
+                "without a memory new classes are told apart among themselves alone, so one new class a stage is not "
+                "learned: give stages more classes, or keep exemplars (--memory per_class=20)"
+            )

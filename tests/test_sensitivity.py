@@ -1,0 +1,136 @@
+"""How much each parameter matters to single images: the fast way against slow loops."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import engram.engine.sensitivity
+from engram.data.memory import MemoryConfig
+from engram.data.stage import Stage
+from engram.methods.ewc import EWC, EWCSettings, draw_labels
+from engram.methods.mas import squared_length
+from engram.models.network import Network
+from engram.session import Session
+from helpers import buffers_of, learn_stage, parameters_of, tiny_config, tiny_session
+
+
+def trained() -> tuple[Session, Stage]:
+    """A session two stages on, and the second of them; its norms' statistics are not those of any batch."""
+    session = tiny_session(tiny_config("ewc", memory=MemoryConfig(size=3)))
+    return session, [learn_stage(session, index) for index in range(2)][-1]
+
+
+def gradients_of(network: Network, stage: Stage, row: int, kind: str) -> dict[str, Tensor]:
+    """One image's gradient of the log-likelihood of its true or top label, or of the squared length of its scores."""
+    image, head = (stage.pool.images[row].double() / 255).permute(2, 0, 1)[None], network.head
+    maps, _ = network.backbone((image - network.mean) / network.std)
+    scores = head.get_parameter("weight") @ maps[-1].relu().mean(dim=(2, 3))[0] + head.get_parameter("bias")
+    scores = scores[: stage.num_seen]
+    if kind == "length":
+        value = sum(score**2 for score in scores)
+    else:
+        label = int(stage.pool.labels[row]) if kind == "true" else int(scores.argmax())
+        value = scores[label] - torch.log(sum((torch.exp(score) for score in scores), torch.zeros(())))
+    assert isinstance(value, Tensor)
+    named = dict(network.named_parameters())
+    return dict(zip(named, torch.autograd.grad(value, list(named.values())), strict=True))
+
+
+def slow_sensitivity(network: Network, stage: Stage, kind: str) -> dict[str, Tensor]:
+    """In float64, image by image: the mean squared gradient, or the mean absolute one of the length."""
+    network = copy.deepcopy(network).double().eval()
+    totals = {name: torch.zeros_like(value) for name, value in network.named_parameters()}
+    for row in range(len(stage.pool)):
+        for name, gradient in gradients_of(network, stage, row, kind).items():
+            totals[name] += gradient.abs() if kind == "length" else gradient**2
+    return {name: total / len(stage.pool) for name, total in totals.items()}
+
+
+@pytest.mark.parametrize("kind", ["true", "predicted", "length"])
+def test_the_sensitivity_is_that_of_single_images(kind: str) -> None:
+    session, stage = trained()
+    learner, engine = session.learner, session.engine
+    if kind == "length":
+        ours = engine.sensitivity(learner, stage, stage.all_rows, squared_length, power=1)
+    else:
+        ours = engine.sensitivity(learner, stage, stage.all_rows, EWC(EWCSettings(label=kind)).log_likelihood, 2)  # pyright: ignore[reportArgumentType]
+    theirs = slow_sensitivity(learner.network, stage, kind)
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert value.any(), name
+        scale = float(value.max())
+        torch.testing.assert_close(ours[name].double(), value, rtol=1e-3, atol=1e-5 * scale, msg=name)
+
+
+@pytest.mark.parametrize("label", ["true", "sampled"])
+def test_the_sensitivity_does_not_depend_on_the_batches(label: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    session, stage = trained()
+
+    def fisher(images: int) -> dict[str, Tensor]:
+        monkeypatch.setitem(engram.engine.sensitivity.PIXELS, "cpu", images * 8 * 8)
+        log_likelihood = EWC(EWCSettings(label=label)).log_likelihood
+        return session.engine.sensitivity(session.learner, stage, stage.all_rows, log_likelihood, power=2)
+
+    whole = fisher(1000)
+    for images in (1, 7):
+        for name, value in fisher(images).items():
+            torch.testing.assert_close(value, whole[name], rtol=1e-4, atol=1e-6 * float(whole[name].max()), msg=name)
+
+
+def test_the_square_of_the_mean_gradient_is_something_else() -> None:
+    """What public code computes shrinks as the batch grows; the mean of the squares does not."""
+    session, stage = trained()
+    learner = session.learner
+    fisher = session.engine.sensitivity(
+        learner, stage, stage.all_rows, EWC(EWCSettings(label="true")).log_likelihood, power=2
+    )
+    network = copy.deepcopy(learner.network).double().eval()
+    rows = range(len(stage.pool))
+    name = "backbone.conv.weight"
+    mean = torch.stack([gradients_of(network, stage, row, "true")[name] for row in rows]).mean(dim=0)
+    assert float(mean.square().sum()) < 0.5 * float(fisher[name].sum())
+
+
+def test_the_sensitivity_leaves_everything_as_it_was() -> None:
+    session, stage = trained()
+    network = session.learner.network.train()
+    parameters, buffers = parameters_of(network), buffers_of(network)
+    gradients = {name: value.grad.clone() for name, value in network.named_parameters() if value.grad is not None}
+    for _ in range(2):
+        session.engine.sensitivity(session.learner, stage, stage.all_rows, squared_length, power=1)
+    assert network.training
+    assert gradients.keys() == parameters.keys()
+    for name, value in network.named_parameters():
+        assert torch.equal(value, parameters[name])
+        assert value.grad is not None
+        assert torch.equal(value.grad, gradients[name])
+        assert value.requires_grad
+    for name, value in network.named_buffers():
+        assert torch.equal(value, buffers[name])
+    assert not any(module._forward_hooks for module in network.modules())
+
+
+def test_labels_are_drawn_as_the_prediction_says() -> None:
+    random = np.random.default_rng(0)
+    logits, columns = torch.tensor(random.normal(size=(4, 6))), torch.tensor([True, True, True, True, False, False])
+    logits[:, 4:] = -torch.inf
+    numbers = torch.tensor(random.random((500, 4)))
+    counts = torch.zeros(4, 6)
+    for row in numbers:
+        labels = draw_labels(logits, columns, row)
+        for b in range(4):
+            shares = torch.exp(logits[b, :4]) / torch.exp(logits[b, :4]).sum()
+            label = 0
+            while float(shares[: label + 1].sum()) <= float(row[b]):
+                label += 1
+            assert int(labels[b]) == label
+            counts[b, label] += 1
+    torch.testing.assert_close(counts[:, :4] / 500, logits[:, :4].softmax(dim=1).float(), rtol=0, atol=0.07)
+    top = torch.full((4,), 1 - 2**-24)
+    assert int(draw_labels(logits.float(), columns, top).max()) == 3, "never a class that has not come"
