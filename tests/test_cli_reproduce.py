@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from engram.cli import main
-from paper_helpers import write_paper
+from paper_helpers import PAPER, write_paper
 from test_cli import Engram, assert_refused, contents, engram, one_thread, photos, start, timeless
 
 __all__ = ["engram", "one_thread", "photos"]  # fixtures
@@ -201,6 +201,27 @@ def test_a_wrong_input_gets_one_sentence(
 ) -> None:
     assert_refused(engram(*asked(paper, photos, "runs", *more)), *words)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_runs_whose_images_are_not_here_are_left_out(engram: Engram, tmp_path: Path, photos: Path) -> None:
+    """The recipe of CIFAR-100 cannot read a folder of photos; the other can, and is done."""
+    mixed = """
+[[experiment]]
+name = "mixed"
+recipe = "{recipe}-{where}"
+column = "{where}"
+columns = [{ where = "cifar100-b50-s5" }, { where = "folder" }]
+set = [SMALL]
+rows = [{ method = "AFC" }]
+orders = ["1"]
+"""
+    paper = write_paper(tmp_path / "paper", PAPER + mixed)
+    outcome = engram("reproduce", "mixed", "--paper", paper, "--data", photos, "--quiet")
+    assert outcome.status == 0
+    assert outcome.err.startswith("engram: left out 1 runs of cifar100: ")
+    assert len(list((tmp_path / "runs").glob("*/result.json"))) == 1
+    alone = ("reproduce", "mixed", "--columns", "cifar100-b50-s5", "--paper", paper, "--data", photos)
+    assert_refused(engram(*alone), outcome.err.partition("cifar100: ")[2].strip())
 
 
 def test_no_such_table(engram: Engram) -> None:

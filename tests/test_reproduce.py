@@ -27,6 +27,15 @@ from engram.reproduce.records import Record, check_record, parse_line
 from engram.reproduce.store import merge, read_file, read_results, write_file
 from paper_helpers import NUMBERS, PAPER, make_record, write_paper
 
+COMPARED = """
+[[experiment]]
+name = "mixed"
+recipe = "{recipe}-{where}"
+column = "{where}"
+columns = [{ where = "cifar100-b50-s5" }, { where = "folder" }]
+rows = [{ method = "AFC" }]
+orders = ["1"]
+"""
 ROOT = Path(__file__).parents[1]
 AFC = load_paper()
 
@@ -269,8 +278,10 @@ def test_rows_and_columns_by_name() -> None:
         AFC.find(["tabel10"])
 
 
-def test_a_missing_recipe_and_a_number_the_paper_lacks_say_so() -> None:
-    assert cell_of("table2", "AFC (CNN)", "imagenet100 50 stages", []).missing == "afc-imagenet100-b50-s50"
+def test_a_missing_recipe_and_a_number_the_paper_lacks_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engram.reproduce.plan.recipe_names", list)
+    cell = cell_of("table2", "AFC (CNN)", "imagenet100 50 stages", [])
+    assert (cell.missing, cell.reason, cell.wanted) == ("afc-imagenet100-b50-s50", "no recipe yet", ())
     absent = cell_of("table1", "Mnemonics", "50 stages", [])
     assert (absent.reason, absent.wanted) == ("not in the paper", ())
     assert text.lines(measure(absent)) == ["not in the paper"]
@@ -432,7 +443,17 @@ def test_cost_is_measured_seconds_of_the_same_work(tmp_path: Path) -> None:
 def test_no_measurement_is_no_cost(tmp_path: Path) -> None:
     plan = make_plan(AFC.find(["table6"]), [])
     assert costs(plan, [], tmp_path) == []
-    assert costs(make_plan(AFC.find(["table2"]), []), [make_record()], tmp_path) == []
+    other = replace(recipe("afc-cifar100-b50-s5"), backbone="resnet10")
+    assert costs(plan, [make_record(other)], tmp_path) == [], "another network tells nothing"
+
+
+def test_runs_like_none_that_was_measured_are_not_counted(tmp_path: Path) -> None:
+    folder = write_paper(tmp_path, PAPER + COMPARED)
+    plan = make_plan(load_paper(folder).find(["mixed"]), [])
+    assert len(plan.left) == 2
+    (cost,) = costs(plan, [make_record(seconds=50.0)], tmp_path)
+    assert cost.uncounted == 1
+    assert cost.seconds == pytest.approx(50.0), "the one on CIFAR-100; the folder's images are not even here"
 
 
 # What is committed.

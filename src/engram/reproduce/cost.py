@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -19,6 +20,7 @@ from engram.config import RunConfig
 from engram.data.cifar import MEAN, OFFICIAL_COUNTS, STD
 from engram.data.load import DataConfig, load_store
 from engram.data.store import ImageStore, Split
+from engram.errors import EngramError
 from engram.methods import find_method
 from engram.plain import to_plain
 from engram.reproduce.plan import Plan, Wanted, stages_done
@@ -31,7 +33,8 @@ from engram.session import Session
 class Cost:
     """What is left on one kind of hardware. measured: the runs it was taken from; at_once: how many went side by side.
 
-    unmeasured: the methods that have no run there, and are taken to cost what the others do.
+    unmeasured: the methods that have no run there, and are taken to cost what the others do. uncounted: the runs left
+    that are like none of the measured ones (another data set or network), and not in the seconds.
     """
 
     hardware: str
@@ -39,6 +42,7 @@ class Cost:
     measured: int
     at_once: int
     unmeasured: tuple[str, ...]
+    uncounted: int
 
 
 @dataclass(frozen=True)
@@ -51,16 +55,25 @@ class Work:
 
 def costs(plan: Plan, records: Sequence[Record], runs: Path) -> list[Cost]:
     """What the runs that are left would take, on each kind of hardware with measured runs of the same data."""
-    alike = {(wanted.config.data.name, wanted.config.backbone) for wanted in plan.left.values()}
+    left = list(plan.left.values())
     groups: dict[str, list[Record]] = {}
     for record in records:
-        config = record.config
-        if config and (config.data.name, config.backbone) in alike and record.has_default_precision:
+        if record.config and record.has_default_precision and _kind(record.config) in {_kind(w.config) for w in left}:
             groups.setdefault(record.hardware, []).append(record)
-    if not groups:
-        return []
-    left = [(wanted, _left(wanted, stages_done(runs, wanted))) for wanted in plan.left.values()]
-    return [_cost(hardware, measured, left) for hardware, measured in groups.items()]
+    found: list[Cost] = []
+    for hardware, measured in groups.items():
+        kinds = {_kind(record.config) for record in measured if record.config}
+        alike: list[tuple[Wanted, Work]] = []
+        with suppress(EngramError):  # images that are not here cannot be counted
+            alike += [(w, _left(w, stages_done(runs, w))) for w in left if _kind(w.config) in kinds]
+        if alike:
+            found.append(_cost(hardware, measured, alike, len(left) - len(alike)))
+    return found
+
+
+def _kind(config: RunConfig) -> tuple[str, str]:
+    """What a run must have in common with a measured one for its time to be told from it."""
+    return config.data.name, config.backbone
 
 
 def this_hardware(device: str | None = None) -> str:
@@ -77,7 +90,7 @@ def _left(wanted: Wanted, finished: int) -> Work:
     return Work(work.stages[finished:], None if finished else work.base)
 
 
-def _cost(hardware: str, measured: Sequence[Record], left: Sequence[tuple[Wanted, Work]]) -> Cost:
+def _cost(hardware: str, measured: Sequence[Record], left: Sequence[tuple[Wanted, Work]], uncounted: int) -> Cost:
     images = {wanted.config.data.name: wanted.config.data for wanted, _ in left}  # a record does not say where they are
     spent: dict[str, list[tuple[float, float]]] = {}
     for record in measured:
@@ -96,7 +109,7 @@ def _cost(hardware: str, measured: Sequence[Record], left: Sequence[tuple[Wanted
         trained |= {work.base} if work.base is not None else set()
     share, at_once = _side_by_side(measured)
     methods = dict.fromkeys(wanted.config.method for wanted, _ in left if wanted.config.method not in rates)
-    return Cost(hardware, max(total * share, longest), len(measured), at_once, tuple(methods))
+    return Cost(hardware, max(total * share, longest), len(measured), at_once, tuple(methods), uncounted)
 
 
 def _rate(pairs: Iterable[tuple[float, float]]) -> float:

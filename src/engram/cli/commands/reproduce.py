@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ from engram.cli.commands.several import Last, work_through
 from engram.cli.options import Reproduce
 from engram.cli.overrides import listed, listed_seeds
 from engram.cli.text import make_console, make_table
+from engram.config import RunConfig
+from engram.data.load import DataConfig
+from engram.data.store import ImageStore
 from engram.errors import EngramError
 from engram.reproduce.cells import FURTHER, MEASURES, NOT_RUN, WITHIN_POINT, WITHIN_STD, Measured, measure
 from engram.reproduce.cost import Cost, costs, this_hardware
@@ -75,13 +79,32 @@ def reproduce_command(options: Reproduce, typed: Sequence[str]) -> int:
         show(plan_now()[0])
 
     use_threads(flags.threads)
-    silent = flags.quiet or flags.json
-    members = plan_members(
-        {name: wanted.config for name, wanted in plan.left.items()},
-        directory=runs,
-        read=lambda data: read_images(data, console, silent=silent),
-    )
+    configs, stores = with_images(plan, lambda data: read_images(data, console, silent=flags.quiet or flags.json))
+    members = plan_members(configs, directory=runs, read=stores.__getitem__)
     return work_through(members, runs, flags, options.at_once, typed, console, tell)
+
+
+def with_images(
+    plan: Plan, read: Callable[[DataConfig], ImageStore]
+) -> tuple[dict[str, RunConfig], dict[DataConfig, ImageStore]]:
+    """The runs to do whose images are here, and the images; the others are left out by name of their data set.
+
+    Where that leaves nothing to do, the first of what was wrong is raised.
+    """
+    stores: dict[DataConfig, ImageStore] = {}
+    refused: dict[DataConfig, EngramError] = {}
+    for data in dict.fromkeys(wanted.config.data for wanted in plan.left.values()):
+        try:
+            stores[data] = read(data)
+        except EngramError as error:
+            refused[data] = error
+    if not stores:
+        raise next(iter(refused.values()))
+    for data, error in refused.items():
+        count = sum(wanted.config.data == data for wanted in plan.left.values())
+        print(f"engram: left out {count} runs of {data.name}: {error}", file=sys.stderr)
+    configs = {name: wanted.config for name, wanted in plan.left.items() if wanted.config.data in stores}
+    return configs, stores
 
 
 def _asked(options: Reproduce) -> Asked:
@@ -168,6 +191,8 @@ def cost_lines(estimates: Sequence[Cost], here: str, left: int) -> list[str]:
         beside = "one at a time" if cost.at_once == 1 else f"up to {cost.at_once} side by side"
         text = f"{cost.hardware}{' (here)' if cost.hardware == here else ''}: about {_long(cost.seconds)}, "
         text += f"from {cost.measured} measured run{'s' if cost.measured > 1 else ''}, {beside}"
+        if cost.uncounted:
+            text += f"; without {cost.uncounted} runs on other data or networks, of which none was measured"
         if cost.unmeasured:
             text += f"; not measured there and taken to cost the same: {', '.join(cost.unmeasured)}"
         lines.append(text)
