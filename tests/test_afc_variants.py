@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import engram.execution
+import engram.stagework
 from engram.data.memory import Memory, MemoryConfig
 from engram.engine import Engine
 from engram.learner import Learner
@@ -250,7 +250,7 @@ def test_the_order_within_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     listen(AFC, "grow", "grow")
     listen(AFC, "finish", "importance")
     listen(Memory, "update", "exemplars")
-    listen(engram.execution, "class_means", "class means")
+    listen(engram.stagework, "class_means", "class means")
     listen(Learner, "snapshot_teacher", "teacher")
     listen(Session, "evaluate", "evaluate")
     original = Engine.start
