@@ -25,7 +25,8 @@ class Scale:
 
     per_class, test_per_class: images. runs: how many at once, one measurement each. steps: of one repetition, after
     warm_up steps. files: that `predict` reads. run_epochs, run_finetune: epochs of the whole runs that `after` and
-    `growth` time. The growth_ fields are the classes in all (one run each), base, increment and images a class of those that `growth` times.
+    `growth` time. The growth_ fields are the classes in all (one run each), base, increment and images a class of those
+    that `growth` times.
     """
 
     classes: int = 100

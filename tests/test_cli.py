@@ -27,7 +27,7 @@ from engram.cli import main
 from engram.cli.arguments import parse
 from engram.cli.commands.common import carry_out
 from engram.cli.interrupt import Interrupt
-from engram.cli.options import RunningFlags
+from engram.cli.options import COMMANDS, RunningFlags
 from engram.cli.overrides import configure
 from engram.cli.text import make_console
 from engram.config import directory_name
@@ -177,7 +177,7 @@ def test_help_is_quick_and_does_not_load_torch(tmp_path: Path) -> None:
         assert flag in text
 
 
-@pytest.mark.parametrize("command", ["demo", "run", "resume", "list", "report", "prepare", "doctor"])
+@pytest.mark.parametrize("command", list(COMMANDS))
 def test_every_command_has_help_with_an_example(command: str, engram: Engram) -> None:
     outcome = engram(command, "--help")
     assert outcome.status == 0

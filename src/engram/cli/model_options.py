@@ -113,7 +113,7 @@ class Predict:
     """The K most probable classes of each image."""
     by: Annotated[Literal["nme", "cnn"] | None, arg(metavar="HOW", help_behavior_hint="(default: the method's)")] = None
     """cnn, the network's head, or nme, the nearest mean of the kept images."""
-    batch: Annotated[int, arg(metavar="N", help_behavior_hint="(default: 256)")] = 256
+    batch: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: by the image size)")] = None
     """Images at a time."""
     quiet: Annotated[bool, arg(help_behavior_hint="")] = False
     """No progress bar."""

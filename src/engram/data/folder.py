@@ -109,7 +109,10 @@ def _shown(folder: str) -> Iterator[str]:
     """The names of the folders and image files in a folder, hidden ones aside."""
     with os.scandir(folder) as entries:
         for entry in entries:
-            if not entry.name.startswith(".") and (entry.is_dir() or entry.name.lower().endswith(EXTENSIONS)):
+            # os.path.isdir, unlike the entry's own, takes a link in a circle for what it is: no folder.
+            if not entry.name.startswith(".") and (
+                entry.name.lower().endswith(EXTENSIONS) or os.path.isdir(entry.path)
+            ):
                 yield entry.name
 
 

@@ -12,7 +12,8 @@ from engram.errors import EngramError
 from engram.modeldir.inputs import file_side
 from engram.modeldir.model import Model
 
-BATCH = 256
+# In a batch. On a CPU larger ones are slower: memory of some ten megabytes is given back and asked for anew each time.
+BATCH_PIXELS = {"cpu": 64 * 32 * 32, "cuda": 2048 * 32 * 32}
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,16 +26,22 @@ class Predicted:
 
 
 def predict_files(
-    model: Model, paths: Iterable[str], by: str | None = None, batch: int = BATCH, workers: int | None = None
+    model: Model, paths: Iterable[str], by: str | None = None, batch: int | None = None, workers: int | None = None
 ) -> Iterator[Predicted]:
-    """The files in their order, decoded ahead by threads while the network works."""
+    """The files in their order, decoded ahead by threads while the network works. batch: None is `fitting_batch`."""
     if not model.classes:
         raise EngramError("the model knows no class; let it learn some")
     by, side = model.predictor(by), file_side(model.config.image_size)
     nothing = np.empty((0, len(model.classes)))
-    for part in decode_stream(paths, side, batch=batch, workers=workers):
+    for part in decode_stream(paths, side, batch=batch or fitting_batch(model), workers=workers):
         shares = model.probabilities(part.images, by) if part.paths else nothing
         yield Predicted(part.paths, shares, part.skipped)
+
+
+def fitting_batch(model: Model) -> int:
+    """The images at a time that the device is quickest with."""
+    height, width = model.config.image_size
+    return max(1, BATCH_PIXELS[model.engine.device.type] // (height * width))
 
 
 @dataclass(frozen=True, eq=False)

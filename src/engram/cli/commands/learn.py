@@ -46,9 +46,9 @@ def learn_command(options: Learn, typed: Sequence[str]) -> int:
         _refuse_changes(options.new, ModelConfig.from_plain(manifest["config"]), place)
         paths, labels = _leave_out_known(options, manifest, paths, labels)
     size = _side(options.new, manifest, paths)
+    config = choose_config(options, size, len(paths)) if manifest is None else None  # refused before, not after reading
     images, kept = read_files(paths, size, options.lesson.skip_bad, None if silent else console)
     labels = _kept_labels(labels, kept)
-    config = choose_config(options, size, len(images)) if manifest is None else None
     epochs = options.lesson.epochs
     if manifest is not None and epochs is None and options.lesson.minutes is None:
         trained = len(images) + sum(known["exemplars"] for known in manifest["classes"])

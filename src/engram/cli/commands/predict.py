@@ -28,7 +28,7 @@ def predict_command(options: Predict, typed: Sequence[str]) -> int:
     """The exit status of `engram predict`."""
     del typed
     for name, value in (("--top", options.top), ("--batch", options.batch)):
-        if value < 1:
+        if value is not None and value < 1:
             raise EngramError(f"{name} must be at least 1, got {value}")
     check_paths(options.paths)
     prepare_place(options.place)

@@ -1,0 +1,96 @@
+"""Export to ONNX: the file answers as the model does, and is refused where it would not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engram import EngramError, open_model
+from engram.cli import main
+from engram.modeldir import export, onnxgraph
+from engram.modeldir.export import export_onnx
+from model_helpers import NAMES, make, memory_of, pictures, tiny
+
+onnx: Any = pytest.importorskip("onnx", reason="engram[onnx] is not installed")
+onnxruntime: Any = pytest.importorskip("onnxruntime", reason="engram[onnx] is not installed")
+
+# One method for each kind of head: local similarities, linear, corrected, normalised, cosine.
+HEADS = ("afc", "wa", "bic", "gdumb", "ucir")
+
+
+def taught(path: Path, method: str = "afc") -> Path:
+    memory = memory_of(method)
+    return make(path, NAMES[:3], NAMES[3:5], config=tiny(method, validation=0.25, memory=memory))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return taught(tmp_path_factory.mktemp("models") / "afc")
+
+
+@pytest.mark.parametrize("method", HEADS)
+def test_onnxruntime_answers_as_the_model_does(method: str, tmp_path: Path) -> None:
+    ours = open_model(taught(tmp_path / "model", method), "cpu", "float32")[0]
+    images, _ = pictures(NAMES, 3, seed=5)
+    for by in ours.predictors:
+        exported = export_onnx(ours, tmp_path / "model.onnx", by)
+        assert exported.difference <= 1e-4
+        session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+        for part in (images, images[:1]):  # the number of images is open
+            probabilities, logits, embedding = session.run(None, {"images": part})
+            assert np.abs(probabilities - ours.probabilities(part, by)).max() < 1e-4
+            assert probabilities.shape == logits.shape == (len(part), 5)
+            assert embedding.shape == (len(part), 64)
+            spread = np.exp(logits - logits.max(axis=1, keepdims=True))
+            assert np.allclose(spread / spread.sum(axis=1, keepdims=True), probabilities, atol=1e-5)
+
+
+def test_the_file_says_what_it_is(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "model.onnx"
+    assert main(["export", str(model), str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "images uint8 (N, 8, 8, 3) to probabilities (N, 5) by cnn" in said
+    assert "checked in onnxruntime" in said
+    session = onnxruntime.InferenceSession(out, providers=["CPUExecutionProvider"])
+    meta = session.get_modelmeta()
+    assert json.loads(meta.custom_metadata_map["classes"]) == list(NAMES[:5])
+    assert json.loads(meta.custom_metadata_map["image_size"]) == [8, 8]
+    assert (meta.custom_metadata_map["method"], meta.custom_metadata_map["predictor"]) == ("afc", "cnn")
+    assert [(value.name, value.type) for value in session.get_inputs()] == [("images", "tensor(uint8)")]
+    # What is there is not written over unasked.
+    before = out.read_bytes()
+    assert main(["export", str(model), str(out)]) == 2
+    assert "--overwrite" in capsys.readouterr().err
+    assert out.read_bytes() == before
+    assert main(["export", str(model), str(out), "--overwrite", "--by", "nme", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["by"] == "nme"
+
+
+def test_a_network_that_answers_otherwise_is_not_written(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(onnxgraph._OPERATIONS, "relu", onnxgraph._plain("Abs"))
+    with pytest.raises(EngramError, match=r"differ from the model's .* nothing was written"):
+        export_onnx(open_model(model, "cpu", "float32")[0], tmp_path / "model.onnx")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_operation_that_is_not_known_is_named(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(onnxgraph._OPERATIONS, "relu")
+    with pytest.raises(EngramError, match=r"relu.* cannot be exported"):
+        export_onnx(open_model(model, "cpu", "float32")[0], tmp_path / "model.onnx")
+
+
+def test_without_onnx_it_says_what_to_install(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(export, "find_spec", lambda name: None)
+    assert main(["export", str(model), str(tmp_path / "model.onnx")]) == 2
+    assert (
+        capsys.readouterr().err
+        == "engram: onnx and onnxruntime must be installed for this: pip install 'engram[onnx]'\n"
+    )

@@ -1,0 +1,110 @@
+"""The walk-through in docs/your-own-images.md, command by command; and what it is worth against naive training."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engram import read_manifest
+from engram.cli import main
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "your-own-images.md"
+FIXTURE = ROOT / "tests" / "fixtures" / "ten-classes.tar.gz"
+SAMPLE = Path(os.environ.get("ENGRAM_SAMPLE", ROOT.parent / "shared" / "data" / "sample")) / "cifar100-sample.tar.gz"
+LESSONS = {
+    "first": ("bicycle", "cloud", "palm_tree", "rabbit", "road", "shrew"),
+    "second": ("skyscraper", "snake"),
+    "third": ("table", "train"),
+}
+
+
+def commands() -> list[list[str]]:
+    """What the page has the reader type, without `engram`."""
+    blocks = re.findall(r"```console\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    typed = [shlex.split(line) for block in blocks for line in block.splitlines()]
+    assert all(words[0] == "engram" for words in typed)
+    return [words[1:] for words in typed]
+
+
+def unpack(archive: Path, place: Path) -> Path:
+    """photos/first, second, third and test as the page has them."""
+    with tarfile.open(archive) as file:
+        file.extractall(place, filter="data")
+    (train,) = [path for path in place.rglob("train") if (path / "train").is_dir()]
+    for lesson, names in LESSONS.items():
+        (place / "photos" / lesson).mkdir(parents=True)
+        for name in names:
+            (train / name).rename(place / "photos" / lesson / name)
+    (train.parent / "test").rename(place / "photos" / "test")
+    return place
+
+
+def run(words: list[str], epochs: int, capsys: pytest.CaptureFixture[str]) -> str:
+    """What the command prints, with so many epochs and one thread."""
+    if words[0] == "learn":
+        words = [
+            str(epochs) if before == "--epochs" else word for before, word in zip(["", *words], words, strict=False)
+        ]
+        words += ["--threads", "1", "--device", "cpu"]
+    capsys.readouterr()
+    assert main(words) == 0, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def walk(epochs: int, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """Follows the page in the current directory; what `evaluate` found on all ten classes."""
+    said = {words[0]: run(words, epochs, capsys) for words in commands() if words[0] != "remove"}
+    assert set(said) == {"learn", "info", "predict", "evaluate", "export"}
+    assert "old classes, before" in said["learn"]
+    assert "10 classes" in said["info"]
+    assert all(len(line.split("\t")) == 7 for line in said["predict"].splitlines())
+    assert "taken for" in said["evaluate"]
+    assert "checked in onnxruntime" in said["export"]
+    assert "engram evaluation" in Path("evaluation.html").read_text()
+    found = json.loads(run(["evaluate", "model", "photos/test", "--json"], epochs, capsys))
+    (remove,) = [words for words in commands() if words[0] == "remove"]
+    run(remove, epochs, capsys)
+    assert len(read_manifest("model")["classes"]) == 9
+    return found
+
+
+def naive(epochs: int, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """The same lessons without memory and distillation."""
+    for lesson in LESSONS:
+        flags = ["--method", "naive", "--backbone", "resnet10"] if lesson == "first" else []
+        run(["learn", "naive", f"photos/{lesson}", *flags, "--epochs", "1"], epochs, capsys)
+    return json.loads(run(["evaluate", "naive", "photos/test", "--json"], epochs, capsys))
+
+
+def old_accuracy(found: dict[str, Any]) -> float:
+    """Percent over the classes of the first two lessons, after the third."""
+    old = {*LESSONS["first"], *LESSONS["second"]}
+    return float(np.mean([entry["accuracy"] for entry in found["classes"] if entry["class"] in old]))
+
+
+def test_the_walk_through_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    pytest.importorskip("onnxruntime", reason="engram[onnx] is not installed, and the walk-through exports")
+    assert FIXTURE.stat().st_size < 300_000
+    monkeypatch.chdir(unpack(FIXTURE, tmp_path))
+    found = walk(2, capsys)
+    assert found["images"] == 40
+
+
+@pytest.mark.skipif(not SAMPLE.exists(), reason=f"the sample of CIFAR-100 is not at {SAMPLE}")
+def test_old_classes_are_kept_where_naive_training_forgets_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    pytest.importorskip("onnxruntime", reason="engram[onnx] is not installed, and the walk-through exports")
+    monkeypatch.chdir(unpack(SAMPLE, tmp_path))
+    ours, theirs = walk(12, capsys), naive(12, capsys)
+    assert ours["images"] == theirs["images"] == 200
+    assert old_accuracy(ours) > old_accuracy(theirs) + 20, (old_accuracy(ours), old_accuracy(theirs))
