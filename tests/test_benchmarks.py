@@ -314,7 +314,7 @@ def test_every_part_runs_and_says_where_its_numbers_come_from(
     assert multiprocessing.active_children() == []  # the plain loop's workers have ended
     record = json.loads(out.read_text())
     assert record["versions"]["commit"] == "abc123"
-    assert record["versions"]["torch"] == torch.__version__
+    assert record["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]  # a build's own name aside
     assert set(record["versions"]) >= {"engram", "python", "numpy", "cuda", "cudnn"}
     assert record["hardware"]["device"] == "cpu"
     assert record["hardware"]["name"]

@@ -30,6 +30,7 @@ from engram.data.folder import decode_image, read_folder
 from engram.data.mini import read_mini
 from engram.data.store import ImageStore, Split, stratified_split
 from engram.errors import EngramError
+from helpers import unpack_archive
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = Path(os.environ.get("ENGRAM_TEST_DATA") or ROOT.parent / "shared")
@@ -862,8 +863,7 @@ def test_real_photographs_in_folders(tmp_path: Path) -> None:
     archive = SHARED / "data" / "sample" / "cifar100-sample.tar.gz"
     if not archive.is_file():
         pytest.skip(f"there is no sample of real images in {SHARED} (set ENGRAM_TEST_DATA)")
-    with tarfile.open(archive) as tar:
-        tar.extractall(tmp_path, filter="data")
+    unpack_archive(archive, tmp_path)
     store = read_folder(tmp_path / "cifar100-sample")
     assert (store.num_classes, store.image_size, len(store.train), len(store.test)) == (
         10,

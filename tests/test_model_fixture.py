@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +13,7 @@ from engram import read_manifest
 from engram.events import Learned
 from engram.modeldir import learn_into
 from engram.modeldir.labels import decode_label
+from helpers import unpack_archive
 from model_helpers import opened
 
 FIXTURES = sorted((Path(__file__).parent / "fixtures").glob("model-format*.tar.xz"))
@@ -26,8 +26,7 @@ def test_there_is_one_of_this_format() -> None:
 
 @pytest.fixture(params=FIXTURES, ids=lambda path: path.name.partition(".")[0])
 def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    with tarfile.open(request.param) as archive:
-        archive.extractall(tmp_path, filter="data")
+    unpack_archive(request.param, tmp_path)
     return tmp_path
 
 

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shlex
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 
 from engram import read_manifest
 from engram.cli import main
+from helpers import unpack_archive
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "your-own-images.md"
@@ -37,8 +37,7 @@ def commands() -> list[list[str]]:
 
 def unpack(archive: Path, place: Path) -> Path:
     """photos/first, second, third and test as the page has them."""
-    with tarfile.open(archive) as file:
-        file.extractall(place, filter="data")
+    unpack_archive(archive, place)
     (train,) = [path for path in place.rglob("train") if (path / "train").is_dir()]
     for lesson, names in LESSONS.items():
         (place / "photos" / lesson).mkdir(parents=True)
