@@ -18,8 +18,9 @@ from model_helpers import NAMES, make, memory_of, pictures, tiny
 onnx: Any = pytest.importorskip("onnx", reason="engram[onnx] is not installed")
 onnxruntime: Any = pytest.importorskip("onnxruntime", reason="engram[onnx] is not installed")
 
-# One method for each kind of head: local similarities, linear, corrected, normalised, cosine.
-HEADS = ("afc", "wa", "bic", "gdumb", "ucir")
+# One method for each kind of head and backbone: local similarities, linear, corrected, normalised, cosine; a backbone
+# more at every stage, convolutions with factors, an effect taken from the scores.
+HEADS = ("afc", "wa", "bic", "gdumb", "ucir", "der", "mnemonics", "podnet-dde")
 
 
 def taught(path: Path, method: str = "afc") -> Path:
@@ -44,7 +45,8 @@ def test_onnxruntime_answers_as_the_model_does(method: str, tmp_path: Path) -> N
             probabilities, logits, embedding = session.run(None, {"images": part})
             assert np.abs(probabilities - ours.probabilities(part, by)).max() < 1e-4
             assert probabilities.shape == logits.shape == (len(part), 5)
-            assert embedding.shape == (len(part), 64)
+            assert ours.learner is not None
+            assert embedding.shape == (len(part), ours.learner.network.backbone.dim)
             spread = np.exp(logits - logits.max(axis=1, keepdims=True))
             assert np.allclose(spread / spread.sum(axis=1, keepdims=True), probabilities, atol=1e-5)
 

@@ -81,6 +81,8 @@ def _call(graph: Graph, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
             return node.target(*arguments, **named)
     if node.target is operator.getitem:
         return arguments[0]  # of a batch norm, whose first result is the only one wanted
+    if node.target in (operator.mul, operator.add, operator.floordiv):
+        return OPEN  # of the number of images: a size in a reshape, which works it out
     kind = str(node.target).removeprefix("aten.").removesuffix(".default")
     if kind.startswith("sym_size"):
         return OPEN
@@ -207,6 +209,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "_to_copy": _cast,
     "add.Tensor": _scaled("Add"),
     "addmm": _addmm,
+    "bmm": _plain("MatMul"),
     "cat": lambda graph, parts, dim=0: graph.add("Concat", [_name(graph, part) for part in parts], axis=dim),
     "clamp": _clamp,
     "clamp_min": _clamp,
@@ -226,10 +229,13 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "neg": _plain("Neg"),
     "permute": lambda graph, x, order: graph.add("Transpose", [x], perm=list(order)),
     "relu": _plain("Relu"),
+    "select.int": lambda graph, x, dim, index: graph.add("Gather", [x, graph.constant(torch.tensor(index))], axis=dim),
     "slice.Tensor": _slice,
     "sqrt": _plain("Sqrt"),
+    "squeeze.dims": lambda graph, x, dims: graph.add("Squeeze", [x, graph.constant(list(dims))]),
     "sub.Tensor": _scaled("Sub"),
     "sum.dim_IntList": _sum,
+    "unsqueeze": lambda graph, x, dim: graph.add("Unsqueeze", [x, graph.constant([dim])]),
     "view": _view,
     "where.self": _plain("Where"),
 }
