@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import shutil
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -344,6 +346,30 @@ def test_a_name_cannot_write_on_the_terminal(engram: Engram, taught: Path, photo
     assert outcome.out.count("\n") == 1
     assert outcome.out.count("\t") == 2
     assert "\x1b" not in outcome.out + outcome.err
+
+
+@pytest.mark.parametrize("lines_on", ["a pipe", "the terminal"])
+def test_the_bar_is_on_stderr_and_the_lines_are_on_stdout(lines_on: str, taught: Path, photos: Path) -> None:
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
+    done = subprocess.Popen(
+        [sys.executable, "-m", "engram", "predict", str(taught), str(photos / "test"), "--threads", "1"],
+        stdout=subprocess.PIPE if lines_on == "a pipe" else theirs,
+        stderr=theirs,
+        env=environment,
+    )
+    os.close(theirs)
+    shown = b""
+    with suppress(OSError):  # the terminal's other end was closed
+        while part := os.read(ours, 65536):
+            shown += part
+    rest, _ = done.communicate(timeout=60)
+    lines = shown if rest is None else rest
+    assert done.returncode == 0
+    os.close(ours)
+    assert lines.count(b"\n") == lines.count(b".png\t") == 20
+    assert (b"predicting" in shown) == (lines_on == "a pipe")
+    assert b"\x1b" not in lines
 
 
 def test_a_closed_pipe_is_no_error(taught: Path, photos: Path) -> None:

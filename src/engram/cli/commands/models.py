@@ -52,7 +52,8 @@ def find_label(labels: Sequence[Hashable], typed: str) -> Hashable:
 def bar(console: Console, what: str) -> Progress:
     """A progress bar that goes away at the end; it shows nothing where nothing can move."""
     columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=console, transient=True, disable=not is_live(console))
+    # What is printed meanwhile stays on stdout, wherever the bar is.
+    return Progress(*columns, console=console, transient=True, disable=not is_live(console), redirect_stdout=False)
 
 
 def read_files(paths: Sequence[str], size: int, skip_bad: bool, console: Console | None) -> tuple[Images, list[int]]:

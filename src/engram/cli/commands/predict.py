@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, TextIO
 
 import numpy as np
@@ -34,18 +35,21 @@ def predict_command(options: Predict, typed: Sequence[str]) -> int:
     prepare_place(options.place)
     model, _ = open_model(options.model, options.place.device, images=False)
     model.predictor(options.by)
-    console = Console(stderr=True, quiet=options.quiet, markup=False, highlight=False)
+    # Where lines run down the same terminal, they are the progress.
+    hidden = options.quiet or sys.stdout.isatty()
+    console = Console(stderr=True, quiet=hidden, markup=False, highlight=False)
     streamed = STANDARD_INPUT in options.paths
-    moving = console.is_terminal and not options.quiet
+    moving = console.is_terminal and not hidden
     total = sum(1 for _ in expand(options.paths)) if moving and not streamed else None
     done = unreadable = 0
-    with bar(console, "predicting") as progress:
-        task = progress.add_task("", total=total)
+    with nullcontext() if hidden else bar(console, "predicting") as progress:
+        task = None if progress is None else progress.add_task("", total=total)
         for part in predict_files(model, expand(options.paths), options.by, options.batch):
             write_lines(sys.stdout, model, part, options.top, options.json)
             tell_unreadable(part.skipped, len(part.skipped))
             done, unreadable = done + len(part.paths), unreadable + len(part.skipped)
-            progress.update(task, completed=done + unreadable)
+            if progress is not None and task is not None:
+                progress.update(task, completed=done + unreadable)
     if not done and not unreadable:
         raise EngramError(f"there is no image in {', '.join(options.paths)}")
     if unreadable:
