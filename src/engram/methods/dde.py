@@ -142,9 +142,9 @@ def fit_removal(
     head, effect = learner.network.head, effect_of(learner.network)
     scale = torch.ones((), device=embeddings.device) if head.scale is None else head.scale.detach()
     numbers = torch.tensor([1.0, settings.strength], device=embeddings.device, requires_grad=True)
-    mean, square, taken = torch.zeros_like(numbers), torch.zeros_like(numbers), 0
+    optimiser = torch.optim.Adam([numbers], lr=settings.fit_rate)
     for epoch in range(settings.fit_epochs):
-        rate = settings.fit_rate * (1 if 2 * epoch < settings.fit_epochs else 0.1)
+        optimiser.param_groups[0]["lr"] = settings.fit_rate * (1 if 2 * epoch < settings.fit_epochs else 0.1)
         order = torch.randperm(len(labels), generator=generator(learner.seed, "removal", stage.index, epoch))
         for batch in order.to(labels.device).split(FIT_BATCH):
             with torch.no_grad():
@@ -152,10 +152,7 @@ def fit_removal(
             blend, strength = numbers
             mended = scores - strength * ((1 - blend) * before + blend * moving)
             loss = F.cross_entropy((scale * mended).masked_fill(~head.seen, -torch.inf), labels[batch])
-            (gradient,) = torch.autograd.grad(loss, numbers)
-            taken += 1
-            mean, square = mean.lerp(gradient, 0.1), square.lerp(gradient.square(), 0.001)  # Adam's usual decays
-            with torch.no_grad():
-                numbers -= rate * (mean / (1 - 0.9**taken)) / ((square / (1 - 0.999**taken)).sqrt() + 1e-8)
+            (numbers.grad,) = torch.autograd.grad(loss, numbers)
+            optimiser.step()
     blend, strength = numbers.detach()
     return blend, strength

@@ -6,49 +6,16 @@ of the squared length of the scores. No label has a part in it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor
 
 from engram.data.stage import Stage
-from engram.errors import EngramError
 from engram.learner import Learner
-from engram.methods._base import Passes, Phase, Settings, Step, Training, register
-from engram.methods.host import AFTER_BASE
+from engram.methods._base import Passes, Step, register
 from engram.methods.linear import seen_columns
-from engram.methods.tether import (
-    TetheredMethod,
-    keep_omega,
-    refuse_outside,
-    sampled_rows,
-    tether,
-    tethered_base_key,
-    tethered_phase,
-    tethered_training,
-)
-
-
-@dataclass(frozen=True)
-class MASSettings(Settings):
-    """MAS's settings. strength: the penalty is strength / 2 * sum omega (theta - anchor)^2.
-
-    merge: the share of the omega before in the merged one, None for old classes / classes seen. importance_samples: the
-    images omega is estimated on, None for all. limit: the most of its way back that a step may take a parameter, None
-    for no limit.
-    """
-
-    strength: float = field(default=1.0, metadata=AFTER_BASE)
-    merge: float | None = field(default=0.5, metadata=AFTER_BASE)
-    importance_samples: int | None = field(default=None, metadata=AFTER_BASE)
-    limit: float | None = field(default=1.0, metadata=AFTER_BASE)
-    train: Training = field(default_factory=tethered_training)
-
-    def __post_init__(self) -> None:
-        refuse_outside(self, strength=None, merge=1, limit=None)
-        if self.importance_samples is not None and self.importance_samples < 1:
-            raise EngramError(f"importance_samples must be at least 1, got {self.importance_samples}")
+from engram.methods.tether import MeasuredMethod, MeasuredSettings, keep_omega, sampled_rows
 
 
 def squared_length(step: Step, numbers: Tensor) -> Tensor:
@@ -58,18 +25,14 @@ def squared_length(step: Step, numbers: Tensor) -> Tensor:
 
 @final
 @register(
-    "mas", settings=MASSettings, title="Memory aware synapses", paper="Aljundi et al., ECCV 2018", memory="optional"
+    "mas",
+    settings=MeasuredSettings,
+    title="Memory aware synapses",
+    paper="Aljundi et al., ECCV 2018",
+    memory="optional",
 )
-class MAS(TetheredMethod[MASSettings]):
+class MAS(MeasuredMethod[MeasuredSettings]):
     """Ties each parameter by how much the scores depend on it."""
-
-    def base_key(self) -> dict[str, Any] | None:
-        return tethered_base_key(self.settings.train)
-
-    def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
-        settings = self.settings
-        held = None if stage.is_base else tether(settings.strength / 2, settings.train, settings.limit)
-        return [tethered_phase(learner, stage, settings.train, held)]
 
     def finish(self, learner: Learner, stage: Stage, passes: Passes) -> None:
         """Omega: the mean over images of each one's absolute gradient, merged with the stages' before."""

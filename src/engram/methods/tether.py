@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ from engram.methods._base import (
     Training,
 )
 from engram.methods.distillation import cross_entropy
+from engram.methods.host import AFTER_BASE
 from engram.methods.linear import EVERYTHING, LinearMethod, classify
 from engram.models.network import Part
 from engram.plain import to_plain
@@ -113,6 +115,27 @@ def sampled_rows(learner: Learner, stage: Stage, samples: int | None) -> Tensor:
     return stage.all_rows if samples is None else shuffled[:samples]
 
 
+@dataclass(frozen=True)
+class MeasuredSettings(Settings):
+    """What EWC and MAS both have. strength: the penalty is strength / 2 * sum omega (theta - anchor)^2.
+
+    merge: the share of the omega before in the merged one, None for old classes / classes seen. importance_samples: the
+    images omega is estimated on, None for all. limit: the most of its way back that a step may take a parameter, None
+    for no limit.
+    """
+
+    strength: float = field(default=1.0, metadata=AFTER_BASE)
+    merge: float | None = field(default=0.5, metadata=AFTER_BASE)
+    importance_samples: int | None = field(default=None, metadata=AFTER_BASE)
+    limit: float | None = field(default=1.0, metadata=AFTER_BASE)
+    train: Training = field(default_factory=tethered_training)
+
+    def __post_init__(self) -> None:
+        refuse_outside(self, strength=None, merge=1, limit=None)
+        if self.importance_samples is not None and self.importance_samples < 1:
+            raise EngramError(f"importance_samples must be at least 1, got {self.importance_samples}")
+
+
 class TetheredMethod(LinearMethod[SettingsT]):
     """A linear head, and an anchor where the stage starts; each method adds its phases and its omega."""
 
@@ -127,3 +150,18 @@ class TetheredMethod(LinearMethod[SettingsT]):
                 "without a memory new classes are told apart among themselves alone, so one new class a stage is not "
                 "learned: give stages more classes, or keep exemplars (--memory per_class=20)"
             )
+
+
+MeasuredSettingsT = TypeVar("MeasuredSettingsT", bound=MeasuredSettings)
+
+
+class MeasuredMethod(TetheredMethod[MeasuredSettingsT]):
+    """One whose omega is measured once a stage is trained; it adds the measure."""
+
+    def base_key(self) -> dict[str, Any] | None:
+        return tethered_base_key(self.settings.train)
+
+    def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
+        settings = self.settings
+        held = None if stage.is_base else tether(settings.strength / 2, settings.train, settings.limit)
+        return [tethered_phase(learner, stage, settings.train, held)]
