@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import tarfile
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -29,6 +30,9 @@ from engram.methods.exemplars import class_means
 from engram.models.network import Network, Output
 from engram.session import Session
 
+# Where tests on real images look for them; they skip where these are not.
+SHARED = Path(os.environ.get("ENGRAM_TEST_DATA") or Path(__file__).parents[2] / "shared")
+SAMPLE = SHARED / "data" / "sample" / "cifar100-sample.tar.gz"
 MEMORY = {
     "needed": MemoryConfig(size=3),
     "none": MemoryConfig(budget="none", size=0),

@@ -30,10 +30,9 @@ from engram.data.folder import decode_image, read_folder
 from engram.data.mini import read_mini
 from engram.data.store import ImageStore, Split, stratified_split
 from engram.errors import EngramError
-from helpers import unpack_archive
+from helpers import SAMPLE, SHARED, unpack_archive
 
 ROOT = Path(__file__).resolve().parent.parent
-SHARED = Path(os.environ.get("ENGRAM_TEST_DATA") or ROOT.parent / "shared")
 
 
 def random_images(count: int, seed: int = 0, height: int = 4, width: int = 4) -> np.ndarray:
@@ -860,10 +859,9 @@ def test_folder_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_real_photographs_in_folders(tmp_path: Path) -> None:
-    archive = SHARED / "data" / "sample" / "cifar100-sample.tar.gz"
-    if not archive.is_file():
+    if not SAMPLE.is_file():
         pytest.skip(f"there is no sample of real images in {SHARED} (set ENGRAM_TEST_DATA)")
-    unpack_archive(archive, tmp_path)
+    unpack_archive(SAMPLE, tmp_path)
     store = read_folder(tmp_path / "cifar100-sample")
     assert (store.num_classes, store.image_size, len(store.train), len(store.test)) == (
         10,

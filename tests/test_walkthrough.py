@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 from pathlib import Path
@@ -14,12 +13,11 @@ import pytest
 
 from engram import read_manifest
 from engram.cli import main
-from helpers import unpack_archive
+from helpers import SAMPLE, SHARED, unpack_archive
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "your-own-images.md"
 FIXTURE = ROOT / "tests" / "fixtures" / "ten-classes.tar.gz"
-SAMPLE = Path(os.environ.get("ENGRAM_SAMPLE", ROOT.parent / "shared" / "data" / "sample")) / "cifar100-sample.tar.gz"
 LESSONS = {
     "first": ("bicycle", "cloud", "palm_tree", "rabbit", "road", "shrew"),
     "second": ("skyscraper", "snake"),
@@ -98,7 +96,7 @@ def test_the_walk_through_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert found["images"] == 40
 
 
-@pytest.mark.skipif(not SAMPLE.exists(), reason=f"the sample of CIFAR-100 is not at {SAMPLE}")
+@pytest.mark.skipif(not SAMPLE.exists(), reason=f"there is no sample of real images in {SHARED} (set ENGRAM_TEST_DATA)")
 def test_old_classes_are_kept_where_naive_training_forgets_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
