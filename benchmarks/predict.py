@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image
 
@@ -19,12 +18,12 @@ from benchmarks.scale import Scale
 from benchmarks.timing import spread, synchronise
 from engram.cli.commands.predict import write_lines
 from engram.data.augment import to_unit
-from engram.data.decode import decode_files, decode_stream
+from engram.data.decode import Decoded, decode_files, decode_stream
 from engram.data.mini import read_mini
 from engram.data.store import Images
-from engram.engine.engine import INFERENCE_PIXELS
+from engram.engine.reader import INFERENCE_PIXELS
 from engram.modeldir import KnownClass, Model, ModelConfig
-from engram.modeldir.predict import Predicted, fitting_batch, predict_files
+from engram.modeldir.predict import fitting_batch, predict_batches, predict_files
 from engram.random import generator
 
 TARGET = 0.8
@@ -117,12 +116,10 @@ def bare(model: Model, images: Images, part_of_batch: float | None) -> None:
 def decoded(model: Model, images: Images, paths: list[str]) -> None:
     """What the command does once files are decoded, in its batches."""
     batch = fitting_batch(model)
-    for start in range(0, len(images), batch):
-        part = images[start : start + batch]
-        names = paths[start : start + batch]
-        write_lines(
-            io.StringIO(), model, Predicted(names, model.probabilities(np.ascontiguousarray(part)), []), 1, False
-        )
+    starts = range(0, len(images), batch)
+    parts = (Decoded(paths[start : start + batch], images[start : start + batch], []) for start in starts)
+    for part in predict_batches(model, parts):
+        write_lines(io.StringIO(), model, part, 1, False)
 
 
 def command(model: Model, paths: list[str]) -> None:

@@ -23,7 +23,7 @@ from PIL import Image
 
 from engram import IncrementalClassifier, read_manifest
 from engram.cli import main
-from engram.cli.commands.predict import expand
+from engram.cli.commands.predict import best_places, expand
 from engram.modeldir.config import fitting_epochs
 from model_helpers import NAMES, everything, opened, pictures, same
 
@@ -308,6 +308,14 @@ def test_predictions_are_those_of_the_classifier(engram: Engram, taught: Path, p
     assert (classifier.predict(paths) == [Path(path).parent.name for path in paths]).mean() > 0.6  # it did learn
 
 
+def test_the_best_places_are_in_order_whatever_their_number() -> None:
+    shares = np.random.default_rng(0).integers(0, 4, (200, 7)) / 4  # with many equal ones
+    for row, (single, several) in enumerate(zip(best_places(shares, 1), best_places(shares, 4), strict=True)):
+        expected = sorted(range(7), key=lambda place, row=row: (-shares[row, place], place))
+        assert several.tolist() == expected[:4]
+        assert single.tolist() == expected[:1]
+
+
 def test_predict_takes_files_folders_patterns_and_standard_input(
     engram: Engram, taught: Path, photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -326,6 +334,21 @@ def test_predict_takes_files_folders_patterns_and_standard_input(
     assert piped.out.count("\n") == 5
     monkeypatch.setattr("sys.stdin", iter([]))
     assert_refused(engram("predict", taught, "-"), "no image")
+
+
+def test_lines_do_not_depend_on_the_batches(engram: Engram, taught: Path, photos: Path, tmp_path: Path) -> None:
+    inbox = tmp_path / "inbox"
+    shutil.copytree(photos / "test" / "boat", inbox)
+    for name in ("000.png", "zzz.png"):  # a whole batch that cannot be read, first and last
+        (inbox / name).write_bytes(b"no image")
+    whole = engram("predict", taught, inbox)
+    for batch in (1, 2, 3):
+        parts = engram("predict", taught, inbox, "--batch", batch)
+        assert (parts.status, parts.err) == (whole.status, whole.err)
+        ours, theirs = ([line.split("\t") for line in each.out.splitlines()] for each in (parts, whole))
+        assert [row[:2] for row in ours] == [row[:2] for row in theirs]
+        assert [float(row[2]) for row in ours] == pytest.approx([float(row[2]) for row in theirs], abs=2e-4)
+    assert whole.out.count("\n") == 3
 
 
 def test_paths_are_asked_for_as_they_are_needed(photos: Path) -> None:

@@ -146,8 +146,8 @@ class IncrementalClassifier:
         by: "cnn" (the head) or "nme" (the nearest mean of exemplars); None is the method's own choice.
         """
         model = self._fitted()
-        shares = [model.probabilities(images, by) for images in read_batches(X, model.config.image_size)]
-        return np.concatenate(shares)
+        read = model.reader(by)
+        return np.concatenate([read(images).cpu().numpy() for images in read_batches(X, model.config.image_size)])
 
     def predict(self, X: Any, *, by: str | None = None) -> np.ndarray:
         """The label of each image (N,)."""

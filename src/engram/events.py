@@ -169,6 +169,14 @@ class EpochsChosen(Event):
 
 
 @dataclass(frozen=True)
+class ImagesRead(Event):
+    """The images of a lesson are read from their files."""
+
+    images: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Learned(Event):
     """A model has learned a lesson; it is on disk where there is a path.
 

@@ -8,11 +8,12 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor
 
-from engram.data.augment import Augmentation, centre, to_unit
+from engram.data.augment import Augmentation
 from engram.data.stage import Stage
 from engram.engine.capture import CapturedStep, NotRecordable
-from engram.engine.forward import Forward, FusedForward, PlainForward, pooled
+from engram.engine.forward import Forward, FusedForward, PlainForward
 from engram.engine.loop import PhaseLoop, PhaseState
+from engram.engine.reader import Reader
 from engram.engine.sensitivity import sensitivity
 from engram.engine.space import Space
 from engram.engine.sweep import sweep
@@ -20,7 +21,7 @@ from engram.engine.tune import tune
 from engram.learner import Learner
 from engram.methods import Phase, Step, Training
 from engram.methods.look import Look
-from engram.models.network import Network, Output
+from engram.models.network import Network
 from engram.models.resnet import ResNet
 
 Precision = Literal["float32", "tf32", "bf16"]
@@ -28,7 +29,6 @@ Precision = Literal["float32", "tf32", "bf16"]
 T = TypeVar("T")
 
 RECORDINGS = 8  # kept at most
-INFERENCE_PIXELS = {"cpu": 512 * 32 * 32, "cuda": 4096 * 32 * 32}  # in a batch
 
 
 class Engine:
@@ -122,31 +122,13 @@ class Engine:
         """A loop over the steps of a phase (the stage's number `index`), from its beginning or from where it stood."""
         return PhaseLoop(self, learner, stage, phase, index, resume)
 
-    @torch.no_grad()
+    def reader(self, network: Network) -> Reader:
+        """Reads images with the network as it is now, a batch after the other."""
+        return Reader(self, network)
+
     def infer(self, network: Network, images: Tensor, mirror: bool = False) -> tuple[Tensor, Tensor]:
         """Embeddings (N, D) and scores (N, K) of uint8 images (N, H, W, 3) in eval mode, of what is seen of them."""
-        was_training = network.training
-        network.eval()
-        embeddings: list[Tensor] = []
-        scores: list[Tensor] = []
-        fused = self.why_not_fused(network.backbone) is None
-        passes = _folded(network, self.image_size) if fused else self._by_modules(network)
-        if self.augmentation.view is not None:
-            images = centre(images, self.image_size)
-        batch = max(1, INFERENCE_PIXELS[self.device.type] // (images.shape[1] * images.shape[2]))
-        for part in images.split(batch):
-            output = passes(to_unit(part.to(self.device), mirror))
-            embeddings.append(output.embedding)
-            scores.append(output.scores)
-        network.train(was_training)
-        return torch.cat(embeddings), torch.cat(scores)
-
-    def _by_modules(self, network: Network) -> Callable[[Tensor], Output]:
-        def passes(unit: Tensor) -> Output:
-            with self.autocast():
-                return network(unit.contiguous(memory_format=self.layout))
-
-        return passes
+        return self.reader(network)(images, mirror)
 
     def embed(self, network: Network, images: Tensor, mirror: bool = False) -> Tensor:
         """Embeddings (N, D) of uint8 images (N, H, W, 3) in eval mode, not normalised."""
@@ -204,21 +186,6 @@ def _equal(ours: object, theirs: object) -> bool:
         return bool(ours == theirs)
     except (RuntimeError, ValueError):
         return False
-
-
-def _folded(network: Network, size: tuple[int, int]) -> Callable[[Tensor], Output]:
-    """The network's passes by our own kernels, its norms folded in."""
-    from engram.kernels.fused import FoldedBackbone
-    from engram.kernels.older import FoldedOlder
-
-    backbone, older = FoldedBackbone(network.backbone, size), FoldedOlder(network.backbone, size)
-
-    def passes(unit: Tensor) -> Output:
-        normalised = ((unit - network.mean) / network.std).permute(0, 2, 3, 1)
-        packed = torch.nn.functional.pad(normalised, (0, 1)).to(torch.bfloat16).contiguous()
-        return pooled(network, backbone(packed), older(packed))
-
-    return passes
 
 
 def _set_flags(precision: Precision) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -144,19 +144,31 @@ class Model:
 
         They sum to 1 and are not calibrated: the order is what was trained.
         """
+        return self.reader(by)(images).cpu().numpy()
+
+    def reader(self, by: str | None = None) -> Callable[[np.ndarray | Tensor], Tensor]:
+        """`probabilities` for one batch after the other, on the device, where they may still be under way.
+
+        The model must not learn meanwhile.
+        """
         learner, by = self._taught(), self.predictor(by)
         if not self.classes:
             raise EngramError("the model knows no class; let it learn some")
-        if isinstance(images, np.ndarray):
-            images = torch.from_numpy(np.require(images, requirements=["C", "W"]))
-        embedding, scores = self.engine.infer(learner.network, images)
-        if by == "cnn":
-            scale = learner.network.head.scale
-            logits = scores[:, : len(self.classes)] * (1.0 if scale is None else scale.detach())
-        else:
-            assert learner.class_means is not None
-            logits = NME_SHARPNESS * (F.normalize(embedding, dim=1) @ learner.class_means.T)
-        return logits.double().softmax(dim=1).cpu().numpy()
+        network, read = learner.network, self.engine.reader(learner.network)
+
+        def shares(images: np.ndarray | Tensor) -> Tensor:
+            if isinstance(images, np.ndarray):
+                images = torch.from_numpy(np.require(images, requirements=["C", "W"]))
+            embedding, scores = read(images)
+            if by == "cnn":
+                scale = network.head.scale
+                logits = scores[:, : len(self.classes)] * (1.0 if scale is None else scale.detach())
+            else:
+                assert learner.class_means is not None
+                logits = NME_SHARPNESS * (F.normalize(embedding, dim=1) @ learner.class_means.T)
+            return logits.double().softmax(dim=1)
+
+        return shares
 
     def predictor(self, by: str | None) -> str:
         """The predictor of that name, or the method's own choice; refuses one that the model does not have."""

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from engram.data.decode import decode_stream
-from engram.errors import EngramError
+from engram.data.decode import Decoded, decode_stream
 from engram.modeldir.inputs import file_side
 from engram.modeldir.model import Model
 
@@ -29,13 +30,36 @@ def predict_files(
     model: Model, paths: Iterable[str], by: str | None = None, batch: int | None = None, workers: int | None = None
 ) -> Iterator[Predicted]:
     """The files in their order, decoded ahead by threads while the network works. batch: None is `fitting_batch`."""
-    if not model.classes:
-        raise EngramError("the model knows no class; let it learn some")
-    by, side = model.predictor(by), file_side(model.config.image_size)
-    nothing = np.empty((0, len(model.classes)))
-    for part in decode_stream(paths, side, batch=batch or fitting_batch(model), workers=workers):
-        shares = model.probabilities(part.images, by) if part.paths else nothing
-        yield Predicted(part.paths, shares, part.skipped)
+    side = file_side(model.config.image_size)
+    return predict_batches(model, decode_stream(paths, side, batch=batch or fitting_batch(model), workers=workers), by)
+
+
+def predict_batches(model: Model, batches: Iterable[Decoded], by: str | None = None) -> Iterator[Predicted]:
+    """The batches in their order; a GPU works on the next one while whoever takes this one does."""
+    read = model.reader(by)
+    nothing = torch.empty(0, len(model.classes))
+    ahead: _Coming | None = None
+    for part in batches:
+        before, ahead = ahead, _Coming(part, read(part.images) if part.paths else nothing)
+        if before is not None:
+            yield before.take()
+    if ahead is not None:
+        yield ahead.take()
+
+
+class _Coming:
+    """A batch whose shares are on their way from the device."""
+
+    def __init__(self, part: Decoded, shares: Tensor) -> None:
+        self._part, self._shares = part, shares.to("cpu", non_blocking=True)
+        self._here = torch.cuda.Event() if shares.is_cuda else None
+        if self._here is not None:
+            self._here.record()
+
+    def take(self) -> Predicted:
+        if self._here is not None:
+            self._here.synchronize()
+        return Predicted(self._part.paths, self._shares.numpy(), self._part.skipped)
 
 
 def fitting_batch(model: Model) -> int:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import shlex
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from engram.data.decode import choose_size
 from engram.data.folder import list_classes
 from engram.data.memory import MemoryConfig
 from engram.errors import EngramError
-from engram.events import EpochsChosen, Event, Learned, Stopped, Warned
+from engram.events import EpochsChosen, Event, ImagesRead, Learned, Stopped, Warned
 from engram.modeldir import RESUMED, ModelConfig, NoModelYet, has_learning, learn_into, read_manifest
 from engram.modeldir.config import fitting_epochs
 from engram.modeldir.directory import POINTER
@@ -47,14 +49,16 @@ def learn_command(options: Learn, typed: Sequence[str]) -> int:
         paths, labels = _leave_out_known(options, manifest, paths, labels)
     size = _side(options.new, manifest, paths)
     config = choose_config(options, size, len(paths)) if manifest is None else None  # refused before, not after reading
+    started = time.perf_counter()
     images, kept = read_files(paths, size, options.lesson.skip_bad, None if silent else console)
+    read = ImagesRead(len(images), time.perf_counter() - started)
     labels = _kept_labels(labels, kept)
     epochs = options.lesson.epochs
     if manifest is not None and epochs is None and options.lesson.minutes is None:
         trained = len(images) + sum(known["exemplars"] for known in manifest["classes"])
         epochs = fitting_epochs(trained, (size, size), options.place.device)
     if not silent:
-        _tell_beginning(console, place, config, labels)
+        _tell_beginning(console, place, config, labels, read)
     interrupt = Interrupt()
     events = learn_into(
         place,
@@ -69,7 +73,7 @@ def learn_command(options: Learn, typed: Sequence[str]) -> int:
         checkpoint_minutes=options.lesson.checkpoint_minutes,
         device=options.place.device,
     )
-    return _carry_out(events, console, interrupt, options, place, shlex.join(["engram", *typed]))
+    return _carry_out(chain([read], events), console, interrupt, options, place, shlex.join(["engram", *typed]))
 
 
 def _check(options: Learn) -> None:
@@ -181,10 +185,12 @@ def choose_config(options: Learn, size: int, images: int) -> ModelConfig:
     return config
 
 
-def _tell_beginning(console: Console, place: Path, config: ModelConfig | None, labels: Sequence[str]) -> None:
+def _tell_beginning(
+    console: Console, place: Path, config: ModelConfig | None, labels: Sequence[str], read: ImagesRead
+) -> None:
     names = list(dict.fromkeys(printable(label) for label in labels))
     many = f"{len(names)} class{'es' if len(names) > 1 else ''}"
-    print_line(console, f"{len(labels)} images of {many}: {shorten(names, 60)}")
+    print_line(console, f"{read.images} images of {many}: {shorten(names, 60)}; read in {duration(read.seconds)}")
     if config is not None:
         height, width = config.image_size
         print_line(

@@ -34,7 +34,10 @@ def exclude(quiet: bool, as_json: bool) -> None:
 
 def printable(value: Any) -> str:
     """The value as text on one line, control characters written out."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(value))
+    text = str(value)
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def find_label(labels: Sequence[Hashable], typed: str) -> Hashable:

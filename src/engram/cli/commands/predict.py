@@ -87,21 +87,26 @@ def _matches(pattern: str) -> Iterator[str]:
 
 def write_lines(out: TextIO, model: Model, part: Predicted, top: int, as_json: bool) -> None:
     """A line for each image, written at once for the whole batch."""
-    count = min(top, len(model.classes))
-    best = np.argsort(-part.shares, axis=1, kind="stable")[:, :count]
-    shares = np.take_along_axis(part.shares, best, axis=1).tolist()
-    lines: list[str] = []
-    for path, places, values in zip(part.paths, best.tolist(), shares, strict=True):
-        named = [(model.classes[place].label, value) for place, value in zip(places, values, strict=True)]
-        lines.append(_json(path, named) if as_json else _text(path, named))
-    out.write("".join(line + "\n" for line in lines))
+    best = best_places(part.shares, min(top, len(model.classes)))
+    rows = zip(best.tolist(), np.take_along_axis(part.shares, best, axis=1).tolist(), strict=True)
+    line = _json if as_json else _text
+    names = [encode_label(label) if as_json else printable(label) for label in model.labels]
+    out.write("".join([line(path, names, *row) for path, row in zip(part.paths, rows, strict=True)]))
     out.flush()
 
 
-def _text(path: str, named: Sequence[tuple[Any, float]]) -> str:
-    return "\t".join([printable(path), *(f"{printable(label)}\t{value:.4f}" for label, value in named)])
+def best_places(shares: np.ndarray, count: int) -> np.ndarray:
+    """The places (N, count) of the largest shares of each row, largest first, and of equal ones the first first."""
+    if count == 1:  # sorting takes longer than all the rest
+        return shares.argmax(axis=1, keepdims=True)
+    return np.argsort(-shares, axis=1, kind="stable")[:, :count]
 
 
-def _json(path: str, named: Sequence[tuple[Any, float]]) -> str:
-    top = [{"class": encode_label(label), "probability": value} for label, value in named]
-    return json.dumps({"path": path, **top[0], "top": top})
+def _text(path: str, names: Sequence[Any], places: Sequence[int], shares: Sequence[float]) -> str:
+    found = "\t".join([f"{names[place]}\t{share:.4f}" for place, share in zip(places, shares, strict=True)])
+    return f"{printable(path)}\t{found}\n"
+
+
+def _json(path: str, names: Sequence[Any], places: Sequence[int], shares: Sequence[float]) -> str:
+    top = [{"class": names[place], "probability": share} for place, share in zip(places, shares, strict=True)]
+    return json.dumps({"path": path, **top[0], "top": top}) + "\n"
