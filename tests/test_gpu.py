@@ -111,7 +111,8 @@ def test_a_loss_that_waits_for_the_device_is_trained_step_by_step() -> None:
         break
     (note,) = session.learner.notes
     assert note.startswith("the steps of the main phase are taken one kernel at a time")
-    before = {name: value.clone() for name, value in session.learner.network.named_parameters()}
+    # Detached: what held a graph of gradients from here on would bind the parameters to this stream.
+    before = {name: value.detach().clone() for name, value in session.learner.network.named_parameters()}
     for _ in session.engine.start(session.learner, stage, phase, 0):  # another loss is recorded as ever
         break
     assert any(not torch.equal(before[name], value) for name, value in session.learner.network.named_parameters())
