@@ -21,6 +21,7 @@ from engram.errors import EngramError, suggest
 from engram.learner import Learner
 from engram.methods._base import Neighbours, Passes, Phase, Step
 from engram.methods.exemplars import balanced_rows
+from engram.methods.settings import refuse_negative
 from engram.models.effect import MomentumEffect
 from engram.models.heads import Head
 from engram.models.network import Network, Output
@@ -52,10 +53,7 @@ class DDESettings:
     def __post_init__(self) -> None:
         if self.removal not in REMOVALS:
             raise EngramError(f"no removal {self.removal!r}: {suggest(str(self.removal), REMOVALS)}")
-        for name in ("neighbours", "strength", "fit_epochs", "fit_rate"):
-            value = getattr(self, name)
-            if value is not None and not value >= 0:
-                raise EngramError(f"{name} must be 0 or more, got {value}")
+        refuse_negative(self, "neighbours", "strength", "fit_epochs", "fit_rate")
 
     def around(self, stage: Stage) -> Neighbours | None:
         """What neighbours an image has in a stage."""

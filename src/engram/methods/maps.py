@@ -13,14 +13,8 @@ from torch import Tensor
 from engram.data.stage import Stage
 from engram.learner import Learner
 from engram.methods._base import Passes, Phase, Step, Terms
-from engram.methods.host import (
-    AFTER_BASE,
-    HostSettings,
-    distilled,
-    host_phases,
-    refuse_negative,
-    stage_weight,
-)
+from engram.methods.host import HostSettings, distilled, host_phases, stage_weight
+from engram.methods.settings import AFTER_BASE, refuse_negative
 from engram.models.network import Output
 
 Distance = Callable[[Output, Output], Tensor]

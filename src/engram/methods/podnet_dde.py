@@ -20,8 +20,9 @@ from engram.methods.dde import (
     with_effect,
     with_neighbours,
 )
-from engram.methods.host import AFTER_BASE, HostMethod, classification_loss, host_phases, weighted
+from engram.methods.host import HostMethod, classification_loss, host_phases, weighted
 from engram.methods.podnet import PODNetSettings, pod_distances, pod_weights
+from engram.methods.settings import AFTER_BASE
 from engram.models.heads import Head
 
 

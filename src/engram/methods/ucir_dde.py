@@ -21,7 +21,7 @@ from engram.methods.dde import (
     with_effect,
     with_neighbours,
 )
-from engram.methods.host import AFTER_BASE
+from engram.methods.settings import AFTER_BASE
 from engram.methods.ucir import UCIRSettings, rebalancing, rebalancing_weights
 from engram.models.heads import Head
 
