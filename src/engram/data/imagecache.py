@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import numpy as np
 
 from engram.data.store import Images
 from engram.errors import EngramError
-from engram.files import FILE_MODE, TEMPORARY, read_json, remove_temporaries, write_json, writing
+from engram.files import read_json, remove_temporaries, replacing, write_json, writing
 
 LIMIT_BYTES = 300 * 10**9  # ImageNet's 1,000 classes take 262 of them, its first 100 26
 PIXELS, ABOUT = ".pixels", ".json"
@@ -67,26 +66,16 @@ class ImageCache:
         What is left of them if that breaks off is removed. expected_bytes: what they will take, at most.
         """
         path = self._path(key, PIXELS)
+        count = 0
         with writing(path):
             self.folder.mkdir(parents=True, exist_ok=True)
             remove_temporaries(self.folder, older_than=24 * 3600)
             self._make_room(expected_bytes)
-            # Written and not mapped: a full disk is then an error and not the end of the process.
-            handle, temporary = tempfile.mkstemp(dir=self.folder, prefix=f".{key}.", suffix=TEMPORARY)
-            count = 0
-            try:
-                with os.fdopen(handle, "wb") as file:
-                    for image in images:
-                        file.write(np.ascontiguousarray(image).data)
-                        count += 1
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.chmod(temporary, FILE_MODE)
-                os.replace(temporary, path)
-            except BaseException:
-                with suppress(OSError):
-                    os.unlink(temporary)
-                raise
+        # Written and not mapped: a full disk is then an error and not the end of the process.
+        with replacing(path) as file:
+            for image in images:
+                file.write(np.ascontiguousarray(image).data)
+                count += 1
         return count
 
     def describe(self, key: str, about: dict[str, Any]) -> None:
