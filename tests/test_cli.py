@@ -33,6 +33,7 @@ from engram.cli.text import make_console
 from engram.config import directory_name
 from engram.events import Event, RunStarted
 from fake_runs import fake_run
+from helpers import timeless
 
 CLASSES = ("ant", "bee", "cat", "dog", "elk", "fox")
 SMALL = ("--backbone", "resnet10", "--epochs", "1", "--finetune-epochs", "1", "--batch-size", "16", "--increment", "2")
@@ -125,14 +126,6 @@ def stopped(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def stopped_copy(stopped: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(stopped, tmp_path / "stopped"))
-
-
-def timeless(place: Path) -> dict[str, Any]:
-    result = json.loads((place / "result.json").read_text())
-    del result["seconds"], result["seconds_by"]
-    for stage in result["stages"]:
-        del stage["seconds"]
-    return result
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from engram.cli import main
+from helpers import timeless
 from paper_helpers import PAPER, write_paper
-from test_cli import Engram, assert_refused, contents, engram, one_thread, photos, start, timeless
+from test_cli import Engram, assert_refused, contents, engram, one_thread, photos, start
 
 __all__ = ["engram", "one_thread", "photos"]  # fixtures
 

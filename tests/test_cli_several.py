@@ -16,7 +16,8 @@ import torch
 
 from engram.cli.arguments import parse
 from engram.cli.overrides import configure_all
-from test_cli import Engram, Outcome, assert_refused, contents, engram, one_thread, photos, start, timeless
+from helpers import timeless
+from test_cli import Engram, Outcome, assert_refused, contents, engram, one_thread, photos, start
 
 __all__ = ["engram", "one_thread", "photos"]  # fixtures
 

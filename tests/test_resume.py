@@ -18,6 +18,7 @@ from engram import EngramError, resume, run
 from engram.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from engram.config import config_hash
 from engram.events import Checkpointed, RunFinished, Stopped
+from helpers import timeless
 
 # A run that checkpoints after every step, and kills itself without warning at the given event, or never.
 SCRIPT = """
@@ -42,14 +43,6 @@ def finish(directory: Path) -> dict[str, Any]:
     for _ in resume(directory, make_store()):
         pass
     return timeless(directory)
-
-
-def timeless(directory: Path) -> dict[str, Any]:
-    result = json.loads((directory / "result.json").read_text())
-    del result["seconds"], result["seconds_by"]
-    for stage in result["stages"]:
-        del stage["seconds"]
-    return result
 
 
 @pytest.fixture(scope="module")
