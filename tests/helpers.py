@@ -177,6 +177,22 @@ def last_state(directory: Path) -> dict[str, Tensor]:
     return load_checkpoint(directory / "checkpoint" / "state.safetensors").tensors
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What a command came to: its exit status, and what it wrote."""
+
+    status: int
+    out: str
+    err: str
+
+    def events(self) -> list[dict[str, Any]]:
+        """The lines of JSON that it wrote."""
+        return [json.loads(line) for line in self.out.splitlines()]
+
+
+Engram = Callable[..., Outcome]
+
+
 def timeless(directory: Path) -> dict[str, Any]:
     """A run's result without its times."""
     result = json.loads((directory / "result.json").read_text())

@@ -13,7 +13,6 @@ import sys
 import tarfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,23 +32,10 @@ from engram.cli.text import make_console
 from engram.config import directory_name
 from engram.events import Event, RunStarted
 from fake_runs import fake_run
-from helpers import timeless
+from helpers import Engram, Outcome, timeless
 
 CLASSES = ("ant", "bee", "cat", "dog", "elk", "fox")
 SMALL = ("--backbone", "resnet10", "--epochs", "1", "--finetune-epochs", "1", "--batch-size", "16", "--increment", "2")
-
-
-@dataclass(frozen=True)
-class Outcome:
-    status: int
-    out: str
-    err: str
-
-    def events(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.out.splitlines()]
-
-
-Engram = Callable[..., Outcome]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -59,21 +45,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture
-def engram(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Engram:
-    """Runs a command in this process, in an empty directory of its own."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("ENGRAM_DATA", str(tmp_path / "no data here"))
-
-    def call(*arguments: str | Path) -> Outcome:
-        capsys.readouterr()
-        status = main([str(argument) for argument in arguments])
-        out, err = capsys.readouterr()
-        return Outcome(status, out, err)
-
-    return call
 
 
 def start(*arguments: str | Path, cwd: Path) -> subprocess.Popen[str]:

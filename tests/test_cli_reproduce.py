@@ -14,13 +14,12 @@ from typing import Any
 import pytest
 
 from engram.cli import main
-from helpers import timeless
+from helpers import Engram, timeless
 from paper_helpers import PAPER, write_paper
-from test_cli import Engram, assert_refused, contents, engram, one_thread, photos, start
+from test_cli import assert_refused, contents, one_thread, photos, start
 
-__all__ = ["engram", "one_thread", "photos"]  # fixtures
+__all__ = ["one_thread", "photos"]  # fixtures
 
-SLUG = "backbone-resnet10"
 LEGEND_START = "● within one standard deviation"
 
 

@@ -16,10 +16,10 @@ import torch
 
 from engram.cli.arguments import parse
 from engram.cli.overrides import configure_all
-from helpers import timeless
-from test_cli import Engram, Outcome, assert_refused, contents, engram, one_thread, photos, start
+from helpers import Engram, Outcome, timeless
+from test_cli import assert_refused, contents, one_thread, photos, start
 
-__all__ = ["engram", "one_thread", "photos"]  # fixtures
+__all__ = ["one_thread", "photos"]  # fixtures
 
 SMALL = (
     "--backbone",
