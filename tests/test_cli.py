@@ -176,6 +176,10 @@ def test_nothing_typed_prints_the_help(engram: Engram) -> None:
         (["run", "acf-mini-b10-s5"], ["'acf-mini-b10-s5'", "did you mean 'afc-mini-b10-s5'?"]),
         (["run", "afc-mini-b10-s5", "--quiet", "--json"], ["--quiet and --json"]),
         (["run", "afc-mini-b10-s5", "--threads", "0"], ["--threads"]),
+        (
+            ["run", "afc-mini-b10-s5", "--stop-after-stage", "6"],
+            ["--stop-after-stage 6 is beyond the last stage: the run has 6 stages, 0 (the base) to 5"],
+        ),
         (["run", "afc-mini-b10-s5", "--stop-after-stage", "-1"], ["--stop-after-stage"]),
         (["run", "afc-mini-b10-s5", "--epochs", "-3"], ["epochs", "-3"]),
         (["run", "afc-mini-b10-s5", "--batch-size", "0"], ["batch_size", "0"]),
@@ -311,6 +315,12 @@ def test_resume_refuses_a_spoilt_directory_and_leaves_it_alone(
     spoil(stopped_copy)
     before = contents(stopped_copy)
     assert_refused(engram("resume", stopped_copy), *words)
+    assert contents(stopped_copy) == before
+
+
+def test_resume_refuses_a_stage_that_the_run_has_not(engram: Engram, stopped_copy: Path) -> None:
+    before = contents(stopped_copy)
+    assert_refused(engram("resume", stopped_copy, "--stop-after-stage", "3"), "the run has 3 stages, 0 (the base) to 2")
     assert contents(stopped_copy) == before
 
 

@@ -193,6 +193,7 @@ def test_rows_columns_orders_and_seeds(engram: Engram, paper: Path, photos: Path
         (["--page", "page.txt"], ["page.txt", ".html"]),
         (["--results", "none.jsonl"], ["there is nothing at none.jsonl"]),
         (["--at-once", "0"], ["--at-once must be at least 1"]),
+        (["--stop-after-stage", "9"], ["--stop-after-stage 9", "the longest of the runs has 3 stages"]),
     ],
     ids=lambda value: " ".join(value) if value[0].startswith("--") else None,
 )

@@ -88,6 +88,10 @@ def done(alone: Path, photos: Path, tmp_path_factory: pytest.TempPathFactory) ->
         (["afc-mini-b10-s5", "replay-mini-b10-s6"], ["'replay-mini-b10-s6'", "did you mean"]),
         (["afc-mini-b10-s5", "--seeds", "1,2", "--at-once", "0"], ["--at-once must be at least 1, got 0"]),
         (["afc-mini-b10-s5", "--at-once", "some"], ["--at-once", "whole number"]),
+        (
+            ["afc-mini-b10-s5", "afc-mini-b10-s10", "--stop-after-stage", "11"],
+            ["--stop-after-stage 11", "the longest of the runs has 11 stages, 0 (the base) to 10"],
+        ),
         (["afc-mini-b10-s5", "naive-mini-b10-s5", "--lambda-disc", "2"], ["--lambda-disc", "naive"]),
     ],
     ids=lambda value: " ".join(value[1:]) if isinstance(value, list) else None,
