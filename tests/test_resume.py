@@ -202,7 +202,7 @@ class TestRefusals:
         plain = make_config().to_plain()
         plain["settings"]["lambda_dics"] = plain["settings"].pop("lambda_disc")
         self.edit_manifest(stopped, config=plain)
-        self.refused(stopped, "did you mean 'lambda_disc'")
+        self.refused(stopped, "did you mean 'settings.lambda_disc'")
 
     @pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "foreign"])
     def test_damaged_checkpoint(self, stopped: Path, damage: str) -> None:
