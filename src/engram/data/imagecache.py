@@ -43,15 +43,15 @@ class ImageCache:
     def about(self, key: str) -> dict[str, Any] | None:
         """What was said of the set under the key; None where it is not there, or not whole."""
         try:
-            about = read_json(self._path(key, ABOUT))
-            whole = self._path(key, PIXELS).stat().st_size == about["images"] * about["side"] ** 2 * 3
+            about = read_json(self.path(key, ABOUT))
+            whole = self.path(key).stat().st_size == about["images"] * about["side"] ** 2 * 3
         except (EngramError, OSError, KeyError, TypeError):
             return None
         return about if whole else None
 
     def images(self, key: str, count: int, side: int) -> Images:
         """The images (count, side, side, 3) of the set under the key, which stay in the file until they are read."""
-        path = self._path(key, PIXELS)
+        path = self.path(key)
         try:
             mapped = np.memmap(path, dtype=np.uint8, mode="r", shape=(count, side, side, 3))
         except (OSError, ValueError) as error:
@@ -65,7 +65,7 @@ class ImageCache:
 
         What is left of them if that breaks off is removed. expected_bytes: what they will take, at most.
         """
-        path = self._path(key, PIXELS)
+        path = self.path(key)
         count = 0
         with writing(path):
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -80,7 +80,7 @@ class ImageCache:
 
     def describe(self, key: str, about: dict[str, Any]) -> None:
         """Makes an entry of the images saved; `images` and `side` are among what is said of them."""
-        write_json(self._path(key, ABOUT), about)
+        write_json(self.path(key, ABOUT), about)
 
     def entries(self) -> list[Entry]:
         """What is kept, the longest unused first."""
@@ -100,7 +100,7 @@ class ImageCache:
                 break
             for kind in (ABOUT, PIXELS):  # a run that has the file open keeps it
                 with suppress(FileNotFoundError):
-                    self._path(entry.key, kind).unlink()
+                    self.path(entry.key, kind).unlink()
             excess -= entry.size
         free = shutil.disk_usage(self.folder).free
         if need > free:
@@ -109,5 +109,6 @@ class ImageCache:
                 "make room, name a folder on another disk in ENGRAM_DATA, or give a smaller --image-size"
             )
 
-    def _path(self, key: str, kind: str) -> Path:
+    def path(self, key: str, kind: str = PIXELS) -> Path:
+        """Where the pixels of a set are, or what is said of them (ABOUT)."""
         return self.folder / f"{key}{kind}"
