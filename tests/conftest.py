@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from engram import ImageStore, MemoryConfig, RunConfig, Training
+from engram.cli import main
 from engram.data.augment import Augmentation
 from engram.data.load import DataConfig
 from engram.methods import find_method
+from helpers import Engram, Outcome
 
 # The problems here are too small for a second thread to pay, and one thread gives the same sums on every machine.
 torch.set_num_threads(1)
@@ -67,6 +70,21 @@ def make_config(method: str = "afc", **changes: object) -> RunConfig:
 def private_data_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """No test reads or writes the user's own data and cache."""
     monkeypatch.setenv("ENGRAM_DATA", str(tmp_path_factory.mktemp("home")))
+
+
+@pytest.fixture
+def engram(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Engram:
+    """Runs a command in this process, in an empty directory of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ENGRAM_DATA", str(tmp_path / "no data here"))
+
+    def call(*arguments: str | Path) -> Outcome:
+        capsys.readouterr()
+        status = main([str(argument) for argument in arguments])
+        out, err = capsys.readouterr()
+        return Outcome(status, out, err)
+
+    return call
 
 
 @pytest.fixture

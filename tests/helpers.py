@@ -6,6 +6,7 @@ The slow losses are written from the formulas: explicit loops over samples, clas
 from __future__ import annotations
 
 import copy
+import json
 import math
 import os
 import tarfile
@@ -16,8 +17,10 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engram.checkpoint import load_checkpoint
 from engram.config import RunConfig
 from engram.data.augment import Augmentation
 from engram.data.memory import MemoryConfig
@@ -25,9 +28,11 @@ from engram.data.samples import Samples
 from engram.data.stage import Stage
 from engram.data.store import ImageStore
 from engram.engine import Engine
+from engram.events import Checkpointed, Event, PhaseStarted, RunFinished, Stopped
 from engram.methods import Phase, Step, Training, find_method
 from engram.methods.exemplars import class_means
 from engram.models.network import Network, Output
+from engram.runner import resume, run
 from engram.session import Session
 
 # Where tests on real images look for them; they skip where these are not.
@@ -110,6 +115,91 @@ def learn_stage(session: Session, index: int, before_finish: Callable[[Stage], N
         learner.class_means = class_means(learner, engine)
     learner.snapshot_teacher()
     return stage
+
+
+def drift(config: RunConfig) -> float:
+    """How far the embeddings of the second stage's images turn in it, on average: 1 - their cosine."""
+    session = tiny_session(config)
+    learn_stage(session, 0)
+    images = session.stage(1).pool.images
+    before = session.engine.embed(session.learner.network, images)
+    learn_stage(session, 1)
+    after = session.engine.embed(session.learner.network, images)
+    return float(1 - F.cosine_similarity(before, after, dim=1).mean())
+
+
+def run_whole(config: RunConfig, store: ImageStore, directory: Path) -> dict[str, Tensor]:
+    """The tensors that a run ends with that was never stopped."""
+    assert isinstance(list(run(config, store, directory))[-1], RunFinished)
+    return last_state(directory)
+
+
+def run_stopped(
+    config: RunConfig,
+    store: ImageStore,
+    directory: Path,
+    steps: int,
+    begins: Callable[[Event], bool] | None = None,
+) -> Checkpointed:
+    """How a run was saved that is stopped after so many steps, counted from the event at which it `begins`."""
+    taken, counting, events = 0, begins is None, []
+
+    def stop() -> bool:
+        nonlocal taken
+        taken += counting
+        return taken == steps
+
+    for event in run(config, store, directory, stop=stop):
+        counting = counting or (begins is not None and begins(event))
+        events.append(event)
+    saved, last = events[-2:]
+    assert isinstance(saved, Checkpointed)
+    assert isinstance(last, Stopped)
+    return saved
+
+
+def starts(stage: int, phase: str | None = None) -> Callable[[Event], bool]:
+    """Whether an event is the start of that phase, or of any, in that stage."""
+    return lambda event: isinstance(event, PhaseStarted) and event.stage == stage and phase in (None, event.phase)
+
+
+def assert_resumes_to(whole: dict[str, Tensor], directory: Path, store: ImageStore) -> None:
+    """Goes on with a stopped run: it must end with the same tensors, bit for bit."""
+    assert isinstance(list(resume(directory, store))[-1], RunFinished)
+    resumed = last_state(directory)
+    assert whole.keys() == resumed.keys()
+    for name, value in whole.items():
+        assert torch.equal(value, resumed[name]), name
+
+
+def last_state(directory: Path) -> dict[str, Tensor]:
+    """The tensors of a run's last checkpoint."""
+    return load_checkpoint(directory / "checkpoint" / "state.safetensors").tensors
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command came to: its exit status, and what it wrote."""
+
+    status: int
+    out: str
+    err: str
+
+    def events(self) -> list[dict[str, Any]]:
+        """The lines of JSON that it wrote."""
+        return [json.loads(line) for line in self.out.splitlines()]
+
+
+Engram = Callable[..., Outcome]
+
+
+def timeless(directory: Path) -> dict[str, Any]:
+    """A run's result without its times."""
+    result = json.loads((directory / "result.json").read_text())
+    del result["seconds"], result["seconds_by"]
+    for stage in result["stages"]:
+        del stage["seconds"]
+    return result
 
 
 def parameters_of(network: nn.Module) -> dict[str, Tensor]:

@@ -12,20 +12,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from engram import resume, run
-from engram.checkpoint import load_checkpoint
 from engram.data.augment import Augmentation
 from engram.engine.mixing import Cut, Mixing, plan_mixing
 from engram.engine.plan import plan_epochs
 from engram.engine.sgd import FlatSGD
 from engram.errors import EngramError
-from engram.events import Checkpointed, PhaseStarted
 from engram.methods import Phase, Step, Training
 from engram.methods.batches import Beside, CutMix
 from engram.methods.linear import EVERYTHING
 from engram.random import generator
 from engram.session import PhasePlan, Session
-from helpers import NO_AUGMENTATION, learn_stage, tiny_config, tiny_session, toy_store
+from helpers import (
+    NO_AUGMENTATION,
+    assert_resumes_to,
+    learn_stage,
+    run_stopped,
+    run_whole,
+    starts,
+    tiny_config,
+    tiny_session,
+    toy_store,
+)
 
 KEEP = Training(epochs=3, batch_size=4, lr=0.05, remainder="keep")
 
@@ -275,28 +282,9 @@ def test_stopped_inside_an_epoch_it_resumes_exactly(method: str, taken: int, tmp
     config = tiny_config(method, batch_size=4)
     changes = {"gdumb": {"rehearse": KEEP, "cutmix__probability": 1.0}, "ssil": {"replay": 5}}[method]
     config = config.with_settings(**changes)
-    for _ in run(config, toy_store(), tmp_path / "whole"):
-        pass
-    steps, begun = 0, False
-
-    def stop() -> bool:
-        nonlocal steps
-        steps += begun
-        return steps == taken
-
-    events = []
-    for event in run(config, toy_store(), tmp_path / "stopped", stop=stop):
-        begun |= isinstance(event, PhaseStarted) and event.stage == 1
-        events.append(event)
-    assert isinstance(events[-2], Checkpointed)
-    for _ in resume(tmp_path / "stopped", toy_store()):
-        pass
-    whole, resumed = (
-        load_checkpoint(tmp_path / name / "checkpoint" / "state.safetensors").tensors for name in ("whole", "stopped")
-    )
-    assert whole.keys() == resumed.keys()
-    for name, value in whole.items():
-        assert torch.equal(value, resumed[name]), name
+    whole = run_whole(config, toy_store(), tmp_path / "whole")
+    run_stopped(config, toy_store(), tmp_path / "stopped", taken, starts(1))
+    assert_resumes_to(whole, tmp_path / "stopped", toy_store())
 
 
 def test_room_for_mixing_grows_with_the_plan_and_moves_recordings() -> None:

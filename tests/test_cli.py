@@ -13,7 +13,6 @@ import sys
 import tarfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,22 +32,10 @@ from engram.cli.text import make_console
 from engram.config import directory_name
 from engram.events import Event, RunStarted
 from fake_runs import fake_run
+from helpers import Engram, Outcome, timeless
 
 CLASSES = ("ant", "bee", "cat", "dog", "elk", "fox")
 SMALL = ("--backbone", "resnet10", "--epochs", "1", "--finetune-epochs", "1", "--batch-size", "16", "--increment", "2")
-
-
-@dataclass(frozen=True)
-class Outcome:
-    status: int
-    out: str
-    err: str
-
-    def events(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.out.splitlines()]
-
-
-Engram = Callable[..., Outcome]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -58,21 +45,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture
-def engram(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Engram:
-    """Runs a command in this process, in an empty directory of its own."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("ENGRAM_DATA", str(tmp_path / "no data here"))
-
-    def call(*arguments: str | Path) -> Outcome:
-        capsys.readouterr()
-        status = main([str(argument) for argument in arguments])
-        out, err = capsys.readouterr()
-        return Outcome(status, out, err)
-
-    return call
 
 
 def start(*arguments: str | Path, cwd: Path) -> subprocess.Popen[str]:
@@ -125,14 +97,6 @@ def stopped(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def stopped_copy(stopped: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(stopped, tmp_path / "stopped"))
-
-
-def timeless(place: Path) -> dict[str, Any]:
-    result = json.loads((place / "result.json").read_text())
-    del result["seconds"], result["seconds_by"]
-    for stage in result["stages"]:
-        del stage["seconds"]
-    return result
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -212,6 +176,10 @@ def test_nothing_typed_prints_the_help(engram: Engram) -> None:
         (["run", "acf-mini-b10-s5"], ["'acf-mini-b10-s5'", "did you mean 'afc-mini-b10-s5'?"]),
         (["run", "afc-mini-b10-s5", "--quiet", "--json"], ["--quiet and --json"]),
         (["run", "afc-mini-b10-s5", "--threads", "0"], ["--threads"]),
+        (
+            ["run", "afc-mini-b10-s5", "--stop-after-stage", "6"],
+            ["--stop-after-stage 6 is beyond the last stage: the run has 6 stages, 0 (the base) to 5"],
+        ),
         (["run", "afc-mini-b10-s5", "--stop-after-stage", "-1"], ["--stop-after-stage"]),
         (["run", "afc-mini-b10-s5", "--epochs", "-3"], ["epochs", "-3"]),
         (["run", "afc-mini-b10-s5", "--batch-size", "0"], ["batch_size", "0"]),
@@ -228,7 +196,15 @@ def test_nothing_typed_prints_the_help(engram: Engram) -> None:
         (["run", "afc-mini-b10-s5", "--order", "fox,house,fox"], ["fox", "more than once"]),
         (["run", "afc-mini-b10-s5", "--order", "fox,house"], ["lacks 18 of the 20 classes"]),
         (["run", "afc-mini-b10-s5", "--order", "fox,huose"], ["did you mean 'house'?"]),
-        (["run", "afc-mini-b10-s5", "--set", "settings.importanse_samples=9"], ["did you mean 'importance_samples'?"]),
+        (
+            ["run", "afc-mini-b10-s5", "--set", "settings.importanse_samples=9"],
+            ["did you mean 'settings.importance_samples'?"],
+        ),
+        (["run", "afc-mini-b10-s5", "--set", "settings.train.lrr=9"], ["did you mean 'settings.train.lr'?"]),
+        (["run", "afc-mini-b10-s5", "--set", "augmentation.blur=9"], ["valid names: augmentation.brightness, "]),
+        (["run", "afc-mini-b10-s5", "--set", "settings.train.epochs=0"], ["settings.train.epochs must be", "got 0"]),
+        (["run", "afc-mini-b10-s5", "--epochs", "0"], ["settings.train.epochs must be at least 1, got 0"]),
+        (["run", "gdumb-mini-b10-s5", "--set", "settings.rehearse.epochs=0"], ["settings.rehearse.epochs", "got 0"]),
         (["run", "afc-mini-b10-s5", "--set", "augmentation.pad"], ["KEY=VALUE"]),
         (["run", "afc-mini-b10-s5", "--set", "method=naive"], ["cannot change the method", "recipe's name"]),
         (["run", "afc-mini-b10-s5", "--set", " recipe = mine"], ["cannot change the recipe", "engram list"]),
@@ -347,6 +323,12 @@ def test_resume_refuses_a_spoilt_directory_and_leaves_it_alone(
     spoil(stopped_copy)
     before = contents(stopped_copy)
     assert_refused(engram("resume", stopped_copy), *words)
+    assert contents(stopped_copy) == before
+
+
+def test_resume_refuses_a_stage_that_the_run_has_not(engram: Engram, stopped_copy: Path) -> None:
+    before = contents(stopped_copy)
+    assert_refused(engram("resume", stopped_copy, "--stop-after-stage", "3"), "the run has 3 stages, 0 (the base) to 2")
     assert contents(stopped_copy) == before
 
 

@@ -11,9 +11,7 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,37 +23,11 @@ from engram import IncrementalClassifier, read_manifest
 from engram.cli import main
 from engram.cli.commands.predict import best_places, expand
 from engram.modeldir.config import fitting_epochs
+from helpers import Engram, Outcome
 from model_helpers import NAMES, everything, opened, pictures, same
 
 FIRST, SECOND = NAMES[:3], NAMES[3:5]
 QUICK = ("--epochs", "2", "--threads", "1", "--device", "cpu")
-
-
-@dataclass(frozen=True)
-class Outcome:
-    status: int
-    out: str
-    err: str
-
-    def lines(self) -> list[Any]:
-        return [json.loads(line) for line in self.out.splitlines()]
-
-
-Engram = Callable[..., Outcome]
-
-
-@pytest.fixture
-def engram(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Engram:
-    """Runs a command in this process, in an empty directory of its own."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*arguments: str | Path) -> Outcome:
-        capsys.readouterr()
-        status = main([str(argument) for argument in arguments])
-        out, err = capsys.readouterr()
-        return Outcome(status, out, err)
-
-    return call
 
 
 def folder(path: Path, names: tuple[str, ...], count: int = 10, seed: int = 0) -> Path:
@@ -124,7 +96,7 @@ def test_learn_tells_programs_what_it_tells_people(engram: Engram, photos: Path,
     folder(photos.parent / "sixth", ("falcon",))
     outcome = engram("learn", model, photos.parent / "sixth", *QUICK, "--json")
     assert outcome.status == 0
-    last = outcome.lines()[-1]
+    last = outcome.events()[-1]
     assert (last["event"], last["new"], last["num_classes"]) == ("learned", ["falcon"], 6)
     assert last["before"].keys() == last["after"].keys() == last["new_accuracy"].keys() == {"cnn", "nme"}
     quiet = engram("learn", "other", photos / "first", *QUICK, "--quiet")
@@ -202,7 +174,8 @@ def test_flags_reach_a_new_model(engram: Engram, photos: Path) -> None:
         (["learn", "model", "FIRST", "--method", "afd"], ["did you mean 'afc'?"]),
         (["learn", "model", "FIRST", "--backbone", "resnet11"], ["did you mean"]),
         (["learn", "model", "FIRST", "--memory", "lots"], ["per_class=K"]),
-        (["learn", "model", "FIRST", "--set", "train.rl=1"], ["train.rl"]),
+        (["learn", "model", "FIRST", "--set", "train.rl=1"], ["'train.rl'", "valid names: ", " train.lr,"]),
+        (["learn", "model", "FIRST", "--set", "train.epochs=0"], ["train.epochs must be at least 1, got 0"]),
         (["learn", "model", "FIRST", "--set", "train.lr"], ["KEY=VALUE"]),
         (["learn", "model", "FIRST", "--quiet", "--json"], ["--quiet and --json"]),
         (["learn", "FIRST", "FIRST"], ["not a model directory"]),
@@ -298,7 +271,7 @@ def test_predictions_are_those_of_the_classifier(engram: Engram, taught: Path, p
         shares = classifier.predict_proba(paths, by=by)
         outcome = engram("predict", taught, photos / "test", "--json", "--top", "2", "--by", by, "--batch", "7")
         assert outcome.status == 0
-        found = outcome.lines()
+        found = outcome.events()
         assert [line["path"] for line in found] == paths
         for line, row in zip(found, shares, strict=True):
             best = np.argsort(-row)[:2]

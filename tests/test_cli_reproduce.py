@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from engram.cli import main
+from helpers import Engram, timeless
 from paper_helpers import PAPER, write_paper
-from test_cli import Engram, assert_refused, contents, engram, one_thread, photos, start, timeless
+from test_cli import assert_refused, contents, one_thread, photos, start
 
-__all__ = ["engram", "one_thread", "photos"]  # fixtures
+__all__ = ["one_thread", "photos"]  # fixtures
 
-SLUG = "backbone-resnet10"
 LEGEND_START = "● within one standard deviation"
 
 
@@ -193,6 +193,7 @@ def test_rows_columns_orders_and_seeds(engram: Engram, paper: Path, photos: Path
         (["--page", "page.txt"], ["page.txt", ".html"]),
         (["--results", "none.jsonl"], ["there is nothing at none.jsonl"]),
         (["--at-once", "0"], ["--at-once must be at least 1"]),
+        (["--stop-after-stage", "9"], ["--stop-after-stage 9", "the longest of the runs has 3 stages"]),
     ],
     ids=lambda value: " ".join(value) if value[0].startswith("--") else None,
 )

@@ -16,9 +16,10 @@ import torch
 
 from engram.cli.arguments import parse
 from engram.cli.overrides import configure_all
-from test_cli import Engram, Outcome, assert_refused, contents, engram, one_thread, photos, start, timeless
+from helpers import Engram, Outcome, timeless
+from test_cli import assert_refused, contents, one_thread, photos, start
 
-__all__ = ["engram", "one_thread", "photos"]  # fixtures
+__all__ = ["one_thread", "photos"]  # fixtures
 
 SMALL = (
     "--backbone",
@@ -87,6 +88,10 @@ def done(alone: Path, photos: Path, tmp_path_factory: pytest.TempPathFactory) ->
         (["afc-mini-b10-s5", "replay-mini-b10-s6"], ["'replay-mini-b10-s6'", "did you mean"]),
         (["afc-mini-b10-s5", "--seeds", "1,2", "--at-once", "0"], ["--at-once must be at least 1, got 0"]),
         (["afc-mini-b10-s5", "--at-once", "some"], ["--at-once", "whole number"]),
+        (
+            ["afc-mini-b10-s5", "afc-mini-b10-s10", "--stop-after-stage", "11"],
+            ["--stop-after-stage 11", "the longest of the runs has 11 stages, 0 (the base) to 10"],
+        ),
         (["afc-mini-b10-s5", "naive-mini-b10-s5", "--lambda-disc", "2"], ["--lambda-disc", "naive"]),
     ],
     ids=lambda value: " ".join(value[1:]) if isinstance(value, list) else None,

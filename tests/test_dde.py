@@ -16,12 +16,11 @@ from torch import Tensor
 
 import engram.engine.neighbours as search
 from conftest import make_config, make_store
-from engram import EngramError, recipe, resume, run
-from engram.checkpoint import load_checkpoint
+from engram import EngramError, recipe, run
 from engram.data.augment import augment
 from engram.engine.neighbours import nearest
 from engram.engine.plan import plan_epochs
-from engram.events import BaseReused, Checkpointed, RunFinished, Stopped
+from engram.events import BaseReused
 from engram.methods import Neighbours, Phase, Step, find_method
 from engram.methods.dde import DDESettings, effect_of, fit_removal, neighbour_entropy
 from engram.models.effect import MomentumEffect
@@ -30,10 +29,13 @@ from engram.models.network import Network
 from engram.session import Session
 from engram.stagecache import StageCache
 from helpers import (
+    assert_resumes_to,
     buffers_of,
     learn_stage,
     make_stage,
     parameters_of,
+    run_stopped,
+    run_whole,
     tiny_config,
     tiny_session,
     toy_store,
@@ -495,31 +497,15 @@ def test_the_learned_removal_is_adam_on_the_formula() -> None:
 @hosts
 def test_a_run_stopped_inside_an_epoch_resumes_exactly(method: str, tmp_path: Path) -> None:
     config = make_config(method).with_settings(dde__removal="learned", dde__neighbours=4)
-    whole = tmp_path / "whole"
-    assert isinstance(list(run(config, make_store(), whole))[-1], RunFinished)
-    steps = 0
-
-    def stop() -> bool:
-        nonlocal steps
-        steps += 1
-        return steps == 18  # in the middle of an epoch of stage 1: 4 steps an epoch in stage 0, 5 then
-
-    stopped = tmp_path / "stopped"
-    events = list(run(config, make_store(), stopped, stop=stop))
-    assert isinstance(events[-1], Stopped)
-    assert isinstance(events[-2], Checkpointed)
-    assert (events[-2].stage, events[-2].phase, events[-2].epoch) == (1, "main", 1)
-    assert isinstance(list(resume(stopped, make_store()))[-1], RunFinished)
+    stopped, whole = tmp_path / "stopped", tmp_path / "whole"
+    expected = run_whole(config, make_store(), whole)
+    assert expected["network.head.effect.moving"].any()
+    # In the middle of an epoch of stage 1: 4 steps an epoch in stage 0, 5 then.
+    saved = run_stopped(config, make_store(), stopped, 18)
+    assert (saved.stage, saved.phase, saved.epoch) == (1, "main", 1)
+    assert_resumes_to(expected, stopped, make_store())
     predictions = [(directory / "stages" / "002.safetensors").read_bytes() for directory in (stopped, whole)]
     assert predictions[0] == predictions[1]
-    ours, theirs = (state_of(directory) for directory in (stopped, whole))
-    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
-
-
-def state_of(directory: Path) -> dict[str, Tensor]:
-    state = load_checkpoint(directory / "checkpoint" / "state.safetensors").tensors
-    assert state["network.head.effect.moving"].any()
-    return state
 
 
 @hosts

@@ -13,13 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engram import recipe, resume, run
-from engram.checkpoint import load_checkpoint
+from engram import recipe, run
 from engram.config import RunConfig
 from engram.engine.plan import learning_rates
 from engram.errors import EngramError
 from engram.evaluation import predict
-from engram.events import BaseReused, Checkpointed, EpochFinished, PhaseStarted
+from engram.events import BaseReused, EpochFinished
 from engram.learner import Learner
 from engram.methods import METHODS, Phase, Step, Training, find_method
 from engram.methods.der import DERSettings, auxiliary_loss
@@ -28,7 +27,19 @@ from engram.models.network import Output
 from engram.models.resnet import resnet10
 from engram.session import Session
 from engram.stagecache import StageCache
-from helpers import buffers_of, learn_stage, parameters_of, tiny_config, tiny_session, toy_store, train_phase
+from helpers import (
+    assert_resumes_to,
+    buffers_of,
+    learn_stage,
+    parameters_of,
+    run_stopped,
+    run_whole,
+    starts,
+    tiny_config,
+    tiny_session,
+    toy_store,
+    train_phase,
+)
 
 
 def session_of(**settings: Any) -> Session:
@@ -421,41 +432,18 @@ RESUMED = tiny_config("der", base=1, increment=1, finetune=2).with_settings(warm
 RESUMED_STORE = toy_store(num_classes=3, per_class=8)
 
 
-def last_state(directory: Path) -> dict[str, Tensor]:
-    return load_checkpoint(directory / "checkpoint" / "state.safetensors").tensors
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
     """Where a run ends that was never stopped."""
-    directory = tmp_path_factory.mktemp("whole") / "run"
-    for _ in run(RESUMED, RESUMED_STORE, directory):
-        pass
-    return last_state(directory)
+    return run_whole(RESUMED, RESUMED_STORE, tmp_path_factory.mktemp("whole") / "run")
 
 
 @pytest.mark.parametrize("phase", ["warm-up", "main", "balance"])
 def test_stopped_in_any_phase_it_resumes_exactly(phase: str, whole: dict[str, Tensor], tmp_path: Path) -> None:
-    steps, begun = 0, False
-
-    def stop() -> bool:
-        nonlocal steps
-        steps += begun
-        return steps == 2
-
-    events = []
-    for event in run(RESUMED, RESUMED_STORE, tmp_path / "stopped", stop=stop):
-        begun |= isinstance(event, PhaseStarted) and (event.stage, event.phase) == (2, phase)
-        events.append(event)
-    assert isinstance(events[-2], Checkpointed)
-    assert (events[-2].stage, events[-2].phase) == (2, phase)
-    for _ in resume(tmp_path / "stopped", RESUMED_STORE):
-        pass
-    resumed = last_state(tmp_path / "stopped")
-    assert whole.keys() == resumed.keys()
     assert any(name.startswith("network.backbone.older.1.") for name in whole)
-    for name, value in whole.items():
-        assert torch.equal(value, resumed[name]), name
+    saved = run_stopped(RESUMED, RESUMED_STORE, tmp_path / "stopped", 2, starts(2, phase))
+    assert (saved.stage, saved.phase) == (2, phase)
+    assert_resumes_to(whole, tmp_path / "stopped", RESUMED_STORE)
 
 
 # The base stage that runs share

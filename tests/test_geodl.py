@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from conftest import make_config, make_store
@@ -19,7 +18,7 @@ from engram.methods.geodesic import features, flow, geodesic_distance, geodesic_
 from engram.methods.geodl import GeoDLSettings
 from engram.session import Session
 from engram.stagecache import StageCache
-from helpers import learn_stage, parameters_of, tiny_config, tiny_session
+from helpers import drift, learn_stage, parameters_of, tiny_config, tiny_session
 
 
 def random_features(seed: int, batch: int = 7, dim: int = 20, noise: float = 0.5) -> tuple[Tensor, Tensor]:
@@ -164,21 +163,11 @@ def test_features_are_the_means_of_the_quarters() -> None:
     np.testing.assert_allclose(features(torch.tensor(maps)).numpy(), slow, rtol=1e-5)
 
 
-def drift(**settings: object) -> float:
-    """How far the features of the second stage's images move in it, on average."""
-    session = tiny_session(tiny_config("geodl", epochs=6).with_settings(**settings))
-    learn_stage(session, 0)
-    images = session.stage(1).pool.images
-    before = session.engine.embed(session.learner.network, images)
-    learn_stage(session, 1)
-    after = session.engine.embed(session.learner.network, images)
-    return float(1 - F.cosine_similarity(before, after, dim=1).mean())
-
-
 def test_a_larger_lambda_holds_the_features() -> None:
-    free = drift(lambda_geodesic=0.0)
-    assert drift(lambda_geodesic=30.0) < 0.8 * free
-    assert drift(lambda_geodesic=30.0, distance="paper") < 0.8 * free
+    config = tiny_config("geodl", epochs=6)
+    free = drift(config.with_settings(lambda_geodesic=0.0))
+    assert drift(config.with_settings(lambda_geodesic=30.0)) < 0.8 * free
+    assert drift(config.with_settings(lambda_geodesic=30.0, distance="paper")) < 0.8 * free
 
 
 def test_one_class_a_stage_and_batches_of_two_train_to_finite_numbers() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from conftest import make_config, make_store
-from engram import recipe, run_together, train
+from engram import ImageStore, RunConfig, recipe, run_together, train
 from engram.engine import PhaseLoop
 from engram.engine.capture import CapturedStep
 from engram.events import BaseReused, RunFinished, StageFinished, Warned
@@ -156,14 +156,11 @@ def test_runs_side_by_side_learn_as_alone(tmp_path: Path) -> None:
         assert results[name]["average_incremental_accuracy"]["cnn"] == pytest.approx(alone, abs=3)
 
 
-WHOLE = ["icarl", "wa", "lwf", "bic", "eeil", "ssil", "gdumb", "ewc", "si", "mas", "der", "ucir-dde", "podnet-dde"]
+def assert_recorded_as_it_is(config: RunConfig, store: ImageStore | None = None) -> None:
+    """A run whose steps are recorded learns what it learns kernel by kernel, bit for bit."""
 
-
-@pytest.mark.parametrize("method", WHOLE)
-@pytest.mark.parametrize("precision", ["float32", "bf16"])
-def test_whole_runs_are_recorded_as_they_are(method: str, precision: str) -> None:
     def learned(capture: bool) -> dict[str, torch.Tensor]:
-        session = tiny_session(tiny_config(method, epochs=4, finetune=4, device="cuda", precision=precision))
+        session = tiny_session(config, store)
         session.engine.capture = capture
         for event in Execution(session, None, None, None, 10, None).events(resumed=False):
             assert not (isinstance(event, Warned) and "cannot be recorded" in event.message)
@@ -172,6 +169,15 @@ def test_whole_runs_are_recorded_as_they_are(method: str, precision: str) -> Non
     eager, recorded = learned(capture=False), learned(capture=True)
     for name, value in eager.items():
         assert torch.equal(value, recorded[name]), name
+
+
+WHOLE = ["icarl", "wa", "lwf", "bic", "eeil", "ssil", "gdumb", "ewc", "si", "mas", "der", "ucir-dde", "podnet-dde"]
+
+
+@pytest.mark.parametrize("method", WHOLE)
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_whole_runs_are_recorded_as_they_are(method: str, precision: str) -> None:
+    assert_recorded_as_it_is(tiny_config(method, epochs=4, finetune=4, device="cuda", precision=precision))
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
@@ -205,18 +211,8 @@ def test_our_kernels_say_of_an_expanded_network_what_the_modules_say() -> None:
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 def test_resized_parts_and_resnet18_are_recorded_as_they_are(precision: str) -> None:
     view = recipe("afc-imagenet100-b50-s5").augmentation
-
-    def learned(capture: bool) -> dict[str, torch.Tensor]:
-        config = tiny_config(epochs=2, device="cuda", precision=precision, backbone="resnet18", augmentation=view)
-        session = tiny_session(config, toy_store(size=40))
-        session.engine.capture = capture
-        for event in Execution(session, None, None, None, 10, None).events(resumed=False):
-            assert not (isinstance(event, Warned) and "cannot be recorded" in event.message)
-        return session.learner.state_dict()
-
-    eager, recorded = learned(capture=False), learned(capture=True)
-    for name, value in eager.items():
-        assert torch.equal(value, recorded[name]), name
+    config = tiny_config(epochs=2, device="cuda", precision=precision, backbone="resnet18", augmentation=view)
+    assert_recorded_as_it_is(config, toy_store(size=40))
 
 
 def test_what_follows_an_update_reaches_the_kernels() -> None:

@@ -15,7 +15,6 @@ import torch
 from PIL import Image
 
 from engram import EngramError, recipe, recipe_names
-from engram.cli import main
 from engram.data import imagecache, imagenet, store
 from engram.data.fetch import data_home
 from engram.data.imagecache import ImageCache
@@ -30,7 +29,8 @@ from engram.plain import to_plain
 from engram.recipes.imagenet import PROTOCOLS, SETTINGS
 from engram.runner import resume, run
 from engram.session import Session
-from helpers import learn_stage, make_stage, parameters_of, tiny_config, tiny_session, toy_store
+from engram.stagecache import StageCache
+from helpers import Engram, learn_stage, make_stage, parameters_of, tiny_config, tiny_session, toy_store
 
 CPU = torch.device("cpu")
 SIDE = 8  # that the tests decode to
@@ -408,38 +408,47 @@ def test_a_recipe_runs_stops_and_resumes_to_the_same_numbers(hundred: Path, tmp_
 # The command line
 
 
-def typed(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
-    capsys.readouterr()
-    status = main([str(argument) for argument in arguments])
-    out, err = capsys.readouterr()
-    return status, out, err
-
-
-def test_a_dry_run_shows_what_is_stored_and_what_is_seen(
-    hundred: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_dry_run_shows_what_is_stored_and_what_is_seen(hundred: Path, engram: Engram) -> None:
     arguments = ("run", "ucir-imagenet100-b50-s25", "--data", hundred, "--image-size", "16", "--dry-run", "--json")
-    status, out, _ = typed(capsys, *arguments)
-    plan = json.loads(out)
-    assert status == 0
+    outcome = engram(*arguments)
+    plan = json.loads(outcome.out)
+    assert outcome.status == 0
     assert plan["config"]["data"]["name"] == "imagenet100"
     assert plan["card"]["Data set"].endswith("200 training and 100 test images, 16x16, of which 14x14 are seen")
     assert plan["card"]["Class order"] == "1 (published)"
     assert len(plan["stages"]) == 26
 
 
-def test_flags_and_commands_know_imagenet(hundred: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, _, err = typed(capsys, "run", "afc-imagenet100-b50-s5", "--data", hundred, "--test-fraction", "0.5")
-    assert status == 2
-    assert "--test-fraction is for a folder of images" in err
-    status, _, err = typed(capsys, "run", "afc-imagenet1000-b500-s5", "--dry-run")
-    assert status == 2
-    assert "give --data PATH" in err
-    status, _, err = typed(capsys, "prepare", "imagenet100")
-    assert status == 2
-    assert "cannot be downloaded for you: get ImageNet from https://image-net.org" in err
-    out = " ".join(typed(capsys, "list", "datasets")[1].split())
-    assert "imagenet100" in out
-    assert "imagenet1000" in out
-    assert "resnet18" in typed(capsys, "list", "backbones")[1]
+def test_flags_and_commands_know_imagenet(hundred: Path, engram: Engram) -> None:
+    for arguments, words in (
+        (["run", "afc-imagenet100-b50-s5", "--data", hundred, "--test-fraction", "0.5"], "is for a folder of images"),
+        (["run", "afc-imagenet1000-b500-s5", "--dry-run"], "give --data PATH"),
+        (["prepare", "imagenet100"], "cannot be downloaded for you: get ImageNet from https://image-net.org"),
+    ):
+        outcome = engram(*arguments)
+        assert outcome.status == 2
+        assert words in outcome.err
+    datasets = engram("list", "datasets").out.split()
+    assert {"imagenet100", "imagenet1000"} <= set(datasets)
+    assert "resnet18" in engram("list", "backbones").out
+
+
+def test_decoded_images_are_listed_beside_base_stages(three: Path, engram: Engram) -> None:
+    assert engram("list", "cache").out == f"0 trained base stages in {data_home() / 'stages'}; delete what you like\n"
+    read_three(three)
+    stages = StageCache(data_home() / "stages")
+    stages.save("base", {"x": torch.zeros(3)})
+    stage, decoded = json.loads(engram("list", "cache", "--json").out)
+    (pixels,) = (data_home() / CACHE).glob("*.pixels")
+    assert (stage["kind"], decoded["kind"]) == ("base stage", "decoded images")
+    assert stage["path"] == str(stages.entries()[0].path)
+    assert (decoded["path"], decoded["file"]) == (str(pixels), pixels.name)
+    assert decoded["megabytes"] == f"{15 * SIDE**2 * 3 / 1e6:.1f}"
+    shown = engram("list", "cache").out
+    assert "1 trained base stages in" in shown
+    assert f"1 set of decoded images in {data_home() / CACHE}; delete what you like" in shown
+    assert shown.index(stage["file"]) < shown.index(pixels.name)
+    pixels.unlink()
+    assert "of decoded images" not in engram("list", "cache").out
+    read_three(three)  # decoded again
+    assert pixels.exists()

@@ -9,16 +9,24 @@ from typing import Any
 import pytest
 import torch
 
-from engram import resume, run
-from engram.checkpoint import load_checkpoint
 from engram.config import RunConfig
 from engram.engine.plan import learning_rates
 from engram.errors import EngramError
-from engram.events import Checkpointed, PhaseStarted
 from engram.methods import METHODS, Training, find_method
 from engram.recipes import recipe
 from engram.session import Session
-from helpers import learn_stage, parameters_of, tiny_config, tiny_session, toy_store, train_phase
+from helpers import (
+    assert_resumes_to,
+    learn_stage,
+    parameters_of,
+    run_stopped,
+    run_whole,
+    starts,
+    tiny_config,
+    tiny_session,
+    toy_store,
+    train_phase,
+)
 
 FAMILY = ["icarl", "wa", "lwf", "bic", "eeil", "ssil"]
 PHASES = [*((method, "main") for method in FAMILY), ("bic", "correct"), ("eeil", "balance")]
@@ -151,29 +159,10 @@ def test_stopped_in_any_phase_it_resumes_exactly(method: str, phase: str, tmp_pa
     config = tiny_config(method, finetune=2)
     if method == "bic":
         config = config.with_settings(correction__epochs=4)
-    for _ in run(config, toy_store(), tmp_path / "whole"):
-        pass
-    steps, begun = 0, False
-
-    def stop() -> bool:
-        nonlocal steps
-        steps += begun
-        return steps == 2
-
-    events = []
-    for event in run(config, toy_store(), tmp_path / "stopped", stop=stop):
-        begun |= isinstance(event, PhaseStarted) and (event.stage, event.phase) == (1, phase)
-        events.append(event)
-    assert isinstance(events[-2], Checkpointed)
-    assert (events[-2].stage, events[-2].phase) == (1, phase)
-    for _ in resume(tmp_path / "stopped", toy_store()):
-        pass
-    whole, resumed = (
-        load_checkpoint(tmp_path / name / "checkpoint" / "state.safetensors").tensors for name in ("whole", "stopped")
-    )
-    assert whole.keys() == resumed.keys()
-    for name, value in whole.items():
-        assert torch.equal(value, resumed[name]), name
+    whole = run_whole(config, toy_store(), tmp_path / "whole")
+    saved = run_stopped(config, toy_store(), tmp_path / "stopped", 2, starts(1, phase))
+    assert (saved.stage, saved.phase) == (1, phase)
+    assert_resumes_to(whole, tmp_path / "stopped", toy_store())
 
 
 def test_eeil_balances_all_weights_under_a_copy_from_just_before() -> None:

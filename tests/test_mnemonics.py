@@ -17,15 +17,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from conftest import make_config, make_store
-from engram import EngramError, recipe, resume, run
-from engram.checkpoint import load_checkpoint
+from engram import EngramError, recipe, run
 from engram.config import RunConfig
 from engram.data.augment import Augmentation, to_unit
 from engram.data.memory import Memory, MemoryConfig
 from engram.data.samples import Samples
 from engram.data.stage import Stage
 from engram.engine import tune as tuning
-from engram.events import Stopped
 from engram.methods import Training, find_method
 from engram.methods.look import Look
 from engram.methods.mnemonics import (
@@ -40,7 +38,17 @@ from engram.methods.mnemonics import (
 from engram.models.factors import convolution_weights
 from engram.models.network import Network
 from engram.session import Session
-from helpers import learn_stage, parameters_of, tiny_config, tiny_session, toy_store, train_phase
+from helpers import (
+    assert_resumes_to,
+    learn_stage,
+    parameters_of,
+    run_stopped,
+    run_whole,
+    tiny_config,
+    tiny_session,
+    toy_store,
+    train_phase,
+)
 
 STILL = Augmentation(pad=0, flip=False, brightness=0.0)
 # A rate at which toy exemplars learn something, as whole numbers too.
@@ -490,26 +498,10 @@ def test_one_class_a_stage_trains_and_tunes_to_finite_numbers(variant: Any) -> N
 @pytest.mark.parametrize(("variant", "steps"), [("released", 29), ("paper", 12)])
 def test_a_stopped_run_resumes_to_the_same_images_bit_for_bit(variant: str, steps: int, tmp_path: Path) -> None:
     config = make_config("mnemonics", settings__variant=variant, settings__tune__lr=20.0)
-    for _ in run(config, make_store(), tmp_path / "whole"):
-        pass
-    taken = 0
-
-    def stop() -> bool:
-        nonlocal taken
-        taken += 1
-        return taken == steps
-
-    events = list(run(config, make_store(), tmp_path / "stopped", stop=stop))
-    assert isinstance(events[-1], Stopped)
-    for _ in resume(tmp_path / "stopped", make_store()):
-        pass
-    whole, resumed = (
-        load_checkpoint(tmp_path / name / "checkpoint" / "state.safetensors").tensors for name in ("whole", "stopped")
-    )
-    assert whole.keys() == resumed.keys()
-    for name, value in whole.items():
-        assert torch.equal(value, resumed[name]), name
+    whole = run_whole(config, make_store(), tmp_path / "whole")
     assert "memory.images" in whole
+    run_stopped(config, make_store(), tmp_path / "stopped", steps)
+    assert_resumes_to(whole, tmp_path / "stopped", make_store())
 
 
 OTHER: dict[str, Any] = {

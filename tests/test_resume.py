@@ -18,6 +18,7 @@ from engram import EngramError, resume, run
 from engram.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from engram.config import config_hash
 from engram.events import Checkpointed, RunFinished, Stopped
+from helpers import timeless
 
 # A run that checkpoints after every step, and kills itself without warning at the given event, or never.
 SCRIPT = """
@@ -42,14 +43,6 @@ def finish(directory: Path) -> dict[str, Any]:
     for _ in resume(directory, make_store()):
         pass
     return timeless(directory)
-
-
-def timeless(directory: Path) -> dict[str, Any]:
-    result = json.loads((directory / "result.json").read_text())
-    del result["seconds"], result["seconds_by"]
-    for stage in result["stages"]:
-        del stage["seconds"]
-    return result
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +202,7 @@ class TestRefusals:
         plain = make_config().to_plain()
         plain["settings"]["lambda_dics"] = plain["settings"].pop("lambda_disc")
         self.edit_manifest(stopped, config=plain)
-        self.refused(stopped, "did you mean 'lambda_disc'")
+        self.refused(stopped, "did you mean 'settings.lambda_disc'")
 
     @pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "foreign"])
     def test_damaged_checkpoint(self, stopped: Path, damage: str) -> None:

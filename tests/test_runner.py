@@ -204,7 +204,7 @@ def test_plan_is_what_then_happens(config: RunConfig, store: ImageStore) -> None
         ({"order": "class a,class b,class c,class d,class e,class x"}, "no class here"),
         ({"order": "backwards"}, "none of"),
         ({"settings.train.epochs": -1}, "epochs must be at least 0"),
-        ({"settings.lambda_dics": 3}, "did you mean 'lambda_disc'"),
+        ({"settings.lambda_dics": 3}, "did you mean 'settings.lambda_disc'"),
         ({"settings.variant": "papers"}, "must be one of released, paper"),
         ({"backbone": "resnet23"}, "did you mean 'resnet32'"),
         ({"method": "acf"}, "did you mean 'afc'"),

@@ -13,14 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engram import resume, run
-from engram.checkpoint import load_checkpoint
+from engram import run
 from engram.config import RunConfig
 from engram.data.memory import MemoryConfig
 from engram.data.stage import Stage
 from engram.engine.plan import learning_rates
 from engram.errors import EngramError
-from engram.events import BaseReused, Checkpointed, EpochFinished, PhaseStarted, RunFinished
+from engram.events import BaseReused, EpochFinished, RunFinished
 from engram.methods import METHODS, Step, Training, find_method
 from engram.methods._base import ANCHOR, OMEGA, PATH
 from engram.methods.ewc import EWC, EWCSettings
@@ -30,7 +29,19 @@ from engram.models.network import Output
 from engram.recipes import recipe
 from engram.session import Session
 from engram.stagecache import StageCache
-from helpers import NO_AUGMENTATION, learn_stage, parameters_of, tiny_config, tiny_session, toy_store
+from helpers import (
+    NO_AUGMENTATION,
+    assert_resumes_to,
+    last_state,
+    learn_stage,
+    parameters_of,
+    run_stopped,
+    run_whole,
+    starts,
+    tiny_config,
+    tiny_session,
+    toy_store,
+)
 
 FAMILY = ["ewc", "si", "mas"]
 MEMORY = MemoryConfig(size=3)
@@ -235,55 +246,20 @@ def test_a_memory_frees_the_old_rows_and_compares_all_classes(method: str, kept:
 @pytest.mark.parametrize("kept", [0, 3])
 def test_stopped_inside_a_phase_it_resumes_exactly(method: str, kept: int, tmp_path: Path) -> None:
     config = tiny_config(method, memory=MemoryConfig(size=kept) if kept else MemoryConfig("none", 0))
-    for _ in run(config, toy_store(), tmp_path / "whole"):
-        pass
-    steps, begun = 0, False
-
-    def stop() -> bool:
-        nonlocal steps
-        steps += begun
-        return steps == 2
-
-    events = []
-    for event in run(config, toy_store(), tmp_path / "stopped", stop=stop):
-        begun |= isinstance(event, PhaseStarted) and event.stage == 1
-        events.append(event)
-    assert isinstance(events[-2], Checkpointed)
-    state = tmp_path / "stopped" / "checkpoint" / "state.safetensors"
-    way = [value for name, value in load_checkpoint(state).tensors.items() if name.startswith("phase.path.")]
+    whole = run_whole(config, toy_store(), tmp_path / "whole")
+    run_stopped(config, toy_store(), tmp_path / "stopped", 2, starts(1))
+    way = [value for name, value in last_state(tmp_path / "stopped").items() if name.startswith("phase.path.")]
     assert bool(way) == (method == "si")
     assert all(bool(value.any()) for value in way[:1])
-    for _ in resume(tmp_path / "stopped", toy_store()):
-        pass
-    whole, resumed = (
-        load_checkpoint(tmp_path / name / "checkpoint" / "state.safetensors").tensors for name in ("whole", "stopped")
-    )
-    assert whole.keys() == resumed.keys()
-    for name, value in whole.items():
-        assert torch.equal(value, resumed[name]), name
+    assert_resumes_to(whole, tmp_path / "stopped", toy_store())
 
 
 def test_a_phase_stopped_after_its_last_step_still_hands_over_its_path(tmp_path: Path) -> None:
     config = tiny_config("si", epochs=1)
-    for _ in run(config, toy_store(), tmp_path / "whole"):
-        pass
-    steps = 0
-
-    def stop() -> bool:
-        nonlocal steps
-        steps += 1
-        return steps == 3  # the last step of the base stage
-
-    events = list(run(config, toy_store(), tmp_path / "stopped", stop=stop))
-    assert isinstance(events[-2], Checkpointed)
-    assert (events[-2].stage, events[-2].epoch) == (0, 0)
-    for _ in resume(tmp_path / "stopped", toy_store()):
-        pass
-    whole, resumed = (
-        load_checkpoint(tmp_path / name / "checkpoint" / "state.safetensors").tensors for name in ("whole", "stopped")
-    )
-    for name, value in whole.items():
-        assert torch.equal(value, resumed[name]), name
+    whole = run_whole(config, toy_store(), tmp_path / "whole")
+    saved = run_stopped(config, toy_store(), tmp_path / "stopped", 3)  # the last step of the base stage
+    assert (saved.stage, saved.epoch) == (0, 0)
+    assert_resumes_to(whole, tmp_path / "stopped", toy_store())
 
 
 def test_classes_beyond_the_heads_room_have_room_here_too() -> None:

@@ -36,19 +36,12 @@ from engram.runner import resume
 from engram.stagecache import StageCache
 from engram.together import Workers, plan_members
 from engram.together.workers import short_turns
+from helpers import timeless
 
 
 def configs() -> dict[str, RunConfig]:
     """Three runs: two methods with the same base stage, and one with another seed."""
     return {"afc": make_config("afc"), "replay": make_config("replay"), "other": make_config("afc", seed=2)}
-
-
-def timeless(directory: Path) -> dict[str, Any]:
-    result = json.loads((directory / "result.json").read_text())
-    del result["seconds"], result["seconds_by"]
-    for stage in result["stages"]:
-        del stage["seconds"]
-    return result
 
 
 def outcome(directory: Path) -> tuple[dict[str, Any], list[bytes]]:

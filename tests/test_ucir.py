@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from conftest import make_config, make_store
@@ -22,7 +21,7 @@ from engram.methods.ucir import UCIR, UCIRSettings
 from engram.models.heads import CosineHead
 from engram.models.network import Output
 from engram.session import Session
-from helpers import buffers_of, learn_stage, make_stage, parameters_of, tiny_config, tiny_session, toy_store
+from helpers import buffers_of, drift, learn_stage, make_stage, parameters_of, tiny_config, tiny_session, toy_store
 
 SEEDS = range(4)
 INF = math.inf
@@ -183,19 +182,10 @@ def test_old_weights_stay_and_new_ones_and_the_scale_move_on() -> None:
     assert not torch.equal(session.learner.network.backbone.conv.weight, before["backbone.conv.weight"])
 
 
-def drift(**settings: float) -> float:
-    """How far the embeddings of the second stage's images turn in it, on average."""
-    session = tiny_session(tiny_config("ucir", epochs=6).with_settings(**settings))
-    learn_stage(session, 0)
-    images = session.stage(1).pool.images
-    before = session.engine.embed(session.learner.network, images)
-    learn_stage(session, 1)
-    after = session.engine.embed(session.learner.network, images)
-    return float(1 - F.cosine_similarity(before, after, dim=1).mean())
-
-
 def test_a_larger_lambda_holds_the_embeddings() -> None:
-    assert drift(lambda_embedding=50.0) < 0.7 * drift(lambda_embedding=0.0)
+    config = tiny_config("ucir", epochs=6)
+    held, free = (drift(config.with_settings(lambda_embedding=factor)) for factor in (50.0, 0.0))
+    assert held < 0.7 * free
 
 
 @pytest.mark.parametrize("batch_size", [2, 5])

@@ -172,6 +172,19 @@ class RunConfig:
         return text
 
 
+def refuse_no_epochs(settings: Settings, where: str = "") -> None:
+    """Refuses settings with which stages would learn nothing; later phases may have 0 epochs, which leaves them out.
+
+    A RunConfig may have them, for whoever wants to look at an untrained network; typed on a command line it is a slip.
+    """
+    for phase in ("train", "rehearse"):
+        training = getattr(settings, phase, None)
+        if training is not None and training.epochs < 1:
+            raise EngramError(
+                f"{where}{phase}.epochs must be at least 1, got {training.epochs}: it would learn nothing"
+            )
+
+
 def config_hash(plain: dict[str, Any]) -> str:
     """A short digest of a configuration as plain data, without the recipe's name and the images' place.
 

@@ -14,13 +14,16 @@ class EngramError(ValueError):
     """
 
 
-def suggest(name: str, valid: Iterable[str]) -> str:
-    """The nearest valid name as a clause to append to a message, or the valid names if none is near."""
+def suggest(name: str, valid: Iterable[str], before: str = "") -> str:
+    """The nearest valid name as a clause to append to a message, or the valid names if none is near.
+
+    before: what stands before each of the names where one is typed, such as "settings.train.".
+    """
     names = sorted(set(valid))
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     if close:
-        return f"did you mean {close[0]!r}?"
-    return f"valid names: {', '.join(names)}" if names else "there are none"
+        return f"did you mean {before + close[0]!r}?"
+    return f"valid names: {', '.join(before + each for each in names)}" if names else "there are none"
 
 
 def explain(error: BaseException) -> tuple[str, bool]:

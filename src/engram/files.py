@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from engram.errors import EngramError
 
@@ -35,14 +35,15 @@ def writing(path: Path) -> Iterator[None]:
         raise EngramError(f"cannot write {path}: {what}; what was written before is intact") from error
 
 
-def write_bytes(path: Path, content: bytes) -> None:
-    """Puts the content at the path, whole and on disk, or leaves what was there."""
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file to write; when the context ends well it is at the path, whole and on disk, else what was there is."""
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=TEMPORARY)
         try:
             with os.fdopen(handle, "wb") as file:
-                file.write(content)
+                yield file
                 file.flush()
                 os.fsync(file.fileno())
             os.chmod(temporary, FILE_MODE)
@@ -51,6 +52,12 @@ def write_bytes(path: Path, content: bytes) -> None:
             with suppress(OSError):
                 os.unlink(temporary)
             raise
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Puts the content at the path, whole and on disk, or leaves what was there."""
+    with replacing(path) as file:
+        file.write(content)
 
 
 def remove_temporaries(folder: Path, older_than: float = 0.0) -> None:

@@ -32,7 +32,7 @@ def from_plain(cls: type[T], data: Any, where: str = "") -> T:
     for key, item in data.items():
         label = f"{where}.{key}" if where else str(key)
         if key not in names:
-            raise EngramError(f"no setting {label!r}: {suggest(str(key), names)}")
+            raise EngramError(f"no setting {label!r}: {suggest(str(key), names, label.removesuffix(str(key)))}")
         values[key] = _convert(hints[key], item, label)
     return cls(**values)
 
@@ -45,7 +45,7 @@ def replace_at(value: T, path: str, item: Any, where: str = "") -> T:
         raise EngramError(f"{where!r} has no settings inside, so {label!r} cannot be set")
     names = [field.name for field in dataclasses.fields(value)]
     if name not in names:
-        raise EngramError(f"no setting {label!r}: {suggest(name, names)}")
+        raise EngramError(f"no setting {label!r}: {suggest(name, names, label.removesuffix(name))}")
     if rest:
         inner = replace_at(getattr(value, name), rest, item, label)
     else:

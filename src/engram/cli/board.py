@@ -10,16 +10,15 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 
 from rich.console import Console, Group
-from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from engram.cli.display import PLAIN_SECONDS
 from engram.cli.interrupt import SAVING, Interrupt
+from engram.cli.screen import Screen, moving_line
 from engram.cli.tally import Line, Tally
 from engram.cli.text import clock, duration, is_live, measures_text, percent, stage_name
 from engram.events import (
@@ -38,20 +37,12 @@ from engram.together import Member
 BAR, LONGEST_BAR = 10, 40  # columns
 
 
-class Board(ABC):
+class Board(Screen, ABC):
     """Shows the events of several runs; used as a context, which ends what moves."""
 
     @abstractmethod
     def show(self, run: str, event: Event) -> None:
         """Takes note of an event of a run."""
-
-    def __enter__(self) -> Board:
-        return self
-
-    def __exit__(  # noqa: B027
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Ends the board; nothing by default."""
 
 
 def make_board(
@@ -151,18 +142,7 @@ class LiveBoard(Board):
         self._interrupt = interrupt
         self._tally = Tally(members)
         self._warnings: set[str] = set()
-        self._live = Live(
-            console=console, get_renderable=self.render, auto_refresh=refresh, refresh_per_second=4, transient=True
-        )
-
-    def __enter__(self) -> LiveBoard:
-        self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._live.stop()
+        self.move(console, self.render, refresh, per_second=4)
 
     def show(self, run: str, event: Event) -> None:
         self._tally.note(run, event)
@@ -180,12 +160,12 @@ class LiveBoard(Board):
         hidden = len(lines) - room + 1 if len(lines) > room else 0
         shown = lines[: len(lines) - hidden]
         waiting = [line for line in shown if line.holder is not None]
-        below = [_moving(f"{line.member.name}: {_awaiting(line.holder or '')}", "dim") for line in waiting]
-        below += [_moving(f"and {hidden} more at work")] if hidden else []
+        below = [moving_line(f"{line.member.name}: {_awaiting(line.holder or '')}", "dim") for line in waiting]
+        below += [moving_line(f"and {hidden} more at work")] if hidden else []
         if self._interrupt():
-            below.append(_moving(SAVING, "bold yellow"))
+            below.append(moving_line(SAVING, "bold yellow"))
         at_work = self._table([line for line in shown if line.holder is None])
-        return Group(at_work, *below, _moving(self._tally.text(), "bold"))
+        return Group(at_work, *below, moving_line(self._tally.text(), "bold"))
 
     def _table(self, lines: Sequence[Line]) -> Table:
         """A row for each run that trains."""
@@ -214,10 +194,6 @@ def _cells(line: Line) -> tuple[str, str, str, str]:
 def _awaiting(holder: str) -> str:
     """That the base stage is being trained by another run, which is named by its directory alone."""
     return f"waiting for the base stage of {Path(holder).name}"
-
-
-def _moving(text: str, style: str = "") -> Text:
-    return Text(text, style=style, no_wrap=True, overflow="ellipsis")
 
 
 def shorten_name(name: str, width: int) -> str:

@@ -10,15 +10,14 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
-from types import TracebackType
 
 from rich.console import Console, Group
-from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from engram.cli.interrupt import SAVING, Interrupt
+from engram.cli.screen import Screen, moving_line
 from engram.cli.text import clock, duration, is_live, measures_text, percent, stage_name
 from engram.events import (
     BaseAwaited,
@@ -43,20 +42,12 @@ WORK = {
 }
 
 
-class Display(ABC):
+class Display(Screen, ABC):
     """Shows events; used as a context, which ends what moves."""
 
     @abstractmethod
     def show(self, event: Event) -> None:
         """Takes note of an event."""
-
-    def __enter__(self) -> Display:
-        return self
-
-    def __exit__(  # noqa: B027
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Ends the display; nothing by default."""
 
 
 def follow(events: Iterable[Event], display: Display) -> Event:
@@ -195,18 +186,7 @@ class LiveDisplay(Display):
         self._columns: list[tuple[str, int]] = []
         self._warnings: set[str] = set()
         # Its own thread keeps the bar moving while the run is between events.
-        self._live = Live(
-            console=console, get_renderable=self.render, auto_refresh=refresh, refresh_per_second=8, transient=True
-        )
-
-    def __enter__(self) -> LiveDisplay:
-        self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._live.stop()
+        self.move(console, self.render, refresh, per_second=8)
 
     def show(self, event: Event) -> None:
         if isinstance(event, RunStarted):
@@ -253,22 +233,18 @@ class LiveDisplay(Display):
         left = "" if self._left is None else f"{clock(self._left)} left"
         bar.add_row(ProgressBar(total=1.0, completed=self._done), f"{self._done:.0%}", left)
         # Always three lines: an area that grows and shrinks flickers.
-        below = _line("")
+        below = moving_line("")
         if self._interrupt():
-            below = _line(SAVING, "bold yellow")
+            below = moving_line(SAVING, "bold yellow")
         elif self._progress is not None:
-            below = _line(f"{self._progress.images_per_second:,.0f} images/s  {loss_text(self._progress.terms)}")
-        return Group(bar, _line(self._where_text()), below)
+            below = moving_line(f"{self._progress.images_per_second:,.0f} images/s  {loss_text(self._progress.terms)}")
+        return Group(bar, moving_line(self._where_text()), below)
 
     def _where_text(self) -> str:
         now = self._progress
         if now is None:
             return f"{self._where}  {self._doing}".rstrip()
         return f"{self._where}  {now.phase}  epoch {now.epoch}/{now.epochs}  step {now.step}/{now.steps}"
-
-
-def _line(text: str, style: str = "") -> Text:
-    return Text(text, style=style, no_wrap=True, overflow="ellipsis")
 
 
 def row_cells(event: StageFinished) -> dict[str, str]:

@@ -181,7 +181,7 @@ class List:
         Positional[Literal["recipes", "methods", "datasets", "backbones", "runs", "cache"]],
         arg(metavar="WHAT", help_behavior_hint="(default: recipes)"),
     ] = "recipes"
-    """recipes, methods, datasets, backbones, runs, or the cache of trained base stages."""
+    """recipes, methods, datasets, backbones, runs, or the cache of trained base stages and decoded images."""
     root: Annotated[str, arg(metavar="DIR", help_behavior_hint="(default: runs)")] = "runs"
     """Where to look for runs."""
     json: Annotated[bool, arg(help_behavior_hint="")] = False

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from engram.cli.options import DataFlags, Run, StreamFlags, TrainingFlags
-from engram.config import RunConfig
+from engram.config import RunConfig, refuse_no_epochs
 from engram.data.load import FOLDERS
 from engram.data.memory import MemoryConfig
 from engram.errors import EngramError
@@ -76,6 +76,7 @@ def configure(options: Run, name: str) -> RunConfig:
                 "'engram list' has the recipes"
             )
         config = config.with_value(key.strip(), value.strip())
+    refuse_no_epochs(config.settings, "settings.")
     return named_after_changes(original, config)
 
 

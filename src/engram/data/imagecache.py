@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import numpy as np
 
 from engram.data.store import Images
 from engram.errors import EngramError
-from engram.files import FILE_MODE, TEMPORARY, read_json, remove_temporaries, write_json, writing
+from engram.files import read_json, remove_temporaries, replacing, write_json, writing
 
 LIMIT_BYTES = 300 * 10**9  # ImageNet's 1,000 classes take 262 of them, its first 100 26
 PIXELS, ABOUT = ".pixels", ".json"
@@ -44,15 +43,15 @@ class ImageCache:
     def about(self, key: str) -> dict[str, Any] | None:
         """What was said of the set under the key; None where it is not there, or not whole."""
         try:
-            about = read_json(self._path(key, ABOUT))
-            whole = self._path(key, PIXELS).stat().st_size == about["images"] * about["side"] ** 2 * 3
+            about = read_json(self.path(key, ABOUT))
+            whole = self.path(key).stat().st_size == about["images"] * about["side"] ** 2 * 3
         except (EngramError, OSError, KeyError, TypeError):
             return None
         return about if whole else None
 
     def images(self, key: str, count: int, side: int) -> Images:
         """The images (count, side, side, 3) of the set under the key, which stay in the file until they are read."""
-        path = self._path(key, PIXELS)
+        path = self.path(key)
         try:
             mapped = np.memmap(path, dtype=np.uint8, mode="r", shape=(count, side, side, 3))
         except (OSError, ValueError) as error:
@@ -66,32 +65,22 @@ class ImageCache:
 
         What is left of them if that breaks off is removed. expected_bytes: what they will take, at most.
         """
-        path = self._path(key, PIXELS)
+        path = self.path(key)
+        count = 0
         with writing(path):
             self.folder.mkdir(parents=True, exist_ok=True)
             remove_temporaries(self.folder, older_than=24 * 3600)
             self._make_room(expected_bytes)
-            # Written and not mapped: a full disk is then an error and not the end of the process.
-            handle, temporary = tempfile.mkstemp(dir=self.folder, prefix=f".{key}.", suffix=TEMPORARY)
-            count = 0
-            try:
-                with os.fdopen(handle, "wb") as file:
-                    for image in images:
-                        file.write(np.ascontiguousarray(image).data)
-                        count += 1
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.chmod(temporary, FILE_MODE)
-                os.replace(temporary, path)
-            except BaseException:
-                with suppress(OSError):
-                    os.unlink(temporary)
-                raise
+        # Written and not mapped: a full disk is then an error and not the end of the process.
+        with replacing(path) as file:
+            for image in images:
+                file.write(np.ascontiguousarray(image).data)
+                count += 1
         return count
 
     def describe(self, key: str, about: dict[str, Any]) -> None:
         """Makes an entry of the images saved; `images` and `side` are among what is said of them."""
-        write_json(self._path(key, ABOUT), about)
+        write_json(self.path(key, ABOUT), about)
 
     def entries(self) -> list[Entry]:
         """What is kept, the longest unused first."""
@@ -111,7 +100,7 @@ class ImageCache:
                 break
             for kind in (ABOUT, PIXELS):  # a run that has the file open keeps it
                 with suppress(FileNotFoundError):
-                    self._path(entry.key, kind).unlink()
+                    self.path(entry.key, kind).unlink()
             excess -= entry.size
         free = shutil.disk_usage(self.folder).free
         if need > free:
@@ -120,5 +109,6 @@ class ImageCache:
                 "make room, name a folder on another disk in ENGRAM_DATA, or give a smaller --image-size"
             )
 
-    def _path(self, key: str, kind: str) -> Path:
+    def path(self, key: str, kind: str = PIXELS) -> Path:
+        """Where the pixels of a set are, or what is said of them (ABOUT)."""
         return self.folder / f"{key}{kind}"

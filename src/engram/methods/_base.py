@@ -21,6 +21,7 @@ from engram.learner import Learner
 from engram.methods.batches import Beside, CutMix, Mixed
 from engram.methods.exemplars import choose_exemplars
 from engram.methods.look import Look
+from engram.methods.settings import Settings
 from engram.models.heads import Head
 from engram.models.network import Network, Output, Part
 from engram.models.resnet import ResNet
@@ -253,11 +254,6 @@ class Passes(Protocol):
         them, normalised. purpose names what is random about it.
         """
         ...
-
-
-@dataclass(frozen=True)
-class Settings:
-    """A method's settings: a frozen dataclass with a default for everything, checked where it is made."""
 
 
 SettingsT = TypeVar("SettingsT", bound=Settings)

@@ -20,16 +20,15 @@ from engram.learner import Learner
 from engram.methods import losses
 from engram.methods._base import Passes, Phase, Step, Terms, register
 from engram.methods.host import (
-    AFTER_BASE,
     HostMethod,
     HostSettings,
     Variant,
     classification_loss,
     distilled,
     host_phases,
-    refuse_negative,
     stage_weight,
 )
+from engram.methods.settings import AFTER_BASE, refuse_negative
 from engram.random import generator
 
 

@@ -18,14 +18,8 @@ from engram.errors import EngramError
 from engram.learner import Learner
 from engram.methods._base import Passes, Phase, Settings, Step, Terms, Training, register
 from engram.methods.exemplars import choose_exemplars
-from engram.methods.linear import (
-    LinearMethod,
-    check_temperature,
-    classify,
-    convex_distillation,
-    convex_weights,
-    main_phase,
-)
+from engram.methods.linear import LinearMethod, classify, convex_distillation, convex_weights, main_phase
+from engram.methods.settings import check_temperature, refuse_negative
 from engram.models.heads import Head, LinearHead
 from engram.models.network import Part
 from engram.random import generator
@@ -60,8 +54,7 @@ class BiCSettings(Settings):
         check_temperature(self.temperature)
         if not 0 < self.validation <= 0.5:
             raise EngramError(f"validation must be a share above 0 and at most 0.5, got {self.validation}")
-        if self.penalty < 0:
-            raise EngramError(f"penalty must be 0 or more, got {self.penalty}")
+        refuse_negative(self, "penalty")
 
     @property
     def held(self) -> slice:

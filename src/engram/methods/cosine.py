@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -19,9 +19,9 @@ from engram.data.stage import Stage
 from engram.learner import Learner
 from engram.methods._base import Method, Passes, Phase, Settings, Step, Terms, Training
 from engram.methods.exemplars import unit_embeddings
+from engram.methods.settings import base_settings
 from engram.models.heads import CosineHead, Head
 from engram.models.network import Part
-from engram.plain import to_plain
 from engram.random import generator
 
 
@@ -32,12 +32,6 @@ class CosineSettings(Settings):
     train: Training = field(
         default_factory=lambda: Training(schedule="steps", milestones=(0.5, 0.75), factor=0.1, clip=None)
     )
-
-
-def cosine_base_key(settings: CosineSettings) -> dict[str, Any]:
-    """What determines the base stage of every method on this host: all settings but those marked AFTER_BASE."""
-    later = {field.name for field in fields(settings) if field.metadata.get("after_base")}
-    return {"host": "cosine", **{name: value for name, value in to_plain(settings).items() if name not in later}}
 
 
 def cross_entropy(step: Step) -> Tensor:
@@ -96,7 +90,7 @@ class CosineMethod(Method[CosineSettingsT]):
         return CosineHead(dim, capacity)
 
     def base_key(self) -> dict[str, Any] | None:
-        return cosine_base_key(self.settings)
+        return {"host": "cosine", **base_settings(self.settings)}
 
     def grow(self, learner: Learner, stage: Stage, passes: Passes) -> None:
         imprint(learner, stage, passes)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +19,9 @@ from torch import Tensor
 from engram.data.stage import Stage
 from engram.errors import EngramError, suggest
 from engram.learner import Learner
-from engram.methods._base import Neighbours, Passes, Phase, Step
+from engram.methods._base import Method, Neighbours, Passes, Phase, Step
 from engram.methods.exemplars import balanced_rows
+from engram.methods.settings import AFTER_BASE, Settings, refuse_negative
 from engram.models.effect import MomentumEffect
 from engram.models.heads import Head
 from engram.models.network import Network, Output
@@ -52,10 +53,7 @@ class DDESettings:
     def __post_init__(self) -> None:
         if self.removal not in REMOVALS:
             raise EngramError(f"no removal {self.removal!r}: {suggest(str(self.removal), REMOVALS)}")
-        for name in ("neighbours", "strength", "fit_epochs", "fit_rate"):
-            value = getattr(self, name)
-            if value is not None and not value >= 0:
-                raise EngramError(f"{name} must be 0 or more, got {value}")
+        refuse_negative(self, "neighbours", "strength", "fit_epochs", "fit_rate")
 
     def around(self, stage: Stage) -> Neighbours | None:
         """What neighbours an image has in a stage."""
@@ -95,15 +93,6 @@ def effect_of(network: Network) -> MomentumEffect:
     """The network's momentum effect."""
     assert network.head.effect is not None
     return network.head.effect
-
-
-HeadT = TypeVar("HeadT", bound=Head)
-
-
-def with_effect(head: HeadT, dim: int) -> HeadT:
-    """The head, with a momentum effect to remove."""
-    head.effect = MomentumEffect(dim)
-    return head
 
 
 def with_neighbours(settings: DDESettings, stage: Stage, phases: Sequence[Phase]) -> list[Phase]:
@@ -156,3 +145,33 @@ def fit_removal(
             optimiser.step()
     blend, strength = numbers.detach()
     return blend, strength
+
+
+@dataclass(frozen=True)
+class WithDDESettings(Settings):
+    """The add-on's settings beside those of its host."""
+
+    dde: DDESettings = field(default_factory=DDESettings, metadata=AFTER_BASE)
+
+
+WithDDESettingsT = TypeVar("WithDDESettingsT", bound=WithDDESettings)
+
+
+class WithDDE(Method[WithDDESettingsT]):
+    """The add-on's part of a method, before that of its host: `class PODNetDDE(WithDDE[...], HostMethod[...])`."""
+
+    def head(self, dim: int, capacity: int) -> Head:
+        head = super().head(dim, capacity)
+        head.effect = MomentumEffect(dim)
+        return head
+
+    def base_key(self) -> dict[str, Any] | None:
+        """Not the host's own: the network carries the momentum effect."""
+        return {**(super().base_key() or {}), "effect": True}
+
+    def grow(self, learner: Learner, stage: Stage, passes: Passes) -> None:
+        super().grow(learner, stage, passes)
+        begin_effect(self.settings.dde, learner, stage)
+
+    def finish(self, learner: Learner, stage: Stage, passes: Passes) -> None:
+        finish_effect(self.settings.dde, learner, stage, passes)

@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 
 from engram.data.stage import Stage
-from engram.errors import EngramError
 from engram.learner import Learner
 from engram.methods._base import Method, Passes, Phase, Settings, Step, Terms, Training, register
 from engram.methods.distillation import cross_entropy
 from engram.methods.exemplars import balanced_count, balanced_rows
-from engram.methods.host import AFTER_BASE
-from engram.methods.linear import EVERYTHING, check_temperature, classify, linear_base_key, seen_columns
+from engram.methods.linear import EVERYTHING, classify, seen_columns
+from engram.methods.settings import AFTER_BASE, base_settings, check_temperature, refuse_negative
 from engram.models.expanding import ExpandingBackbone, ExpandingHead
 from engram.models.heads import Head
 from engram.models.network import Part
@@ -56,9 +55,7 @@ class DERSettings(Settings):
 
     def __post_init__(self) -> None:
         check_temperature(self.temperature)
-        for name in ("warmup", "lambda_aux"):
-            if not getattr(self, name) >= 0:
-                raise EngramError(f"{name} must be 0 or more, got {getattr(self, name)}")
+        refuse_negative(self, "warmup", "lambda_aux")
 
 
 def auxiliary_loss(scores: Tensor, labels: Tensor, new: Tensor) -> Tensor:
@@ -89,7 +86,7 @@ class DER(Method[DERSettings]):
         return ExpandingHead(dim, capacity)
 
     def base_key(self) -> dict[str, Any] | None:
-        return linear_base_key("DER", self.settings)
+        return {"host": "DER", **base_settings(self.settings)}
 
     def grow(self, learner: Learner, stage: Stage, passes: Passes) -> None:
         """Freezes the backbone and goes on with its copy; a new head over all embeddings, for old classes too."""

@@ -16,8 +16,8 @@ from engram.learner import Learner
 from engram.methods._base import Passes, Phase, Settings, Step, Terms, Training, register
 from engram.methods.distillation import distillation, distillation_by_group
 from engram.methods.exemplars import balanced_count, balanced_rows
-from engram.methods.host import AFTER_BASE
-from engram.methods.linear import EVERYTHING, LinearMethod, check_temperature, classify, main_phase
+from engram.methods.linear import EVERYTHING, LinearMethod, classify, main_phase
+from engram.methods.settings import AFTER_BASE, check_temperature
 
 
 def eeil_training() -> Training:

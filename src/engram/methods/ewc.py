@@ -17,9 +17,9 @@ from engram.errors import EngramError, suggest
 from engram.learner import Learner
 from engram.methods._base import Passes, Step, register
 from engram.methods.distillation import cross_entropy
-from engram.methods.host import AFTER_BASE
 from engram.methods.linear import seen_columns
 from engram.methods.losses import MASKED
+from engram.methods.settings import AFTER_BASE
 from engram.methods.tether import MeasuredMethod, MeasuredSettings, keep_omega, sampled_rows
 
 Label = Literal["true", "predicted", "sampled"]

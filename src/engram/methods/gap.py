@@ -10,12 +10,10 @@ from typing import final
 
 from torch import Tensor
 
-from engram.data.stage import Stage
-from engram.learner import Learner
 from engram.methods import losses
-from engram.methods._base import Passes, Phase, register
-from engram.methods.host import AFTER_BASE, HostMethod
-from engram.methods.maps import MapsSettings, maps_phases
+from engram.methods._base import register
+from engram.methods.maps import MapsMethod, MapsSettings
+from engram.methods.settings import AFTER_BASE
 from engram.models.network import Output
 
 
@@ -26,11 +24,6 @@ class GAPSettings(MapsSettings):
     lambda_maps: float = field(default=5.0, metadata=AFTER_BASE)
 
 
-def distance(student: Output, teacher: Output) -> Tensor:
-    """Of the means over the pixels."""
-    return losses.pooled_distance(student.maps, teacher.maps, losses.over_pixels)
-
-
 @final
 @register(
     "gap",
@@ -38,8 +31,10 @@ def distance(student: Output, teacher: Output) -> Tensor:
     title="Preserves the mean of each channel",
     paper="Douillard et al., ECCV 2020; AFC's Table 4: GAP",
 )
-class GAP(HostMethod[GAPSettings]):
+class GAP(MapsMethod[GAPSettings]):
     """Distils the maps pooled over all pixels."""
 
-    def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
-        return maps_phases(self.settings, learner, stage, passes, distance)
+    @staticmethod
+    def distance(student: Output, teacher: Output) -> Tensor:
+        """Of the means over the pixels."""
+        return losses.pooled_distance(student.maps, teacher.maps, losses.over_pixels)

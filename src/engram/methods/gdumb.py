@@ -19,7 +19,7 @@ from engram.learner import Learner
 from engram.methods._base import Method, Passes, Phase, Settings, Step, Terms, Training, register
 from engram.methods.batches import CutMix
 from engram.methods.exemplars import balanced_count, balanced_rows
-from engram.methods.host import AFTER_BASE
+from engram.methods.settings import AFTER_BASE
 from engram.models.heads import Head, NormalisedHead
 from engram.models.network import Part
 from engram.plain import to_plain

@@ -16,7 +16,7 @@ from engram.learner import Learner
 from engram.methods._base import Passes, Phase, Step, Terms, register
 from engram.methods.cosine import CosineMethod, CosineSettings, cosine_phases, cross_entropy, old_weight
 from engram.methods.geodesic import features, geodesic_distance, geodesic_similarity
-from engram.methods.host import AFTER_BASE
+from engram.methods.settings import AFTER_BASE, refuse_negative
 
 Reading = Literal["released", "paper"]
 
@@ -33,8 +33,7 @@ class GeoDLSettings(CosineSettings):
     distance: Reading = field(default="released", metadata=AFTER_BASE)
 
     def __post_init__(self) -> None:
-        if self.lambda_geodesic < 0:
-            raise EngramError(f"lambda_geodesic must be 0 or more, got {self.lambda_geodesic}")
+        refuse_negative(self, "lambda_geodesic")
         if self.distance not in ("released", "paper"):
             raise EngramError(f"no distance {self.distance!r}: {suggest(str(self.distance), ('released', 'paper'))}")
 

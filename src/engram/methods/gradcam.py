@@ -15,8 +15,9 @@ from engram.data.stage import Stage
 from engram.learner import Learner
 from engram.methods import losses
 from engram.methods._base import Passes, Phase, register
-from engram.methods.host import AFTER_BASE, HostMethod
+from engram.methods.host import HostMethod
 from engram.methods.maps import MapsSettings, maps_phases
+from engram.methods.settings import AFTER_BASE
 from engram.models.heads import Head
 from engram.models.network import Output
 

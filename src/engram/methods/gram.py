@@ -10,12 +10,10 @@ from typing import final
 
 from torch import Tensor
 
-from engram.data.stage import Stage
-from engram.learner import Learner
 from engram.methods import losses
-from engram.methods._base import Passes, Phase, register
-from engram.methods.host import AFTER_BASE, HostMethod
-from engram.methods.maps import MapsSettings, maps_phases
+from engram.methods._base import register
+from engram.methods.maps import MapsMethod, MapsSettings
+from engram.methods.settings import AFTER_BASE
 from engram.models.network import Output
 
 
@@ -27,11 +25,6 @@ class GramSettings(MapsSettings):
     growing: bool = field(default=False, metadata=AFTER_BASE)
 
 
-def distance(student: Output, teacher: Output) -> Tensor:
-    """Of the Gram matrices."""
-    return losses.gram_distance(student.maps, teacher.maps)
-
-
 @final
 @register(
     "gram",
@@ -39,8 +32,10 @@ def distance(student: Output, teacher: Output) -> Tensor:
     title="Preserves the Gram matrix of each map",
     paper="Johnson et al., ECCV 2016; AFC's Table 4: Gram matrix",
 )
-class Gram(HostMethod[GramSettings]):
+class Gram(MapsMethod[GramSettings]):
     """Distils the Gram matrices of the maps."""
 
-    def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
-        return maps_phases(self.settings, learner, stage, passes, distance)
+    @staticmethod
+    def distance(student: Output, teacher: Output) -> Tensor:
+        """Of the Gram matrices."""
+        return losses.gram_distance(student.maps, teacher.maps)

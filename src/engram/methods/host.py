@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -20,17 +20,14 @@ from engram.learner import Learner
 from engram.methods import losses
 from engram.methods._base import Method, Passes, Phase, Settings, Step, Terms, Training
 from engram.methods.exemplars import balanced_count, balanced_rows, unit_embeddings
+from engram.methods.settings import AFTER_BASE, base_settings
 from engram.models.heads import Head, LSCHead, Similarity
 from engram.models.kmeans import kmeans
 from engram.models.network import Part
-from engram.plain import to_plain
 from engram.random import generator
 
 Variant = Literal["released", "paper"]
 VARIANTS: tuple[Variant, ...] = ("released", "paper")
-
-# For settings that play no part before the second stage: `field(default, metadata=AFTER_BASE)`.
-AFTER_BASE = {"after_base": True}
 
 # Where the paper and the released code differ, and what each says. docs/afc.md has a line on each.
 DIFFERENCES: dict[str, dict[Variant, Any]] = {
@@ -82,17 +79,9 @@ class HostSettings(Settings):
         return DIFFERENCES[difference][self.variant] if value is None else value
 
 
-def refuse_negative(settings: HostSettings, *names: str) -> None:
-    """Refuses weights that are below 0 or not a number."""
-    for name in names:
-        if not getattr(settings, name) >= 0:
-            raise EngramError(f"{name} must be 0 or more, got {getattr(settings, name)}")
-
-
 def host_base_key(settings: HostSettings) -> dict[str, Any]:
-    """What determines the base stage of every method on this host: all settings but those marked AFTER_BASE."""
-    later = {field.name for field in fields(settings) if field.metadata.get("after_base")}
-    key = {name: value for name, value in to_plain(settings).items() if name not in later}
+    """What determines the base stage of every method on this host, with the readings that hold."""
+    key = base_settings(settings)
     readings = {name: settings.reading(name) for name in DIFFERENCES if name in key}
     return {"host": "lsc", **key, **readings}
 

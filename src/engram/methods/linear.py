@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from typing import Any
 
 from torch import Tensor
 
 from engram.data.stage import Stage
-from engram.errors import EngramError
 from engram.learner import Learner
-from engram.methods._base import Method, Passes, Phase, Settings, SettingsT, Step, Terms, Training
+from engram.methods._base import Method, Passes, Phase, SettingsT, Step, Terms, Training
 from engram.methods.distillation import cross_entropy, distillation
+from engram.methods.settings import base_settings
 from engram.models.heads import Head, LinearHead
 from engram.models.network import Network, Part
-from engram.plain import to_plain
 from engram.random import generator
 
 EVERYTHING = Part.BACKBONE | Part.OLD_CLASSES | Part.NEW_CLASSES
@@ -29,6 +27,11 @@ def seen_columns(step: Step) -> Tensor:
 def classify(step: Step) -> Terms:
     """Cross-entropy over all classes seen, and nothing else."""
     return {"classification": cross_entropy(step.student.logits, step.labels, seen_columns(step)).mean()}
+
+
+def classify_new(step: Step) -> Terms:
+    """Cross-entropy over the new classes alone."""
+    return {"classification": cross_entropy(step.student.logits, step.labels, step.new).mean()}
 
 
 def main_phase(
@@ -63,18 +66,6 @@ def convex_distillation(step: Step, temperature: float) -> Terms:
     }
 
 
-def check_temperature(temperature: float) -> None:
-    """Refuses a temperature that no softmax can have."""
-    if not temperature > 0:
-        raise EngramError(f"temperature must be above 0, got {temperature}")
-
-
-def linear_base_key(name: str, settings: Settings) -> dict[str, Any]:
-    """What determines a method's base stage: its name and all settings but those marked AFTER_BASE."""
-    later = {field.name for field in fields(settings) if field.metadata.get("after_base")}
-    return {"host": name, **{key: value for key, value in to_plain(settings).items() if key not in later}}
-
-
 class LinearMethod(Method[SettingsT]):
     """A linear head with a bias that grows by random rows; each method adds its phases and its loss."""
 
@@ -85,4 +76,4 @@ class LinearMethod(Method[SettingsT]):
         learner.network.head.grow(stage.num_new, generator(learner.seed, "head", stage.index))
 
     def base_key(self) -> dict[str, Any] | None:
-        return linear_base_key(type(self).__name__, self.settings)
+        return {"host": type(self).__name__, **base_settings(self.settings)}

@@ -10,12 +10,11 @@ from dataclasses import dataclass, field
 from typing import final
 
 from engram.data.stage import Stage
-from engram.errors import EngramError
 from engram.learner import Learner
 from engram.methods._base import Passes, Phase, Settings, Step, Terms, Training, register
-from engram.methods.distillation import cross_entropy, distillation
-from engram.methods.host import AFTER_BASE
-from engram.methods.linear import LinearMethod, check_temperature, classify, main_phase
+from engram.methods.distillation import distillation
+from engram.methods.linear import LinearMethod, classify, classify_new, main_phase
+from engram.methods.settings import AFTER_BASE, check_temperature, refuse_negative
 from engram.models.network import Part
 
 
@@ -34,8 +33,7 @@ class LwFSettings(Settings):
 
     def __post_init__(self) -> None:
         check_temperature(self.temperature)
-        if self.lambda_kd < 0:
-            raise EngramError(f"lambda_kd must be 0 or more, got {self.lambda_kd}")
+        refuse_negative(self, "lambda_kd")
 
 
 @final
@@ -62,7 +60,7 @@ class LwF(LinearMethod[LwFSettings]):
         assert step.teacher is not None
         ours, theirs, temperature = step.student.logits, step.teacher.logits, self.settings.temperature
         return {
-            "classification": cross_entropy(ours, step.labels, step.new).mean(),
+            **classify_new(step),
             "distillation": step.weights["distillation"] * distillation(ours, theirs, step.old, temperature).mean(),
         }
 

@@ -15,14 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engram.data.stage import Stage
-from engram.errors import EngramError
 from engram.learner import Learner
 from engram.methods import losses
 from engram.methods._base import Passes, Phase, Settings, Step, Terms, Training, register
-from engram.methods.distillation import cross_entropy, distillation
-from engram.methods.host import AFTER_BASE
-from engram.methods.linear import LinearMethod, check_temperature, main_phase
+from engram.methods.distillation import distillation
+from engram.methods.linear import LinearMethod, classify_new, main_phase
 from engram.methods.lwf import lwf_training
+from engram.methods.settings import AFTER_BASE, check_temperature, refuse_negative
 from engram.models.heads import LinearHead
 from engram.models.network import Part
 
@@ -43,9 +42,7 @@ class LwMSettings(Settings):
 
     def __post_init__(self) -> None:
         check_temperature(self.temperature)
-        for name in ("lambda_kd", "lambda_attention"):
-            if getattr(self, name) < 0:
-                raise EngramError(f"{name} must be 0 or more, got {getattr(self, name)}")
+        refuse_negative(self, "lambda_kd", "lambda_attention")
 
 
 def attention_distance(ours: Tensor, theirs: Tensor, rows: Tensor) -> Tensor:
@@ -83,12 +80,8 @@ class LwM(LinearMethod[LwMSettings]):
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
         # The old rows have no image to learn from: only the distillation would move them.
         parts = Part.BACKBONE | Part.NEW_CLASSES
-        loss = self.classify if stage.is_base else self.loss
+        loss = classify_new if stage.is_base else self.loss
         return [main_phase(stage, self.settings.train, loss, train=parts)]
-
-    def classify(self, step: Step) -> Terms:
-        """Cross-entropy over the new classes alone."""
-        return {"classification": cross_entropy(step.student.logits, step.labels, step.new).mean()}
 
     def loss(self, step: Step) -> Terms:
         """Classification, distillation of the old scores, and of attention to the top old class."""
@@ -98,7 +91,7 @@ class LwM(LinearMethod[LwMSettings]):
         distilled = distillation(student.logits, teacher.logits, step.old, settings.temperature).mean()
         looked = attention_distance(student.maps[-1], teacher.maps[-1], step.buffers[ROWS][top])
         return {
-            **self.classify(step),
+            **classify_new(step),
             "distillation": settings.lambda_kd * distilled,
             "attention": settings.lambda_attention * looked,
         }

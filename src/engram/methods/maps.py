@@ -5,22 +5,18 @@ A row is its distance of student and teacher; head, classification, fine-tuning 
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from torch import Tensor
 
 from engram.data.stage import Stage
 from engram.learner import Learner
 from engram.methods._base import Passes, Phase, Step, Terms
-from engram.methods.host import (
-    AFTER_BASE,
-    HostSettings,
-    distilled,
-    host_phases,
-    refuse_negative,
-    stage_weight,
-)
+from engram.methods.host import HostMethod, HostSettings, distilled, host_phases, stage_weight
+from engram.methods.settings import AFTER_BASE, refuse_negative
 from engram.models.network import Output
 
 Distance = Callable[[Output, Output], Tensor]
@@ -59,3 +55,18 @@ def maps_phases(
     """The host's phases with this distance as the one distillation term."""
     weight = stage_weight(settings.lambda_maps, stage) if settings.growing else settings.lambda_maps
     return host_phases(settings, learner, stage, passes, Preserve(settings, distance), {"maps": weight})
+
+
+MapsSettingsT = TypeVar("MapsSettingsT", bound=MapsSettings)
+
+
+class MapsMethod(HostMethod[MapsSettingsT]):
+    """A row whose distance needs the two outputs alone; each adds that distance."""
+
+    @staticmethod
+    @abstractmethod
+    def distance(student: Output, teacher: Output) -> Tensor:
+        """What is distilled, from the outputs of student and teacher."""
+
+    def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
+        return maps_phases(self.settings, learner, stage, passes, self.distance)

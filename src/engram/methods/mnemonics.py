@@ -23,8 +23,8 @@ from engram.learner import Learner
 from engram.methods._base import Passes, Phase, Training, register
 from engram.methods.cosine import CosineMethod
 from engram.methods.exemplars import choose_exemplars, unit_means
-from engram.methods.host import AFTER_BASE
 from engram.methods.look import Look
+from engram.methods.settings import AFTER_BASE
 from engram.methods.ucir import UCIR, UCIRSettings
 from engram.models.network import Network
 

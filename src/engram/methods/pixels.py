@@ -11,12 +11,10 @@ from typing import final
 
 from torch import Tensor
 
-from engram.data.stage import Stage
-from engram.learner import Learner
 from engram.methods import losses
-from engram.methods._base import Passes, Phase, register
-from engram.methods.host import AFTER_BASE, HostMethod
-from engram.methods.maps import MapsSettings, maps_phases
+from engram.methods._base import register
+from engram.methods.maps import MapsMethod, MapsSettings
+from engram.methods.settings import AFTER_BASE
 from engram.models.network import Output
 
 
@@ -27,11 +25,6 @@ class PixelsSettings(MapsSettings):
     lambda_maps: float = field(default=4.0, metadata=AFTER_BASE)
 
 
-def distance(student: Output, teacher: Output) -> Tensor:
-    """Of all values."""
-    return losses.whole_map_distance(student.maps, teacher.maps)
-
-
 @final
 @register(
     "pixels",
@@ -39,8 +32,10 @@ def distance(student: Output, teacher: Output) -> Tensor:
     title="Uniform importance, weak reading",
     paper="Kang, Park, Han, CVPR 2022 (Table 4: uniform)",
 )
-class Pixels(HostMethod[PixelsSettings]):
+class Pixels(MapsMethod[PixelsSettings]):
     """Distils the maps as they are."""
 
-    def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
-        return maps_phases(self.settings, learner, stage, passes, distance)
+    @staticmethod
+    def distance(student: Output, teacher: Output) -> Tensor:
+        """Of all values."""
+        return losses.whole_map_distance(student.maps, teacher.maps)

@@ -11,12 +11,10 @@ from typing import final
 
 from torch import Tensor
 
-from engram.data.stage import Stage
-from engram.learner import Learner
 from engram.methods import losses
-from engram.methods._base import Passes, Phase, register
-from engram.methods.host import AFTER_BASE, HostMethod
-from engram.methods.maps import MapsSettings, maps_phases
+from engram.methods._base import register
+from engram.methods.maps import MapsMethod, MapsSettings
+from engram.methods.settings import AFTER_BASE
 from engram.models.network import Output
 
 
@@ -27,11 +25,6 @@ class PODSettings(MapsSettings):
     lambda_maps: float = field(default=3.0, metadata=AFTER_BASE)
 
 
-def distance(student: Output, teacher: Output) -> Tensor:
-    """Of the sums over the width and over the height."""
-    return losses.pooled_distance(student.maps, teacher.maps, losses.over_rows_and_columns)
-
-
 @final
 @register(
     "pod",
@@ -39,8 +32,10 @@ def distance(student: Output, teacher: Output) -> Tensor:
     title="PODNet's spatial term alone",
     paper="Douillard et al., ECCV 2020; AFC's Table 4: PODNet",
 )
-class POD(HostMethod[PODSettings]):
+class POD(MapsMethod[PODSettings]):
     """Distils the maps pooled over rows and over columns."""
 
-    def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
-        return maps_phases(self.settings, learner, stage, passes, distance)
+    @staticmethod
+    def distance(student: Output, teacher: Output) -> Tensor:
+        """Of the sums over the width and over the height."""
+        return losses.pooled_distance(student.maps, teacher.maps, losses.over_rows_and_columns)

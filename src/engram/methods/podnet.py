@@ -15,15 +15,8 @@ from engram.data.stage import Stage
 from engram.learner import Learner
 from engram.methods import losses
 from engram.methods._base import Passes, Phase, Step, Terms, register
-from engram.methods.host import (
-    AFTER_BASE,
-    HostMethod,
-    HostSettings,
-    distilled,
-    host_phases,
-    refuse_negative,
-    stage_weight,
-)
+from engram.methods.host import HostMethod, HostSettings, distilled, host_phases, stage_weight
+from engram.methods.settings import AFTER_BASE, refuse_negative
 
 
 @dataclass(frozen=True)

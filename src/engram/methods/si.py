@@ -13,7 +13,7 @@ from engram.data.stage import Stage
 from engram.errors import EngramError
 from engram.learner import Learner
 from engram.methods._base import ANCHOR, OMEGA, PATH, Passes, Phase, Settings, Training, register
-from engram.methods.host import AFTER_BASE
+from engram.methods.settings import AFTER_BASE
 from engram.methods.tether import TetheredMethod, refuse_outside, tether, tethered_phase, tethered_training
 
 

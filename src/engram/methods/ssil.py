@@ -20,8 +20,8 @@ from engram.learner import Learner
 from engram.methods._base import Passes, Phase, Settings, Step, Terms, Training, register
 from engram.methods.batches import Beside
 from engram.methods.distillation import cross_entropy, distillation_by_group
-from engram.methods.host import AFTER_BASE
-from engram.methods.linear import LinearMethod, check_temperature, classify, main_phase, seen_columns
+from engram.methods.linear import LinearMethod, classify, main_phase, seen_columns
+from engram.methods.settings import AFTER_BASE, check_temperature
 
 NEWEST, GROUPS = "ssil.newest", "ssil.groups"
 

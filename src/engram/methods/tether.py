@@ -19,22 +19,9 @@ from torch import Tensor
 from engram.data.stage import Stage
 from engram.errors import EngramError
 from engram.learner import Learner
-from engram.methods._base import (
-    ANCHOR,
-    OMEGA,
-    PATH,
-    Passes,
-    Phase,
-    Settings,
-    SettingsT,
-    Step,
-    Terms,
-    Tether,
-    Training,
-)
-from engram.methods.distillation import cross_entropy
-from engram.methods.host import AFTER_BASE
-from engram.methods.linear import EVERYTHING, LinearMethod, classify
+from engram.methods._base import ANCHOR, OMEGA, PATH, Passes, Phase, Settings, SettingsT, Tether, Training
+from engram.methods.linear import EVERYTHING, LinearMethod, classify, classify_new
+from engram.methods.settings import AFTER_BASE
 from engram.models.network import Part
 from engram.plain import to_plain
 from engram.random import generator
@@ -51,11 +38,6 @@ def refuse_outside(settings: Settings, **most: float | None) -> None:
         value = getattr(settings, name)
         if value is not None and not (value >= 0 and (limit is None or value <= limit)):
             raise EngramError(f"{name} must be {'0 or more' if limit is None else f'from 0 to {limit:g}'}, got {value}")
-
-
-def classify_new(step: Step) -> Terms:
-    """Cross-entropy over the new classes alone."""
-    return {"classification": cross_entropy(step.student.logits, step.labels, step.new).mean()}
 
 
 def tether(factor: float, training: Training, limit: float | None, traced: bool = False) -> Tether:

@@ -16,8 +16,8 @@ from engram.errors import EngramError
 from engram.learner import Learner
 from engram.methods._base import Passes, Phase, Step, Terms, register
 from engram.methods.cosine import CosineMethod, CosineSettings, cosine_phases, cross_entropy, old_weight
-from engram.methods.host import AFTER_BASE
 from engram.methods.losses import cosine_distance, ranking
+from engram.methods.settings import AFTER_BASE, refuse_negative
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,7 @@ class UCIRSettings(CosineSettings):
     rivals: int = field(default=2, metadata=AFTER_BASE)
 
     def __post_init__(self) -> None:
-        for name in ("lambda_embedding", "lambda_ranking", "margin"):
-            if getattr(self, name) < 0:
-                raise EngramError(f"{name} must be 0 or more, got {getattr(self, name)}")
+        refuse_negative(self, "lambda_embedding", "lambda_ranking", "margin")
         if self.rivals < 1:
             raise EngramError(f"an old image needs at least 1 rival, got {self.rivals}")
 

@@ -15,15 +15,8 @@ import torch
 from engram.data.stage import Stage
 from engram.learner import Learner
 from engram.methods._base import Passes, Phase, Settings, Step, Terms, Training, register
-from engram.methods.host import AFTER_BASE
-from engram.methods.linear import (
-    LinearMethod,
-    check_temperature,
-    classify,
-    convex_distillation,
-    convex_weights,
-    main_phase,
-)
+from engram.methods.linear import LinearMethod, classify, convex_distillation, convex_weights, main_phase
+from engram.methods.settings import AFTER_BASE, check_temperature
 from engram.models.heads import Head, LinearHead
 from engram.models.network import Network
 

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from engram.config import Device, Precision, RunConfig
+from engram.config import Device, Precision, RunConfig, refuse_no_epochs
 from engram.data.augment import Augmentation
 from engram.data.memory import MemoryConfig
 from engram.errors import EngramError
 from engram.methods import MethodInfo, Settings, find_method
-from engram.plain import from_plain, to_plain
+from engram.plain import from_plain, replace_at, to_plain
 from engram.recipes import recipe
 
 LARGEST_SIDE = 1024
@@ -117,10 +117,9 @@ class ModelConfig:
         size = (image_size, image_size) if isinstance(image_size, int) else image_size
         chosen = settings if isinstance(settings, Settings) else _fitted(start, images, size, device)
         if isinstance(settings, Mapping):
-            run = replace(start, settings=chosen)
             for path, value in settings.items():
-                run = run.with_value(f"settings.{path.replace('__', '.')}", value)
-            chosen = run.settings
+                chosen = replace_at(chosen, path.replace("__", "."), value)
+        refuse_no_epochs(chosen)
         config = cls(
             method=method,
             settings=chosen,

@@ -37,6 +37,17 @@ def check_running(flags: RunningFlags) -> None:
         raise EngramError(f"--threads must be at least 1, got {flags.threads}")
 
 
+def check_last_stage(flags: RunningFlags, *stages: int) -> None:
+    """Refuses to stop after a stage that none of the runs has; stages: how many each has, with the base."""
+    asked, most = flags.stop_after_stage, max(stages, default=0)
+    if asked is not None and asked >= most > 0:
+        whose = "the run has" if len(stages) == 1 else "the longest of the runs has"
+        raise EngramError(
+            f"--stop-after-stage {asked} is beyond the last stage: {whose} {most} stages, 0 (the base) to {most - 1}; "
+            "give one of these, or leave it out"
+        )
+
+
 def use_threads(threads: int | None) -> None:
     """Limits the CPU threads of torch, where a number is given."""
     if threads is not None:

@@ -1,4 +1,4 @@
-"""`engram list`: recipes, methods, data sets, backbones, runs and the cache of trained base stages."""
+"""`engram list`: recipes, methods, data sets, backbones, runs, and the caches of base stages and decoded images."""
 
 from __future__ import annotations
 
@@ -59,9 +59,7 @@ def list_command(options: List, typed: Sequence[str]) -> int:
     elif options.what == "runs" and not rows:
         print_line(console, f"there is no run in {options.root}; 'engram demo' makes some")
     elif options.what == "cache":
-        print_line(console, f"{len(rows)} trained base stages in {data_home() / STAGES}; delete what you like")
-        if rows:
-            _print(console, options.what, rows)
+        _print_cache(console, rows)
     elif options.what == "recipes":
         for dataset in dict.fromkeys(row["dataset"] for row in rows):
             _print(console, options.what, [row for row in rows if row["dataset"] == dataset], DATASETS.get(dataset))
@@ -77,15 +75,36 @@ def list_command(options: List, typed: Sequence[str]) -> int:
 
 
 def _cache() -> list[dict[str, Any]]:
-    """The trained base stages that runs share, the longest unused first."""
+    """The trained base stages that runs share, then the decoded image sets, of each the longest unused first."""
+    from engram.data.imagecache import ImageCache
+    from engram.data.imagenet import CACHE
+
+    images = ImageCache(data_home() / CACHE)
+    stages = [("base stage", entry.path, entry) for entry in StageCache(data_home() / STAGES).entries()]
+    decoded = [("decoded images", images.path(entry.key), entry) for entry in images.entries()]
     return [
         {
-            "file": entry.path.name,
+            "kind": kind,
+            "file": path.name,
+            "path": str(path),
             "megabytes": f"{entry.size / 1e6:.1f}",
             "last used": datetime.fromtimestamp(entry.used).isoformat(sep=" ", timespec="seconds"),
         }
-        for entry in StageCache(data_home() / STAGES).entries()
+        for kind, path, entry in [*stages, *decoded]
     ]
+
+
+def _print_cache(console: Console, rows: Sequence[dict[str, Any]]) -> None:
+    """Prints what is kept of each kind, where, and that it can be deleted; decoded images only where there are some."""
+    stages, decoded = ([row for row in rows if row["kind"] == kind] for kind in ("base stage", "decoded images"))
+    print_line(console, f"{len(stages)} trained base stages in {data_home() / STAGES}; delete what you like")
+    if stages:
+        _print(console, "cache", stages)
+    if decoded:
+        sets = f"{len(decoded)} set{'s' if len(decoded) > 1 else ''} of decoded images"
+        place = Path(decoded[0]["path"]).parent
+        print_line(console, f"{sets} in {place}; delete what you like, it is decoded again when a run needs it")
+        _print(console, "cache", decoded)
 
 
 def _print(console: Console, what: str, rows: Sequence[dict[str, Any]], title: str | None = None) -> None:

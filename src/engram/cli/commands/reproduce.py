@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from engram.cli.commands.common import check_running, print_line, read_images, use_threads
+from engram.cli.commands.common import check_last_stage, check_running, print_line, read_images, use_threads
 from engram.cli.commands.several import Last, work_through
 from engram.cli.options import Reproduce
 from engram.cli.overrides import listed, listed_seeds
@@ -81,6 +81,7 @@ def reproduce_command(options: Reproduce, typed: Sequence[str]) -> int:
     use_threads(flags.threads)
     configs, stores = with_images(plan, lambda data: read_images(data, console, silent=flags.quiet or flags.json))
     members = plan_members(configs, directory=runs, read=stores.__getitem__)
+    check_last_stage(flags, *[member.stages for member in members])
     return work_through(members, runs, flags, options.at_once, typed, console, tell)
 
 

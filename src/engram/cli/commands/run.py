@@ -15,6 +15,7 @@ from rich.table import Table
 from engram.cli.commands.common import (
     RUNS,
     carry_out,
+    check_last_stage,
     check_running,
     print_line,
     read_images,
@@ -53,6 +54,7 @@ def run_command(options: Run, typed: Sequence[str]) -> int:
     use_threads(flags.threads)
     console = make_console()
     store = read_images(config.data, console, silent=flags.quiet or flags.json)
+    check_last_stage(flags, len(config.stream(store)))
     if options.dry_run:
         _print_plan(config, store, place, console, flags.json)
         return 0
@@ -86,6 +88,7 @@ def resume_command(options: Resume, typed: Sequence[str]) -> int:
             print_line(console, f"{place} is finished already; nothing to do")
             tell_finished(console, finished, flags.quiet)
         return 0
+    check_last_stage(flags, len(manifest["stage_sizes"]))
     config = RunConfig.from_plain(manifest["config"])
     data = config.data
     if options.data is not None:

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from engram.cli import INTERRUPTED
 from engram.cli.board import make_board
-from engram.cli.commands.common import RUNS, print_line, read_images, shared_stages, use_threads
+from engram.cli.commands.common import RUNS, check_last_stage, print_line, read_images, shared_stages, use_threads
 from engram.cli.interrupt import Interrupt
 from engram.cli.options import Run, RunningFlags
 from engram.cli.text import bold, clock, make_console, make_table, percent
@@ -37,6 +37,7 @@ def run_several(options: Run, configs: Sequence[RunConfig], typed: Sequence[str]
     silent = flags.quiet or flags.json
     use_threads(flags.threads)
     members = plan_members(configs, directory=parent, read=lambda data: read_images(data, console, silent=silent))
+    check_last_stage(flags, *[member.stages for member in members])
     if options.dry_run:
         print_plan(console, members, shared_stages(flags), flags.json)
         return 0
