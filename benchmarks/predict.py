@@ -18,7 +18,7 @@ from benchmarks.scale import Scale
 from benchmarks.timing import spread, synchronise
 from engram.cli.commands.predict import write_lines
 from engram.data.augment import to_unit
-from engram.data.decode import Decoded, decode_files, decode_stream
+from engram.data.decoding import Decoded, decode_files, decode_stream
 from engram.data.mini import read_mini
 from engram.data.store import Images
 from engram.engine.reader import INFERENCE_PIXELS

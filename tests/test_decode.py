@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -12,6 +13,7 @@ import tracemalloc
 import warnings
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +21,9 @@ import pytest
 from PIL import Image
 
 from engram import EngramError
-from engram.data import decode
-from engram.data.decode import choose_size, decode_files, decode_image, decode_stream
+from engram.data import decode, decoders, decoding
+from engram.data.decode import choose_size, decode_image
+from engram.data.decoding import decode_files, decode_stream
 
 RED = np.full((20, 30, 3), (200, 10, 10), np.uint8)
 
@@ -136,6 +139,68 @@ def test_a_stream_that_is_left_early_stops_its_threads(tmp_path: Path) -> None:
     assert not any(thread.name.startswith("decode") for thread in threading.enumerate())
 
 
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but the first few files are decoded by other processes."""
+    monkeypatch.setattr(decoding, "FEW", 3)
+
+
+def test_processes_decode_as_threads_do(tmp_path: Path, processes: None) -> None:
+    random, bad = np.random.default_rng(0), list(hostile(tmp_path).values())
+    good = [save(tmp_path / f"good {i}\n\udcff.png", random.integers(0, 256, (9, 9, 3), np.uint8)) for i in range(40)]
+    paths = [*good[:30], *bad, *good[30:]]
+    alone, several = (decode_files(paths, 8, skip_bad=True, workers=workers) for workers in (1, 3))
+    assert np.array_equal(alone[0], several[0])
+    assert alone[1:] == several[1:]
+    assert len(several[1]) == 40
+    with pytest.raises(EngramError, match=r"bomb.png cannot be read .* mend or remove it, or skip"):
+        decode_files(paths, 8, workers=3)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_no_process_outlives_its_stream(tmp_path: Path, processes: None) -> None:
+    file, others = save(tmp_path / "x.png"), set(_children())
+    stream = decode_stream(iter(lambda: file, None), 16, batch=20, workers=3)
+    next(stream)
+    assert len(set(_children()) - others) == 3
+    stream.close()  # pyright: ignore[reportAttributeAccessIssue]
+    assert set(_children()) <= others
+
+
+def test_a_process_that_dies_is_replaced_and_its_file_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deadly = "import engram.data.decoders as d, os; f = d.try_decode; d.try_decode = " + (
+        "lambda path, *more: os.kill(os.getpid(), 11) if 'deadly' in path else f(path, *more); serve()"
+    )
+    monkeypatch.setattr(decoders, "_PROGRAM", decoders._PROGRAM.replace("serve()", deadly))
+    paths = [str(save(tmp_path / f"{name}.png")) for name in ("a", "b", "deadly", "c")]
+    pool = decoders.Decoders(1, 8)
+    try:
+        assert pool.decode(paths[:2])[1] == [None, None]
+        images, reasons = pool.decode(paths)
+        assert reasons == [None, None, "the decoder dies of it", None]
+        assert np.array_equal(
+            images, np.stack([decode_image(path, 8, quick=True) for path in paths if path != paths[2]])
+        )
+        pool._all[-1].kill()  # by somebody else, while it waits
+        assert pool.decode(paths[:1])[1] == [None]
+    finally:
+        pool.close()
+
+
+def test_where_no_process_can_be_started_it_says_so_and_goes_on(
+    tmp_path: Path, processes: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "Popen", refused)
+    files = [save(tmp_path / f"{i}.png") for i in range(300)]
+    with pytest.warns(RuntimeWarning, match=r"alone, and slower: .*unavailable") as told:
+        images, _, _ = decode_files(files, 8, workers=2)
+    assert len(images) == 300
+    assert len(told) == 1
+
+
 def test_large_photos_are_decoded_at_a_fraction_of_their_size(tmp_path: Path) -> None:
     y, x = np.mgrid[0:1200, 0:1600]
     photo = np.stack([x * 255 // 1599, y * 255 // 1199, (x + y) % 256], axis=2).astype(np.uint8)
@@ -176,3 +241,40 @@ def test_many_bombs_at_once_do_not_fill_the_memory(tmp_path: Path) -> None:
     assert len(skipped) == 24
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown < 900_000  # one at a time, not eight
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_many_bombs_at_once_do_not_fill_the_memory_of_processes(tmp_path: Path, processes: None) -> None:
+    bombs = [bomb(tmp_path / f"{i}.png", 9_000, 9_000) for i in range(24)]  # 243 MB each, in 30 MB of process
+    done, most = threading.Event(), 0
+
+    def watch() -> None:
+        nonlocal most
+        while not done.wait(0.005):
+            sizes = [_resident(int(line)) for line in _children()]
+            most = max(most, sum(sizes))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    _, kept, skipped = decode_files(bombs, 16, skip_bad=True, workers=8)
+    done.set()
+    watcher.join()
+    assert not kept
+    assert {reason for _, reason in skipped} == {skipped[0][1]}
+    assert 100 * 2**20 < most < 1000 * 2**20, most  # eight at a time would be 2 GB
+
+
+def _children() -> list[str]:
+    """This process's children; those of a thread are its own in /proc."""
+    found: list[str] = []
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # a thread that has ended
+            found += (task / "children").read_text().split()
+    return found
+
+
+def _resident(process: int) -> int:
+    try:
+        return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import stat
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import IO, Final
@@ -25,10 +22,9 @@ EXTENSIONS: Final = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 FILE_BYTES: Final = 512 * 2**20
 SIZES: Final = (16, 24, 32, 48, 64)  # that an image size is chosen from
 _FORMATS: Final = ("PNG", "JPEG", "WEBP", "BMP")
-_LARGE_PIXELS: Final = 4_000_000  # decoded by one thread beyond this: others would each keep the memory they needed
-_BATCH: Final = 256
+_LARGE_PIXELS: Final = 4_000_000
 
-Progress = Callable[[int, int], None]
+Large = Callable[[Callable[[], Images | str]], Images | str]  # how images of more pixels are loaded: one at a time
 
 
 def decode_image(file: str | Path, size: int | None = None, *, quick: bool = False) -> Images:
@@ -36,27 +32,39 @@ def decode_image(file: str | Path, size: int | None = None, *, quick: bool = Fal
 
     quick: a JPEG much larger than `size` is decoded at a fraction of its size, at least twice that asked for.
     """
-    return _decode(Path(file), size, quick)
+    found = try_decode(file, size, quick)
+    if isinstance(found, str):
+        # Raised here, where nothing leads back to the error before: its traceback holds the pixels.
+        raise EngramError(f"the image {Path(file)} cannot be read ({found})")
+    return found
 
 
-def _decode(file: Path, size: int | None, quick: bool, large: ThreadPoolExecutor | None = None) -> Images:
-    """See decode_image. large: where images of many pixels are decoded."""
+def try_decode(file: str | Path, size: int | None, quick: bool, large: Large | None = None) -> Images | str:
+    """See decode_image; the reason where it cannot be read."""
     try:
         return _pixels(file, size, quick, large)
     except Exception as error:  # each decoder has its own kinds
-        reason = _reason(error)
-    # Raised here, where nothing leads back to the error before: its traceback holds the pixels.
-    raise EngramError(f"the image {file} cannot be read ({reason})")
+        return _reason(error)
 
 
-def _pixels(file: Path, size: int | None, quick: bool, large: ThreadPoolExecutor | None) -> Images:
+def _pixels(file: str | Path, size: int | None, quick: bool, large: Large | None) -> Images | str:
     with quietly(), _open_regular(file) as stream, Image.open(stream, formats=_FORMATS) as image:
         _check_pixels(image)
         if quick and size is not None:
             image.draft(None, (2 * size, 2 * size))
         if large is not None and image.width * image.height > _LARGE_PIXELS:
-            return large.submit(_load, image, size).result()
+            return large(lambda: _load_and_close(image, size))
         return _load(image, size)
+
+
+def _load_and_close(image: Image.Image, size: int | None) -> Images | str:
+    """The pixels, or why there are none; what was loaded is let go before the next one is."""
+    try:
+        return _load(image, size)
+    except Exception as error:
+        return _reason(error)
+    finally:
+        image.close()
 
 
 def _load(image: Image.Image, size: int | None) -> Images:
@@ -65,79 +73,12 @@ def _load(image: Image.Image, size: int | None) -> Images:
     return np.array(rgb if size is None else _central_square(rgb, size), dtype=np.uint8)
 
 
-@dataclass(frozen=True, eq=False)
-class Decoded:
-    """Some files decoded: the images (N, size, size, 3) and their paths; skipped: path and reason of those left out."""
-
-    paths: list[str]
-    images: Images
-    skipped: list[tuple[str, str]]
-
-
-def decode_stream(
-    paths: Iterable[str | Path], size: int, *, batch: int = _BATCH, workers: int | None = None
-) -> Iterator[Decoded]:
-    """The files in their order, a batch at a time, decoded by threads one batch ahead of whoever takes them.
-
-    What it needs does not depend on how many there are. Bad files are skipped and named.
-    """
-    waiting = iter(paths)
-    pool = ThreadPoolExecutor(workers or min(8, os.cpu_count() or 1), "decode")
-    with ThreadPoolExecutor(1, "decode-large") as large, pool:
-
-        def submit() -> list[tuple[str, Future[Images]]]:
-            some = [str(path) for path in itertools.islice(waiting, batch)]
-            return [(path, pool.submit(_decode, Path(path), size, True, large)) for path in some]
-
-        try:
-            current = submit()
-            while current:
-                ahead = submit()
-                yield _gather(current, size)
-                current = ahead
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-
-
-def decode_files(
-    paths: Sequence[str | Path],
-    size: int,
-    *,
-    skip_bad: bool = False,
-    workers: int | None = None,
-    progress: Progress | None = None,
-) -> tuple[Images, list[int], list[tuple[str, str]]]:
-    """The images (N, size, size, 3), the positions in `paths` they came from, and those skipped, with the reason.
-
-    Without `skip_bad` the first bad file is refused.
-    """
-    need = len(paths) * size * size * 3
-    check_room(need, f"{len(paths)} images of {size}x{size} pixels")
-    images = np.empty((len(paths), size, size, 3), dtype=np.uint8)
-    kept: list[int] = []
-    skipped: list[tuple[str, str]] = []
-    done = 0
-    for part in decode_stream(paths, size, workers=workers):
-        if part.skipped and not skip_bad:
-            path, reason = part.skipped[0]
-            raise EngramError(f"the image {path} cannot be read ({reason}); mend or remove it, or skip such files")
-        images[len(kept) : len(kept) + len(part.paths)] = part.images
-        bad = {path for path, _ in part.skipped}
-        here = range(done, done + len(part.paths) + len(part.skipped))
-        kept += [position for position in here if str(paths[position]) not in bad]
-        skipped += part.skipped
-        done = here.stop
-        if progress is not None:
-            progress(done, len(paths))
-    return images[: len(kept)], kept, skipped
-
-
 def choose_size(paths: Sequence[str | Path], looked_at: int = 200) -> int:
     """The side in pixels to bring images to: the largest of SIZES that half of those looked at have."""
     sides: list[int] = []
     for path in paths[:: max(1, len(paths) // looked_at)]:
         try:
-            with quietly(), _open_regular(Path(path)) as stream, Image.open(stream, formats=_FORMATS) as image:
+            with quietly(), _open_regular(path) as stream, Image.open(stream, formats=_FORMATS) as image:
                 sides.append(min(image.size))
         except Exception:  # it is refused or skipped when it is decoded
             continue
@@ -157,23 +98,7 @@ def check_room(need: int, what: str) -> None:
         )
 
 
-def _gather(pending: list[tuple[str, Future[Images]]], size: int) -> Decoded:
-    paths: list[str] = []
-    images = np.empty((len(pending), size, size, 3), dtype=np.uint8)
-    skipped: list[tuple[str, str]] = []
-    for path, future in pending:
-        try:
-            images[len(paths)] = future.result()
-        except EngramError as error:
-            skipped.append(
-                (path, str(error).removeprefix(f"the image {Path(path)} cannot be read (").removesuffix(")"))
-            )
-        else:
-            paths.append(path)
-    return Decoded(paths, images[: len(paths)], skipped)
-
-
-def _open_regular(file: Path) -> IO[bytes]:
+def _open_regular(file: str | Path) -> IO[bytes]:
     """The file open for reading; a pipe or a device, which could go on for ever, is refused."""
     handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     status = os.fstat(handle)

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from engram.data.decode import choose_size, decode_files, decode_stream
+from engram.data.decode import choose_size
+from engram.data.decoding import decode_files, decode_stream
 from engram.data.store import Images, as_images
 from engram.errors import EngramError
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram.data.decode import Decoded, decode_stream
+from engram.data.decoding import Decoded, decode_stream
 from engram.modeldir.inputs import file_side
 from engram.modeldir.model import Model
 

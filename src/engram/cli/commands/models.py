@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from engram.cli.commands.common import use_threads
 from engram.cli.model_options import PlaceFlags
 from engram.cli.text import is_live
-from engram.data.decode import decode_files
+from engram.data.decoding import decode_files
 from engram.data.store import Images
 from engram.errors import EngramError, suggest
 
