@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from engram.modeldir.config import ModelConfig
 from engram.modeldir.directory import MANIFEST, WEIGHTS, Pointer, Snapshot, read_model
 from engram.modeldir.labels import decode_label, encode_label
 from engram.modeldir.model import Entry, KnownClass, Model
+from engram.modeldir.writer import File
 from engram.models.expanding import ExpandingHead, count_older
 from engram.rundir import versions
 
@@ -41,8 +43,8 @@ _DTYPES = (
 _NAMES = re.compile(r"(network|teacher|buffers)\.[\w.]{1,200}|class_means")
 
 
-def pack_model(model: Model) -> tuple[dict[str, Any], Iterator[tuple[str, bytes]]]:
-    """What model.json says of the model, and every other file, name and content, one at a time."""
+def pack_model(model: Model) -> tuple[dict[str, Any], Iterator[File]]:
+    """What model.json says of the model, and every other file."""
     described = model.describe()
     mean, std = model.normalisation
     manifest = {
@@ -58,18 +60,19 @@ def pack_model(model: Model) -> tuple[dict[str, Any], Iterator[tuple[str, bytes]
     return manifest, _files(model)
 
 
-def _files(model: Model) -> Iterator[tuple[str, bytes]]:
+def _files(model: Model) -> Iterator[File]:
     assert model.learner is not None
     state = {name: value for name, value in model.learner.state_dict().items() if not name.startswith("memory.")}
     network = {name: value for name, value in state.items() if name.startswith("network.")}
     # Between lessons the teacher is a copy of the network; where it is not, it is kept.
     if all(_same(value, state.get("teacher." + name.removeprefix("network."))) for name, value in network.items()):
         state = {name: value for name, value in state.items() if not name.startswith("teacher.")}
-    yield WEIGHTS, save({name: value.detach().cpu().contiguous().clone() for name, value in state.items()})
+    weights = save({name: value.detach().cpu().contiguous().clone() for name, value in state.items()})
+    yield WEIGHTS, lambda: weights
     for kind, memory in ((EXEMPLARS, model.learner.memory), (HELDOUT, model.heldout)):
         for label in memory.labels:
             for rank, image in enumerate(memory.of(label).images.numpy()):
-                yield _picture(kind, label, rank), _to_png(image)
+                yield _picture(kind, label, rank), partial(_to_png, image)
 
 
 def _picture(kind: str, label: int, rank: int) -> str:

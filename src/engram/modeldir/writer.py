@@ -6,7 +6,8 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -35,6 +36,8 @@ from engram.modeldir.files import Folder, Vanished, digest, is_real_folder, sync
 from engram.rundir import version
 
 STATE = "state.safetensors"
+
+File = tuple[str, Callable[[], bytes]]  # a name, and what makes the content
 
 
 class Writer:
@@ -93,7 +96,7 @@ class Writer:
         except Vanished:
             raise EngramError(f"{self.path} is not a model directory: it has no file {POINTER!r}") from None
 
-    def commit(self, manifest: dict[str, Any], files: Iterable[tuple[str, bytes]]) -> Pointer:
+    def commit(self, manifest: dict[str, Any], files: Iterable[File]) -> Pointer:
         """Makes these files, and a model.json that lists them, the model: all of it, or nothing changes.
 
         A file that the generation before had under any name is linked, not written again.
@@ -127,24 +130,29 @@ class Writer:
         self._clean_up()
         return pointer
 
-    def _write_files(
-        self, part: Path, files: Iterable[tuple[str, bytes]], before: Pointer | None
-    ) -> dict[str, list[int | str]]:
+    def _write_files(self, part: Path, files: Iterable[File], before: Pointer | None) -> dict[str, list[int | str]]:
+        """Name, size and checksum of each; several at a time, since each waits for the disk."""
         held: dict[str, Path] = {}
         if before is not None:
             with suppress(EngramError, Vanished):  # what cannot be linked is written
                 folder = self.path / GENERATIONS / before.generation
                 digests = read_model(self.path, Snapshot.digests)
                 held = {checksum: folder / name for name, checksum in digests.items() if name != WEIGHTS}
-        listed: dict[str, list[int | str]] = {}
-        for name, content in files:
+
+        def put(file: File) -> tuple[str, list[int | str]]:
+            name, content = file[0], file[1]()
             assert FILE.fullmatch(name), name
             path, checksum = part / name, digest(content)
             path.parent.mkdir(parents=True, exist_ok=True)
             if not (checksum in held and _link(held[checksum], path, content)):
                 write_new(path, content)
-            listed[name] = [len(content), checksum]
-        return listed
+            return name, [len(content), checksum]
+
+        pool = ThreadPoolExecutor(8, "write")
+        try:
+            return dict(pool.map(put, files))
+        finally:
+            pool.shutdown(cancel_futures=True)
 
     def _switch(self, pointer: Pointer | None) -> None:
         """Puts another `current` in place, in one step; None: there is no model yet."""
