@@ -24,9 +24,9 @@ class Scale:
     """The size of the problem and of the measurements.
 
     per_class, test_per_class: images. runs: how many at once, one measurement each. steps: of one repetition, after
-    warm_up steps. files: that `predict` reads. run_epochs, run_finetune: epochs of the whole runs that `after` and
-    `growth` time. The growth_ fields are the classes in all (one run each), base, increment and images a class of those
-    that `growth` times.
+    warm_up steps. files, rounds: that `predict` reads, and how often it takes them on a GPU once they are decoded.
+    run_epochs, run_finetune: epochs of the whole runs that `after` and `growth` time. The growth_ fields are the
+    classes in all (one run each), base, increment and images a class of those that `growth` times.
     """
 
     classes: int = 100
@@ -52,6 +52,7 @@ class Scale:
     growth_increment: int = 10
     growth_per_class: int = 250
     files: int = 4096
+    rounds: int = 16
     device: Device = "auto"
 
     def __post_init__(self) -> None:
@@ -92,6 +93,7 @@ QUICK = Scale(
     growth_increment=2,
     growth_per_class=12,
     files=40,
+    rounds=2,
 )
 
 

@@ -25,6 +25,7 @@ import torch
 from engram.files import write_json
 from engram.rundir import hardware, processor_name, versions
 
+PARTS = ("starting", "reading", "preparing", "training", "finishing")
 ENGRAM = [sys.executable, "-m", "engram"]
 SAMPLES = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "-lms", "100"]
 
@@ -76,29 +77,24 @@ def learn(model: Path, images: Path, busy: Busy, more: Sequence[str]) -> dict[st
     if process.wait():
         raise SystemExit(f"engram learn ended with status {process.returncode}")
     ended = time.monotonic()
-    first = {
-        name: next(at for at, event in events if event["event"] == name)
-        for name in ("images_read", "progress", "working")
-    }
-    read = next(event for _, event in events if event["event"] == "images_read")
-    learned = next(event for _, event in events if event["event"] == "learned")
+
+    def times_of(name: str) -> list[float]:
+        return [at for at, event in events if event["event"] == name]
+
+    named = {event["event"]: event for _, event in events}
+    read, learned = named["images_read"], named["learned"]
+    steps = times_of("progress")
+    trained = next(at for at in times_of("working") if at > steps[-1])  # some work comes before the first step too
     rates = sorted(event["images_per_second"] for _, event in events if event["event"] == "progress")
-    times = [
-        started,
-        first["images_read"] - read["seconds"],
-        first["images_read"],
-        first["progress"],
-        first["working"],
-        ended,
-    ]
-    names = ("starting", "reading", "preparing", "training", "finishing")
-    spans = {name: (times[place], times[place + 1]) for place, name in enumerate(names)}
+    (known,) = times_of("images_read")
+    moments = [started, known - read["seconds"], known, steps[0], trained, ended]
+    spans = {part: (moments[place], moments[place + 1]) for place, part in enumerate(PARTS)}
     return {
         "images": read["images"],
         "seconds": ended - started,
-        "seconds_by": {name: end - start for name, (start, end) in spans.items()},
+        "seconds_by": {part: end - start for part, (start, end) in spans.items()},
         "gpu_busy": busy.share(started, ended),
-        "gpu_busy_by": {name: busy.share(*span) for name, span in spans.items()},
+        "gpu_busy_by": {part: busy.share(*span) for part, span in spans.items()},
         "read_images_per_second": read["images"] / read["seconds"],
         "trained_images_per_second": rates[len(rates) // 2],
         "heldout": {key: learned[key] for key in ("before", "after", "new_accuracy")},

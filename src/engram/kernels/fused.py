@@ -258,11 +258,13 @@ class FoldedBackbone:
         self.groups = layout(backbone, size)
         device = backbone.conv.weight.device
         convs = [conv for group in self.groups for conv in group.convs]
-        channels = torch.arange(sum(conv.channels_out for conv in convs))
         elements = [9 * conv.channels_in for conv in convs for _ in range(conv.channels_out)]
-        self._channel = channels.repeat_interleave(torch.tensor(elements)).to(device)  # of each weight's element
-        self.weights = torch.empty(len(self._channel), dtype=torch.bfloat16, device=device)
-        self.biases = torch.empty(len(channels), device=device)
+        self.weights = torch.empty(sum(elements), dtype=torch.bfloat16, device=device)
+        self.biases = torch.empty(len(elements), device=device)
+        counts = torch.tensor(elements, device=device)  # of the weights of each channel
+        self._channel = torch.arange(len(elements), device=device).repeat_interleave(
+            counts, output_size=len(self.weights)
+        )
         self.load(backbone)
 
     @torch.no_grad()
