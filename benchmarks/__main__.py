@@ -19,6 +19,7 @@ from benchmarks.against import measure_plain, plain_tables
 from benchmarks.ground import Ground
 from benchmarks.growth import growth_tables, measure_growth
 from benchmarks.kernels import kernels_tables, measure_kernels
+from benchmarks.methods import measure_methods, methods_tables
 from benchmarks.predict import measure_predict, predict_tables
 from benchmarks.report import Table, heading, provenance
 from benchmarks.scale import FULL, QUICK, Scale
@@ -33,6 +34,7 @@ PARTS: dict[str, tuple[Callable[[Ground, Results], Results], Callable[[Results],
     "plain": (lambda ground, done: measure_plain(ground, _measured(done, "step")), plain_tables),
     "after": (lambda ground, _: measure_after(ground.scale), after_tables),
     "growth": (lambda ground, _: measure_growth(ground.scale), growth_tables),
+    "methods": (lambda ground, _: measure_methods(ground.scale), methods_tables),
     "predict": (lambda ground, _: measure_predict(ground.scale), predict_tables),
     "kernels": (lambda ground, _: measure_kernels(ground), kernels_tables),
 }
@@ -72,8 +74,11 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--steps", type=int, help="steps of one repetition")
     options.add_argument("--repetitions", type=int, help="repetitions of a measurement, 3 or more")
     options.add_argument("--workers", type=int, help="workers of the plain loop (no more than there are cores)")
-    options.add_argument("--epochs", type=int, help="epochs of the runs that 'after' and 'growth' time, 2 or more")
+    options.add_argument(
+        "--epochs", type=int, help="epochs of the runs that 'after', 'growth' and 'methods' time, 2 or more"
+    )
     options.add_argument("--files", type=int, help="the image files that 'predict' reads")
+    options.add_argument("--methods", help="the methods that 'methods' times, such as afc,bic (default: all)")
     options.add_argument("--growth-classes", help="the classes in all of the runs that 'growth' times, such as 100,200")
     options.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), help="where to measure (default: CUDA if it is there)"
@@ -92,6 +97,7 @@ def scale_of(options: argparse.Namespace) -> Scale:
         "workers": options.workers,
         "run_epochs": options.epochs,
         "files": options.files,
+        "methods": None if options.methods is None else tuple(options.methods.split(",")),
         "device": options.device,
     }
     given = {name: value for name, value in changes.items() if value is not None}

@@ -23,7 +23,8 @@ class StageTimes:
     """One stage of a run.
 
     images: in its pool, of which so many are exemplars. trained: the images that one epoch of the main phase trains
-    on. seconds_by: by kind of work, as the run's clock has it. epochs: the seconds of each epoch, by phase.
+    on. seconds_by: by kind of work, as the run's clock has it. epochs: the seconds of each epoch, by phase; steps: how
+    many it has.
     """
 
     stage: int
@@ -33,6 +34,7 @@ class StageTimes:
     trained: int = 0
     seconds_by: dict[str, float] = field(default_factory=dict)
     epochs: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    steps: dict[str, int] = field(default_factory=dict)
 
     def epoch_seconds(self, phase: str = "main") -> float:
         """The median epoch of a phase without its first, which waits for what is captured and compiled; 0 if none."""
@@ -46,16 +48,20 @@ class StageTimes:
         return {**self.seconds_by, "train": self.seconds_by["train"] + missing}
 
 
-def run_stages(config: RunConfig, store: ImageStore, batch_size: int) -> list[StageTimes]:
+def run_stages(
+    config: RunConfig, store: ImageStore, batch_size: int, stop_after_stage: int | None = None
+) -> list[StageTimes]:
     """The stages of a run, which takes place in a folder that is removed afterwards; its base is not shared."""
     stages: list[StageTimes] = []
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder) / "run"
-        for event in run(config, store, directory):
+        for event in run(config, store, directory, stop_after_stage=stop_after_stage):
             if isinstance(event, StageStarted):
                 stages.append(StageTimes(event.stage, event.num_seen, event.images, event.exemplars))
-            elif isinstance(event, PhaseStarted) and event.phase == "main":
-                stages[-1].trained = event.steps * min(batch_size, event.images)
+            elif isinstance(event, PhaseStarted):
+                stages[-1].steps[event.phase] = event.steps
+                if event.phase == "main":
+                    stages[-1].trained = event.steps * min(batch_size, event.images)
             elif isinstance(event, EpochFinished):
                 stages[-1].epochs[event.phase].append(event.seconds)
         checkpoint = load_checkpoint(directory / "checkpoint" / "state.safetensors")

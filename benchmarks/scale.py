@@ -25,8 +25,9 @@ class Scale:
 
     per_class, test_per_class: images. runs: how many at once, one measurement each. steps: of one repetition, after
     warm_up steps. files, rounds: that `predict` reads, and how often it takes them on a GPU once they are decoded.
-    run_epochs, run_finetune: epochs of the whole runs that `after` and `growth` time. The growth_ fields are the
-    classes in all (one run each), base, increment and images a class of those that `growth` times.
+    run_epochs, run_finetune: epochs of the whole runs that `after`, `growth` and `methods` time. The growth_ fields are
+    the classes in all (one run each), base, increment and images a class of those that `growth` times. methods: those
+    that `methods` times; none is all.
     """
 
     classes: int = 100
@@ -53,11 +54,14 @@ class Scale:
     growth_per_class: int = 250
     files: int = 4096
     rounds: int = 16
+    methods: tuple[str, ...] = ()
     device: Device = "auto"
 
     def __post_init__(self) -> None:
         if self.device not in get_args(Device):
             raise EngramError(f"no device {self.device!r}: {suggest(self.device, get_args(Device))}")
+        for name in self.methods:
+            find_method(name)  # which refuses what there is not
         if not self.runs or min(self.runs) < 1:
             raise EngramError(f"the runs at once must be 1 or more, got {','.join(map(str, self.runs)) or 'none'}")
         if self.workers < 0:
@@ -94,6 +98,7 @@ QUICK = Scale(
     growth_per_class=12,
     files=40,
     rounds=2,
+    methods=("afc", "bic"),
 )
 
 

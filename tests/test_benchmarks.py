@@ -22,6 +22,7 @@ from benchmarks.after import summarise_after
 from benchmarks.ground import KINDS, Ground, Kind
 from benchmarks.growth import fit_growth, summarise_growth
 from benchmarks.kernels import ORDER, OTHER, TABLE, Kernel, breakdown, kind_of
+from benchmarks.methods import config_of, whole_run
 from benchmarks.plain import PlainImages, PlainSteps
 from benchmarks.runs import AFTER, StageTimes
 from benchmarks.scale import FULL, QUICK, afc_config, store_of
@@ -29,6 +30,7 @@ from benchmarks.timing import EngineSteps, per_step, time_together
 from engram.data.augment import Augmentation, Draws, augment, pad_images
 from engram.data.samples import Samples
 from engram.errors import EngramError
+from engram.session import Session
 
 CPU = replace(QUICK, device="cpu")
 FORKING = "ignore:.*multi-threaded.*fork:DeprecationWarning"  # how a DataLoader starts its workers, from Python 3.12
@@ -239,6 +241,26 @@ def test_breakdown_counts_kernels_and_gaps() -> None:
     assert [entry["name"] for entry in found["top"]] == ["engram_conv_forward", "engram_sgd_update", "nothing known"]
 
 
+@pytest.mark.parametrize("name", ["afc", "der"])
+def test_a_whole_run_is_what_its_work_takes_at_the_pace_measured(name: str) -> None:
+    """Every phase at 2 ms an image's work, the base at 1 ms: then so is the whole, however many epochs there are."""
+    store, scale = store_of(CPU), replace(CPU, base=2, increment=2)
+    short, full = (Session(config_of(name, scale, epochs), store) for epochs in (2, None))
+    stages = []
+    for plan in short.plan()[:3]:
+        stage = StageTimes(plan.stage, plan.num_seen, plan.images, plan.exemplars)
+        stage.seconds_by = {"train": 9, "evaluate": 5}
+        for phase in plan.phases:
+            stage.epochs[phase.name] = [phase.work / phase.epochs * (0.002 if plan.stage else 0.001)] * phase.epochs
+        stages.append(stage)
+    found = whole_run(stages, short, full)
+    first, *others = (sum(phase.work for phase in plan.phases) for plan in full.plan())
+    assert len(others) == 3
+    assert found["training"] == pytest.approx(0.001 * first + 0.002 * sum(others))
+    assert found["after"] == 20
+    assert found["all"] == found["training"] + 20
+
+
 def points(square: float, noise: float = 0.0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Stages from 40 to 200 classes, whose time is 2 s, 1 ms an image, and the square of the classes."""
     classes = np.arange(40, 201, 10)
@@ -327,6 +349,9 @@ def test_every_part_runs_and_says_where_its_numbers_come_from(
     assert all(part["seconds"] > 0 for part in parts.values())
     check_steps(parts["step"], parts["plain"])
     check_runs(parts["after"], parts["growth"])
+    assert list(parts["methods"]["methods"]) == ["afc", "bic"]
+    assert all(found["stage_ms"] > 0 and found["seconds"]["all"] > 0 for found in parts["methods"]["methods"].values())
+    assert "correct" in parts["methods"]["methods"]["bic"]["phases"]
     for kind in KINDS:
         assert sum(entry["share"] for entry in parts["kernels"][kind]["kinds"].values()) == pytest.approx(1)
         assert parts["kernels"][kind]["kinds"]["convolution, forward"]["count"] == (9 if kind == "base" else 18)
@@ -395,6 +420,7 @@ def test_a_part_that_fails_leaves_the_others(
     ("arguments", "sentence"),
     [
         (["--parts", "stepp"], "no part 'stepp'"),
+        (["--parts", "methods", "--methods", "afcc"], "'afcc'"),
         (["--runs", "0"], "the runs at once must be 1 or more, got 0"),
         (["--runs", "1,x"], "'1,x' is not a list of whole numbers"),
         (["--repetitions", "2"], "repetitions must be at least 3, got 2"),
