@@ -352,6 +352,14 @@ def test_backward_transfer_and_forgetting_are_their_sums(matrix: list[list[float
     assert forgetting >= -backward - 1e-9
 
 
+def test_backward_transfer_by_class_is_that_of_every_class_alone() -> None:
+    matrix, sizes = [[80.0], [70.0, 90.0], [60.0, 60.0, 95.0]], [5, 2, 3]
+    alone = [60.0 - 80.0] * 5 + [60.0 - 90.0] * 2
+    assert metrics.class_backward_transfer(matrix, sizes) == pytest.approx(sum(alone) / 7)
+    assert metrics.class_backward_transfer(matrix, [1, 1, 9]) == pytest.approx(metrics.backward_transfer(matrix))
+    assert metrics.class_backward_transfer(matrix[:1], sizes) is None
+
+
 @settings(deadline=None)
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=12))
 def test_average_incremental_accuracy_counts_every_stage_alike(per_stage: list[float]) -> None:

@@ -46,6 +46,14 @@ def backward_transfer(matrix: Matrix) -> float | None:
     return float(np.mean([matrix[last][i] - matrix[i][i] for i in range(last)]))
 
 
+def class_backward_transfer(matrix: Matrix, sizes: Sequence[int]) -> float | None:
+    """The same with a stage counting for as much as it has classes (sizes): the mean over the old classes."""
+    last = len(matrix) - 1
+    if last < 1:
+        return None
+    return float(np.average([matrix[last][i] - matrix[i][i] for i in range(last)], weights=sizes[:last]))
+
+
 def forgetting(matrix: Matrix) -> float | None:
     """The mean over stages i < T of the best R[t][i] with t < T, less R[T][i]; None with one stage only."""
     last = len(matrix) - 1

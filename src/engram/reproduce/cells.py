@@ -23,13 +23,6 @@ MARKS: dict[Mark, str] = {WITHIN_STD: "●", WITHIN_POINT: "◐", FURTHER: "○"
 POINT = 1.0
 _SLACK = 1e-9  # of a difference of decimals that should be on the line
 
-MEASURES = {
-    "average_incremental_accuracy": "average incremental accuracy, %",
-    "final_accuracy": "accuracy after the last stage, %",
-    "backward_transfer": "backward transfer, points",
-    "forgetting": "forgetting, points",
-}
-
 
 @dataclass(frozen=True, eq=False)
 class Measured:

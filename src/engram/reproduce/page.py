@@ -17,7 +17,6 @@ from engram.report.svg import drawing_style
 from engram.reproduce import figures
 from engram.reproduce.cells import (
     FURTHER,
-    MEASURES,
     NOT_RUN,
     UNPUBLISHED,
     WITHIN_POINT,
@@ -26,7 +25,7 @@ from engram.reproduce.cells import (
     effect,
     measure,
 )
-from engram.reproduce.paper import Experiment, Paper
+from engram.reproduce.paper import MEASURES, Experiment, Paper
 from engram.reproduce.plan import Cell, Plan
 from engram.reproduce.records import Record
 from engram.reproduce.text import count, csv_table, grid, markdown, signed, spread

@@ -14,10 +14,16 @@ from typing import Any, NoReturn
 
 from engram.errors import EngramError, suggest
 from engram.files import read_json
-from engram.report.load import METRICS
 
 PAPERS = Path(__file__).parent / "papers"
 KINDS = ("table", "curves", "importance", "effects")
+MEASURES = {  # result.json's metrics, and what its matrix of accuracies gives beside
+    "average_incremental_accuracy": "average incremental accuracy, %",
+    "final_accuracy": "accuracy after the last stage, %",
+    "backward_transfer": "backward transfer, points",
+    "class_backward_transfer": "backward transfer, mean over the old classes, points",
+    "forgetting": "forgetting, points",
+}
 PREDICTORS = {"CNN": "cnn", "NME": "nme"}
 _COMMON_KEYS = ("name", "title", "kind", "published", "recipe", "set", "measure", "orders", "note")
 _KEYS = frozenset((*_COMMON_KEYS, "column", "values", "columns", "rows", "methods"))
@@ -66,7 +72,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Experiment:
-    """One table or figure. kind: one of KINDS; measure: one of result.json's metrics."""
+    """One table or figure. kind: one of KINDS; measure: one of MEASURES."""
 
     name: str
     title: str
@@ -170,8 +176,8 @@ class _Reader:
             self.fail("an experiment has no name")
         self._check_keys(entry, _KEYS, name)
         table = self._table(name, entry.get("published"))
-        kind, measure = entry.get("kind", "table"), entry.get("measure", METRICS[0])
-        for what, value, valid in (("kind", kind, KINDS), ("measure", measure, METRICS)):
+        kind, measure = entry.get("kind", "table"), entry.get("measure", "average_incremental_accuracy")
+        for what, value, valid in (("kind", kind, KINDS), ("measure", measure, MEASURES)):
             if value not in valid:
                 self.fail(f"{name} has no {what} {value!r}: {suggest(str(value), valid)}")
         columns = self._columns(name, entry, table)

@@ -86,8 +86,13 @@ class Record:
         return list(self.result["final_accuracy"])
 
     def value(self, measure: str, predictor: str) -> float | None:
-        """One of result.json's metrics; None where the run has no such number."""
-        return self.result[measure].get(predictor)
+        """A measure of an experiment; None where the run has no such number."""
+        if measure in METRICS:
+            return self.result[measure].get(predictor)
+        if predictor not in self.result["final_accuracy"]:
+            return None
+        matrix = [stage["accuracy_by_stage"][predictor] for stage in self.result["stages"]]
+        return metrics.class_backward_transfer(matrix, self.data["stage_sizes"])
 
     def curve(self, predictor: str) -> list[tuple[int, float]]:
         """Classes seen and accuracy after each stage; empty where it was not evaluated so."""

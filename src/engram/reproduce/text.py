@@ -10,7 +10,6 @@ from engram.report.groups import Estimate
 from engram.reproduce.cells import (
     FURTHER,
     MARKS,
-    MEASURES,
     NOT_RUN,
     UNPUBLISHED,
     WITHIN_POINT,
@@ -19,7 +18,7 @@ from engram.reproduce.cells import (
     effect,
     predictor_of,
 )
-from engram.reproduce.paper import Experiment, Published
+from engram.reproduce.paper import MEASURES, Experiment, Published
 
 MINUS, NOTHING = "\N{MINUS SIGN}", "–"
 LEGEND = (

@@ -22,10 +22,10 @@ from engram.config import RunConfig
 from engram.data.load import DataConfig
 from engram.data.store import ImageStore
 from engram.errors import EngramError
-from engram.reproduce.cells import FURTHER, MEASURES, NOT_RUN, WITHIN_POINT, WITHIN_STD, Measured, measure
+from engram.reproduce.cells import FURTHER, NOT_RUN, WITHIN_POINT, WITHIN_STD, Measured, measure
 from engram.reproduce.cost import Cost, costs, this_hardware
 from engram.reproduce.page import headline, remark, write_page
-from engram.reproduce.paper import Experiment, Paper, load_paper
+from engram.reproduce.paper import MEASURES, Experiment, Paper, load_paper
 from engram.reproduce.plan import Asked, Plan, make_plan
 from engram.reproduce.records import Record
 from engram.reproduce.store import merge, read_results
