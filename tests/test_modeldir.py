@@ -23,12 +23,14 @@ from engram.modeldir import (
     Model,
     ModelConfig,
     NoModelYet,
+    fitting,
     has_learning,
     learn_into,
     read_manifest,
     remove_class,
     save_model,
 )
+from engram.modeldir.config import LATER_LEAST
 from engram.modeldir.files import digest
 from engram.modeldir.lesson import Keeping, Lesson, Options
 from model_helpers import NAMES, everything, learn, make, memory_of, opened, pictures, png, same, scores, tiny
@@ -55,6 +57,32 @@ def next_lesson(model: Model, images: np.ndarray, labels: list[Any], options: Op
             next(work)
         except StopIteration as end:
             return end.value
+
+
+def test_the_phases_after_the_main_one_are_never_too_short_to_matter() -> None:
+    config = ModelConfig.choose("afc", image_size=16, images=30, epochs=3)
+    assert config.settings.finetune.epochs < LATER_LEAST  # pyright: ignore[reportAttributeAccessIssue]
+    for epochs, expected in ((None, LATER_LEAST), (2, LATER_LEAST), (90, 30)):
+        lesson = config.lesson_settings(epochs)
+        assert lesson.finetune.epochs == expected  # pyright: ignore[reportAttributeAccessIssue]
+        assert lesson.train.epochs == (epochs or 3)  # pyright: ignore[reportAttributeAccessIssue]
+    without = ModelConfig.choose("afc", image_size=16, images=30, settings={"finetune.epochs": 0})
+    assert without.lesson_settings(3).finetune.epochs == 0  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_the_epochs_that_fit_are_the_most_that_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = in_memory(tiny(), NAMES[:3])
+    lesson = Lesson(model, *pictures(NAMES[3:5]), Options())
+    rate = 1 / fitting._work(lesson, fitting.MOST_EPOCHS)
+    monkeypatch.setattr(fitting, "_seconds_per_work", lambda *_: rate)
+    assert rate * fitting._work(lesson, 1) > 2 / fitting.MOST_EPOCHS  # what follows the main phase has a least length
+    for epochs in (1, 2, 20, 150):
+        needed = rate * fitting._work(lesson, epochs) + fitting.AFTER / fitting.MOST_EPOCHS
+        fit = fitting.epochs_that_fit(lesson, (needed + 1e-3) / 60)  # less than another epoch more
+        assert fit.epochs == epochs
+        assert fit.seconds == pytest.approx(needed)
+    assert fitting.epochs_that_fit(lesson, 1e-9).epochs == 1
+    assert fitting.epochs_that_fit(lesson, 1e9).epochs == fitting.MOST_EPOCHS
 
 
 @pytest.mark.parametrize("method", sorted(METHODS))

@@ -17,6 +17,7 @@ from engram.recipes import recipe
 
 LARGEST_SIDE = 1024
 VALIDATION_MOST = 50
+LATER_LEAST = 10
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,19 @@ class ModelConfig:
         if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
             raise EngramError(f"epochs must be a whole number of 1 or more, got {epochs!r}")
         return replace(self, settings=_with_epochs(self.settings, epochs))
+
+    def lesson_settings(self, epochs: int | None) -> Settings:
+        """The settings of a lesson of so many epochs (None: the configuration's own).
+
+        A phase after the main one, where there is one, has LATER_LEAST epochs: it is short, and with a few of them the
+        scores of old classes stay far below those of new ones.
+        """
+        settings = self.with_epochs(epochs).settings
+        for name in _phases(settings):
+            training = getattr(settings, name)
+            if name != "train" and 0 < training.epochs < LATER_LEAST:
+                settings = replace(settings, **{name: replace(training, epochs=LATER_LEAST)})
+        return settings
 
     def to_plain(self) -> dict[str, Any]:
         """The configuration as plain data."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections.abc import Callable
 
 import torch
@@ -24,9 +25,13 @@ def epochs_that_fit(lesson: Lesson, minutes: float, stop: Callable[[], bool] | N
     budget, started = 60 * minutes, time.monotonic()
     rate = _seconds_per_work(lesson, min(LONGEST, SHARE * budget), stop or (lambda: False))
     left = budget - (time.monotonic() - started)
-    epoch = rate * _work_per_epoch(lesson)
-    epochs = min(MOST_EPOCHS, max(1, int(left / epoch - AFTER)))
-    return EpochsChosen(minutes, epochs, (epochs + AFTER) * epoch, epoch)
+    epoch = rate * _work(lesson, MOST_EPOCHS) / MOST_EPOCHS
+
+    def seconds(epochs: int) -> float:
+        return rate * _work(lesson, epochs) + AFTER * epoch
+
+    epochs = max(1, bisect_right(range(1, MOST_EPOCHS + 1), left, key=seconds))
+    return EpochsChosen(minutes, epochs, seconds(epochs), epoch)
 
 
 def _seconds_per_work(lesson: Lesson, longest: float, stop: Callable[[], bool]) -> float:
@@ -56,14 +61,13 @@ def _seconds_per_work(lesson: Lesson, longest: float, stop: Callable[[], bool]) 
     return (time.monotonic() - first) / steps * plan.epochs * plan.steps / plan.work
 
 
-def _work_per_epoch(lesson: Lesson) -> float:
-    """What an epoch adds to the lesson's work, its share of the phases after the main one included."""
+def _work(lesson: Lesson, epochs: int) -> float:
+    """The work of the lesson with so many epochs, in all its phases."""
     model, learner = lesson.model, lesson.model.learner
     assert learner is not None
-    config = model.config.with_epochs(MOST_EPOCHS)
-    method = find_method(config.method).make(config.settings)
+    method = find_method(model.config.method).make(model.config.lesson_settings(epochs))
     phases = method.phases(learner, lesson.stage, model.engine)
-    return sum(PhasePlan.of(phase).work for phase in phases) / MOST_EPOCHS
+    return sum(PhasePlan.of(phase).work for phase in phases)
 
 
 def _wait(device: torch.device) -> None:

@@ -70,7 +70,7 @@ class Lesson:
         self.before = model
         self.options = options
         self.model = model.copy()
-        self.model.method = find_method(model.config.method).make(model.config.with_epochs(options.epochs).settings)
+        self.model.method = find_method(model.config.method).make(model.config.lesson_settings(options.epochs))
         rows_by_label = self._settle(labels)
         self._given = sum(len(rows) for rows in rows_by_label.values())
         self.refreshed = [label for label in rows_by_label if label in set(model.labels)]
@@ -212,7 +212,7 @@ class Lesson:
         model = self.model
         model.method = self.before.method
         model.measure()
-        training = getattr(model.config.with_epochs(self.options.epochs).settings, "train", None)
+        training = getattr(model.config.lesson_settings(self.options.epochs), "train", None)
         old = [known.label for known in model.classes[: self.stage.num_old]]
         entry = Entry(
             what="learned",
