@@ -18,7 +18,7 @@ from engram.methods.bic import BiC, BiCSettings, balanced_validation, held_back
 from engram.models.heads import LinearHead
 from engram.session import Session
 from helpers import learn_stage, tiny_config, tiny_session, toy_store, train_phase
-from test_distillation import case_of, slow_parts
+from test_distillation import case_of, slow_binary, slow_parts
 
 STORE = toy_store(per_class=24)
 
@@ -178,6 +178,24 @@ def test_losses_are_their_formulas(seed: int) -> None:
     assert scores.requires_grad
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_the_distillation_of_sigmoids_is_its_formula(seed: int) -> None:
+    case = case_of(seed)
+    classified, _ = slow_parts(case, 2.0)
+    step, scores = case.step()
+    terms = BiC(BiCSettings(distillation="sigmoid")).loss(step)
+    wanted = [
+        slow_binary(ours[column] / 2, 1 / (1 + math.exp(-theirs[column] / 2)))
+        for ours, theirs in zip(case.student, case.teacher, strict=True)
+        for column in range(5)
+    ]
+    assert float(terms["classification"].detach()) == pytest.approx(classified, rel=1e-6)
+    assert float(terms["distillation"].detach()) == pytest.approx(sum(wanted) / len(wanted), rel=1e-6)
+    (gradient,) = torch.autograd.grad(terms["distillation"], scores)
+    assert (gradient[:, :5] != 0).all()
+    assert (gradient[:, 5:] == 0).all()
+
+
 def test_the_factor_is_held_only_where_one_class_is_new() -> None:
     for increment, factor in ((1, 0.1), (2, 0.0)):
         session = bic_session(increment=increment)
@@ -196,6 +214,11 @@ def test_settings_that_make_no_sense_are_refused(change: dict[str, float]) -> No
     (name,) = change
     with pytest.raises(EngramError, match=f"{name} must be"):
         tiny_config("bic").with_settings(**change)
+
+
+def test_a_distillation_that_there_is_not_is_refused() -> None:
+    with pytest.raises(EngramError, match="distillation must be one of softmax, sigmoid, got 'sigmoids'"):
+        tiny_config("bic").with_settings(distillation="sigmoids")
 
 
 def test_its_schedules_are_those_of_the_method() -> None:

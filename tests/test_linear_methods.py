@@ -36,6 +36,7 @@ OTHER: dict[str, Any] = {
     "lambda_kd": 2.0,
     "replay": 2,
     "min_group": 2,
+    "divided": False,
 }  # another value for every setting of one of them that is not a training
 
 

@@ -29,6 +29,16 @@ def test_mini_recipes_fit_the_embedded_set() -> None:
             assert len(recipe(name).stream(store)) - 1 == int(name.rsplit("-s", 1)[1])
 
 
+@pytest.mark.parametrize("dataset", ["cifar100-b50-s10", "imagenet100-b50-s10"])
+def test_images_are_brightened_where_the_methods_own_code_does_so(dataset: str) -> None:
+    for method, info in METHODS.items():
+        if f"{method}-{dataset}" in recipe_names():
+            brightness = recipe(f"{method}-{dataset}").augmentation.brightness
+            assert (brightness > 0) == info.brightened
+    assert not any(METHODS[name].brightened for name in ("icarl", "bic", "ucir", "mnemonics", "geodl", "gdumb"))
+    assert all(METHODS[name].brightened for name in ("afc", "podnet", "podnet-dde", "gap", "replay"))
+
+
 def test_misspelt_recipe_gets_the_nearest_name() -> None:
     with pytest.raises(EngramError, match="did you mean 'afc-cifar100-b50-s10'"):
         recipe("afc-cifar10-b50-s10")

@@ -28,8 +28,8 @@ from helpers import learn_stage, make_stage, numeric_gradient, tiny_config, tiny
 CAPACITY = 11
 
 
-def session_of(min_group: int = 1, store: Any = None, **changes: Any) -> Session:
-    config = tiny_config("ssil", **changes).with_settings(replay=4, min_group=min_group)
+def session_of(min_group: int = 1, store: Any = None, divided: bool = True, **changes: Any) -> Session:
+    config = tiny_config("ssil", **changes).with_settings(replay=4, min_group=min_group, divided=divided)
     return tiny_session(config, store)
 
 
@@ -219,8 +219,19 @@ def test_every_batch_has_new_images_and_exemplars() -> None:
     assert phase.images == len(phase.rows()) == 24
 
 
-def test_the_rate_falls_with_the_stages() -> None:
+def test_new_rows_have_nothing_in_common_at_first() -> None:
     session = session_of()
+    at_stage(session, 1)
+    weight = session.learner.network.get_parameter("head.weight").detach()
+    old, new = weight[:2], weight[2:4]
+    assert new.mean(dim=0).abs().max() < 1e-6
+    assert new.std() > 0.01
+    assert old.mean(dim=0).abs().max() > 0.01, "the base stage's classes are told apart from nothing else"
+
+
+@pytest.mark.parametrize("divided", [True, False])
+def test_the_rate_falls_with_the_stages(divided: bool) -> None:
+    session = session_of(divided=divided)
     rates: list[float] = []
     for index in range(3):
         stage = session.stage(index)
@@ -231,7 +242,7 @@ def test_the_rate_falls_with_the_stages() -> None:
         session.learner.memory.update(
             stage.pool, session.method.exemplars(session.learner, stage, session.engine), stage.num_seen
         )
-    assert rates == pytest.approx([0.05, 0.05 / 2, 0.05 / 3])
+    assert rates == pytest.approx([0.05, 0.05 / 2, 0.05 / 3] if divided else [0.05] * 3)
 
 
 def test_its_memory_is_the_first_images_of_each_class() -> None:

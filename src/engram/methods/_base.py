@@ -21,7 +21,7 @@ from engram.learner import Learner
 from engram.methods.batches import Beside, CutMix, Mixed
 from engram.methods.exemplars import choose_exemplars
 from engram.methods.look import Look
-from engram.methods.settings import Settings
+from engram.methods.settings import Settings, check_choice
 from engram.models.heads import Head
 from engram.models.network import Network, Output, Part
 from engram.models.resnet import ResNet
@@ -67,8 +67,7 @@ class Training:
                 raise EngramError(f"{name} must be at least {least}, got {getattr(self, name)}")
         schedules = ("cosine", "constant", "steps", "restarts", "rise")
         for name, choices in (("schedule", schedules), ("remainder", ("drop", "keep"))):
-            if getattr(self, name) not in choices:
-                raise EngramError(f"no {name} {getattr(self, name)!r}: {suggest(str(getattr(self, name)), choices)}")
+            check_choice(self, name, choices)
         if any(not 0 < share < 1 for share in self.milestones) or list(self.milestones) != sorted(self.milestones):
             raise EngramError(f"milestones must be shares of the phase between 0 and 1 in order, got {self.milestones}")
         if not 0 < self.factor <= 1:
@@ -320,6 +319,7 @@ class MethodInfo:
     settings: type[Settings]
     make: Callable[..., Method]
     selection: Selection = "herding"
+    brightened: bool = True
 
 
 METHODS: dict[str, MethodInfo] = {}
@@ -335,17 +335,19 @@ def register(
     paper: str = "",
     memory: Literal["needed", "none", "all", "optional"] = "needed",
     selection: Selection = "herding",
+    brightened: bool = True,
 ) -> Callable[[type[MethodT]], type[MethodT]]:
     """A class decorator that makes a method known by name.
 
     memory says what the method is defined with: a budget of exemplars, none, every image, or ("optional") a budget or
-    none, with none in its recipes; selection, how its recipes choose them.
+    none, with none in its recipes; selection, how its recipes choose them; brightened, whether they change the
+    brightness of images, as AFC's do.
     """
 
     def decorate(cls: type[MethodT]) -> type[MethodT]:
         if name in METHODS:
             raise EngramError(f"a method named {name!r} is registered already ({METHODS[name].make.__qualname__})")
-        METHODS[name] = MethodInfo(name, title, paper, memory, cls.predictors, settings, cls, selection)
+        METHODS[name] = MethodInfo(name, title, paper, memory, cls.predictors, settings, cls, selection, brightened)
         return cls
 
     return decorate

@@ -8,7 +8,7 @@ every class that the training never saw. The next stage distils the corrected sc
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import final
+from typing import Literal, final
 
 import torch
 from torch import Tensor
@@ -17,9 +17,10 @@ from engram.data.stage import Stage
 from engram.errors import EngramError
 from engram.learner import Learner
 from engram.methods._base import Passes, Phase, Settings, Step, Terms, Training, register
+from engram.methods.distillation import binary_cross_entropy
 from engram.methods.exemplars import choose_exemplars
 from engram.methods.linear import LinearMethod, classify, convex_distillation, convex_weights, main_phase
-from engram.methods.settings import check_temperature, refuse_negative
+from engram.methods.settings import check_choice, check_temperature, refuse_negative
 from engram.models.heads import Head, LinearHead
 from engram.models.network import Part
 from engram.random import generator
@@ -40,10 +41,13 @@ def correction_training() -> Training:
 class BiCSettings(Settings):
     """BiC's settings; the defaults are those of CIFAR-100.
 
-    temperature: of both softmaxes in the distillation. validation: the share of a class's exemplars that the training
-    never sees. penalty: on half the square of the offset and, where one class is new, of the factor's distance from 1.
+    distillation: of softmaxes, weighted against the classification by the share of old classes, as in the paper; or of
+    sigmoids, added to it as the mean over the old classes, as in the re-implementation that the published tables come
+    from. temperature: of either. validation: the share of a class's exemplars that the training never sees. penalty: on
+    half the square of the offset and, where one class is new, of the factor's distance from 1.
     """
 
+    distillation: Literal["softmax", "sigmoid"] = "softmax"
     temperature: float = 2.0
     validation: float = 0.1
     penalty: float = 0.1
@@ -51,6 +55,7 @@ class BiCSettings(Settings):
     correction: Training = field(default_factory=correction_training)
 
     def __post_init__(self) -> None:
+        check_choice(self, "distillation", ("softmax", "sigmoid"))
         check_temperature(self.temperature)
         if not 0 < self.validation <= 0.5:
             raise EngramError(f"validation must be a share above 0 and at most 0.5, got {self.validation}")
@@ -89,6 +94,7 @@ def balanced_validation(held: dict[int, Tensor]) -> Tensor:
     settings=BiCSettings,
     title="Bias Correction",
     paper="Wu, Chen, Wang, Ye, Liu, Guo, Fu, CVPR 2019",
+    brightened=False,
 )
 class BiC(LinearMethod[BiCSettings]):
     """Distils the old classes' scores, then corrects those of the new by two numbers."""
@@ -142,8 +148,13 @@ class BiC(LinearMethod[BiCSettings]):
         )
 
     def loss(self, step: Step) -> Terms:
-        """(1 - n_old / n) classification + n_old / n distillation of the teacher's corrected scores."""
-        return convex_distillation(step, self.settings.temperature)
+        """Classification, and distillation of the teacher's corrected scores."""
+        if self.settings.distillation == "softmax":
+            return convex_distillation(step, self.settings.temperature)
+        assert step.teacher is not None
+        ours, theirs = step.student.logits / self.settings.temperature, step.teacher.logits / self.settings.temperature
+        distilled = binary_cross_entropy(ours, theirs.detach().sigmoid(), step.old).mean() / step.old.sum()
+        return {**classify(step), "distillation": distilled}
 
     def correct(self, step: Step) -> Terms:
         """Cross-entropy of the corrected scores, and what holds the correction back."""

@@ -61,6 +61,7 @@ def classify(step: Step) -> Terms:
     title="Greedy sampler, dumb learner",
     paper="Prabhu, Torr, Dokania, ECCV 2020",
     selection="random",
+    brightened=False,
 )
 class GDumb(Method[GDumbSettings]):
     """Trains on the memory alone, each time from the base stage's weights."""

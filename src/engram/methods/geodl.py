@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 from typing import Literal, final
 
 from engram.data.stage import Stage
-from engram.errors import EngramError, suggest
 from engram.learner import Learner
 from engram.methods._base import Passes, Phase, Step, Terms, register
 from engram.methods.cosine import CosineMethod, CosineSettings, cosine_phases, cross_entropy, old_weight
 from engram.methods.geodesic import features, geodesic_distance, geodesic_similarity
-from engram.methods.settings import AFTER_BASE, refuse_negative
+from engram.methods.settings import AFTER_BASE, check_choice, refuse_negative
 
 Reading = Literal["released", "paper"]
 
@@ -34,12 +33,17 @@ class GeoDLSettings(CosineSettings):
 
     def __post_init__(self) -> None:
         refuse_negative(self, "lambda_geodesic")
-        if self.distance not in ("released", "paper"):
-            raise EngramError(f"no distance {self.distance!r}: {suggest(str(self.distance), ('released', 'paper'))}")
+        check_choice(self, "distance", ("released", "paper"))
 
 
 @final
-@register("geodl", settings=GeoDLSettings, title="Geodesic-flow distillation", paper="Simon et al., CVPR 2021")
+@register(
+    "geodl",
+    settings=GeoDLSettings,
+    title="Geodesic-flow distillation",
+    paper="Simon et al., CVPR 2021",
+    brightened=False,
+)
 class GeoDL(CosineMethod[GeoDLSettings]):
     """Keeps the features of a batch near to what they were, along the geodesic between their subspaces."""
 

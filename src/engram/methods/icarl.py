@@ -40,6 +40,7 @@ class ICaRLSettings(Settings):
     settings=ICaRLSettings,
     title="Incremental Classifier and Representation Learning",
     paper="Rebuffi, Kolesnikov, Sperl, Lampert, CVPR 2017",
+    brightened=False,
 )
 class ICaRL(LinearMethod[ICaRLSettings]):
     """Distils the sigmoids of the old classes and predicts by the nearest mean of exemplars."""

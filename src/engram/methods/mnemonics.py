@@ -18,13 +18,13 @@ from torch import Tensor
 
 from engram.data.samples import Samples
 from engram.data.stage import Stage
-from engram.errors import EngramError, suggest
+from engram.errors import EngramError
 from engram.learner import Learner
 from engram.methods._base import Passes, Phase, Training, register
 from engram.methods.cosine import CosineMethod
 from engram.methods.exemplars import choose_exemplars, unit_means
 from engram.methods.look import Look
-from engram.methods.settings import AFTER_BASE
+from engram.methods.settings import AFTER_BASE, check_choice
 from engram.methods.ucir import UCIR, UCIRSettings
 from engram.models.network import Network
 
@@ -57,8 +57,7 @@ class MnemonicsSettings(UCIRSettings):
             ("storage", ("truncate", "round")),
             ("inner", ("network", "head")),
         ):
-            if getattr(self, name) not in choices:
-                raise EngramError(f"no {name} {getattr(self, name)!r}: {suggest(str(getattr(self, name)), choices)}")
+            check_choice(self, name, choices)
         if self.inner_steps < 1:
             raise EngramError(f"inner_steps must be at least 1, got {self.inner_steps}")
         if self.inner_lr <= 0:
@@ -133,6 +132,7 @@ def give_weights(network: Network) -> None:
     settings=MnemonicsSettings,
     title="Mnemonics: learned exemplars",
     paper="Liu, Su, Liu, Schiele, Sun, CVPR 2020",
+    brightened=False,
 )
 class Mnemonics(CosineMethod[MnemonicsSettings]):
     """UCIR with exemplars that learn, and convolutions that move by factors."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from engram.errors import EngramError
+from engram.errors import EngramError, suggest
 from engram.plain import to_plain
 
 # For settings that play no part before the second stage: `field(default, metadata=AFTER_BASE)`.
@@ -35,3 +36,10 @@ def check_temperature(temperature: float) -> None:
     """Refuses a temperature that no softmax can have."""
     if not temperature > 0:
         raise EngramError(f"temperature must be above 0, got {temperature}")
+
+
+def check_choice(settings: object, name: str, choices: Sequence[str]) -> None:
+    """Refuses a value of the setting named that is not one of the choices."""
+    value = getattr(settings, name)
+    if value not in choices:
+        raise EngramError(f"no {name} {value!r}: {suggest(str(value), choices)}")

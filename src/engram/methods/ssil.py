@@ -22,6 +22,7 @@ from engram.methods.batches import Beside
 from engram.methods.distillation import cross_entropy, distillation_by_group
 from engram.methods.linear import LinearMethod, classify, main_phase, seen_columns
 from engram.methods.settings import AFTER_BASE, check_temperature
+from engram.models.heads import LinearHead
 
 NEWEST, GROUPS = "ssil.newest", "ssil.groups"
 
@@ -36,11 +37,13 @@ class SSILSettings(Settings):
     """SS-IL's settings; the defaults are those of CIFAR-100.
 
     temperature: of both softmaxes in the distillation. replay: the exemplars in each batch, beside its new images.
-    min_group: the classes that a softmax has at least, those of stages next to each other being joined until it has.
+    divided: the rate of a stage is that of the base stage over its number, counted from 1. min_group: the classes that
+    a softmax has at least, those of stages next to each other being joined until it has.
     """
 
     temperature: float = field(default=2.0, metadata=AFTER_BASE)
     replay: int = field(default=32, metadata=AFTER_BASE)
+    divided: bool = field(default=True, metadata=AFTER_BASE)
     min_group: int = field(default=1, metadata=AFTER_BASE)
     train: Training = field(default_factory=ssil_training)
 
@@ -66,6 +69,19 @@ def grouped(sizes: Sequence[int], least: int) -> list[int]:
     return [min(each, full) for each in groups]
 
 
+def centre_new_rows(learner: Learner, stage: Stage) -> None:
+    """Takes their mean off the new rows.
+
+    What they have in common is told apart from nothing in their own stage: no gradient would ever change it, and all
+    new scores would be that much above the old ones, or below.
+    """
+    head = learner.network.head
+    assert isinstance(head, LinearHead)
+    with torch.no_grad():
+        new = head.weight[stage.num_old : stage.num_seen]
+        new -= new.mean(dim=0)
+
+
 @final
 @register(
     "ssil",
@@ -82,6 +98,8 @@ class SSIL(LinearMethod[SSILSettings]):
     def grow(self, learner: Learner, stage: Stage, passes: Passes) -> None:
         """Opens the new rows, and says which columns go together in this stage."""
         super().grow(learner, stage, passes)
+        if not stage.is_base:
+            centre_new_rows(learner, stage)
         head, least = learner.network.head, self.settings.min_group
         sizes = stage.arrival(stage.num_seen).unique_consecutive(return_counts=True)[1].tolist()
         newest, groups = torch.zeros(head.capacity, dtype=torch.bool), torch.zeros(head.capacity, dtype=torch.int64)
@@ -91,7 +109,9 @@ class SSIL(LinearMethod[SSILSettings]):
         learner.store(GROUPS, groups.to(head.seen.device))
 
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
-        training = replace(self.settings.train, lr=self.settings.train.lr / (stage.index + 1))
+        training = self.settings.train
+        if self.settings.divided:
+            training = replace(training, lr=training.lr / (stage.index + 1))
         if stage.is_base:
             return [main_phase(stage, training, classify)]
         exemplar = stage.pool.exemplar

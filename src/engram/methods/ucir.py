@@ -56,7 +56,13 @@ def rebalancing(settings: UCIRSettings, step: Step) -> Terms:
 
 
 @final
-@register("ucir", settings=UCIRSettings, title="Unified classifier by rebalancing", paper="Hou et al., CVPR 2019")
+@register(
+    "ucir",
+    settings=UCIRSettings,
+    title="Unified classifier by rebalancing",
+    paper="Hou et al., CVPR 2019",
+    brightened=False,
+)
 class UCIR(CosineMethod[UCIRSettings]):
     """Keeps the direction of embeddings, and old images nearer to their class than to the new ones."""
 

@@ -28,6 +28,7 @@ class UCIRDDESettings(WithDDESettings, UCIRSettings):
     settings=UCIRDDESettings,
     title="UCIR with the data effect distilled and the momentum effect removed",
     paper="Hu et al., CVPR 2021",
+    brightened=False,
 )
 class UCIRDDE(WithDDE[UCIRDDESettings], CosineMethod[UCIRDDESettings]):
     """UCIR that classifies an image together with its neighbours."""

@@ -188,8 +188,8 @@ class LinearHead(Head):
     def _fresh(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         if name == "bias":
             return torch.zeros(shape)
-        # He initialisation (fan-in), as for the last layer of the networks it is compared with.
-        return torch.randn(shape, generator=generator) * math.sqrt(2 / shape[-1])
+        # The variance of a last layer, which no rectification follows: scores of features of length 1 have it too.
+        return torch.randn(shape, generator=generator) / math.sqrt(shape[-1])
 
     def correct(self, labels: range) -> None:
         """Starts a new correction, of these classes alone."""

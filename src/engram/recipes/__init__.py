@@ -47,6 +47,7 @@ def cifar100(method: MethodInfo, stages: int) -> RunConfig:
         base=50,
         increment=CIFAR100_STAGES[stages],
         memory=_memory(method, 20),
+        augmentation=Augmentation() if method.brightened else Augmentation(brightness=0.0),
         predictor=method.predictors[0],
     )
 

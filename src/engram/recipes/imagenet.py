@@ -5,6 +5,7 @@ A method gets them by an entry in SETTINGS: what it has there otherwise than on 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from engram.config import RunConfig
@@ -104,7 +105,7 @@ def imagenet(method: MethodInfo, dataset: str, stages: int, memory: MemoryConfig
         increment=increments[stages],
         memory=memory,
         backbone="resnet18",
-        augmentation=AUGMENTATION,
+        augmentation=AUGMENTATION if method.brightened else replace(AUGMENTATION, brightness=0.0),
         predictor=method.predictors[0],
     )
     for path, value in SETTINGS[method.name][dataset].items():
