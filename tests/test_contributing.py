@@ -60,6 +60,14 @@ def test_the_example_passes_the_contract_and_its_own_test(copy: Path) -> None:
     assert "failed" not in printed
 
 
+def test_the_example_passes_the_checks(copy: Path) -> None:
+    files = ("src/engram/methods/steady.py", "tests/test_steady.py")
+    (copy / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text().replace('venv = ".venv"\n', ""))
+    assert "0 errors, 0 warnings" in call(copy, "basedpyright", "--pythonpath", sys.executable, *files)
+    call(copy, "ruff", "check", *files)
+    call(copy, "ruff", "format", "--check", *files)
+
+
 def test_the_example_runs(copy: Path) -> None:
     short = ("--epochs", "1", "--stop-after-stage", "1", "--quiet")
     call(copy, "engram", "run", "steady-mini-b10-s5", *short, "--out", str(copy / "run"))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -251,3 +254,15 @@ def test_what_a_phase_starts_with_is_done_once_before_its_rows() -> None:
     next(iter(loop))
     session.engine.start(session.learner, session.stage(0), phase, 0, loop.state())
     assert done == ["start", "rows"], "going on is no new start"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
+)
+def test_threads_do_not_wait_busily_for_long_unless_somebody_said_how(given: dict[str, str], expected: str) -> None:
+    names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    code = "import engram, os, sys; print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules)"
+    told = subprocess.run([sys.executable, "-c", code], env={**environment, **given}, capture_output=True, check=True)
+    assert told.stdout.decode().split() == [expected, "False"]

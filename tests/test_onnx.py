@@ -94,5 +94,5 @@ def test_without_onnx_it_says_what_to_install(
     assert main(["export", str(model), str(tmp_path / "model.onnx")]) == 2
     assert (
         capsys.readouterr().err
-        == "engram: onnx and onnxruntime must be installed for this: pip install 'engram[onnx]'\n"
+        == "engram: onnx and onnxruntime must be installed for this: pip install onnx onnxruntime\n"
     )

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from engram import read_manifest
 from engram.cli import main
@@ -68,10 +69,21 @@ def walk(epochs: int, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     assert "checked in onnxruntime" in said["export"]
     assert "engram evaluation" in Path("evaluation.html").read_text()
     found = json.loads(run(["evaluate", "model", "photos/test", "--json"], epochs, capsys))
+    assert ask_onnx(capsys) == run(["predict", "model", "photo.jpg"], epochs, capsys).split("\t")[1]
     (remove,) = [words for words in commands() if words[0] == "remove"]
     run(remove, epochs, capsys)
     assert len(read_manifest("model")["classes"]) == 9
     return found
+
+
+def ask_onnx(capsys: pytest.CaptureFixture[str]) -> str:
+    """What the page's Python, run as it is, says of a wide picture."""
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    picture = next(iter(sorted(Path("photos/test/rabbit").iterdir())))
+    Image.open(picture).resize((300, 200)).save("photo.jpg", quality=95)
+    capsys.readouterr()
+    exec(code, {})
+    return capsys.readouterr().out.strip()
 
 
 def naive(epochs: int, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ print(result["average_incremental_accuracy"])
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -27,6 +28,11 @@ if TYPE_CHECKING:
     from engram.result import Result
     from engram.runner import resume, run, train
     from engram.together import run_together
+
+# Before torch is loaded. Its threads wait for each other some hundred times a step, and each does so busily for
+# milliseconds before it sleeps: beside other programs that is most of the time there is. A tenth of a millisecond does.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 _HOME = {
     "Augmentation": "engram.data.augment",

@@ -190,7 +190,7 @@ class Export:
     """Write a model's network as an ONNX file and check it against the model in onnxruntime.
 
     It takes uint8 images (N, height, width, 3) and gives probabilities (N, classes); normalisation and class names are
-    in it. It needs onnx and onnxruntime: pip install 'engram[onnx]'.
+    in it. It needs onnx and onnxruntime: pip install '.[onnx]' in the checkout.
 
     For example:
         engram export model model.onnx

@@ -68,7 +68,7 @@ def require_onnx() -> None:
     """Refuses where what is needed is not installed."""
     missing = [name for name in ("onnx", "onnxruntime") if find_spec(name) is None]
     if missing:
-        raise EngramError(f"{' and '.join(missing)} must be installed for this: pip install 'engram[onnx]'")
+        raise EngramError(f"{' and '.join(missing)} must be installed for this: pip install onnx onnxruntime")
 
 
 def export_onnx(model: Model, path: str | Path, by: str | None = None) -> Exported:
