@@ -20,6 +20,7 @@ from engram.report.tables import confused_pairs, csv_files, duration, number, pr
 from engram.rundir import version
 
 _OPEN_CONFUSIONS = 3
+_EXACT_COLUMNS = 6  # of the table of stages; where there are more, they get one digit, so that all are in sight
 _PREDICTOR_WORDS = {
     "cnn": "CNN: the class with the highest score of the classifier.",
     "nme": "NME: the class whose mean exemplar is nearest.",
@@ -145,6 +146,7 @@ def _confusion(cell: _Cell, predictor: str) -> dict[str, Any]:
         "predictor": predictor_name(predictor),
         "drawing": figures.confusion(cell.group, predictor),
         "pairs": confused_pairs(cell.group, predictor),
+        "is_wide": figures.needs_width(len(cell.group.class_ids)),
         "is_open": cell.index < _OPEN_CONFUSIONS and predictor == cell.group.predictors[0],
     }
 
@@ -186,10 +188,11 @@ def _per_stage(cells: list[_Cell]) -> dict[str, Any]:
         for cell, name in columns
     ]
     keys = sorted({key for column in values for key in column})
+    digits = 2 if len(columns) <= _EXACT_COLUMNS else 1
     return {
         "columns": [{"group": cell, "predictor": predictor_name(name)} for cell, name in columns],
         "rows": [
-            {"stage": stage, "classes": classes, "cells": [number(c.get((stage, classes))) for c in values]}
+            {"stage": stage, "classes": classes, "cells": [number(c.get((stage, classes)), digits) for c in values]}
             for stage, classes in keys
         ],
     }
