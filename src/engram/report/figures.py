@@ -203,7 +203,7 @@ def confusion_matrix(
     """Counts of true class by predicted class as percent of the true one. order: what the classes are sorted by."""
     percent = row_percent(counts)
     size = len(percent)
-    side = WIDTH if size <= NUMBERED_STAGES else 6.4
+    side = 6.4 if needs_width(size) else WIDTH
     figure = Figure(figsize=(side, side - 0.2), layout="constrained")
     axes = figure.add_subplot()
     _heat_map(axes, percent, "share of the true class's test images, %")
@@ -278,7 +278,7 @@ def time_spent(groups: Sequence[Group]) -> Drawing:
         axes.text(total, y, f"  {total:.1f} s", va="center", fontsize=9, color=MUTED)
     axes.set_xlim(0, float(left.max()) * 1.16 or 1.0)
     axes.set_yticks(range(len(rows)), [name for name, _ in rows])
-    axes.tick_params(axis="y", labelcolor=INK)
+    axes.tick_params(axis="y", labelcolor=INK, labelsize=9.5)
     axes.invert_yaxis()
     axes.grid(False, axis="y")
     axes.set_xlabel("seconds")

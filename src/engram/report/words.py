@@ -39,7 +39,8 @@ def headline(groups: Sequence[Group]) -> str:
         clauses.append(f"{group.label} {verb} {number(value, 1)}\N{NO-BREAK SPACE}%{over}")
     rest = len(groups) - len(clauses)
     tail = f"; {rest} more {'is' if rest == 1 else 'are'} in the table" if rest > 0 else ""
-    lead = "The best of each method: " if len(chosen) < len(groups) else ""
+    each = "each method" if _same_protocol(groups) else "each method in each protocol"
+    lead = f"The best of {each}: " if len(chosen) < len(groups) else ""
     return lead + ", ".join(clauses) + tail + "."
 
 

@@ -135,7 +135,7 @@ def _difference_axis(axes: Axes, labels: Sequence[str]) -> None:
     reach = max(1.5, abs(low), abs(high))
     axes.set_xlim(-reach, reach)
     axes.set_yticks(range(len(labels)), labels)
-    axes.tick_params(axis="y", labelcolor=INK)
+    axes.tick_params(axis="y", labelcolor=INK, labelsize=9)
     axes.set_ylim(len(labels) - 0.5, -0.5)
     axes.grid(False, axis="y")
     axes.set_xlabel("points")
