@@ -667,7 +667,8 @@ def test_report_takes_runs_and_their_parents(engram: Engram, finished: Path, sto
     (tmp_path / "empty").mkdir()
     assert_refused(engram("report", "empty"), "empty", "run.json")
     outcome = engram("report", "both", "--out", "page.html")
-    assert (outcome.status, outcome.err) == (0, "")
+    repeat = "engram: left out both/b: both/a has the same configuration, class order and seed\n"
+    assert (outcome.status, outcome.err) == (0, repeat), "the same run, stopped early"
     assert Path(outcome.out.strip()).resolve() == (tmp_path / "page.html").resolve()
     assert (tmp_path / "page.html").read_text(encoding="utf-8").lstrip().lower().startswith("<!doctype html")
 

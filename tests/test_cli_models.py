@@ -515,9 +515,11 @@ def test_evaluate_counts_what_is_taken_for_what(engram: Engram, taught: Path, ph
         slow[NAMES.index(Path(path).parent.name), NAMES.index(name)] += 1
     assert counts.tolist() == slow.tolist()
     assert found["accuracy"] == 100 * np.trace(slow) / 20
+    assert found["left_out"] == [{"class": "goose", "images": 2}]
     assert [entry["right"] for entry in found["classes"]] == np.diag(slow).tolist()
     page = (tmp_path / "page.html").read_text()
     assert f"{found['accuracy']:.1f} %" in page
+    assert "the model does not know it: goose (2 images)." in page
     assert "<script" not in page
     assert "http://" not in page.replace("http://www.w3.org", "")
     said = engram("evaluate", taught, "test", "--by", "cnn").out

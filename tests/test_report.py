@@ -307,9 +307,53 @@ def test_reported_predictor_leads(tmp_path: Path) -> None:
     assert f"afc ends at {final:.1f} % over 8 classes." in Page(write_report([run])).text
 
 
-def test_repeated_order_and_seed_is_admitted(tmp_path: Path) -> None:
-    runs = [fake_run(tmp_path / name, **LIGHT) for name in ("a", "b")]
-    assert "same order and seed" in Page(write_report(runs)).text
+def test_repeat_of_a_run_counts_once(tmp_path: Path) -> None:
+    old, new, part = (fake_run(tmp_path / n, finished=f, **LIGHT) for n, f in (("old", 3), ("new", 3), ("part", 2)))
+    other = fake_run(tmp_path / "other", seed=2, **LIGHT)
+    edit_json(new / "run.json", created="2026-01-03T03:04:05+00:00")
+    edit_json(part / "run.json", created="2026-01-04T03:04:05+00:00")
+    told: list[str] = []
+    page = write_report([old, new, part, other], tell=told.append)
+    assert told == [f"left out {run}: {new} has the same configuration, class order and seed" for run in (old, part)], (
+        "of the complete ones the newest counts"
+    )
+    (row,) = read_csv(page.with_name("report_files") / "summary.csv")
+    finals = [result_of(run)["final_accuracy"]["cnn"] for run in (new, other)]
+    assert row["n"] == "2"
+    assert float(row["final_accuracy_std"]) == pytest.approx(statistics.stdev(finals))
+    assert {row["run"] for row in read_csv(page.with_name("report_files") / "runs.csv")} == {"new", "other"}
+    text = Page(page).text
+    assert "2 runs repeat the configuration, class order and seed of another and are left out" in text
+    assert "2 runs on cpu" in text
+
+
+def test_configurations_of_a_method_stand_together_and_methods_are_compared(tmp_path: Path) -> None:
+    kept = {"naive": 0.2, "afc": 0.95, "replay": 0.6}
+    runs = [
+        fake_run(tmp_path / f"{m}-{c}-{s}", method=m, recipe=f"{m}-mini-b4-s2{c}", seed=s, keep=k, **LIGHT)
+        for c in ("", " (train.epochs=12)")
+        for m, k in kept.items()
+        for s in (1, 2)
+    ]
+    for run in runs[8:10]:  # afc at 12 epochs, a little worse than afc, is second of all
+        edit_json(run / "result.json", final_accuracy={"cnn": result_of(run)["final_accuracy"]["cnn"] - 0.1})
+    page = write_report(runs)
+    rows = read_csv(page.with_name("report_files") / "summary.csv")
+    assert [row["method"] for row in rows] == ["afc", "afc", "replay", "replay", "naive", "naive"]
+    assert [row["group"] for row in rows][:2] == ["afc", "afc (train.epochs=12)"]
+    finals = [float(row["final_accuracy_mean"]) for row in rows]
+    text = Page(page).text
+    assert "6 configurations of 3 methods on mini" in text
+    assert re.search(r"The best of each method: afc ends at .*, replay( \S+)? at .*, naive.*; 3 more are in the", text)
+    assert re.search(rf"afc leads replay( \(train\S+)? by {finals[0] - max(finals[2:4]):.1f} points", text)
+    assert "leads afc" not in text
+
+
+def test_configurations_of_one_method_have_no_winner(tmp_path: Path) -> None:
+    runs = [fake_run(tmp_path / f"{w}-{s}", settings={"weight": w}, seed=s, **LIGHT) for w in range(6) for s in (1, 2)]
+    text = Page(write_report(runs)).text
+    assert "6 configurations of afc on mini" in text
+    assert "leads" not in text
 
 
 def test_different_protocols_are_called_incomparable(tmp_path: Path) -> None:

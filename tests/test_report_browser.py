@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from engram.report import write_report
+from engram.report.evaluation import write_evaluation
 from fake_runs import fake_run
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
@@ -36,6 +37,13 @@ OVERFLOWING = """(() => {
     .filter(e => !boxed(e) && e.getBoundingClientRect().right > wide + 1)
     .map(e => e.tagName + '.' + e.className);
 })()"""
+
+# How many cells of every row of a section's first table are whole in its box.
+IN_SIGHT = """(box => Math.min(...[...box.querySelectorAll('tr')].map(row =>
+  [...row.children].filter(cell => {{
+    const seen = cell.getBoundingClientRect();
+    return seen.width && seen.right <= box.getBoundingClientRect().right + 1;
+  }}).length)))(document.querySelector('{} .scroll'))"""
 
 
 class Browser:
@@ -162,6 +170,56 @@ def test_page_is_quiet_and_fits(browser: Browser, page: Path, width: int, dark: 
     assert spoken == []
     asked = [e["params"]["request"]["url"] for e in browser.events if e.get("method") == "Network.requestWillBeSent"]
     assert [url for url in asked if not url.startswith(("data:", page.resolve().as_uri()))] == []
+
+
+def test_numbers_that_matter_are_in_sight(browser: Browser, page: Path) -> None:
+    for section in ("summary", "accuracy"):
+        browser.open(page, 1280)
+        wide = f"(b => b.scrollWidth - b.clientWidth)(document.querySelector('#{section} .scroll'))"
+        assert browser.evaluate(wide) == 0, f"the table of {section} fits a desk"
+    browser.open(page, 390)
+    assert browser.evaluate(IN_SIGHT.format("#summary")) >= 3, "the method, its average and its final accuracy"
+    heads = browser.evaluate("[...document.querySelectorAll('#summary thead th')].map(h => h.innerText).slice(2, 4)")
+    assert [" ".join(head.split()) for head in heads] == ["Average incremental accuracy, %", "Final accuracy, %"]
+    assert browser.evaluate("getComputedStyle(document.querySelector('#summary .hint')).display") == "block"
+    legend = (
+        "[...document.querySelectorAll('#accuracy svg')].map(s => s.lastElementChild.getBoundingClientRect().right)"
+    )
+    assert max(browser.evaluate(legend)) <= 390
+    smallest = browser.evaluate(
+        "Math.min(...[...document.querySelectorAll('#accuracy svg')].map(s => {"
+        " const t = [...s.querySelectorAll('text')].at(-1);"
+        " const scale = s.getBoundingClientRect().width / s.viewBox.baseVal.width;"
+        " return parseFloat(getComputedStyle(t).fontSize) * scale; }))"
+    )
+    assert smallest >= 9.5, "pixels of the text beside a line"
+
+
+@pytest.mark.parametrize("classes", [8, 20])
+def test_evaluation_fits_a_phone(browser: Browser, tmp_path: Path, classes: int) -> None:
+    names = [f"kind_of_thing_{i}" for i in range(classes)]
+    found = {
+        "model": "model",
+        "folder": "photos",
+        "method": "afc",
+        "by": "cnn",
+        "unreadable": [],
+        "images": 20 * classes,
+        "accuracy": 50.0,
+        "classes": [{"class": name, "images": 20, "right": 10, "accuracy": 50.0} for name in names],
+        "confusion": [
+            [10 if i == j else 10 * (j == (i + 1) % classes) for j in range(classes)] for i in range(classes)
+        ],
+        "left_out": [{"class": f"stranger {i}", "images": i} for i in range(1, 23)],
+    }
+    browser.open(write_evaluation(found, tmp_path / "page.html"), 390)
+    assert browser.evaluate(OVERFLOWING) == []
+    assert browser.evaluate(IN_SIGHT.format("#classes")) == 4
+    assert "stranger 20 (20 images) and 2 more classes." in browser.evaluate(
+        "document.querySelector('.notes').innerText"
+    )
+    scrolls = browser.evaluate("document.querySelectorAll('#confusion .wide').length")
+    assert scrolls == (classes == 20), "the matrix scales where its names stay readable, else it says that it scrolls"
 
 
 def test_figures_follow_the_colour_scheme(browser: Browser, page: Path) -> None:

@@ -327,7 +327,16 @@ def test_an_importance_is_needed_where_it_is_drawn() -> None:
     record = make_record("afc-cifar100-b50-s50")
     kept = make_record("afc-cifar100-b50-s50", importance=[[3.0, 1.0]])
     assert cell_of("figure3", "AFC (CNN)", "cifar100 50 stages", [record]).records == ()
-    assert cell_of("figure3", "AFC (CNN)", "cifar100 50 stages", [kept]).records == (kept,)
+    found = measure(cell_of("figure3", "AFC (CNN)", "cifar100 50 stages", [record]))
+    assert (found.why, found.mark) == ("run, but no importance was kept", "not run")
+    assert text.lines(found) == [found.why]
+    assert measure(cell_of("figure3", "AFC (CNN)", "cifar100 50 stages", [])).why == "not run"
+    whole = measure(cell_of("figure3", "AFC (CNN)", "cifar100 50 stages", [record, kept]))
+    assert whole.cell.records == (kept,)
+    assert text.lines(whole) == ["1.00 (n = 1)"], "the spread over channels, not an accuracy"
+    section = text.markdown(whole.cell.experiment, [whole] * 4)
+    assert "accuracy" not in section
+    assert "Standard deviation of the importance over the channels" in section
 
 
 def test_names_of_runs_tell_their_changes() -> None:

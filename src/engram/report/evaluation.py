@@ -7,6 +7,8 @@ from typing import Any
 
 from engram.files import write_bytes
 
+_NAMED = 20  # classes, at most, of those left out
+
 
 def write_evaluation(found: dict[str, Any], out: Path) -> Path:
     """The path of the page; all of it, the figure included, is in the one file.
@@ -22,7 +24,7 @@ def render(found: dict[str, Any]) -> str:
     import jinja2  # these take a second to import, and most commands do not need them
     import numpy as np
 
-    from engram.report.figures import confusion_matrix
+    from engram.report.figures import confusion_matrix, needs_width
     from engram.report.svg import drawing_style
     from engram.report.tables import most_confused, predictor_name
     from engram.rundir import version
@@ -43,9 +45,11 @@ def render(found: dict[str, Any]) -> str:
     )
     return environment.get_template("evaluation.html.jinja").render(
         found=found,
+        named=_NAMED,
         tested=sorted(tested, key=lambda entry: entry["accuracy"]),
         by=by,
         drawing=drawing,
+        is_wide=needs_width(len(names)),
         pairs=most_confused(counts, names),
         version=version(),
     )

@@ -35,15 +35,17 @@ def colour(index: int) -> str:
 
 def accuracy_curves(groups: Sequence[Group], predictor: str) -> Drawing:
     """Accuracy against classes seen: a line a group, its sample standard deviation as a band, and chance."""
-    figure = Figure(figsize=(WIDTH, 3.6), layout="constrained")
-    axes = figure.add_subplot()
     shown = [(i, group) for i, group in enumerate(groups) if predictor in group.predictors]
+    names_fit = len(shown) <= 6 and max(len(plain(group.label)) for _, group in shown) <= 12
+    height = 3.4 if names_fit else 3.2 + 0.22 * len(shown)
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    axes = figure.add_subplot()
     ends: list[tuple[float, str, str]] = []
     for index, group in shown:
         values = group.accuracy(predictor)
         x, mean = np.array(group.classes), np.array([value.mean for value in values])
         style = line_style(index, len(x))
-        text = f"{plain_label(group.label, 40)}, n = {group.n}"
+        text = f"{plain_label(group.label, 36)}, n = {group.n}"
         axes.plot(x, mean, label=text, zorder=3, **style)
         if group.n > 1:
             std = np.array([value.std for value in values])
@@ -58,10 +60,10 @@ def accuracy_curves(groups: Sequence[Group], predictor: str) -> Drawing:
     axes.set_ylabel("top-1 accuracy, %")
     axes.set_title(predictor_name(predictor))
     axes.margins(x=0.02)
-    if len(shown) <= 6 and max(len(name) for _, name, _ in ends) <= 12:
+    if names_fit:
         _end_labels(axes, ends)
     else:
-        figure.legend(loc="outside lower left", ncols=1 if len(shown) < 7 else 2)
+        figure.legend(loc="outside lower left", ncols=1)
     alt = f"Accuracy in percent against classes seen, {predictor_name(predictor)} predictor, one line a group."
     return finish(figure, f"accuracy_per_stage_{predictor}", alt)
 
@@ -190,13 +192,19 @@ def confusion(group: Group, predictor: str) -> Drawing:
     return confusion_matrix(group.confusion(predictor), group.class_names, order, title, name, alt)
 
 
+def needs_width(classes: int) -> bool:
+    """Whether a confusion matrix of so many classes has names that would be too small on a phone."""
+    return NUMBERED_STAGES < classes <= NAMED_CLASSES
+
+
 def confusion_matrix(
     counts: np.ndarray, class_names: Sequence[str], order: str, title: str, name: str, alt: str
 ) -> Drawing:
     """Counts of true class by predicted class as percent of the true one. order: what the classes are sorted by."""
     percent = row_percent(counts)
     size = len(percent)
-    figure = Figure(figsize=(6.4, 6.2), layout="constrained")
+    side = 6.4 if needs_width(size) else WIDTH
+    figure = Figure(figsize=(side, side - 0.2), layout="constrained")
     axes = figure.add_subplot()
     _heat_map(axes, percent, "share of the true class's test images, %")
     if size <= NAMED_CLASSES:
@@ -238,7 +246,7 @@ def importance(group: Group) -> Drawing:
     axes.set_xlabel("channels of the map, most important first, %")
     axes.set_ylabel("importance (map mean = 1)")
     axes.set_title(_title(group))
-    figure.legend(loc="outside lower left", ncols=3, columnspacing=1.2)
+    figure.legend(loc="outside lower left", ncols=2, columnspacing=1.2)
     alt = f"Sorted channel importance of {plain(group.label)} after its last stage, one curve a map."
     return finish(figure, f"importance_{group.slug}", alt)
 
@@ -257,7 +265,7 @@ def time_spent(groups: Sequence[Group]) -> Drawing:
         else:
             mean = "" if group.n == 1 else f", mean of {group.n}"
             rows.append((name + mean, np.mean(full, axis=0)))
-    figure = Figure(figsize=(WIDTH, 1.35 + 0.3 * len(rows)), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 1.55 + 0.3 * len(rows)), layout="constrained")
     axes = figure.add_subplot()
     left = np.zeros(len(rows))
     for index, part in enumerate(parts):
@@ -270,11 +278,11 @@ def time_spent(groups: Sequence[Group]) -> Drawing:
         axes.text(total, y, f"  {total:.1f} s", va="center", fontsize=9, color=MUTED)
     axes.set_xlim(0, float(left.max()) * 1.16 or 1.0)
     axes.set_yticks(range(len(rows)), [name for name, _ in rows])
-    axes.tick_params(axis="y", labelcolor=INK)
+    axes.tick_params(axis="y", labelcolor=INK, labelsize=9.5)
     axes.invert_yaxis()
     axes.grid(False, axis="y")
     axes.set_xlabel("seconds")
-    figure.legend(loc="outside upper left", ncols=5, handlelength=0.8, columnspacing=0.9, handletextpad=0.4, fontsize=9)
+    figure.legend(loc="outside upper left", ncols=3, handlelength=0.8, columnspacing=0.9, handletextpad=0.4)
     return finish(figure, "seconds", "Seconds of each run, split into the kinds of work.")
 
 
@@ -303,6 +311,6 @@ def training_loss(group: Group) -> Drawing:
     axes.set_xlabel("epochs of the main phase, all stages")
     axes.set_ylabel("mean loss of the epoch")
     axes.set_title(plain_label(group.label, 40))
-    figure.legend(loc="outside lower left", ncols=4, columnspacing=1.2)
+    figure.legend(loc="outside lower left", ncols=2, columnspacing=1.2)
     alt = f"Training loss of {plain(group.label)}, epoch by epoch; upright lines mark the stages."
     return finish(figure, f"loss_{group.slug}", alt)

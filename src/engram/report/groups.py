@@ -68,6 +68,17 @@ class Group:
         """Classes seen after each finished stage."""
         return tuple(stage.classes for stage in self.first.stages)
 
+    @property
+    def protocol(self) -> tuple[object, ...]:
+        """What groups must share for their numbers to be comparable: the data, and how it was split into stages."""
+        return self.first.fingerprint, self.first.class_names, self.first.stage_sizes
+
+    @property
+    def rank(self) -> tuple[int, float]:
+        """A sort key: the furthest first, and of those the one with the highest final accuracy."""
+        final = self.metric("final_accuracy", self.predictors[0])
+        return -len(self.classes), 0.0 if final is None else -final.mean
+
     def metric(self, name: str, predictor: str) -> Estimate | None:
         """One of result.json's metrics over the runs."""
         return estimate([run.metrics[name][predictor] for run in self.runs])
@@ -131,38 +142,87 @@ def row_percent(counts: np.ndarray) -> np.ndarray:
     return 100 * np.divide(counts, totals, out=np.full(counts.shape, np.nan), where=totals > 0)
 
 
-def make_groups(runs: Sequence[Run]) -> list[Group]:
-    """The runs grouped by all that repetitions have in common, in the order in which groups first appear."""
+def without_repeats(runs: Sequence[Run]) -> tuple[list[Run], dict[Run, Run]]:
+    """The runs that count, and those left out, each with the run that counts in its place.
+
+    Runs of one configuration, class order and seed are one measurement made again, and counting it twice would make
+    the spread look smaller than it is: of them the most finished counts, and of several such the newest.
+    """
     found: dict[str, list[Run]] = {}
     for run in runs:
-        found.setdefault(_key(run), []).append(run)
+        found.setdefault(json.dumps([*_shared(run), run.order, run.class_order, run.seed], sort_keys=True), []).append(
+            run
+        )
+    counted = {run: max(same, key=lambda r: (len(r.stages), r.created)) for same in found.values() for run in same}
+    kept = [run for run in runs if counted[run] is run]
+    return kept, {run: counts for run, counts in counted.items() if counts is not run}
+
+
+def make_groups(runs: Sequence[Run]) -> list[Group]:
+    """The runs grouped by all that repetitions have in common.
+
+    Protocols come in the order in which they first appear; of each the best method first, with all its
+    configurations, the best first. What was stopped comes after what was finished.
+    """
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        # Unfinished runs stand apart: a mean over different numbers of classes would mean nothing.
+        found.setdefault(json.dumps([*_shared(run), len(run.stages)], sort_keys=True), []).append(run)
     members = list(found.values())
     labels = _labels([group[0] for group in members])
     slugs: list[str] = []
     for label in labels:
         slug = re.sub(r"[^a-z0-9]+", "-", label.lower()).strip("-")[:60] or "group"
         slugs.append(next(s for i in count(1) if (s := slug if i == 1 else f"{slug}-{i}") not in slugs))
-    return [
-        Group(label, slug, tuple(sorted(group, key=lambda run: (_natural(run.order), _natural(run.seed)))))
-        for label, slug, group in zip(labels, slugs, members, strict=True)
-    ]
+    return _ranked(
+        [
+            Group(label, slug, tuple(sorted(group, key=lambda run: (_natural(run.order), _natural(run.seed)))))
+            for label, slug, group in zip(labels, slugs, members, strict=True)
+        ]
+    )
 
 
-def _key(run: Run) -> str:
-    # Unfinished runs stand apart: a mean over different numbers of classes would mean nothing.
+def _ranked(groups: list[Group]) -> list[Group]:
+    protocols = list(dict.fromkeys(group.protocol for group in groups))
+    best: dict[tuple[object, str], tuple[int, float]] = {}
+    for group in groups:
+        name = group.protocol, group.first.method
+        best[name] = min(best.get(name, group.rank), group.rank)
+
+    def place(group: Group) -> tuple[object, ...]:
+        method = group.first.method
+        return protocols.index(group.protocol), best[group.protocol, method], method, group.rank
+
+    return sorted(groups, key=place)
+
+
+def leaders(groups: Sequence[Group]) -> list[Group]:
+    """The best configuration of each method, protocol by protocol; the groups come as `make_groups` gives them."""
+    return list({(group.protocol, group.first.method): group for group in reversed(groups)}.values())[::-1]
+
+
+def _shared(run: Run) -> list[Any]:
+    """All that repetitions of a run have in common."""
     config = {key: value for key, value in _flatten(run.config) if key not in _VARYING}
-    data = [run.fingerprint, run.class_names, run.stage_sizes, len(run.stages)]
-    return json.dumps([run.recipe, run.method, config, *data, run.predictors], sort_keys=True)
+    return [run.recipe, run.method, config, run.fingerprint, run.class_names, run.stage_sizes, run.predictors]
 
 
 def _labels(firsts: list[Run]) -> list[str]:
-    """The shortest telling name of each group: method, else recipe, else recipe and the settings that differ."""
+    """The shortest telling name of each group: method, else recipe, else recipe and the settings that differ.
+
+    Where every method has one recipe, changed or not, the method's name stands for the recipe's.
+    """
     names = [run.method for run in firsts]
     if len(set(names)) < len(names):
         recipes = Counter(run.recipe for run in firsts)
         names = [
             _short_recipe(run, firsts) if recipes[run.recipe] == 1 else _with_settings(run, firsts) for run in firsts
         ]
+        plain = {(run.method, _changes(run.recipe)[0]) for run in firsts}
+        if len(plain) == len({run.method for run in firsts}):
+            names = [
+                run.method + name.removeprefix(_changes(run.recipe)[0]) for name, run in zip(names, firsts, strict=True)
+            ]
     names = [f"{name} ({run.stopped})" if run.stopped else name for name, run in zip(names, firsts, strict=True)]
     repeated = {name for name, times in Counter(names).items() if times > 1}
     numbers = {name: count(1) for name in repeated}

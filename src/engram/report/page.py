@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -13,29 +12,32 @@ import jinja2
 
 from engram.errors import EngramError
 from engram.files import write_bytes
-from engram.report import FILES, figures
-from engram.report.groups import Group, make_groups
-from engram.report.load import METRICS, Run, load_runs
+from engram.report import FILES, figures, words
+from engram.report.groups import Group, make_groups, without_repeats
+from engram.report.load import METRICS, load_runs
 from engram.report.svg import SERIES, Drawing, drawing_style
 from engram.report.tables import confused_pairs, csv_files, duration, number, predictor_name
 from engram.rundir import version
 
 _OPEN_CONFUSIONS = 3
-_HEADLINE_GROUPS = 5
+_EXACT_COLUMNS = 6  # of the table of stages; where there are more, they get one digit, so that all are in sight
 _PREDICTOR_WORDS = {
     "cnn": "CNN: the class with the highest score of the classifier.",
     "nme": "NME: the class whose mean exemplar is nearest.",
 }
 
 
-def write_report(directories: Sequence[Path], out: Path | None = None) -> Path:
+def write_report(directories: Sequence[Path], out: Path | None, tell: Callable[[str], None]) -> Path:
     """The path of the HTML page made from these run directories; figures and tables stand in a folder beside it."""
     paths = [Path(directory) for directory in directories]
-    groups = make_groups(load_runs(paths))
+    runs, repeats = without_repeats(load_runs(paths))
+    for repeat, counted in repeats.items():
+        tell(f"left out {repeat.directory}: {counted.directory} has the same configuration, class order and seed")
+    groups = make_groups(runs)
     target = _target(paths, out)
     folder = target.with_name(f"{target.stem}_files")
     with drawing_style():
-        context, drawings = _context(groups)
+        context, drawings = _context(groups, len(repeats))
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=True,
@@ -76,7 +78,7 @@ def write_folder(folder: Path, files: dict[str, str]) -> None:
             (folder / name).unlink(missing_ok=True)
 
 
-def _context(groups: list[Group]) -> tuple[dict[str, Any], list[Drawing]]:
+def _context(groups: list[Group], repeats: int) -> tuple[dict[str, Any], list[Drawing]]:
     """What the template needs, and all figures in it."""
     cells = [_Cell(group, index) for index, group in enumerate(groups)]
     predictors = list(dict.fromkeys(name for group in groups for name in group.predictors))
@@ -96,10 +98,10 @@ def _context(groups: list[Group]) -> tuple[dict[str, Any], list[Drawing]]:
     summary = _summary(cells)
     one_order = all(group.has_one_order for group in groups)
     context = {
-        "title": _title(groups),
-        "headline": _headline(groups),
-        "facts": _facts(groups),
-        "notes": _notes(groups),
+        "title": words.title(groups),
+        "headline": words.headline(groups),
+        "facts": words.facts(groups),
+        "notes": words.notes(groups, repeats),
         "summary": summary,
         "marks_best": any(row["best_final"] for row in summary),
         "any_spread": any(group.n > 1 for group in groups),
@@ -144,99 +146,9 @@ def _confusion(cell: _Cell, predictor: str) -> dict[str, Any]:
         "predictor": predictor_name(predictor),
         "drawing": figures.confusion(cell.group, predictor),
         "pairs": confused_pairs(cell.group, predictor),
+        "is_wide": figures.needs_width(len(cell.group.class_ids)),
         "is_open": cell.index < _OPEN_CONFUSIONS and predictor == cell.group.predictors[0],
     }
-
-
-def _title(groups: list[Group]) -> str:
-    names = [group.label for group in groups]
-    data = _join(dict.fromkeys(group.first.dataset for group in groups))
-    if len(names) > _HEADLINE_GROUPS:
-        return f"{len(names)} methods on {data}"
-    return f"{_join(names)} on {data}"
-
-
-def _headline(groups: list[Group]) -> str:
-    """What came out, in one sentence, from the final accuracy of each group's reported predictor."""
-    results = [(group.metric("final_accuracy", group.predictors[0]), group) for group in groups]
-    known = sorted(((v, g) for v, g in results if v is not None), key=lambda pair: -pair[0].mean)
-    same_classes = len({group.classes[-1] for _, group in known}) == 1
-    clauses = []
-    for position, (value, group) in enumerate(known[:_HEADLINE_GROUPS]):
-        verb = "at" if position else "is at" if group.first.stopped else "ends at"
-        over = f" over {group.classes[-1]} classes" if position == 0 or not same_classes else ""
-        clauses.append(f"{group.label} {verb} {number(value, 1)}\N{NO-BREAK SPACE}%{over}")
-    rest = len(known) - len(clauses)
-    tail = f"; {rest} more {'is' if rest == 1 else 'are'} in the table" if rest > 0 else ""
-    return ", ".join(clauses) + tail + "."
-
-
-def _facts(groups: list[Group]) -> str:
-    runs = [run for group in groups for run in group.runs]
-    count = f"{len(runs)} run{'s' if len(runs) > 1 else ''}"
-    protocols = list(dict.fromkeys(_stages_in_words(run) for run in runs))
-    words = protocols[0] if len(protocols) == 1 else f"{len(protocols)} different protocols"
-    devices = _join(dict.fromkeys(run.hardware.get("device", "unknown device") for run in runs))
-    predictors = _join(dict.fromkeys(predictor_name(group.predictors[0]) for group in groups))
-    dates = sorted({run.created[:10] for run in runs})
-    when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-    return f"Top-1 accuracy of the {predictors} predictor over all classes seen. {words}; {count} on {devices}, {when}."
-
-
-def _stages_in_words(run: Run) -> str:
-    base, later = run.stage_sizes[0], run.stage_sizes[1:]
-    if not later:
-        return f"{base} classes in one stage"
-    sizes = _join(str(size) for size in dict.fromkeys(later))
-    plural = "" if set(later) == {1} else "es"
-    return f"{base} base classes, then {len(later)} stage{'s' if len(later) > 1 else ''} of {sizes} class{plural}"
-
-
-def _notes(groups: list[Group]) -> list[str]:
-    """What a careful reader should know before comparing."""
-    notes = []
-    if not _same_protocol(groups):
-        notes.append(
-            "These runs differ in data or in how it was split into stages, so their numbers are not comparable."
-        )
-    notes += [f"{group.first.recipe}: {group.first.stopped}." for group in groups if group.first.stopped]
-    for group in groups:
-        if len({(run.order, run.seed) for run in group.runs}) < group.n:
-            notes.append(
-                f"{group.label} has runs with the same order and seed, so its spread is not that of independent runs."
-            )
-    if len(groups) > 1 and _comparable(groups):
-        if all(group.n == 1 for group in groups):
-            notes.append(
-                "One run each: a difference of a point or two may be chance. More orders and seeds would tell."
-            )
-        else:
-            notes += _lead(groups)
-    return notes
-
-
-def _same_protocol(groups: list[Group]) -> bool:
-    return len({(g.first.fingerprint, g.first.class_names, g.first.stage_sizes) for g in groups}) == 1
-
-
-def _comparable(groups: list[Group]) -> bool:
-    """True when all groups went the same way to its end, so that a higher accuracy is a better one."""
-    return _same_protocol(groups) and not any(group.first.stopped for group in groups)
-
-
-def _lead(groups: list[Group]) -> list[str]:
-    values = [(group.metric("final_accuracy", group.predictors[0]), group) for group in groups]
-    ranked = sorted(((v, g) for v, g in values if v is not None), key=lambda pair: -pair[0].mean)
-    for (best, first), (second, runner_up) in list(pairwise(ranked))[:1]:
-        gap = best.mean - second.mean
-        spreads = [value.std for value in (best, second) if value.std is not None]
-        if spreads:
-            verdict = "more than" if gap > max(spreads) else "within"
-            return [
-                f"{first.label} leads {runner_up.label} by {gap:.1f} points at the end, {verdict} the spread "
-                f"over runs (standard deviation {' and '.join(f'{s:.1f}' for s in spreads)})."
-            ]
-    return []
 
 
 def _summary(cells: list[_Cell]) -> list[dict[str, Any]]:
@@ -257,7 +169,7 @@ def _summary(cells: list[_Cell]) -> list[dict[str, Any]]:
                     "time": duration(cell.group.seconds),
                 }
             )
-    ranks = len(rows) > 1 and _comparable([cell.group for cell in cells])
+    ranks = len(rows) > 1 and words.comparable([cell.group for cell in cells])
     for flag, metric in (("best_average", "average_incremental_accuracy"), ("best_final", "final_accuracy")):
         means = [row["values"][metric].mean for row in rows if row["values"][metric] is not None]
         for row in rows:
@@ -276,10 +188,11 @@ def _per_stage(cells: list[_Cell]) -> dict[str, Any]:
         for cell, name in columns
     ]
     keys = sorted({key for column in values for key in column})
+    digits = 2 if len(columns) <= _EXACT_COLUMNS else 1
     return {
         "columns": [{"group": cell, "predictor": predictor_name(name)} for cell, name in columns],
         "rows": [
-            {"stage": stage, "classes": classes, "cells": [number(c.get((stage, classes))) for c in values]}
+            {"stage": stage, "classes": classes, "cells": [number(c.get((stage, classes)), digits) for c in values]}
             for stage, classes in keys
         ],
     }
@@ -293,8 +206,8 @@ def _protocol(cell: _Cell) -> dict[str, Any]:
     if "Recipe" not in dict(card):
         card.insert(0, ("Recipe", cell.group.first.recipe))
     made = [
-        ("Runs", _join(f"{run.directory.name} (order {run.order}, seed {run.seed})" for run in runs)),
-        ("Settings hash", _join(dict.fromkeys(run.config_hash for run in runs))),
+        ("Runs", words.join(f"{run.directory.name} (order {run.order}, seed {run.seed})" for run in runs)),
+        ("Settings hash", words.join(dict.fromkeys(run.config_hash for run in runs))),
     ]
     machine = [*_merged([run.versions for run in runs]), *_merged([run.hardware for run in runs])]
     commands = list(dict.fromkeys(run.command for run in runs if run.command))
@@ -309,8 +222,3 @@ def _merged(texts: list[Any]) -> list[tuple[str, str]]:
     """Label and text of each line, with all texts named where the runs differ."""
     labels = dict.fromkeys(label for text in texts for label in text)
     return [(label, ", ".join(dict.fromkeys(t[label] for t in texts if label in t))) for label in labels]
-
-
-def _join(words: Iterable[str]) -> str:
-    listed = list(words)
-    return listed[0] if len(listed) == 1 else f"{', '.join(listed[:-1])} and {listed[-1]}"

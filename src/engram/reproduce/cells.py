@@ -20,6 +20,7 @@ FURTHER: Mark = "further off"
 NOT_RUN: Mark = "not run"
 UNPUBLISHED: Mark = "nothing published"
 MARKS: dict[Mark, str] = {WITHIN_STD: "●", WITHIN_POINT: "◐", FURTHER: "○", NOT_RUN: "–", UNPUBLISHED: " "}
+KEPT_NOTHING = "run, but no importance was kept"
 POINT = 1.0
 _SLACK = 1e-9  # of a difference of decimals that should be on the line
 
@@ -41,9 +42,12 @@ class Measured:
     @property
     def why(self) -> str:
         """Why there is no number; empty where there is one."""
-        if self.ours is not None:
-            return ""
-        return self.cell.reason or NOT_RUN
+        return "" if self.ours is not None else self.cell.reason or self.lacking
+
+    @property
+    def lacking(self) -> str:
+        """What a cell without a number lacks, whatever this version could run."""
+        return KEPT_NOTHING if self.cell.bare else NOT_RUN
 
     @property
     def in_paper(self) -> bool:

@@ -55,7 +55,7 @@ def accuracy(experiment: Experiment, column: Column, cells: Sequence[Measured]) 
     axes.set_xlabel("classes seen")
     axes.set_ylabel("top-1 accuracy, %")
     axes.set_title(column.label)
-    figure.legend(loc="outside lower left", ncols=1)
+    figure.legend(loc="outside lower left", ncols=1, fontsize=10)
     alt = f"Accuracy in percent against classes seen, {plain(column.label)}, a line for each row that was run."
     return finish(figure, _file(f"{experiment.name}_{column.label}"), alt)
 
@@ -63,7 +63,7 @@ def accuracy(experiment: Experiment, column: Column, cells: Sequence[Measured]) 
 def _legend(cell: Measured) -> str:
     assert cell.ours is not None
     predictor = predictor_of(cell)
-    who = plain_label(cell.cell.row.label, 34)
+    who = plain_label(cell.cell.row.label, 28)
     named = who if f"({predictor})" in who else f"{who}, {predictor}"
     return f"{named}, n = {cell.n}: {_spread(cell.ours)} %"
 
@@ -96,7 +96,7 @@ def importance(experiment: Experiment, cells: Sequence[Measured]) -> Drawing | N
     axes.set_xlabel("channels of the last map, most important first")
     axes.set_ylabel("importance (map mean = 1)")
     axes.set_title("After the last stage")
-    figure.legend(loc="outside lower left", ncols=1)
+    figure.legend(loc="outside lower left", ncols=1, fontsize=10)
     alt = "Sorted channel importance of the last map after the last stage, a line for each setting that was run."
     return finish(figure, _file(experiment.name), alt)
 
@@ -135,7 +135,7 @@ def _difference_axis(axes: Axes, labels: Sequence[str]) -> None:
     reach = max(1.5, abs(low), abs(high))
     axes.set_xlim(-reach, reach)
     axes.set_yticks(range(len(labels)), labels)
-    axes.tick_params(axis="y", labelcolor=INK)
+    axes.tick_params(axis="y", labelcolor=INK, labelsize=9)
     axes.set_ylim(len(labels) - 0.5, -0.5)
     axes.grid(False, axis="y")
     axes.set_xlabel("points")

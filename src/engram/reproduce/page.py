@@ -17,6 +17,7 @@ from engram.report.svg import drawing_style
 from engram.reproduce import figures
 from engram.reproduce.cells import (
     FURTHER,
+    KEPT_NOTHING,
     NOT_RUN,
     UNPUBLISHED,
     WITHIN_POINT,
@@ -127,7 +128,7 @@ def records_of(cells: Iterable[Cell]) -> list[Record]:
 def _part(paper: Paper, experiment: Experiment, measured: list[Measured]) -> dict[str, Any]:
     rows = grid(experiment, measured)
     bases = rows[0][1]
-    missing = dict.fromkeys(cell.why or "the runs kept no importance" for cell in measured)
+    missing = dict.fromkeys(cell.why or KEPT_NOTHING for cell in measured)
     return {
         "name": experiment.name,
         "heading": experiment.heading,

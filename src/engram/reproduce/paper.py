@@ -23,7 +23,9 @@ MEASURES = {  # result.json's metrics, and what its matrix of accuracies gives b
     "backward_transfer": "backward transfer, points",
     "class_backward_transfer": "backward transfer, mean over the old classes, points",
     "forgetting": "forgetting, points",
+    "importance_spread": "standard deviation of the importance over the channels of the last map, whose mean is 1",
 }
+_DEFAULT_MEASURES = {"importance": "importance_spread"}  # of a kind
 PREDICTORS = {"CNN": "cnn", "NME": "nme"}
 _COMMON_KEYS = ("name", "title", "kind", "published", "recipe", "set", "measure", "orders", "note")
 _KEYS = frozenset((*_COMMON_KEYS, "column", "values", "columns", "rows", "methods"))
@@ -176,7 +178,8 @@ class _Reader:
             self.fail("an experiment has no name")
         self._check_keys(entry, _KEYS, name)
         table = self._table(name, entry.get("published"))
-        kind, measure = entry.get("kind", "table"), entry.get("measure", "average_incremental_accuracy")
+        kind = entry.get("kind", "table")
+        measure = entry.get("measure", _DEFAULT_MEASURES.get(kind, "average_incremental_accuracy"))
         for what, value, valid in (("kind", kind, KINDS), ("measure", measure, MEASURES)):
             if value not in valid:
                 self.fail(f"{name} has no {what} {value!r}: {suggest(str(value), valid)}")

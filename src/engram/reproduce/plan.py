@@ -39,7 +39,8 @@ class Wanted:
 class Cell:
     """A cell: its runs, and for each the record of it, None where it was not measured.
 
-    reason: why it has no runs, where it can have none; missing: the recipe that there is not yet.
+    reason: why it has no runs, where it can have none; missing: the recipe that there is not yet; bare: how many of
+    its runs were measured and do not count, for they kept no importance and the cell is about it.
     """
 
     experiment: Experiment
@@ -51,6 +52,7 @@ class Cell:
     found: tuple[Record | None, ...] = ()
     reason: str = ""
     missing: str = ""
+    bare: int = 0
 
     @property
     def records(self) -> tuple[Record, ...]:
@@ -152,7 +154,9 @@ class _Planner:
             self._wanted(replace(config, order=order, seed=seed), original.recipe) for order in orders for seed in seeds
         )
         found = tuple(self.found(run, importance=experiment.kind == "importance") for run in wanted)
-        return replace(cell, predictor=spec.predictor or config.predictor, wanted=wanted, found=found)
+        pairs = zip(wanted, found, strict=True)
+        bare = sum(record is None and self.found(run, importance=False) is not None for run, record in pairs)
+        return replace(cell, predictor=spec.predictor or config.predictor, wanted=wanted, found=found, bare=bare)
 
     def _here(self, config: RunConfig) -> RunConfig:
         """The configuration with the images, device and precision that were asked for."""

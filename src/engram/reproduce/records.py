@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -89,6 +90,9 @@ class Record:
         """A measure of an experiment; None where the run has no such number."""
         if measure in METRICS:
             return self.result[measure].get(predictor)
+        if measure == "importance_spread":
+            maps = self.data.get("importance")
+            return statistics.pstdev(maps[-1]) if maps else None
         if predictor not in self.result["final_accuracy"]:
             return None
         matrix = [stage["accuracy_by_stage"][predictor] for stage in self.result["stages"]]

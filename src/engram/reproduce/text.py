@@ -10,7 +10,6 @@ from engram.report.groups import Estimate
 from engram.reproduce.cells import (
     FURTHER,
     MARKS,
-    NOT_RUN,
     UNPUBLISHED,
     WITHIN_POINT,
     WITHIN_STD,
@@ -58,7 +57,7 @@ def lines(measured: Measured) -> list[str]:
         return [measured.why]
     paper = [] if measured.cell.published is None else [f"paper {spread(measured.cell.published)}"]
     if measured.ours is None:
-        return [NOT_RUN, *paper]
+        return [measured.lacking, *paper]
     found = [f"{spread(measured.ours)} ({count(measured)})", *paper]
     if measured.difference is not None:
         found.append(f"{signed(measured.difference)} {MARKS[measured.mark]}")

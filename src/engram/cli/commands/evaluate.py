@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,12 @@ def evaluate_command(options: Evaluate, typed: Sequence[str]) -> int:
     prepare_place(options.place)
     paths, labels = list_classes(options.images)
     model, _ = open_model(Path(options.model).expanduser(), options.place.device, images=False)
-    paths, places = known_images(model, paths, labels, options.images)
+    paths, places, unknown = known_images(model, paths, labels, options.images)
     console = make_console()
     done = _evaluate(model, paths, places, options)
     if not done.images:
         raise EngramError(f"none of the {len(paths)} images in {options.images} could be read")
-    found = summary(model, done, options)
+    found = summary(model, done, unknown, options)
     if report is not None:
         write_evaluation(found, report)
     if options.json:
@@ -55,17 +56,19 @@ def evaluate_command(options: Evaluate, typed: Sequence[str]) -> int:
     return 0
 
 
-def known_images(model: Model, paths: Sequence[str], labels: Sequence[str], folder: str) -> tuple[list[str], list[int]]:
-    """The images of classes that the model knows, and the places of these; the others are left out by name."""
+def known_images(
+    model: Model, paths: Sequence[str], labels: Sequence[str], folder: str
+) -> tuple[list[str], list[int], dict[str, int]]:
+    """The images of classes that the model knows, the places of these, and how many images each other class has."""
     place_of = {str(label): place for place, label in enumerate(model.labels)}
-    unknown = sorted(set(labels) - place_of.keys())
+    unknown = dict(sorted(Counter(label for label in labels if label not in place_of).items()))
     pairs = [(path, place_of[label]) for path, label in zip(paths, labels, strict=True) if label in place_of]
     if not pairs:
-        raise EngramError(f"the model knows none of the classes in {folder}: {shorten(unknown, 60)}")
+        raise EngramError(f"the model knows none of the classes in {folder}: {shorten(list(unknown), 60)}")
     if unknown:
         names = shorten([printable(name) for name in unknown], 60)
         print(f"engram: left out what the model does not know: {names}", file=sys.stderr)
-    return [path for path, _ in pairs], [place for _, place in pairs]
+    return [path for path, _ in pairs], [place for _, place in pairs], unknown
 
 
 def _evaluate(model: Model, paths: Sequence[str], places: Sequence[int], options: Evaluate) -> Evaluated:
@@ -82,8 +85,8 @@ def _evaluate(model: Model, paths: Sequence[str], places: Sequence[int], options
     return done
 
 
-def summary(model: Model, done: Evaluated, options: Evaluate) -> dict[str, Any]:
-    """What came out as plain data; percent, unrounded."""
+def summary(model: Model, done: Evaluated, unknown: Mapping[str, int], options: Evaluate) -> dict[str, Any]:
+    """What came out as plain data; percent, unrounded. unknown: images of each class that was left out."""
     names = [str(label) for label in model.labels]
     classes = [
         {"class": name, "images": images, "right": right, "accuracy": 100 * right / images if images else None}
@@ -98,6 +101,7 @@ def summary(model: Model, done: Evaluated, options: Evaluate) -> dict[str, Any]:
         "accuracy": done.accuracy,
         "classes": classes,
         "confusion": done.counts.tolist(),
+        "left_out": [{"class": name, "images": images} for name, images in unknown.items()],
         "unreadable": [path for path, _ in done.skipped],
     }
 

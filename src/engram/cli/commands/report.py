@@ -23,7 +23,7 @@ def report_command(options: Report, typed: Sequence[str]) -> int:
     out = None if options.out is None else Path(options.out).expanduser()
     if out is None and len(given) == 1:
         out = given[0] / "report.html"  # beside the runs it is about, however many they are
-    path = write_report(directories, out)
+    path = write_report(directories, out, tell=lambda text: print(f"engram: {text}", file=sys.stderr))
     console = make_console()
     print_line(console, str(path))
     if options.open and not webbrowser.open(path.resolve().as_uri()):
