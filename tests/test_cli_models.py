@@ -205,7 +205,66 @@ def test_a_wrong_input_gets_one_sentence(
 def test_a_folder_with_splits_says_which_to_give(engram: Engram, tmp_path: Path) -> None:
     folder(tmp_path / "data" / "train", FIRST)
     folder(tmp_path / "data" / "test", FIRST)
-    assert_refused(engram("learn", "model", "data"), "train/")
+    assert_refused(engram("learn", "model", "data"), "give", "such as data/train")
+
+
+@pytest.mark.parametrize(
+    ("places", "meant"),
+    [
+        (["set"], "photos/set"),
+        (["set/train", "set/test"], "photos/set/train"),
+        (["deep/er/Train", "deep/er/val"], "photos/deep/er/Train"),
+        (["first", "second"], "photos/first"),
+        (["test", "training"], "photos/training"),
+    ],
+)
+def test_folders_of_class_folders_are_not_taken_for_classes(
+    places: list[str], meant: str, engram: Engram, model: Path, tmp_path: Path
+) -> None:
+    for place in places:
+        folder(tmp_path / "photos" / place, FIRST, count=2)
+    for name in ("new", model):
+        assert_refused(engram("learn", name, "photos", *QUICK), "folder of class folders", f"give {meant},")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_class_may_have_its_images_in_a_folder_within(engram: Engram, tmp_path: Path) -> None:
+    folder(tmp_path / "photos", FIRST)
+    for name in FIRST:  # as Tiny-ImageNet has them
+        (tmp_path / "photos" / name).rename(tmp_path / "images")
+        (tmp_path / "photos" / name).mkdir()
+        (tmp_path / "images").rename(tmp_path / "photos" / name / "images")
+    assert engram("learn", "model", "photos", *QUICK).status == 0
+    assert opened(tmp_path / "model").labels == [*FIRST]
+
+
+def test_learn_says_what_a_lesson_lacks(engram: Engram, tmp_path: Path) -> None:
+    alone = engram("learn", "model", folder(tmp_path / "alone", FIRST[:1], count=6), *QUICK)
+    assert alone.status == 0
+    assert alone.err == "engram: one class alone teaches nothing to tell apart yet; learn a second one too\n"
+    assert "; 1 class known, " in alone.out
+    few = folder(tmp_path / "few", NAMES[1:7], count=2)
+    folder(few, ("dingo",), count=5)
+    more = engram("learn", "model", few, *QUICK)
+    assert more.err == (
+        "engram: fewer than 5 images of a class teach little: boat (2), camel (2), easel (2), falcon (2), goose (2)\n"
+    )
+    folder(tmp_path / "six", NAMES[:6], count=1)
+    six = engram("learn", "other", "six", *QUICK)
+    assert "easel (1) and 1 more\n" in six.err
+
+
+def test_skip_bad_passes_over_empty_class_folders(engram: Engram, tmp_path: Path) -> None:
+    folder(tmp_path / "photos", FIRST, count=6)
+    (tmp_path / "photos" / "goose").mkdir()
+    (tmp_path / "photos" / "goose" / "notes.txt").write_text("none yet")
+    assert_refused(engram("learn", "model", "photos", *QUICK), "goose has no image")
+    outcome = engram("learn", "model", "photos", *QUICK, "--skip-bad")
+    assert outcome.status == 0
+    assert outcome.err == "engram: left out class folders that have no image: goose\n"
+    assert opened(tmp_path / "model").labels == [*FIRST]
+    (tmp_path / "none" / "goose").mkdir(parents=True)
+    assert_refused(engram("learn", "other", "none", *QUICK, "--skip-bad"), "goose has no image")
 
 
 def test_minutes_become_epochs_that_fit(engram: Engram, photos: Path) -> None:

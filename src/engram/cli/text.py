@@ -64,6 +64,11 @@ def stage_name(stage: int, stages: int) -> str:
     return "base" if stage == 0 else f"stage {stage} of {stages - 1}"
 
 
+def count_classes(count: int) -> str:
+    """ "1 class", "2 classes"."""
+    return f"{count:,} class{'' if count == 1 else 'es'}"
+
+
 def shorten(names: Sequence[str], width: int = 40) -> str:
     """The names with commas between, cut off with how many more there are where that is too long."""
     shown = ", ".join(names)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -19,10 +20,10 @@ from engram.cli.display import follow, make_display
 from engram.cli.interrupt import Interrupt
 from engram.cli.lessons import by_class_table, learned_line, lesson_table
 from engram.cli.model_options import Learn, NewModelFlags
-from engram.cli.text import bold, clock, duration, make_console, shorten
+from engram.cli.text import bold, clock, count_classes, duration, make_console, shorten
 from engram.data.augment import Augmentation
 from engram.data.decode import choose_size
-from engram.data.folder import list_classes
+from engram.data.folder import list_classes, refuse_nested
 from engram.data.memory import MemoryConfig
 from engram.errors import EngramError
 from engram.events import EpochsChosen, Event, ImagesRead, Learned, Stopped, Warned
@@ -32,6 +33,8 @@ from engram.modeldir.directory import POINTER
 from engram.modeldir.inputs import file_side
 
 HOLD_OUT = 0.2
+FEW = 5  # images of a class; of fewer it is warned
+NAMED = 5  # classes in that warning
 
 
 def learn_command(options: Learn, typed: Sequence[str]) -> int:
@@ -42,8 +45,8 @@ def learn_command(options: Learn, typed: Sequence[str]) -> int:
     console = make_console()
     silent = options.quiet or options.json
     place = Path(options.model).expanduser()
-    paths, labels = list_classes(options.images)
     manifest = known_model(place)
+    paths, labels = _listed(options, is_new=manifest is None)
     if manifest is not None:
         _refuse_changes(options.new, ModelConfig.from_plain(manifest["config"]), place)
         paths, labels = _leave_out_known(options, manifest, paths, labels)
@@ -59,6 +62,8 @@ def learn_command(options: Learn, typed: Sequence[str]) -> int:
         epochs = fitting_epochs(trained, (size, size), options.place.device)
     if not silent:
         _tell_beginning(console, place, config, labels, read)
+    if not options.json:
+        _tell_doubts(labels, is_new=manifest is None)
     interrupt = Interrupt()
     events = learn_into(
         place,
@@ -88,6 +93,17 @@ def _check(options: Learn) -> None:
         raise EngramError(f"--checkpoint-minutes must be 0 or more, got {lesson.checkpoint_minutes:g}")
     if options.new.hold_out is not None and not 0 <= options.new.hold_out < 1:
         raise EngramError(f"--hold-out must be a share of 0 or more and below 1, got {options.new.hold_out:g}")
+
+
+def _listed(options: Learn, is_new: bool) -> tuple[list[str], list[str]]:
+    """The image files and the class of each; with --skip-bad, empty class folders are passed over by name."""
+    empty: list[str] | None = [] if options.lesson.skip_bad else None
+    paths, labels = list_classes(options.images, empty)
+    refuse_nested(options.images, is_new)
+    if empty:
+        names = shorten([printable(name) for name in empty], 60)
+        print(f"engram: left out class folders that have no image: {names}", file=sys.stderr)
+    return paths, labels
 
 
 def known_model(place: Path) -> dict[str, Any] | None:
@@ -189,8 +205,8 @@ def _tell_beginning(
     console: Console, place: Path, config: ModelConfig | None, labels: Sequence[str], read: ImagesRead
 ) -> None:
     names = list(dict.fromkeys(printable(label) for label in labels))
-    many = f"{len(names)} class{'es' if len(names) > 1 else ''}"
-    print_line(console, f"{read.images} images of {many}: {shorten(names, 60)}; read in {duration(read.seconds)}")
+    many = f"{read.images} image{'' if read.images == 1 else 's'} of {count_classes(len(names))}"
+    print_line(console, f"{many}: {shorten(names, 60)}; read in {duration(read.seconds)}")
     if config is not None:
         height, width = config.image_size
         print_line(
@@ -198,6 +214,18 @@ def _tell_beginning(
             f"a new model in {place}: {config.method}, {config.backbone}, {width}x{height} pixels, "
             f"memory {config.memory}, {100 * config.validation:g} % held out",
         )
+
+
+def _tell_doubts(labels: Sequence[str], is_new: bool) -> None:
+    """Says on stderr what the lesson lacks: a second class to tell the only one from, or images of some classes."""
+    counts = Counter(labels)
+    if is_new and len(counts) == 1:
+        print("engram: one class alone teaches nothing to tell apart yet; learn a second one too", file=sys.stderr)
+    few = [f"{printable(label)} ({count})" for label, count in counts.items() if count < FEW]
+    if few:
+        more = f" and {len(few) - NAMED} more" if len(few) > NAMED else ""
+        names = ", ".join(few[:NAMED]) + more
+        print(f"engram: fewer than {FEW} images of a class teach little: {names}", file=sys.stderr)
 
 
 def _carry_out(

@@ -9,7 +9,7 @@ from pathlib import Path
 from engram.cli.commands.common import print_line
 from engram.cli.commands.models import exclude, find_label, printable
 from engram.cli.model_options import Remove
-from engram.cli.text import make_console
+from engram.cli.text import count_classes, make_console
 from engram.modeldir import read_manifest, remove_class
 from engram.modeldir.labels import encode_label
 
@@ -33,7 +33,7 @@ def remove_command(options: Remove, typed: Sequence[str]) -> int:
             print_line(
                 console,
                 f"removed {printable(label)} with {known['exemplars']} exemplars and {known['heldout']} held-out "
-                f"images; {left} class{'es' if left != 1 else ''} left",
+                f"images; {count_classes(left)} left",
             )
     if not options.quiet and not options.json:
         print_line(console, "what the network's backbone learned from such images stays in its weights")
