@@ -30,6 +30,7 @@ from engram.cli.options import COMMANDS, RunningFlags
 from engram.cli.overrides import configure
 from engram.cli.text import make_console
 from engram.config import directory_name
+from engram.data.cifar import OFFICIAL_NAMES
 from engram.events import Event, RunStarted
 from fake_runs import fake_run
 from helpers import Engram, Outcome, timeless
@@ -536,6 +537,37 @@ def test_dry_run_shows_card_and_plan_and_writes_nothing(engram: Engram, tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
+def test_dry_run_of_cifar100_needs_no_images(engram: Engram, tmp_path: Path) -> None:
+    outcome = engram("run", "afc-cifar100-b50-s10", "--dry-run")
+    assert outcome.status == 0, outcome
+    assert outcome.err == "engram: cifar100 is not here yet; 'engram prepare cifar100' fetches it\n"
+    assert "cifar100: 100 classes, 50000 training and 10000 test images, 32x32" in outcome.out
+    assert any(line.split()[:1] == ["base"] and " 25,000 " in line for line in outcome.out.splitlines())
+    plan = json.loads(engram("run", "afc-cifar100-b50-s10", "--dry-run", "--json").out)
+    assert [(stage["images"], stage["exemplars"]) for stage in plan["stages"][:2]] == [(25_000, 0), (3_500, 1_000)]
+    assert sorted(name for stage in plan["stages"] for name in stage["new_classes"]) == list(OFFICIAL_NAMES)
+    several = engram("run", "afc-cifar100-b50-s10", "--seeds", "1,2", "--dry-run")
+    assert (several.status, several.err) == (0, outcome.err)
+    assert list(tmp_path.iterdir()) == []
+    assert_refused(engram("run", "afc-cifar100-b50-s10"), "engram prepare cifar100")
+    assert_refused(engram("run", "afc-cifar100-b50-s10", "--dry-run", "--data", "nowhere"), "nowhere")
+
+
+def test_a_second_run_says_what_the_first_came_to(
+    engram: Engram, photos: Path, finished: Path, stopped: Path, tmp_path: Path
+) -> None:
+    run = ("run", "afc-folder", "--data", photos, "--base", "2", *SMALL)
+    assert engram(*run, "--dry-run").err == ""
+    place = Path("runs") / directory_name(configure(parse([*map(str, run)])[1], "afc-folder"))
+    shutil.copytree(finished, tmp_path / place)
+    assert engram(*run, "--dry-run").err == f"engram: the run in {place} is finished; this one goes to {place}-2\n"
+    shutil.copytree(stopped, tmp_path / f"{place}-2")
+    said = f"engram: the run in {place}-2 stopped after stage 1 ('engram resume {place}-2' goes on with it); "
+    third = engram(*run)
+    assert (third.status, third.err) == (0, f"{said}this one goes to {place}-3\n")
+    assert (tmp_path / f"{place}-3" / "result.json").exists()
+
+
 def test_json_is_one_event_a_line(engram: Engram, photos: Path, tmp_path: Path) -> None:
     outcome = engram("run", "replay-folder", "--data", photos, *SMALL, "--json", "--out", "here")
     events = outcome.events()
@@ -788,6 +820,10 @@ def test_demo_compares_three_ways_and_ends_with_the_report(
     assert f"keeps {recipe('afc-mini-b10-s5').memory.size} images of each old class" in outcome.out
     assert outcome.out.rstrip().endswith("report: runs/demo/report.html")
     assert (tmp_path / "runs/demo/report.html").stat().st_size > 10_000
+    monkeypatch.setattr("engram.cli.commands.demo._run_all", lambda *given: 130)
+    assert engram("demo").err == "engram: the demo in runs/demo is finished; this one goes to runs/demo-2\n"
+    (tmp_path / "runs/demo/report.html").unlink()
+    assert "the demo in runs/demo was stopped; " in engram("demo").err
 
 
 WAYS = ("naive", "replay", "afc")

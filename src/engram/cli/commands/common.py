@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -82,6 +83,11 @@ def read_images(data: DataConfig, console: Console, silent: bool) -> ImageStore:
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=None)
         return load_store(data, lambda done, total: progress.update(task, completed=done, total=total))
+
+
+def tell_missing(data: DataConfig) -> None:
+    """Says on stderr that a plan was made without the images."""
+    print(f"engram: {data.name} is not here yet; 'engram prepare {data.name}' fetches it", file=sys.stderr)
 
 
 def carry_out(events: Iterable[Event], console: Console, interrupt: Interrupt, flags: RunningFlags, place: Path) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 from collections.abc import Sequence
 from datetime import datetime
@@ -13,12 +12,13 @@ from rich.console import Console
 from rich.padding import Padding
 
 from engram.cli.commands.common import STAGES, print_line
+from engram.cli.commands.places import run_status
 from engram.cli.options import List
 from engram.cli.text import make_console, make_table, percent
 from engram.data.fetch import data_home
 from engram.errors import EngramError
 from engram.files import read_json
-from engram.rundir import LOCK, RESULT, find_runs, read_manifest
+from engram.rundir import RESULT, find_runs, read_manifest
 from engram.stagecache import StageCache
 
 DATASETS = {
@@ -211,33 +211,16 @@ def _describe_run(path: Path) -> dict[str, Any]:
         result = read_json(path / RESULT)
         done = len(result["stages"])
         average = float(result["average_incremental_accuracy"][_predictor(config, result)])
-    status = "finished" if done == total else "not a stage yet" if not done else _stopped_after(done)
     return {
         "recipe": manifest["recipe"],
         "order": manifest["order"]["name"] if "," not in manifest["order"]["name"] else "given",
         "seed": config["seed"],
         "stages": f"{done}/{total}",
         "average": average,
-        "status": "running" if done < total and _is_running(path) else status,
+        "status": run_status(path, total, done),
     }
-
-
-def _stopped_after(done: int) -> str:
-    return "stopped after the base" if done == 1 else f"stopped after stage {done - 1}"
 
 
 def _predictor(config: dict[str, Any], result: dict[str, Any]) -> str:
     wanted = config.get("predictor", "cnn")
     return wanted if wanted in result["average_incremental_accuracy"] else "cnn"
-
-
-def _is_running(path: Path) -> bool:
-    """Whether a process holds the run's lock."""
-    try:
-        with (path / LOCK).open("rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
