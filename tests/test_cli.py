@@ -443,7 +443,7 @@ def test_run_prints_stages_and_summary_and_says_what_is_next(engram: Engram, pho
     assert "stage 2 of 2: 6 classes, cnn " in outcome.out
     for measure in ("average incremental accuracy", "final accuracy", "forgetting", "backward transfer"):
         assert measure in outcome.out
-    assert outcome.out.rstrip().endswith(f"engram report {place}")
+    assert outcome.out.rstrip().endswith(f"\nnext: engram report {place}")
     manifest = json.loads((tmp_path / place / "run.json").read_text())
     assert manifest["command"].startswith("engram run afc-folder --data ")
     assert manifest["config"]["order"] == "seed:3"

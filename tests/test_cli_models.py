@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -84,6 +85,7 @@ def test_learn_makes_a_model_and_teaches_it_more(engram: Engram, photos: Path) -
 
     more = engram("learn", "model", photos / "second", *QUICK, "--by-class")
     assert more.status == 0, more
+    assert more.out.endswith("\nnext: engram predict model PATH\n")
     for words in ("old classes, before", "old classes, now", "forgotten, points", "cnn before %", "dingo"):
         assert words in more.out
     manifest = read_manifest("model")
@@ -314,8 +316,8 @@ def test_other_images_are_refused_until_the_lesson_is_finished_or_dropped(
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
     assert "learning was interrupted here" in engram("info", model).out
-    assert_refused(engram("learn", model, seventh, *QUICK), "not the same images")
-    assert_refused(engram("remove", model, "apple"), "interrupted")
+    assert_refused(engram("learn", model, seventh, *QUICK), "not the same images", "drop it with --restart to begin")
+    assert_refused(engram("remove", model, "apple"), "interrupted", "or drop it with --drop-learning\n")
     assert engram("learn", model, seventh, *QUICK, "--restart").status == 0
     assert opened(model).labels == [*NAMES[:5], "goose"]
 
@@ -365,7 +367,7 @@ def test_predict_takes_files_folders_patterns_and_standard_input(
     assert piped.status == 0
     assert piped.out.count("\n") == 5
     monkeypatch.setattr("sys.stdin", iter([]))
-    assert_refused(engram("predict", taught, "-"), "no image")
+    assert_refused(engram("predict", taught, "-"), "standard input named no image")
 
 
 def test_lines_do_not_depend_on_the_batches(engram: Engram, taught: Path, photos: Path, tmp_path: Path) -> None:
@@ -579,6 +581,7 @@ def test_evaluate_counts_what_is_taken_for_what(engram: Engram, taught: Path, ph
     assert f"{found['accuracy']:.1f} %" in page
     assert "<script" not in page
     assert "http://" not in page.replace("http://www.w3.org", "")
+    assert engram("evaluate", taught, "test", "--report", "page.html").out.endswith("\nreport: page.html\n")
     said = engram("evaluate", taught, "test", "--by", "cnn").out
     assert said.startswith(f"accuracy {found['accuracy']:.1f} % of 20 images, by cnn")
     assert "taken for" in said
@@ -612,6 +615,23 @@ def test_a_removed_class_is_gone_from_the_files(engram: Engram, model: Path) -> 
     assert opened(model).labels == ["apple", "camel", "easel"]
     assert b"boat" not in b"".join(everything(model).values())
     assert json.loads(engram("remove", model, "apple", "--json").out) == {"removed": "apple", "classes": 2}
+
+
+@pytest.mark.parametrize(
+    ("typed", "flags", "left"),
+    [("y\n", [], 4), ("\n", [], 5), ("n\n", [], 5), ("", [], 5), ("", ["--yes"], 4), ("", ["--json"], 4)],
+)
+def test_remove_asks_a_person(
+    typed: str, flags: list[str], left: int, engram: Engram, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keyboard = io.StringIO(typed)
+    monkeypatch.setattr(keyboard, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdin", keyboard)
+    outcome = engram("remove", model, "boat", *flags)
+    assert len(opened(model).labels) == left
+    question = "" if flags else f"remove boat from {model} for good? [y/N] "
+    refused = "engram: nothing was removed\n" if left == 5 else ""
+    assert (outcome.status, outcome.err) == (int(left == 5), question + refused)
 
 
 def test_classes_that_are_no_text_can_be_typed(engram: Engram, tmp_path: Path) -> None:

@@ -284,5 +284,7 @@ def _restore(checkpoint: Checkpoint, learner: Learner, stage: Stage, clock: dict
         clock.update({str(kind): float(seconds) for kind, seconds in data["clock"].items()})
         learner.notes[:] = [str(note) for note in data["notes"]]
     except Exception as error:
-        raise EngramError(f"learning cannot be resumed: its checkpoint does not fit ({error}); drop it") from error
+        raise EngramError(
+            f"learning cannot be resumed: its checkpoint does not fit ({error}); drop it (restart=True)"
+        ) from error
     return at

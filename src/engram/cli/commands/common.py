@@ -117,7 +117,7 @@ def tell_finished(console: Console, last: RunFinished, quiet: bool) -> None:
         return
     console.print(summary_table(last.result))
     print_line(console, f"files in {last.directory}")
-    print_line(console, f"engram report {last.directory}")
+    print_line(console, f"next: engram report {last.directory}")
 
 
 def tell_stopped(console: Console, last: Stopped) -> None:

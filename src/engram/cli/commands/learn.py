@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 import time
@@ -15,7 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from engram.cli.commands.common import print_line
-from engram.cli.commands.models import exclude, prepare_place, printable, read_files
+from engram.cli.commands.models import exclude, naming_flags, prepare_place, printable, read_files
 from engram.cli.display import follow, make_display
 from engram.cli.interrupt import Interrupt
 from engram.cli.lessons import by_class_table, learned_line, lesson_table
@@ -78,7 +79,8 @@ def learn_command(options: Learn, typed: Sequence[str]) -> int:
         checkpoint_minutes=options.lesson.checkpoint_minutes,
         device=options.place.device,
     )
-    return _carry_out(chain([read], events), console, interrupt, options, place, shlex.join(["engram", *typed]))
+    lesson = 1 + (0 if manifest is None else len(manifest["history"]))
+    return _carry_out(chain([read], events), lesson, console, interrupt, options, shlex.join(["engram", *typed]))
 
 
 def _check(options: Learn) -> None:
@@ -229,15 +231,15 @@ def _tell_doubts(labels: Sequence[str], is_new: bool) -> None:
 
 
 def _carry_out(
-    events: Iterator[Event], console: Console, interrupt: Interrupt, options: Learn, place: Path, command: str
+    events: Iterator[Event], lesson: int, console: Console, interrupt: Interrupt, options: Learn, command: str
 ) -> int:
-    display = make_display(console, interrupt, quiet=options.quiet, as_json=options.json)
+    display = make_display(console, interrupt, quiet=options.quiet, as_json=options.json, lesson=lesson)
     told = events if options.json else _told(events, console, options.quiet)
     try:
-        with interrupt:
+        with interrupt, naming_flags("--restart"):
             last = follow(told, display)
     except KeyboardInterrupt:
-        saved = has_learning(place)
+        saved = has_learning(Path(options.model).expanduser())
         rest = "the same command goes on from the last checkpoint" if saved else "nothing was saved yet"
         raise KeyboardInterrupt(f"quit at once, and the model is what it was; {rest}") from None
     if isinstance(last, Learned):
@@ -259,6 +261,8 @@ def _told(events: Iterator[Event], console: Console, quiet: bool) -> Iterator[Ev
             text = "learning was interrupted here; it goes on where it stood"
         elif isinstance(event, EpochsChosen):
             text = chosen_line(event)
+        elif isinstance(event, Warned):
+            event = Warned(re.sub(r"\bafter stage \d+\b", "after this lesson", event.message))
         if text is None:
             yield event
         elif not quiet:
@@ -283,4 +287,4 @@ def tell_learned(console: Console, event: Learned, options: Learn) -> None:
         console.print(lesson_table(event))
     if options.by_class and accuracy:
         console.print(by_class_table(event))
-    print_line(console, f"engram predict {options.model} PATH")
+    print_line(console, f"next: engram predict {shlex.quote(options.model)} PATH")

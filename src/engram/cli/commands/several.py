@@ -156,7 +156,7 @@ def tell_results(console: Console, last: Last, parent: Path) -> None:
     results = results_of(last)
     if results:
         console.print(results_table(results))
-        print_line(console, f"engram report {parent}")
+        print_line(console, f"next: engram report {parent}")
 
 
 def results_table(results: Sequence[Mapping[str, Any]]) -> Table:
