@@ -664,6 +664,25 @@ def test_list_recipes_methods_datasets_backbones(engram: Engram) -> None:
     assert "cifar100" in engram("list", "datasets").out
 
 
+def test_a_list_can_be_cut_down_to_a_text(engram: Engram, monkeypatch: pytest.MonkeyPatch) -> None:
+    every = [row["recipe"] for row in json.loads(engram("list", "recipes", "--json").out)]
+    found = [row["recipe"] for row in json.loads(engram("list", "recipes", "iCaRL-cifar100", "--json").out)]
+    assert found == [name for name in every if "icarl-cifar100" in name]
+    assert found
+    shown = engram("list", "recipes", "cifar100").out
+    assert "afc-cifar100-b50-s10" in shown
+    assert "mini" not in shown
+    names = [row["method"] for row in json.loads(engram("list", "methods", "--json").out)]
+    assert names == sorted(names)
+    assert "podnet" not in engram("list", "methods", "Kang, Park").out
+    assert json.loads(engram("list", "methods", "nothing such", "--json").out) == []
+    assert_refused(engram("list", "methods", "nothing such"), "'nothing such'", "'engram list methods' has all")
+    monkeypatch.setenv("COLUMNS", "90")
+    assert max(map(len, engram("list", "methods").out.splitlines()[:-1])) <= 90
+    monkeypatch.setenv("COLUMNS", "much")
+    assert max(map(len, engram("list", "methods").out.splitlines()[:-1])) > 90
+
+
 def test_list_runs_shows_damaged_ones_too(engram: Engram, stopped: Path, finished: Path, tmp_path: Path) -> None:
     assert "there is no run in runs" in engram("list", "runs").out
     shutil.copytree(finished, tmp_path / "runs" / "a")

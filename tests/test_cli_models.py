@@ -561,6 +561,31 @@ def test_info_says_what_the_model_knows(engram: Engram, taught: Path) -> None:
     assert [entry["what"] for entry in plain["history"]] == ["learned", "learned"]
 
 
+def test_info_says_what_of_a_lesson_is_gone(
+    engram: Engram, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    today = read_manifest(model)["history"][0]["date"][:10]
+
+    def rows() -> list[str]:
+        lines = engram("info", model).out.splitlines()
+        assert max(map(len, lines)) <= 100
+        return [" ".join(line.split()) for line in lines if f" {today} " in line]
+
+    assert rows()[0].startswith(f"1 {today} learned apple, boat, camel 30 8 ")
+    assert engram("remove", model, "boat", "camel").status == 0
+    found = rows()
+    assert found[0].startswith(f"1 {today} learned 3 classes (2 since removed) 30 8 ")
+    assert found[1].startswith(f"2 {today} learned dingo, easel 20 8 ")
+    assert found[2] == f"3 {today} removed 1 class - - -"
+    again = folder(tmp_path / "again", ("dingo",), seed=4)
+    assert engram("learn", model, again, "--more-of-known", *QUICK).status == 0
+    assert "learned 2 classes (1 gone since)" in rows()[1]
+    for name in ("apple", "easel"):
+        assert engram("remove", model, name).status == 0
+    assert ": 1 class\n" in engram("info", model).out
+
+
 def test_evaluate_counts_what_is_taken_for_what(engram: Engram, taught: Path, photos: Path, tmp_path: Path) -> None:
     test = Path(shutil.copytree(photos / "test", tmp_path / "test"))
     folder(test, ("goose",), count=2)

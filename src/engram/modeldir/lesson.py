@@ -225,6 +225,7 @@ class Lesson:
             before=_mean(self.before, old),
             after=_mean(model, old),
             new=_mean(model, self.new),
+            classes=len(self.new),
         )
         model.history = (*model.history, entry)
 

@@ -54,6 +54,8 @@ def list_command(options: List, typed: Sequence[str]) -> int:
         "runs": lambda: list_runs(Path(options.root)),
         "cache": _cache,
     }[options.what]()
+    if options.text is not None:
+        rows = _filtered(rows, options, options.text)
     if options.json:
         print_line(console, json.dumps(rows))
     elif options.what == "runs" and not rows:
@@ -72,6 +74,15 @@ def list_command(options: List, typed: Sequence[str]) -> int:
     else:
         _print(console, options.what, rows)
     return 0
+
+
+def _filtered(rows: Sequence[dict[str, Any]], options: List, text: str) -> list[dict[str, Any]]:
+    """The rows with the text in one of their entries; none is refused, but for programs, which get an empty list."""
+    wanted = text.casefold()
+    found = [row for row in rows if any(wanted in cell.casefold() for cell in row.values() if isinstance(cell, str))]
+    if not found and not options.json:
+        raise EngramError(f"there is no {text!r} in the list of {options.what}; 'engram list {options.what}' has all")
+    return found
 
 
 def _cache() -> list[dict[str, Any]]:
@@ -170,7 +181,7 @@ def _methods() -> list[dict[str, Any]]:
             "memory": needs[info.memory],
             "measured": _measured(known.get(MEASURED_ON.format(info.name))),
         }
-        for info in METHODS.values()
+        for info in sorted(METHODS.values(), key=lambda info: info.name)
     ]
 
 
