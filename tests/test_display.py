@@ -148,6 +148,7 @@ def test_the_rate_is_that_of_the_last_seconds() -> None:
         now += 0.01
         shown.append(meter.images_per_second())
     assert shown[60:] == pytest.approx([400 / 0.44] * 40, rel=0.1)
+    rate = 0.0
     for _ in range(20):  # slower now: it has forgotten what was before the last seconds
         now += 0.125
         meter.step()

@@ -78,7 +78,7 @@ def history_table(manifest: dict[str, Any]) -> Table:
     by = manifest["predictors"][0] if manifest["predictors"] else "cnn"
     numbers = ["images", "epochs", "time", "old %\nbefore", "old %\nnow", "new %"]
     table = make_table(["", "date", "what", *numbers], right=["", *numbers], title=f"held-out accuracy by {by}")
-    table.padding = (0, 2, 0, 0)  # so that it fits into 100 columns
+    table.padding = (0, 1, 0, 0)  # so that it fits into 100 columns
     for number, entry in enumerate(manifest["history"]):
         what = "removed 1 class" if entry["what"] == "removed" else _learned(manifest, number)
         counts = ["", "", ""]
