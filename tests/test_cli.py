@@ -30,6 +30,7 @@ from engram.cli.options import COMMANDS, RunningFlags
 from engram.cli.overrides import configure
 from engram.cli.text import make_console
 from engram.config import directory_name
+from engram.data.cifar import OFFICIAL_NAMES
 from engram.events import Event, RunStarted
 from fake_runs import fake_run
 from helpers import Engram, Outcome, timeless
@@ -442,7 +443,7 @@ def test_run_prints_stages_and_summary_and_says_what_is_next(engram: Engram, pho
     assert "stage 2 of 2: 6 classes, cnn " in outcome.out
     for measure in ("average incremental accuracy", "final accuracy", "forgetting", "backward transfer"):
         assert measure in outcome.out
-    assert outcome.out.rstrip().endswith(f"engram report {place}")
+    assert outcome.out.rstrip().endswith(f"\nnext: engram report {place}")
     manifest = json.loads((tmp_path / place / "run.json").read_text())
     assert manifest["command"].startswith("engram run afc-folder --data ")
     assert manifest["config"]["order"] == "seed:3"
@@ -534,6 +535,37 @@ def test_dry_run_shows_card_and_plan_and_writes_nothing(engram: Engram, tmp_path
     assert "+" in base, "ten names are shortened"
     assert "nothing was written" in lines[-1]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_dry_run_of_cifar100_needs_no_images(engram: Engram, tmp_path: Path) -> None:
+    outcome = engram("run", "afc-cifar100-b50-s10", "--dry-run")
+    assert outcome.status == 0, outcome
+    assert outcome.err == "engram: cifar100 is not here yet; 'engram prepare cifar100' fetches it\n"
+    assert "cifar100: 100 classes, 50000 training and 10000 test images, 32x32" in outcome.out
+    assert any(line.split()[:1] == ["base"] and " 25,000 " in line for line in outcome.out.splitlines())
+    plan = json.loads(engram("run", "afc-cifar100-b50-s10", "--dry-run", "--json").out)
+    assert [(stage["images"], stage["exemplars"]) for stage in plan["stages"][:2]] == [(25_000, 0), (3_500, 1_000)]
+    assert sorted(name for stage in plan["stages"] for name in stage["new_classes"]) == list(OFFICIAL_NAMES)
+    several = engram("run", "afc-cifar100-b50-s10", "--seeds", "1,2", "--dry-run")
+    assert (several.status, several.err) == (0, outcome.err)
+    assert list(tmp_path.iterdir()) == []
+    assert_refused(engram("run", "afc-cifar100-b50-s10"), "engram prepare cifar100")
+    assert_refused(engram("run", "afc-cifar100-b50-s10", "--dry-run", "--data", "nowhere"), "nowhere")
+
+
+def test_a_second_run_says_what_the_first_came_to(
+    engram: Engram, photos: Path, finished: Path, stopped: Path, tmp_path: Path
+) -> None:
+    run = ("run", "afc-folder", "--data", photos, "--base", "2", *SMALL)
+    assert engram(*run, "--dry-run").err == ""
+    place = Path("runs") / directory_name(configure(parse([*map(str, run)])[1], "afc-folder"))
+    shutil.copytree(finished, tmp_path / place)
+    assert engram(*run, "--dry-run").err == f"engram: the run in {place} is finished; this one goes to {place}-2\n"
+    shutil.copytree(stopped, tmp_path / f"{place}-2")
+    said = f"engram: the run in {place}-2 stopped after stage 1 ('engram resume {place}-2' goes on with it); "
+    third = engram(*run)
+    assert (third.status, third.err) == (0, f"{said}this one goes to {place}-3\n")
+    assert (tmp_path / f"{place}-3" / "result.json").exists()
 
 
 def test_json_is_one_event_a_line(engram: Engram, photos: Path, tmp_path: Path) -> None:
@@ -630,6 +662,25 @@ def test_list_recipes_methods_datasets_backbones(engram: Engram) -> None:
     assert methods["naive"]["memory"] == "none"
     assert "resnet32" in engram("list", "backbones").out
     assert "cifar100" in engram("list", "datasets").out
+
+
+def test_a_list_can_be_cut_down_to_a_text(engram: Engram, monkeypatch: pytest.MonkeyPatch) -> None:
+    every = [row["recipe"] for row in json.loads(engram("list", "recipes", "--json").out)]
+    found = [row["recipe"] for row in json.loads(engram("list", "recipes", "iCaRL-cifar100", "--json").out)]
+    assert found == [name for name in every if "icarl-cifar100" in name]
+    assert found
+    shown = engram("list", "recipes", "cifar100").out
+    assert "afc-cifar100-b50-s10" in shown
+    assert "mini" not in shown
+    names = [row["method"] for row in json.loads(engram("list", "methods", "--json").out)]
+    assert names == sorted(names)
+    assert "podnet" not in engram("list", "methods", "Kang, Park").out
+    assert json.loads(engram("list", "methods", "nothing such", "--json").out) == []
+    assert_refused(engram("list", "methods", "nothing such"), "'nothing such'", "'engram list methods' has all")
+    monkeypatch.setenv("COLUMNS", "90")
+    assert max(map(len, engram("list", "methods").out.splitlines()[:-1])) <= 90
+    monkeypatch.setenv("COLUMNS", "much")
+    assert max(map(len, engram("list", "methods").out.splitlines()[:-1])) > 90
 
 
 def test_list_runs_shows_damaged_ones_too(engram: Engram, stopped: Path, finished: Path, tmp_path: Path) -> None:
@@ -789,6 +840,10 @@ def test_demo_compares_three_ways_and_ends_with_the_report(
     assert f"keeps {recipe('afc-mini-b10-s5').memory.size} images of each old class" in outcome.out
     assert outcome.out.rstrip().endswith("report: runs/demo/report.html")
     assert (tmp_path / "runs/demo/report.html").stat().st_size > 10_000
+    monkeypatch.setattr("engram.cli.commands.demo._run_all", lambda *given: 130)
+    assert engram("demo").err == "engram: the demo in runs/demo is finished; this one goes to runs/demo-2\n"
+    (tmp_path / "runs/demo/report.html").unlink()
+    assert "the demo in runs/demo was stopped; " in engram("demo").err
 
 
 WAYS = ("naive", "replay", "afc")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -84,6 +85,7 @@ def test_learn_makes_a_model_and_teaches_it_more(engram: Engram, photos: Path) -
 
     more = engram("learn", "model", photos / "second", *QUICK, "--by-class")
     assert more.status == 0, more
+    assert more.out.endswith("\nnext: engram predict model PATH\n")
     for words in ("old classes, before", "old classes, now", "forgotten, points", "cnn before %", "dingo"):
         assert words in more.out
     manifest = read_manifest("model")
@@ -205,7 +207,66 @@ def test_a_wrong_input_gets_one_sentence(
 def test_a_folder_with_splits_says_which_to_give(engram: Engram, tmp_path: Path) -> None:
     folder(tmp_path / "data" / "train", FIRST)
     folder(tmp_path / "data" / "test", FIRST)
-    assert_refused(engram("learn", "model", "data"), "train/")
+    assert_refused(engram("learn", "model", "data"), "give", "such as data/train")
+
+
+@pytest.mark.parametrize(
+    ("places", "meant"),
+    [
+        (["set"], "photos/set"),
+        (["set/train", "set/test"], "photos/set/train"),
+        (["deep/er/Train", "deep/er/val"], "photos/deep/er/Train"),
+        (["first", "second"], "photos/first"),
+        (["test", "training"], "photos/training"),
+    ],
+)
+def test_folders_of_class_folders_are_not_taken_for_classes(
+    places: list[str], meant: str, engram: Engram, model: Path, tmp_path: Path
+) -> None:
+    for place in places:
+        folder(tmp_path / "photos" / place, FIRST, count=2)
+    for name in ("new", model):
+        assert_refused(engram("learn", name, "photos", *QUICK), "folder of class folders", f"give {meant},")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_class_may_have_its_images_in_a_folder_within(engram: Engram, tmp_path: Path) -> None:
+    folder(tmp_path / "photos", FIRST)
+    for name in FIRST:  # as Tiny-ImageNet has them
+        (tmp_path / "photos" / name).rename(tmp_path / "images")
+        (tmp_path / "photos" / name).mkdir()
+        (tmp_path / "images").rename(tmp_path / "photos" / name / "images")
+    assert engram("learn", "model", "photos", *QUICK).status == 0
+    assert opened(tmp_path / "model").labels == [*FIRST]
+
+
+def test_learn_says_what_a_lesson_lacks(engram: Engram, tmp_path: Path) -> None:
+    alone = engram("learn", "model", folder(tmp_path / "alone", FIRST[:1], count=6), *QUICK)
+    assert alone.status == 0
+    assert alone.err == "engram: one class alone teaches nothing to tell apart yet; learn a second one too\n"
+    assert "; 1 class known, " in alone.out
+    few = folder(tmp_path / "few", NAMES[1:7], count=2)
+    folder(few, ("dingo",), count=5)
+    more = engram("learn", "model", few, *QUICK)
+    assert more.err == (
+        "engram: fewer than 5 images of a class teach little: boat (2), camel (2), easel (2), falcon (2), goose (2)\n"
+    )
+    folder(tmp_path / "six", NAMES[:6], count=1)
+    six = engram("learn", "other", "six", *QUICK)
+    assert "easel (1) and 1 more\n" in six.err
+
+
+def test_skip_bad_passes_over_empty_class_folders(engram: Engram, tmp_path: Path) -> None:
+    folder(tmp_path / "photos", FIRST, count=6)
+    (tmp_path / "photos" / "goose").mkdir()
+    (tmp_path / "photos" / "goose" / "notes.txt").write_text("none yet")
+    assert_refused(engram("learn", "model", "photos", *QUICK), "goose has no image")
+    outcome = engram("learn", "model", "photos", *QUICK, "--skip-bad")
+    assert outcome.status == 0
+    assert outcome.err == "engram: left out class folders that have no image: goose\n"
+    assert opened(tmp_path / "model").labels == [*FIRST]
+    (tmp_path / "none" / "goose").mkdir(parents=True)
+    assert_refused(engram("learn", "other", "none", *QUICK, "--skip-bad"), "goose has no image")
 
 
 def test_minutes_become_epochs_that_fit(engram: Engram, photos: Path) -> None:
@@ -255,8 +316,8 @@ def test_other_images_are_refused_until_the_lesson_is_finished_or_dropped(
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
     assert "learning was interrupted here" in engram("info", model).out
-    assert_refused(engram("learn", model, seventh, *QUICK), "not the same images")
-    assert_refused(engram("remove", model, "apple"), "interrupted")
+    assert_refused(engram("learn", model, seventh, *QUICK), "not the same images", "drop it with --restart to begin")
+    assert_refused(engram("remove", model, "apple"), "interrupted", "or drop it with --drop-learning\n")
     assert engram("learn", model, seventh, *QUICK, "--restart").status == 0
     assert opened(model).labels == [*NAMES[:5], "goose"]
 
@@ -306,7 +367,7 @@ def test_predict_takes_files_folders_patterns_and_standard_input(
     assert piped.status == 0
     assert piped.out.count("\n") == 5
     monkeypatch.setattr("sys.stdin", iter([]))
-    assert_refused(engram("predict", taught, "-"), "no image")
+    assert_refused(engram("predict", taught, "-"), "standard input named no image")
 
 
 def test_lines_do_not_depend_on_the_batches(engram: Engram, taught: Path, photos: Path, tmp_path: Path) -> None:
@@ -500,6 +561,31 @@ def test_info_says_what_the_model_knows(engram: Engram, taught: Path) -> None:
     assert [entry["what"] for entry in plain["history"]] == ["learned", "learned"]
 
 
+def test_info_says_what_of_a_lesson_is_gone(
+    engram: Engram, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    today = read_manifest(model)["history"][0]["date"][:10]
+
+    def rows() -> list[str]:
+        lines = engram("info", model).out.splitlines()
+        assert max(map(len, lines)) <= 100
+        return [" ".join(line.split()) for line in lines if f" {today} " in line]
+
+    assert rows()[0].startswith(f"1 {today} learned apple, boat, camel 30 8 ")
+    assert engram("remove", model, "boat", "camel").status == 0
+    found = rows()
+    assert found[0].startswith(f"1 {today} learned 3 classes (2 since removed) 30 8 ")
+    assert found[1].startswith(f"2 {today} learned dingo, easel 20 8 ")
+    assert found[2] == f"3 {today} removed 1 class - - -"
+    again = folder(tmp_path / "again", ("dingo",), seed=4)
+    assert engram("learn", model, again, "--more-of-known", *QUICK).status == 0
+    assert "learned 2 classes (1 gone since)" in rows()[1]
+    for name in ("apple", "easel"):
+        assert engram("remove", model, name).status == 0
+    assert ": 1 class\n" in engram("info", model).out
+
+
 def test_evaluate_counts_what_is_taken_for_what(engram: Engram, taught: Path, photos: Path, tmp_path: Path) -> None:
     test = Path(shutil.copytree(photos / "test", tmp_path / "test"))
     folder(test, ("goose",), count=2)
@@ -522,6 +608,7 @@ def test_evaluate_counts_what_is_taken_for_what(engram: Engram, taught: Path, ph
     assert "the model does not know it: goose (2 images)." in page
     assert "<script" not in page
     assert "http://" not in page.replace("http://www.w3.org", "")
+    assert engram("evaluate", taught, "test", "--report", "page.html").out.endswith("\nreport: page.html\n")
     said = engram("evaluate", taught, "test", "--by", "cnn").out
     assert said.startswith(f"accuracy {found['accuracy']:.1f} % of 20 images, by cnn")
     assert "taken for" in said
@@ -555,6 +642,23 @@ def test_a_removed_class_is_gone_from_the_files(engram: Engram, model: Path) -> 
     assert opened(model).labels == ["apple", "camel", "easel"]
     assert b"boat" not in b"".join(everything(model).values())
     assert json.loads(engram("remove", model, "apple", "--json").out) == {"removed": "apple", "classes": 2}
+
+
+@pytest.mark.parametrize(
+    ("typed", "flags", "left"),
+    [("y\n", [], 4), ("\n", [], 5), ("n\n", [], 5), ("", [], 5), ("", ["--yes"], 4), ("", ["--json"], 4)],
+)
+def test_remove_asks_a_person(
+    typed: str, flags: list[str], left: int, engram: Engram, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keyboard = io.StringIO(typed)
+    monkeypatch.setattr(keyboard, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdin", keyboard)
+    outcome = engram("remove", model, "boat", *flags)
+    assert len(opened(model).labels) == left
+    question = "" if flags else f"remove boat from {model} for good? [y/N] "
+    refused = "engram: nothing was removed\n" if left == 5 else ""
+    assert (outcome.status, outcome.err) == (int(left == 5), question + refused)
 
 
 def test_classes_that_are_no_text_can_be_typed(engram: Engram, tmp_path: Path) -> None:

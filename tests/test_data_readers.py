@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from engram.data import cifar, folder, mini
-from engram.data.cifar import published_orders, read_cifar100
+from engram.data.cifar import OFFICIAL_NAMES, published_orders, read_cifar100
 from engram.data.folder import decode_image, read_folder
 from engram.data.mini import read_mini
 from engram.data.store import ImageStore, Split, stratified_split
@@ -534,6 +534,7 @@ def real_cifar100() -> Path:
 def test_real_cifar100() -> None:
     store = read_cifar100(real_cifar100())
     assert store.class_names[:3] == ("apple", "aquarium_fish", "baby")
+    assert store.class_names == OFFICIAL_NAMES
     assert (np.bincount(store.train.class_ids) == 500).all()
     assert (np.bincount(store.test.class_ids) == 100).all()
     mean = store.train.images.mean(axis=(0, 1, 2)) / 255

@@ -39,6 +39,7 @@ from engram.events import (
     Warned,
     Working,
 )
+from engram.stagework import Meter
 
 RESULT = {
     "recipe": "afc-mini-b10-s5",
@@ -120,6 +121,40 @@ def test_moving_lines_say_where_how_far_and_how_fast() -> None:
     assert lines_of(display)[1:] == ["base  1 new class", ""]
     display.show(Working(0, 11, "importance"))
     assert lines_of(display)[1] == "base  measuring the importance of channels"
+
+
+def test_a_lesson_is_called_one_and_its_phases_as_people_do() -> None:
+    live = LiveDisplay(terminal(120), Interrupt(), refresh=False, lesson=3)
+    live.show(StageStarted(1, 2, ["a", "b"], 4, 50, 10))
+    assert lines_of(live)[1] == "lesson 3  2 new classes"
+    live.show(PhaseStarted(1, "main", 12, 50, 40))
+    assert lines_of(live)[1] == "lesson 3  training"
+    live.show(progress(stage=1, stages=2))
+    assert lines_of(live)[1] == "lesson 3  training  epoch 4/12  step 7/40"
+    live.show(PhaseStarted(1, "balance", 12, 50, 40))
+    assert lines_of(live)[1] == "lesson 3  fine-tuning"
+    console = pipe()
+    PlainDisplay(console, 0.0, lesson=3).show(progress(stage=1, stages=2))
+    assert written(console).startswith("lesson 3, training, epoch 4/12, loss ")
+
+
+def test_the_rate_is_that_of_the_last_seconds() -> None:
+    now = 0.0
+    meter = Meter(100, lambda: now)
+    shown: list[float] = []
+    for number in range(100):  # as on a GPU: of every four steps the last takes all the time
+        now += 0.4 if number % 4 == 3 else 0.0
+        meter.step()
+        now += 0.01
+        shown.append(meter.images_per_second())
+    assert shown[60:] == pytest.approx([400 / 0.44] * 40, rel=0.1)
+    rate = 0.0
+    for _ in range(20):  # slower now: it has forgotten what was before the last seconds
+        now += 0.125
+        meter.step()
+        now += 0.25
+        rate = meter.images_per_second()
+    assert rate == pytest.approx(100 / 0.375, rel=0.1)
 
 
 def test_an_interrupt_shows_at_once() -> None:

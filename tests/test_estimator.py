@@ -291,6 +291,27 @@ def test_it_says_what_it_is() -> None:
     assert repr(IncrementalClassifier("wa", epochs=2)) == "IncrementalClassifier(epochs=2, method='wa')"
 
 
+def test_a_loaded_one_says_what_is_not_by_default(tmp_path: Path) -> None:
+    made = IncrementalClassifier(epochs=1, settings={"proxies": 3}, seed=4, device="cpu").fit(*pictures(NAMES[:2]))
+    made.save(tmp_path / "model")
+    loaded = IncrementalClassifier.load(tmp_path / "model", device="cpu")
+    changed = {"proxies": 3, "train.epochs": 1, "train.batch_size": 16}
+    text = repr(loaded)
+    assert text.startswith(
+        "IncrementalClassifier(backbone='resnet10', device='cpu', image_size=(8, 8), seed=4, settings="
+    )
+    found = eval(text, {"IncrementalClassifier": IncrementalClassifier})
+    assert changed.items() <= found.settings.items()
+    assert set(found.settings) <= {*changed, "finetune.epochs", "finetune.batch_size"}
+    made = IncrementalClassifier(memory="total=9", augmentation=Augmentation(flip=False), epochs=1, device="cpu")
+    made.fit(*pictures(NAMES[:2])).save(tmp_path / "other")
+    text = repr(IncrementalClassifier.load(tmp_path / "other", device="cpu"))
+    assert "memory='total=9'" in text
+    assert "augmentation=Augmentation(" in text
+    unknown = IncrementalClassifier("afd", settings=made.model_.config.settings)
+    assert "Settings(" in repr(unknown)
+
+
 def test_defaults_are_chosen_by_the_images() -> None:
     small = ModelConfig.choose(image_size=16, images=100, device="cpu")
     large = ModelConfig.choose(image_size=32, images=20_000, device="cpu")

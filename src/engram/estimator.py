@@ -19,6 +19,7 @@ from engram.errors import EngramError, suggest
 from engram.events import Event
 from engram.methods import Settings
 from engram.modeldir import Model, ModelConfig, open_model, save_model
+from engram.modeldir.config import short
 from engram.modeldir.directory import Pointer
 from engram.modeldir.inputs import read_batches, read_images
 from engram.modeldir.labels import label_array, plain_labels
@@ -230,11 +231,8 @@ class IncrementalClassifier:
 
     def __repr__(self) -> str:
         defaults = inspect.signature(type(self).__init__).parameters
-        changed = [
-            f"{name}={value!r}"
-            for name, value in self.get_params().items()
-            if repr(value) != repr(defaults[name].default)
-        ]
+        params = {name: short(value, self.method, self.image_size) for name, value in self.get_params().items()}
+        changed = [f"{name}={value!r}" for name, value in params.items() if repr(value) != repr(defaults[name].default)]
         return f"{type(self).__name__}({', '.join(changed)})"
 
     def __sklearn_tags__(self) -> Any:

@@ -37,6 +37,18 @@ def from_plain(cls: type[T], data: Any, where: str = "") -> T:
     return cls(**values)
 
 
+def differences(before: Any, after: Any, where: str = "") -> dict[str, Any]:
+    """The settings of a dataclass, by dotted path, that are not what they are in another of the same kind."""
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(after):
+        one, other = getattr(before, field.name), getattr(after, field.name)
+        if dataclasses.is_dataclass(other) and type(one) is type(other):
+            found |= differences(one, other, f"{where}{field.name}.")
+        elif one != other:
+            found[where + field.name] = other
+    return found
+
+
 def replace_at(value: T, path: str, item: Any, where: str = "") -> T:
     """A copy of nested dataclasses with the setting at a dotted path changed."""
     name, _, rest = path.partition(".")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from engram.methods.exemplars import class_means
 from engram.models.network import Part
 
 PROGRESS_SECONDS = 0.2
+RATE_SECONDS = 5.0
 # What an image costs, against training without a teacher; only for the estimate of the time left.
 TEACHER_COST, FROZEN_COST, NEIGHBOUR_COST = 1.5, 0.3, 0.3
 ROWS, MOMENTUM, PATH = "phase.rows", "phase.momentum.", "phase.path."
@@ -213,14 +215,15 @@ class Meter:
         self.now = now
         self.last = self.shown = now()
         self.epoch_seconds = 0.0
-        self.shown_steps = 0
+        self.steps = 0
+        self._marks = deque([(self.shown, 0)])  # when it was shown, and the steps until then
 
     def step(self) -> float:
         """Seconds since the step before."""
         now = self.now()
         seconds, self.last = now - self.last, now
         self.epoch_seconds += seconds
-        self.shown_steps += 1
+        self.steps += 1
         return seconds
 
     def epoch(self) -> float:
@@ -233,8 +236,10 @@ class Meter:
         return self.now() - self.shown > PROGRESS_SECONDS
 
     def images_per_second(self) -> float:
-        """The rate since it was last shown."""
-        now = self.now()
-        rate = self.shown_steps * self.batch_size / max(now - self.shown, 1e-9)
-        self.shown, self.shown_steps = now, 0
-        return rate
+        """The rate over the last seconds, or all of the phase where it is shorter; it is shown now."""
+        now = self.shown = self.now()
+        while len(self._marks) > 1 and now - self._marks[1][0] >= RATE_SECONDS:
+            self._marks.popleft()
+        since, before = self._marks[0]
+        self._marks.append((now, self.steps))
+        return (self.steps - before) * self.batch_size / max(now - since, 1e-9)

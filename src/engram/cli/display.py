@@ -40,6 +40,7 @@ WORK = {
     "exemplars": "choosing exemplars",
     "evaluate": "evaluating on images it has not learned from",
 }
+PHASES = {"main": "training", "balance": "fine-tuning", "correct": "correcting the bias"}
 
 
 class Display(Screen, ABC):
@@ -71,8 +72,13 @@ def _show_all(events: Iterator[Event], display: Display) -> Event | None:
     return last
 
 
-def make_display(console: Console, interrupt: Interrupt, *, quiet: bool = False, as_json: bool = False) -> Display:
-    """The display that suits the console and the flags; tells the interrupt who announces it."""
+def make_display(
+    console: Console, interrupt: Interrupt, *, quiet: bool = False, as_json: bool = False, lesson: int | None = None
+) -> Display:
+    """The display that suits the console and the flags; tells the interrupt who announces it.
+
+    lesson: the number of the lesson that this is, where it is one and no run.
+    """
     interrupt.announce = True
     if as_json:
         return JsonDisplay(console)
@@ -80,8 +86,8 @@ def make_display(console: Console, interrupt: Interrupt, *, quiet: bool = False,
         return QuietDisplay()
     if is_live(console):
         interrupt.announce = False
-        return LiveDisplay(console, interrupt)
-    return PlainDisplay(console)
+        return LiveDisplay(console, interrupt, lesson=lesson)
+    return PlainDisplay(console, lesson=lesson)
 
 
 class QuietDisplay(Display):
@@ -105,9 +111,10 @@ class JsonDisplay(Display):
 class PlainDisplay(Display):
     """Lines without control characters: one a stage, and now and then one on how far it is."""
 
-    def __init__(self, console: Console, seconds: float = PLAIN_SECONDS) -> None:
+    def __init__(self, console: Console, seconds: float = PLAIN_SECONDS, lesson: int | None = None) -> None:
         self._file = console.file
         self._seconds = seconds
+        self._lesson = lesson
         self._said = time.monotonic()
         self._warnings: set[str] = set()
 
@@ -116,7 +123,7 @@ class PlainDisplay(Display):
             self._say(start_line(event))
         elif isinstance(event, Progress):
             if time.monotonic() - self._said >= self._seconds:
-                self._say(progress_line(event))
+                self._say(progress_line(event, self._lesson))
         elif isinstance(event, StageFinished):
             self._say(
                 f"{stage_name(event.stage, event.stages)}: {event.classes} classes, {measures_text(event.accuracy)}; "
@@ -163,10 +170,20 @@ def loss_text(terms: dict[str, float]) -> str:
     return text
 
 
-def progress_line(event: Progress) -> str:
+def where_text(event: StageStarted | Progress, lesson: int | None) -> str:
+    """The stage of a run, or the lesson."""
+    return stage_name(event.stage, event.stages) if lesson is None else f"lesson {lesson}"
+
+
+def phase_text(phase: str, lesson: int | None) -> str:
+    """The phase as methods call it, or in a lesson as people do."""
+    return phase if lesson is None else PHASES.get(phase, phase)
+
+
+def progress_line(event: Progress, lesson: int | None = None) -> str:
     """Where training stands, in one line."""
     return (
-        f"{stage_name(event.stage, event.stages)}, {event.phase}, epoch {event.epoch}/{event.epochs}, "
+        f"{where_text(event, lesson)}, {phase_text(event.phase, lesson)}, epoch {event.epoch}/{event.epochs}, "
         f"{loss_text(event.terms)}, {event.images_per_second:,.0f} images/s, {event.done:.0%} done, "
         f"{clock(event.seconds_left)} left"
     )
@@ -175,8 +192,9 @@ def progress_line(event: Progress) -> str:
 class LiveDisplay(Display):
     """Finished stages as rows of a table that scrolls; below them a few lines that move: how far, where, how fast."""
 
-    def __init__(self, console: Console, interrupt: Interrupt, refresh: bool = True) -> None:
+    def __init__(self, console: Console, interrupt: Interrupt, refresh: bool = True, lesson: int | None = None) -> None:
         self.console = console
+        self._lesson = lesson
         self._interrupt = interrupt
         self._progress: Progress | None = None
         self._where = "reading"
@@ -193,13 +211,13 @@ class LiveDisplay(Display):
             self.console.print(Text(start_line(event), style="bold"))
         elif isinstance(event, StageStarted):
             count = len(event.new_classes)
-            self._where = stage_name(event.stage, event.stages)
+            self._where = where_text(event, self._lesson)
             self._doing = f"{count} new class{'es' if count > 1 else ''}"
             self._progress = None
         elif isinstance(event, PhaseStarted):
-            self._doing, self._progress = event.phase, None
+            self._doing, self._progress = phase_text(event.phase, self._lesson), None
         elif isinstance(event, Progress):
-            self._where = stage_name(event.stage, event.stages)
+            self._where = where_text(event, self._lesson)
             self._progress, self._done, self._left = event, event.done, event.seconds_left
         elif isinstance(event, Working):
             self._doing, self._progress = WORK.get(event.what, event.what), None
@@ -244,7 +262,8 @@ class LiveDisplay(Display):
         now = self._progress
         if now is None:
             return f"{self._where}  {self._doing}".rstrip()
-        return f"{self._where}  {now.phase}  epoch {now.epoch}/{now.epochs}  step {now.step}/{now.steps}"
+        phase = phase_text(now.phase, self._lesson)
+        return f"{self._where}  {phase}  epoch {now.epoch}/{now.epochs}  step {now.step}/{now.steps}"
 
 
 def row_cells(event: StageFinished) -> dict[str, str]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.table import Table
 
-from engram.cli.text import duration, make_table, measures_text, percent, shorten
+from engram.cli.text import count_classes, duration, make_table, measures_text, percent, shorten
 from engram.events import Learned
 
 
@@ -22,7 +22,7 @@ def learned_line(event: Learned) -> str:
     exemplars = f"{event.exemplars} image{'s' if event.exemplars != 1 else ''} kept"
     where = f" ({event.path})" if event.path else ""
     return (
-        f"{', '.join(parts)} in {duration(event.seconds)}; {event.num_classes} classes known, {exemplars}"
+        f"{', '.join(parts)} in {duration(event.seconds)}; {count_classes(event.num_classes)} known, {exemplars}"
         f"{accuracy}{where}"
     )
 

@@ -179,6 +179,8 @@ class Remove:
     """The class or classes."""
     drop_learning: Annotated[bool, arg(help_behavior_hint="")] = False
     """Drop learning that was interrupted, which could not go on."""
+    yes: Annotated[bool, arg(help_behavior_hint="")] = False
+    """Do not ask first; on a terminal it does."""
     quiet: Annotated[bool, arg(help_behavior_hint="")] = False
     """Print nothing but errors."""
     json: Annotated[bool, arg(help_behavior_hint="")] = False

@@ -174,6 +174,7 @@ class List:
     For example:
         engram list
         engram list methods
+        engram list recipes afc-cifar100
         engram list runs --root experiments
     """
 
@@ -182,6 +183,8 @@ class List:
         arg(metavar="WHAT", help_behavior_hint="(default: recipes)"),
     ] = "recipes"
     """recipes, methods, datasets, backbones, runs, or the cache of trained base stages and decoded images."""
+    text: Annotated[Positional[str | None], arg(metavar="TEXT", help_behavior_hint="(default: all)")] = None
+    """Only those with this text in them, such as cifar100 or icarl."""
     root: Annotated[str, arg(metavar="DIR", help_behavior_hint="(default: runs)")] = "runs"
     """Where to look for runs."""
     json: Annotated[bool, arg(help_behavior_hint="")] = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 PIPE_WIDTH = 200  # a pipe has no width; tables are as wide as they need to be
+NARROWEST = 20  # columns; a smaller number is no width that anyone wants
 
 
 class _Console(Console):
@@ -23,11 +25,16 @@ class _Console(Console):
 
 
 def make_console() -> Console:
-    """A console on stdout that prints what it is given, without markup; wide when it is not a terminal."""
+    """A console on stdout that prints what it is given, without markup; on a pipe as wide as COLUMNS, or wide."""
     console = _Console(file=sys.stdout, markup=False, highlight=False, emoji=False)
     if not console.is_terminal:
-        console = _Console(file=sys.stdout, markup=False, highlight=False, emoji=False, width=PIPE_WIDTH)
+        console = _Console(file=sys.stdout, markup=False, highlight=False, emoji=False, width=_pipe_width())
     return console
+
+
+def _pipe_width() -> int:
+    columns = os.environ.get("COLUMNS", "")
+    return int(columns) if columns.isdecimal() and int(columns) >= NARROWEST else PIPE_WIDTH
 
 
 def is_live(console: Console) -> bool:
@@ -62,6 +69,11 @@ def clock(seconds: float | None) -> str:
 def stage_name(stage: int, stages: int) -> str:
     """ "base", or "stage 3 of 10": increments are counted as the papers do."""
     return "base" if stage == 0 else f"stage {stage} of {stages - 1}"
+
+
+def count_classes(count: int) -> str:
+    """ "1 class", "2 classes"."""
+    return f"{count:,} class{'' if count == 1 else 'es'}"
 
 
 def shorten(names: Sequence[str], width: int = 40) -> str:

@@ -24,6 +24,16 @@ FOLDER_NAME: Final = "cifar-100-python"
 MEAN: Final[RGB] = (0.5071, 0.4867, 0.4408)
 STD: Final[RGB] = (0.2675, 0.2565, 0.2761)
 OFFICIAL_COUNTS: Final = (50_000, 10_000)
+_NAMES: Final = """
+    apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can
+    castle caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin
+    elephant flatfish forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard
+    lobster man maple_tree motorcycle mountain mouse mushroom oak_tree orange orchid otter palm_tree pear
+    pickup_truck pine_tree plain plate poppy porcupine possum rabbit raccoon ray road rocket rose sea seal shark
+    shrew skunk skyscraper snail snake spider squirrel streetcar sunflower sweet_pepper table tank telephone
+    television tiger tractor train trout tulip turtle wardrobe whale willow_tree wolf woman worm
+"""
+OFFICIAL_NAMES: Final = tuple(_NAMES.split())
 
 _MEMBERS: Final = ("meta", "train", "test")
 _MEMBER_LIMIT: Final = 256 * 2**20  # the largest official file has 148 MiB
@@ -52,6 +62,17 @@ def read_cifar100(path: str | Path, *, counts: tuple[int, int] | None = OFFICIAL
     train = _split(*files["train"], len(names), counts[0] if counts else None)
     test = _split(*files["test"], len(names), counts[1] if counts else None)
     return ImageStore("cifar100", train, test, names, mean=MEAN, std=STD, origin="cifar100")
+
+
+def outline_cifar100() -> ImageStore:
+    """CIFAR-100's classes and counts, with blank images: enough to plan a run."""
+
+    def split(count: int) -> Split:
+        images = np.broadcast_to(np.zeros((1, 32, 32, 3), np.uint8), (count, 32, 32, 3))
+        return Split(images, np.arange(count, dtype=np.int64) % len(OFFICIAL_NAMES))
+
+    train, test = map(split, OFFICIAL_COUNTS)
+    return ImageStore("cifar100", train, test, OFFICIAL_NAMES, mean=MEAN, std=STD, origin="cifar100")
 
 
 def read_batches(path: str | Path) -> dict[str, tuple[str, dict[str, Any]]]:

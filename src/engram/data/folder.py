@@ -15,6 +15,7 @@ from engram.data.store import Images, ImageStore, Split, some, stratified_split
 from engram.errors import EngramError
 
 _TEST_FOLDERS: Final = ("test", "val")
+_TRAIN_FOLDERS: Final = ("train", "training")
 
 Progress = Callable[[int, int], None]
 
@@ -69,18 +70,63 @@ def read_folder(
     )
 
 
-def list_classes(path: str | Path) -> tuple[list[str], list[str]]:
-    """The image files in a folder of class folders and, for each, its class: the folder's name."""
+def list_classes(path: str | Path, empty: list[str] | None = None) -> tuple[list[str], list[str]]:
+    """The image files in a folder of class folders and, for each, its class: the folder's name.
+
+    With `empty`, class folders without an image are noted there instead of refused.
+    """
     root = Path(path).expanduser()
     try:
         if root.is_dir() and _has_splits(root):
-            raise EngramError(f"{root} holds train/ beside other splits; give the folder that holds the class folders")
-        (folder,), names = _find_images(root)
+            raise EngramError(
+                f"{root} holds train/, with class folders of its own; give the folder that holds the class folders, "
+                f"such as {root / 'train'}"
+            )
+        (folder,), names = _find_images(root, empty)
     except OSError as error:
         raise EngramError(
             f"{error.filename or root} cannot be read ({error.strerror}); check its permissions"
         ) from None
     return [str(file) for file in folder.files], [names[class_id] for class_id in folder.class_ids]
+
+
+def refuse_nested(path: str | Path, is_new: bool) -> None:
+    """Refuses a folder whose class folders look like folders of class folders; names the one that is likely meant.
+
+    They hold no image themselves, and below one of them are several folders that do; a new model's only class is
+    refused for one.
+    """
+    root = Path(path).expanduser()
+    if any(_holds_image(folder) for folder in _folders(root)):
+        return
+    folders = [folder for folder in _folders(root) if any(_walk(folder))]
+    within = [len({file.parent for file in _walk(folder)}) for folder in folders]
+    if max(within, default=0) < (1 if is_new and len(folders) == 1 else 2):
+        return
+    names = [folder.name for folder in folders]
+    meant = next((folder for folder in folders if folder.name.lower() in _TRAIN_FOLDERS), folders[0])
+    whose = f"its folder {names[0]} has" if len(names) == 1 else f"its folders {some(names)} have"
+    raise EngramError(
+        f"{root} does not look like a folder of class folders: {whose} no image but folders of images; if these are "
+        f"the classes, give {_class_root(meant)}, else put the images of a class directly into its folder"
+    )
+
+
+def _class_root(folder: Path) -> Path:
+    """The folder at or below this one whose folders are classes, as far as one can tell."""
+    below = [entry for entry in _folders(folder) if any(_walk(entry))]
+    if any(_holds_image(entry) for entry in below) or not below:
+        return folder
+    train = next((entry for entry in below if entry.name.lower() in _TRAIN_FOLDERS), None)
+    return folder if train is None and len(below) > 1 else _class_root(train or below[0])
+
+
+def _folders(folder: Path) -> list[Path]:
+    return [entry for entry in _entries(folder) if entry.is_dir()]
+
+
+def _holds_image(folder: Path) -> bool:
+    return any(_is_image(entry) for entry in _entries(folder))
 
 
 def walk_images(folder: str | Path) -> Iterator[str]:
@@ -116,12 +162,15 @@ def _shown(folder: str) -> Iterator[str]:
                 yield entry.name
 
 
-def _find_images(root: Path) -> tuple[list[_Folder], tuple[str, ...]]:
+def _find_images(root: Path, empty: list[str] | None = None) -> tuple[list[_Folder], tuple[str, ...]]:
     """The files of the training and the test split, or of the one folder to be split, and the class names."""
     if not root.is_dir():
         raise EngramError(f"there is no folder {root}; give a folder with a folder of images for each class")
     if not _has_splits(root):
         names = tuple(_class_folders(root))
+        if empty is not None:
+            empty += [name for name in names if not any(_walk(root / name))]
+            names = tuple(name for name in names if name not in empty) or names  # all of them empty is refused
         return [_list_images(root, names)], names
     train, test = root / "train", _test_folder(root)
     names = _common_classes(train, test)
@@ -131,7 +180,7 @@ def _find_images(root: Path) -> tuple[list[_Folder], tuple[str, ...]]:
 def _has_splits(root: Path) -> bool:
     # "train" is also a word for a class: a folder of that name is a split only if it holds no image itself.
     train = root / "train"
-    if not train.is_dir() or any(_is_image(entry) for entry in _entries(train)):
+    if not train.is_dir() or _holds_image(train):
         return False
     return any(entry.is_dir() for entry in _entries(train)) or any((root / test).is_dir() for test in _TEST_FOLDERS)
 

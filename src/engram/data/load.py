@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from engram.data.cifar import read_cifar100
+from engram.data.cifar import ARCHIVE_NAME, FOLDER_NAME, outline_cifar100, read_cifar100
 from engram.data.fetch import data_home
 from engram.data.folder import read_folder
 from engram.data.imagenet import IMAGENET, read_imagenet
@@ -74,10 +74,23 @@ def load_store(config: DataConfig, progress: Callable[[int, int], None] | None =
     return store if config.holdout is None else store.holdout(config.holdout, seed=0)
 
 
+def outline_store(config: DataConfig) -> ImageStore | None:
+    """Classes and counts, with blank images, of a published data set that is not here yet; None for all others."""
+    if config.name != "cifar100" or config.path is not None or _find_cifar100() is not None:
+        return None
+    store = outline_cifar100()
+    return store if config.holdout is None else store.holdout(config.holdout, seed=0)
+
+
+def _find_cifar100() -> Path | None:
+    places = (data_home() / ARCHIVE_NAME, data_home() / FOLDER_NAME)
+    return next((path for path in places if path.exists()), None)
+
+
 def _default_cifar100() -> Path:
-    for path in (data_home() / "cifar-100-python.tar.gz", data_home() / "cifar-100-python"):
-        if path.exists():
-            return path
+    path = _find_cifar100()
+    if path is not None:
+        return path
     raise EngramError(
         f"CIFAR-100 is not in {data_home()}: run 'engram prepare cifar100', "
         "or give the archive or its folder with --data PATH"

@@ -134,7 +134,7 @@ def _to_resume(writer: Writer, identity: dict[str, Any]) -> Checkpoint | None:
     if checkpoint.data.get("lesson") != identity["lesson"]:
         raise EngramError(
             f"learning in {writer.path} was interrupted, and these are not the same images, labels and options; "
-            "give the same to go on with it, or drop it (restart) to begin anew"
+            "give the same to go on with it, or drop it (restart=True) to begin anew"
         )
     return checkpoint
 
@@ -156,14 +156,14 @@ def save_model(model: Model, path: str | Path, *, expected: Pointer | None = Non
                 f"there is another model at {path}, or it has changed since it was loaded; "
                 "choose another place, or replace it with overwrite=True"
             )
-        _refuse_learning(writer, drop=overwrite)
+        _refuse_learning(writer, drop=overwrite, argument="overwrite")
         return writer.commit(manifest, files)
 
 
 def remove_class(path: str | Path, label: Hashable, *, drop_learning: bool = False) -> Model:
     """Removes a class from the model at that path, files and all; returns the model as it is then."""
     with Writer(path) as writer:
-        _refuse_learning(writer, drop=drop_learning)
+        _refuse_learning(writer, drop=drop_learning, argument="drop_learning")
         model, _ = open_model(path, "cpu")
         model.remove(label, datetime.now(UTC).isoformat(timespec="seconds"))
         model.measure()
@@ -171,11 +171,11 @@ def remove_class(path: str | Path, label: Hashable, *, drop_learning: bool = Fal
     return model
 
 
-def _refuse_learning(writer: Writer, drop: bool) -> None:
-    """Refuses to change a model under learning in progress, which could not go on then."""
+def _refuse_learning(writer: Writer, drop: bool, argument: str) -> None:
+    """Refuses to change a model under learning in progress, which could not go on then; argument: what drops it."""
     if drop:
         writer.drop_learning()
         return
     checkpoint, base = writer.learning(), writer.current()
     if checkpoint is not None and checkpoint.data.get("base") == (None if base is None else base.digest):
-        raise EngramError(f"learning in {writer.path} was interrupted; finish it first, or drop it")
+        raise EngramError(f"learning in {writer.path} was interrupted; finish it first, or drop it ({argument}=True)")

@@ -11,8 +11,8 @@ from engram.config import Device, Precision, RunConfig, refuse_no_epochs
 from engram.data.augment import Augmentation
 from engram.data.memory import MemoryConfig
 from engram.errors import EngramError
-from engram.methods import MethodInfo, Settings, find_method
-from engram.plain import from_plain, replace_at, to_plain
+from engram.methods import METHODS, MethodInfo, Settings, find_method
+from engram.plain import differences, from_plain, replace_at, to_plain
 from engram.recipes import recipe
 
 LARGEST_SIDE = 1024
@@ -140,11 +140,36 @@ class ModelConfig:
             image_size=size,
             memory=_memory(memory, start.memory, find_method(method)),
             backbone=backbone or ("resnet10" if max(size) <= 24 else "resnet32"),
-            augmentation=augmentation or Augmentation(pad=max(1, round(min(size) / 8))),
+            augmentation=augmentation or _default_augmentation(size),
             seed=seed,
             validation=validation,
         )
         return config.with_epochs(epochs)
+
+
+def _default_augmentation(size: tuple[int, int]) -> Augmentation:
+    return Augmentation(pad=max(1, round(min(size) / 8)))
+
+
+def short(value: Any, method: str, image_size: int | tuple[int, int] | None) -> Any:
+    """What can be given to `choose` instead of the value and says the same; None where it would choose just that.
+
+    Of memory, settings and augmentation; all else, and what does not fit the method, is returned as it is.
+    """
+    if method not in METHODS:
+        return value
+    info, start = find_method(method), recipe(f"{method}-folder")
+    if isinstance(value, MemoryConfig):
+        if value.selection != info.selection and value != start.memory:
+            return value
+        usual = value == start.memory and value.budget != "per_class"
+        return MemoryConfig().size if usual else value.size if value.budget == "per_class" else str(value)
+    if isinstance(value, Settings) and type(value) is type(start.settings):
+        return differences(start.settings, value) or None
+    if isinstance(value, Augmentation) and image_size is not None:
+        size = (image_size, image_size) if isinstance(image_size, int) else image_size
+        return None if value == _default_augmentation(size) else value
+    return value
 
 
 def _memory(given: MemoryConfig | int | str | None, default: MemoryConfig, method: MethodInfo) -> MemoryConfig:

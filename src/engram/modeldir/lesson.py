@@ -225,6 +225,7 @@ class Lesson:
             before=_mean(self.before, old),
             after=_mean(model, old),
             new=_mean(model, self.new),
+            classes=len(self.new),
         )
         model.history = (*model.history, entry)
 
@@ -284,5 +285,7 @@ def _restore(checkpoint: Checkpoint, learner: Learner, stage: Stage, clock: dict
         clock.update({str(kind): float(seconds) for kind, seconds in data["clock"].items()})
         learner.notes[:] = [str(note) for note in data["notes"]]
     except Exception as error:
-        raise EngramError(f"learning cannot be resumed: its checkpoint does not fit ({error}); drop it") from error
+        raise EngramError(
+            f"learning cannot be resumed: its checkpoint does not fit ({error}); drop it (restart=True)"
+        ) from error
     return at

@@ -45,8 +45,8 @@ class KnownClass:
 class Entry:
     """Something that happened to a model: "learned" or "removed".
 
-    images: those that were given to learn. before, after: percent of the held-out images of the classes known before,
-    by predictor; new: of the new ones. device, precision: where it was learned.
+    images: those that were given to learn; classes: how many were learned. before, after: percent of the held-out
+    images of the classes known before, by predictor; new: of the new ones. device, precision: where it was learned.
     """
 
     what: str
@@ -59,6 +59,7 @@ class Entry:
     before: dict[str, float] = field(default_factory=dict)
     after: dict[str, float] = field(default_factory=dict)
     new: dict[str, float] = field(default_factory=dict)
+    classes: int = 0  # 0 where it was not noted
 
 
 class Model:

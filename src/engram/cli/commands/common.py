@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -84,6 +85,11 @@ def read_images(data: DataConfig, console: Console, silent: bool) -> ImageStore:
         return load_store(data, lambda done, total: progress.update(task, completed=done, total=total))
 
 
+def tell_missing(data: DataConfig) -> None:
+    """Says on stderr that a plan was made without the images."""
+    print(f"engram: {data.name} is not here yet; 'engram prepare {data.name}' fetches it", file=sys.stderr)
+
+
 def carry_out(events: Iterable[Event], console: Console, interrupt: Interrupt, flags: RunningFlags, place: Path) -> int:
     """The exit status of a run whose events are followed to the end; says how it ended."""
     display = make_display(console, interrupt, quiet=flags.quiet, as_json=flags.json)
@@ -111,7 +117,7 @@ def tell_finished(console: Console, last: RunFinished, quiet: bool) -> None:
         return
     console.print(summary_table(last.result))
     print_line(console, f"files in {last.directory}")
-    print_line(console, f"engram report {last.directory}")
+    print_line(console, f"next: engram report {last.directory}")
 
 
 def tell_stopped(console: Console, last: Stopped) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from engram.cli.commands.common import RUNS, print_line, refuse_used, use_threads
+from engram.cli.commands.common import print_line, refuse_used, use_threads
+from engram.cli.commands.places import REPORT, new_directory
 from engram.cli.display import follow, make_display
 from engram.cli.interrupt import Interrupt
 from engram.cli.options import Demo
@@ -22,7 +23,6 @@ from engram.errors import EngramError
 from engram.events import RunFinished
 from engram.recipes import recipe
 from engram.report import write_report
-from engram.rundir import free_directory
 from engram.runner import run
 from engram.stagecache import StageCache
 
@@ -47,7 +47,7 @@ def demo_command(options: Demo, typed: Sequence[str]) -> int:
     if options.threads is not None and options.threads < 1:
         raise EngramError(f"--threads must be at least 1, got {options.threads}")
     use_threads(options.threads)
-    place = free_directory(RUNS, "demo") if options.out is None else Path(options.out).expanduser()
+    place = new_directory("demo", options.quiet) if options.out is None else Path(options.out).expanduser()
     refuse_used(place)
     console = make_console()
     if not options.quiet:
@@ -57,7 +57,7 @@ def demo_command(options: Demo, typed: Sequence[str]) -> int:
         return results
     console.print(comparison(results))
     console.print(verdict(results))
-    path = write_report([place / method for method in WAYS], place / "report.html")
+    path = write_report([place / method for method in WAYS], place / REPORT)
     print_line(console, f"report: {path}")
     return 0
 

@@ -117,7 +117,7 @@ def _tell(console: Console, found: dict[str, Any], quiet: bool, report: Path | N
         elif found["accuracy"] < 100:
             console.print(pairs_table(found))
     if report is not None:
-        print_line(console, str(report))
+        print_line(console, f"report: {report}")
 
 
 def class_table(tested: Sequence[dict[str, Any]]) -> Table:

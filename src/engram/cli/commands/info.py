@@ -12,7 +12,7 @@ from rich.table import Table
 from engram.cli.commands.common import print_line
 from engram.cli.commands.models import printable
 from engram.cli.model_options import Info
-from engram.cli.text import bold, card_table, duration, make_console, make_table, percent, shorten
+from engram.cli.text import bold, card_table, count_classes, duration, make_console, make_table, percent, shorten
 from engram.modeldir import has_learning, read_manifest
 from engram.modeldir.labels import encode_label
 
@@ -29,7 +29,7 @@ def info_command(options: Info, typed: Sequence[str]) -> int:
             known["label"] = encode_label(known["label"])
         print_line(console, json.dumps(manifest))
         return 0
-    console.print(bold(f"{place}: {len(manifest['classes'])} classes"))
+    console.print(bold(f"{place}: {count_classes(len(manifest['classes']))}"))
     console.print(card_table(card(manifest)))
     console.print(class_table(manifest))
     console.print(history_table(manifest))
@@ -76,14 +76,32 @@ def class_table(manifest: dict[str, Any]) -> Table:
 def history_table(manifest: dict[str, Any]) -> Table:
     """Each lesson and removal: when, what, and what it did to the accuracy."""
     by = manifest["predictors"][0] if manifest["predictors"] else "cnn"
-    numbers = ["images", "epochs", "time", f"old {by} %, before", "now", f"new {by} %"]
-    table = make_table(["", "date", "what", *numbers], right=["", *numbers])
+    numbers = ["images", "epochs", "time", "old %\nbefore", "old %\nnow", "new %"]
+    table = make_table(["", "date", "what", *numbers], right=["", *numbers], title=f"held-out accuracy by {by}")
+    table.padding = (0, 1, 0, 0)  # so that it fits into 100 columns
     for number, entry in enumerate(manifest["history"]):
-        came = [printable(known["label"]) for known in manifest["classes"] if known["stage"] == number]
-        what = f"{entry['what']} {shorten(came, 36)}".rstrip()
+        what = "removed 1 class" if entry["what"] == "removed" else _learned(manifest, number)
         counts = ["", "", ""]
         if entry["what"] == "learned":
             counts = [f"{entry['images']:,}", str(entry["epochs"]), duration(entry["seconds"])]
         shares = [percent(entry[when].get(by)) for when in ("before", "after", "new")]
-        table.add_row(str(number + 1), printable(entry["date"])[:16].replace("T", " "), what, *counts, *shares)
+        table.add_row(str(number + 1), printable(entry["date"])[:10], what, *counts, *shares)
     return table
+
+
+def _learned(manifest: dict[str, Any], number: int) -> str:
+    """What a lesson taught: its classes by name, or how many they were where some of them are gone since."""
+    came = [printable(known["label"]) for known in manifest["classes"] if known["stage"] == number]
+    gone = _gone(manifest, number)
+    if not gone:
+        return f"learned {shorten(came, 28)}".rstrip()
+    lost = sum(_gone(manifest, place) for place in range(len(manifest["history"])))
+    removed = sum(entry["what"] == "removed" for entry in manifest["history"])
+    why = "since removed" if lost == removed else "since learned again" if not removed else "gone since"
+    return f"learned {count_classes(len(came) + gone)} ({gone} {why})"
+
+
+def _gone(manifest: dict[str, Any], number: int) -> int:
+    """How many classes of a lesson are not among the model's any more; 0 where it was not noted how many it had."""
+    learned = manifest["history"][number]["classes"]
+    return max(0, learned - sum(known["stage"] == number for known in manifest["classes"]))

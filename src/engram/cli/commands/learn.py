@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -14,15 +16,15 @@ from typing import Any
 from rich.console import Console
 
 from engram.cli.commands.common import print_line
-from engram.cli.commands.models import exclude, prepare_place, printable, read_files
+from engram.cli.commands.models import exclude, naming_flags, prepare_place, printable, read_files
 from engram.cli.display import follow, make_display
 from engram.cli.interrupt import Interrupt
 from engram.cli.lessons import by_class_table, learned_line, lesson_table
 from engram.cli.model_options import Learn, NewModelFlags
-from engram.cli.text import bold, clock, duration, make_console, shorten
+from engram.cli.text import bold, clock, count_classes, duration, make_console, shorten
 from engram.data.augment import Augmentation
 from engram.data.decode import choose_size
-from engram.data.folder import list_classes
+from engram.data.folder import list_classes, refuse_nested
 from engram.data.memory import MemoryConfig
 from engram.errors import EngramError
 from engram.events import EpochsChosen, Event, ImagesRead, Learned, Stopped, Warned
@@ -32,6 +34,8 @@ from engram.modeldir.directory import POINTER
 from engram.modeldir.inputs import file_side
 
 HOLD_OUT = 0.2
+FEW = 5  # images of a class; of fewer it is warned
+NAMED = 5  # classes in that warning
 
 
 def learn_command(options: Learn, typed: Sequence[str]) -> int:
@@ -42,8 +46,8 @@ def learn_command(options: Learn, typed: Sequence[str]) -> int:
     console = make_console()
     silent = options.quiet or options.json
     place = Path(options.model).expanduser()
-    paths, labels = list_classes(options.images)
     manifest = known_model(place)
+    paths, labels = _listed(options, is_new=manifest is None)
     if manifest is not None:
         _refuse_changes(options.new, ModelConfig.from_plain(manifest["config"]), place)
         paths, labels = _leave_out_known(options, manifest, paths, labels)
@@ -59,6 +63,8 @@ def learn_command(options: Learn, typed: Sequence[str]) -> int:
         epochs = fitting_epochs(trained, (size, size), options.place.device)
     if not silent:
         _tell_beginning(console, place, config, labels, read)
+    if not options.json:
+        _tell_doubts(labels, is_new=manifest is None)
     interrupt = Interrupt()
     events = learn_into(
         place,
@@ -73,7 +79,8 @@ def learn_command(options: Learn, typed: Sequence[str]) -> int:
         checkpoint_minutes=options.lesson.checkpoint_minutes,
         device=options.place.device,
     )
-    return _carry_out(chain([read], events), console, interrupt, options, place, shlex.join(["engram", *typed]))
+    lesson = 1 + (0 if manifest is None else len(manifest["history"]))
+    return _carry_out(chain([read], events), lesson, console, interrupt, options, shlex.join(["engram", *typed]))
 
 
 def _check(options: Learn) -> None:
@@ -88,6 +95,17 @@ def _check(options: Learn) -> None:
         raise EngramError(f"--checkpoint-minutes must be 0 or more, got {lesson.checkpoint_minutes:g}")
     if options.new.hold_out is not None and not 0 <= options.new.hold_out < 1:
         raise EngramError(f"--hold-out must be a share of 0 or more and below 1, got {options.new.hold_out:g}")
+
+
+def _listed(options: Learn, is_new: bool) -> tuple[list[str], list[str]]:
+    """The image files and the class of each; with --skip-bad, empty class folders are passed over by name."""
+    empty: list[str] | None = [] if options.lesson.skip_bad else None
+    paths, labels = list_classes(options.images, empty)
+    refuse_nested(options.images, is_new)
+    if empty:
+        names = shorten([printable(name) for name in empty], 60)
+        print(f"engram: left out class folders that have no image: {names}", file=sys.stderr)
+    return paths, labels
 
 
 def known_model(place: Path) -> dict[str, Any] | None:
@@ -189,8 +207,8 @@ def _tell_beginning(
     console: Console, place: Path, config: ModelConfig | None, labels: Sequence[str], read: ImagesRead
 ) -> None:
     names = list(dict.fromkeys(printable(label) for label in labels))
-    many = f"{len(names)} class{'es' if len(names) > 1 else ''}"
-    print_line(console, f"{read.images} images of {many}: {shorten(names, 60)}; read in {duration(read.seconds)}")
+    many = f"{read.images} image{'' if read.images == 1 else 's'} of {count_classes(len(names))}"
+    print_line(console, f"{many}: {shorten(names, 60)}; read in {duration(read.seconds)}")
     if config is not None:
         height, width = config.image_size
         print_line(
@@ -200,16 +218,28 @@ def _tell_beginning(
         )
 
 
+def _tell_doubts(labels: Sequence[str], is_new: bool) -> None:
+    """Says on stderr what the lesson lacks: a second class to tell the only one from, or images of some classes."""
+    counts = Counter(labels)
+    if is_new and len(counts) == 1:
+        print("engram: one class alone teaches nothing to tell apart yet; learn a second one too", file=sys.stderr)
+    few = [f"{printable(label)} ({count})" for label, count in counts.items() if count < FEW]
+    if few:
+        more = f" and {len(few) - NAMED} more" if len(few) > NAMED else ""
+        names = ", ".join(few[:NAMED]) + more
+        print(f"engram: fewer than {FEW} images of a class teach little: {names}", file=sys.stderr)
+
+
 def _carry_out(
-    events: Iterator[Event], console: Console, interrupt: Interrupt, options: Learn, place: Path, command: str
+    events: Iterator[Event], lesson: int, console: Console, interrupt: Interrupt, options: Learn, command: str
 ) -> int:
-    display = make_display(console, interrupt, quiet=options.quiet, as_json=options.json)
+    display = make_display(console, interrupt, quiet=options.quiet, as_json=options.json, lesson=lesson)
     told = events if options.json else _told(events, console, options.quiet)
     try:
-        with interrupt:
+        with interrupt, naming_flags("--restart"):
             last = follow(told, display)
     except KeyboardInterrupt:
-        saved = has_learning(place)
+        saved = has_learning(Path(options.model).expanduser())
         rest = "the same command goes on from the last checkpoint" if saved else "nothing was saved yet"
         raise KeyboardInterrupt(f"quit at once, and the model is what it was; {rest}") from None
     if isinstance(last, Learned):
@@ -231,6 +261,8 @@ def _told(events: Iterator[Event], console: Console, quiet: bool) -> Iterator[Ev
             text = "learning was interrupted here; it goes on where it stood"
         elif isinstance(event, EpochsChosen):
             text = chosen_line(event)
+        elif isinstance(event, Warned):
+            event = Warned(re.sub(r"\bafter stage \d+\b", "after this lesson", event.message))
         if text is None:
             yield event
         elif not quiet:
@@ -255,4 +287,4 @@ def tell_learned(console: Console, event: Learned, options: Learn) -> None:
         console.print(lesson_table(event))
     if options.by_class and accuracy:
         console.print(by_class_table(event))
-    print_line(console, f"engram predict {options.model} PATH")
+    print_line(console, f"next: engram predict {shlex.quote(options.model)} PATH")

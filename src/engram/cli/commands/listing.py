@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 from collections.abc import Sequence
 from datetime import datetime
@@ -13,12 +12,13 @@ from rich.console import Console
 from rich.padding import Padding
 
 from engram.cli.commands.common import STAGES, print_line
+from engram.cli.commands.places import run_status
 from engram.cli.options import List
 from engram.cli.text import make_console, make_table, percent
 from engram.data.fetch import data_home
 from engram.errors import EngramError
 from engram.files import read_json
-from engram.rundir import LOCK, RESULT, find_runs, read_manifest
+from engram.rundir import RESULT, find_runs, read_manifest
 from engram.stagecache import StageCache
 
 DATASETS = {
@@ -54,6 +54,8 @@ def list_command(options: List, typed: Sequence[str]) -> int:
         "runs": lambda: list_runs(Path(options.root)),
         "cache": _cache,
     }[options.what]()
+    if options.text is not None:
+        rows = _filtered(rows, options, options.text)
     if options.json:
         print_line(console, json.dumps(rows))
     elif options.what == "runs" and not rows:
@@ -72,6 +74,15 @@ def list_command(options: List, typed: Sequence[str]) -> int:
     else:
         _print(console, options.what, rows)
     return 0
+
+
+def _filtered(rows: Sequence[dict[str, Any]], options: List, text: str) -> list[dict[str, Any]]:
+    """The rows with the text in one of their entries; none is refused, but for programs, which get an empty list."""
+    wanted = text.casefold()
+    found = [row for row in rows if any(wanted in cell.casefold() for cell in row.values() if isinstance(cell, str))]
+    if not found and not options.json:
+        raise EngramError(f"there is no {text!r} in the list of {options.what}; 'engram list {options.what}' has all")
+    return found
 
 
 def _cache() -> list[dict[str, Any]]:
@@ -170,7 +181,7 @@ def _methods() -> list[dict[str, Any]]:
             "memory": needs[info.memory],
             "measured": _measured(known.get(MEASURED_ON.format(info.name))),
         }
-        for info in METHODS.values()
+        for info in sorted(METHODS.values(), key=lambda info: info.name)
     ]
 
 
@@ -211,33 +222,16 @@ def _describe_run(path: Path) -> dict[str, Any]:
         result = read_json(path / RESULT)
         done = len(result["stages"])
         average = float(result["average_incremental_accuracy"][_predictor(config, result)])
-    status = "finished" if done == total else "not a stage yet" if not done else _stopped_after(done)
     return {
         "recipe": manifest["recipe"],
         "order": manifest["order"]["name"] if "," not in manifest["order"]["name"] else "given",
         "seed": config["seed"],
         "stages": f"{done}/{total}",
         "average": average,
-        "status": "running" if done < total and _is_running(path) else status,
+        "status": run_status(path, total, done),
     }
-
-
-def _stopped_after(done: int) -> str:
-    return "stopped after the base" if done == 1 else f"stopped after stage {done - 1}"
 
 
 def _predictor(config: dict[str, Any], result: dict[str, Any]) -> str:
     wanted = config.get("predictor", "cnn")
     return wanted if wanted in result["average_incremental_accuracy"] else "cnn"
-
-
-def _is_running(path: Path) -> bool:
-    """Whether a process holds the run's lock."""
-    try:
-        with (path / LOCK).open("rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False

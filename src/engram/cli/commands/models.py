@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
@@ -38,6 +39,20 @@ def printable(value: Any) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+@contextmanager
+def naming_flags(*flags: str) -> Iterator[None]:
+    """Has errors that name an argument of Python, such as (restart=True), name these flags instead."""
+    try:
+        yield
+    except EngramError as error:
+        message = str(error)
+        for flag in flags:
+            message = message.replace(f"({flag.lstrip('-').replace('-', '_')}=True)", f"with {flag}")
+        if message == str(error):
+            raise
+        raise EngramError(message) from None
 
 
 def find_label(labels: Sequence[Hashable], typed: str) -> Hashable:

@@ -51,6 +51,8 @@ def predict_command(options: Predict, typed: Sequence[str]) -> int:
             if progress is not None and task is not None:
                 progress.update(task, completed=done + unreadable)
     if not done and not unreadable:
+        if set(options.paths) == {STANDARD_INPUT}:
+            raise EngramError("standard input named no image; give it the path of an image or a folder on each line")
         raise EngramError(f"there is no image in {', '.join(options.paths)}")
     if unreadable:
         print(f"engram: {unreadable} of {done + unreadable} images could not be read", file=sys.stderr)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 
 from engram.cli.commands.common import print_line
-from engram.cli.commands.models import exclude, find_label, printable
+from engram.cli.commands.models import exclude, find_label, naming_flags, printable
 from engram.cli.model_options import Remove
-from engram.cli.text import make_console
+from engram.cli.text import count_classes, make_console, shorten
 from engram.modeldir import read_manifest, remove_class
 from engram.modeldir.labels import encode_label
 
@@ -23,9 +24,13 @@ def remove_command(options: Remove, typed: Sequence[str]) -> int:
     classes = read_manifest(place)["classes"]
     labels = [known["label"] for known in classes]
     asked = [find_label(labels, name) for name in dict.fromkeys(options.classes)]  # all are there, or none goes
+    if not options.yes and not options.json and not _confirmed(asked, place):
+        print("engram: nothing was removed", file=sys.stderr)
+        return 1
     for label in asked:
         known = classes[labels.index(label)]
-        model = remove_class(place, label, drop_learning=options.drop_learning)
+        with naming_flags("--drop-learning"):
+            model = remove_class(place, label, drop_learning=options.drop_learning)
         left = len(model.classes)
         if options.json:
             print_line(console, json.dumps({"removed": encode_label(label), "classes": left}))
@@ -33,8 +38,17 @@ def remove_command(options: Remove, typed: Sequence[str]) -> int:
             print_line(
                 console,
                 f"removed {printable(label)} with {known['exemplars']} exemplars and {known['heldout']} held-out "
-                f"images; {left} class{'es' if left != 1 else ''} left",
+                f"images; {count_classes(left)} left",
             )
     if not options.quiet and not options.json:
         print_line(console, "what the network's backbone learned from such images stays in its weights")
     return 0
+
+
+def _confirmed(asked: Sequence[Hashable], place: Path) -> bool:
+    """Whether a person says so; where there is none, on a pipe, the command is enough."""
+    if not sys.stdin.isatty():
+        return True
+    names = shorten([printable(label) for label in asked], 60)
+    print(f"remove {names} from {place} for good? [y/N] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")

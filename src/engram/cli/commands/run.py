@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.table import Table
 
 from engram.cli.commands.common import (
-    RUNS,
     carry_out,
     check_last_stage,
     check_running,
@@ -22,19 +21,22 @@ from engram.cli.commands.common import (
     refuse_used,
     shared_stages,
     tell_finished,
+    tell_missing,
     use_threads,
 )
+from engram.cli.commands.places import new_directory
 from engram.cli.commands.several import run_several
 from engram.cli.interrupt import Interrupt
 from engram.cli.options import Resume, Run
 from engram.cli.overrides import configure_all
 from engram.cli.text import card_table, make_console, make_table, shorten
 from engram.config import RunConfig, directory_name
+from engram.data.load import outline_store
 from engram.data.store import ImageStore
 from engram.errors import EngramError
 from engram.events import RunFinished
 from engram.files import read_json
-from engram.rundir import RESULT, free_directory, read_manifest
+from engram.rundir import RESULT, read_manifest
 from engram.runner import resume, run
 from engram.session import Session, StagePlan
 
@@ -49,14 +51,18 @@ def run_command(options: Run, typed: Sequence[str]) -> int:
     if len(configs) > 1:
         return run_several(options, configs, typed)
     config = configs[0]
-    place = free_directory(RUNS, directory_name(config)) if options.out is None else Path(options.out).expanduser()
+    silent = flags.quiet or flags.json
+    place = new_directory(directory_name(config), silent) if options.out is None else Path(options.out).expanduser()
     refuse_used(place)
     use_threads(flags.threads)
     console = make_console()
-    store = read_images(config.data, console, silent=flags.quiet or flags.json)
+    outline = outline_store(config.data) if options.dry_run else None
+    store = outline or read_images(config.data, console, silent)
     check_last_stage(flags, len(config.stream(store)))
     if options.dry_run:
         _print_plan(config, store, place, console, flags.json)
+        if outline is not None:
+            tell_missing(config.data)
         return 0
     interrupt = Interrupt()
     events = run(

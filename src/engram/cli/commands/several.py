@@ -18,11 +18,21 @@ from rich.table import Table
 
 from engram.cli import INTERRUPTED
 from engram.cli.board import make_board
-from engram.cli.commands.common import RUNS, check_last_stage, print_line, read_images, shared_stages, use_threads
+from engram.cli.commands.common import (
+    RUNS,
+    check_last_stage,
+    print_line,
+    read_images,
+    shared_stages,
+    tell_missing,
+    use_threads,
+)
 from engram.cli.interrupt import Interrupt
 from engram.cli.options import Run, RunningFlags
 from engram.cli.text import bold, clock, make_console, make_table, percent
-from engram.config import RunConfig
+from engram.config import RunConfig, directory_name
+from engram.data.load import DataConfig, outline_store
+from engram.data.store import ImageStore
 from engram.events import Event, RunFailed, RunFinished, RunSkipped, Stopped
 from engram.stagecache import StageCache
 from engram.together import ERROR, Member, Workers, plan_members
@@ -36,10 +46,21 @@ def run_several(options: Run, configs: Sequence[RunConfig], typed: Sequence[str]
     parent = RUNS if options.out is None else Path(options.out).expanduser()
     silent = flags.quiet or flags.json
     use_threads(flags.threads)
-    members = plan_members(configs, directory=parent, read=lambda data: read_images(data, console, silent=silent))
+    missing: list[DataConfig] = []
+
+    def read(data: DataConfig) -> ImageStore:
+        # Where there are runs already, they are compared with the images, which must be there then.
+        begun = any((parent / directory_name(config)).exists() for config in configs if config.data == data)
+        outline = outline_store(data) if options.dry_run and not begun else None
+        missing.extend([] if outline is None else [data])
+        return outline or read_images(data, console, silent=silent)
+
+    members = plan_members(configs, directory=parent, read=read)
     check_last_stage(flags, *[member.stages for member in members])
     if options.dry_run:
         print_plan(console, members, shared_stages(flags), flags.json)
+        for data in missing:
+            tell_missing(data)
         return 0
 
     def tell(last: Last) -> None:
@@ -135,7 +156,7 @@ def tell_results(console: Console, last: Last, parent: Path) -> None:
     results = results_of(last)
     if results:
         console.print(results_table(results))
-        print_line(console, f"engram report {parent}")
+        print_line(console, f"next: engram report {parent}")
 
 
 def results_table(results: Sequence[Mapping[str, Any]]) -> Table:
