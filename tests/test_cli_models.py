@@ -216,7 +216,6 @@ def test_a_folder_with_splits_says_which_to_give(engram: Engram, tmp_path: Path)
         (["set"], "photos/set"),
         (["set/train", "set/test"], "photos/set/train"),
         (["deep/er/Train", "deep/er/val"], "photos/deep/er/Train"),
-        (["first", "second"], "photos/first"),
         (["test", "training"], "photos/training"),
     ],
 )
@@ -228,6 +227,17 @@ def test_folders_of_class_folders_are_not_taken_for_classes(
     for name in ("new", model):
         assert_refused(engram("learn", name, "photos", *QUICK), "folder of class folders", f"give {meant},")
     assert not (tmp_path / "new").exists()
+
+
+def test_classes_may_have_their_images_by_year(engram: Engram, tmp_path: Path) -> None:
+    for name in FIRST:
+        for year in ("2025", "2026"):
+            folder(tmp_path / "years" / year, FIRST, count=3)
+            (tmp_path / "years" / year / name).rename(tmp_path / "images")
+            (tmp_path / "photos" / name).mkdir(parents=True, exist_ok=True)
+            (tmp_path / "images").rename(tmp_path / "photos" / name / year)
+    assert engram("learn", "model", "photos", *QUICK).status == 0
+    assert opened(tmp_path / "model").labels == [*FIRST]
 
 
 def test_a_class_may_have_its_images_in_a_folder_within(engram: Engram, tmp_path: Path) -> None:

@@ -93,8 +93,9 @@ def list_classes(path: str | Path, empty: list[str] | None = None) -> tuple[list
 def refuse_nested(path: str | Path, is_new: bool) -> None:
     """Refuses a folder whose class folders look like folders of class folders; names the one that is likely meant.
 
-    They hold no image themselves, and below one of them are several folders that do; a new model's only class is
-    refused for one.
+    They hold no image themselves, there are several folders below one of them that do, and either there is no other
+    class or one is called as splits are. A new model's only class is refused for one such folder. Other classes may
+    have their images in folders within, by year, say.
     """
     root = Path(path).expanduser()
     if any(_holds_image(folder) for folder in _folders(root)):
@@ -104,6 +105,8 @@ def refuse_nested(path: str | Path, is_new: bool) -> None:
     if max(within, default=0) < (1 if is_new and len(folders) == 1 else 2):
         return
     names = [folder.name for folder in folders]
+    if len(names) > 1 and not any(name.lower() in (*_TRAIN_FOLDERS, *_TEST_FOLDERS) for name in names):
+        return
     meant = next((folder for folder in folders if folder.name.lower() in _TRAIN_FOLDERS), folders[0])
     whose = f"its folder {names[0]} has" if len(names) == 1 else f"its folders {some(names)} have"
     raise EngramError(

@@ -14,12 +14,10 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-import numpy as np
-
 from engram.config import RunConfig
-from engram.data.cifar import MEAN, OFFICIAL_COUNTS, STD
+from engram.data.cifar import outline_cifar100
 from engram.data.load import DataConfig, load_store
-from engram.data.store import ImageStore, Split
+from engram.data.store import ImageStore
 from engram.errors import EngramError
 from engram.methods import find_method
 from engram.plain import to_plain
@@ -161,12 +159,5 @@ def _outline(data: DataConfig) -> ImageStore:
     """The data set; of CIFAR-100 its numbers alone, so that a plan can be made where it is not."""
     if data.name != "cifar100":
         return load_store(data)
-
-    def split(count: int) -> Split:
-        images = np.broadcast_to(np.zeros((1, 32, 32, 3), np.uint8), (count, 32, 32, 3))
-        return Split(images, np.arange(count, dtype=np.int64) % 100)
-
-    train, test = map(split, OFFICIAL_COUNTS)
-    names = tuple(f"class {number}" for number in range(100))
-    store = ImageStore("cifar100", train, test, names, mean=MEAN, std=STD, origin="cifar100")
+    store = outline_cifar100()
     return store if data.holdout is None else store.holdout(data.holdout, seed=0)
