@@ -67,6 +67,12 @@ def make_config(method: str = "afc", **changes: object) -> RunConfig:
 
 
 @pytest.fixture(autouse=True)
+def no_width_of_another_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is printed does not depend on where the tests run; processes side by side have a width of their own."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
+@pytest.fixture(autouse=True)
 def private_data_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """No test reads or writes the user's own data and cache."""
     monkeypatch.setenv("ENGRAM_DATA", str(tmp_path_factory.mktemp("home")))
