@@ -56,7 +56,7 @@ class Decoders:
 
     def _start(self) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, json.dumps(sys.path), str(self._size), str(self._turn)],
+            [sys.executable, "-c", _PROGRAM, json.dumps([*map(str, sys.path)]), str(self._size), str(self._turn)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
