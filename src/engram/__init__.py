@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from engram.together import run_together
 
 # Before torch is loaded. Its threads wait for each other some hundred times a step, and each does so busily for
-# milliseconds before it sleeps: beside other programs that is most of the time there is. A tenth of a millisecond does.
+# long before it sleeps: beside other programs that is most of the time there is. A thirtieth of that is enough.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
