@@ -101,10 +101,17 @@ def learn(model: Path, images: Path, busy: Busy, more: Sequence[str]) -> dict[st
     }
 
 
-def evaluate(model: Path, images: Path, by: str) -> float:
-    """Percent of the images that the model calls what they are."""
-    command = [*ENGRAM, "evaluate", str(model), str(images), "--json", "--by", by]
-    return json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)["accuracy"]
+def evaluate(model: Path, images: Path) -> dict[str, float]:
+    """Percent of the images that the model calls what they are, by each predictor, side by side."""
+    processes: dict[str, subprocess.Popen[str]] = {}
+    for by in ("cnn", "nme"):
+        command = [*ENGRAM, "evaluate", str(model), str(images), "--json", "--by", by]
+        processes[by] = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    said = {by: process.communicate()[0] for by, process in processes.items()}
+    for by, process in processes.items():
+        if process.returncode:
+            raise SystemExit(f"engram evaluate --by {by} ended with status {process.returncode}")
+    return {by: json.loads(text)["accuracy"] for by, text in said.items()}
 
 
 def _hardware() -> dict[str, Any]:
@@ -142,7 +149,7 @@ def main() -> None:
                 flags = [*more, *([] if number else ["--seed", str(seed)])]
                 lesson = learn(model, images, busy, flags)
                 tested = chosen(given.test, classes[:done], Path(folder) / f"test{number}")
-                lesson["test"] = {by: evaluate(model, tested, by) for by in ("cnn", "nme")}
+                lesson["test"] = evaluate(model, tested)
                 lessons.append(lesson)
                 print(json.dumps(lesson), flush=True)
             info = subprocess.run(
