@@ -62,6 +62,7 @@ orders = ["1", "2"]
 [[experiment]]
 name = "effects"
 kind = "effects"
+beside = true
 recipe = "{recipe}-folder"
 set = ["memory=per_class=2", SMALL]
 column = "2 kept"

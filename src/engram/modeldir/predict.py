@@ -14,7 +14,8 @@ from engram.modeldir.inputs import file_side
 from engram.modeldir.model import Model
 
 # In a batch. On a CPU larger ones are slower: memory of some ten megabytes is given back and asked for anew each time.
-BATCH_PIXELS = {"cpu": 64 * 32 * 32, "cuda": 2048 * 32 * 32}
+# On a GPU smaller ones are: it is done with them before Python has started what comes next.
+BATCH_PIXELS = {"cpu": 64 * 32 * 32, "cuda": 4096 * 32 * 32}
 
 
 @dataclass(frozen=True, eq=False)

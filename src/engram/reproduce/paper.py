@@ -27,7 +27,7 @@ MEASURES = {  # result.json's metrics, and what its matrix of accuracies gives b
 }
 _DEFAULT_MEASURES = {"importance": "importance_spread"}  # of a kind
 PREDICTORS = {"CNN": "cnn", "NME": "nme"}
-_COMMON_KEYS = ("name", "title", "kind", "published", "recipe", "set", "measure", "orders", "note")
+_COMMON_KEYS = ("name", "title", "kind", "published", "recipe", "set", "measure", "orders", "note", "beside")
 _KEYS = frozenset((*_COMMON_KEYS, "column", "values", "columns", "rows", "methods"))
 _ROW_KEYS = frozenset(("method", "inference", "label", "set"))
 _METHOD_KEYS = frozenset(("recipe", "nme", "predictor", "set", "label"))
@@ -74,7 +74,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Experiment:
-    """One table or figure. kind: one of KINDS; measure: one of MEASURES."""
+    """One table or figure. kind: one of KINDS; measure: one of MEASURES; beside: not the paper's but ours."""
 
     name: str
     title: str
@@ -86,6 +86,7 @@ class Experiment:
     columns: tuple[Column, ...]
     orders: tuple[str, ...]
     note: str
+    beside: bool = False
 
     @property
     def heading(self) -> str:
@@ -121,7 +122,7 @@ class Paper:
         chosen: dict[str, Experiment] = {}
         for name in names:
             if name == "all":
-                chosen |= {key: value for key, value in self.experiments.items() if value.kind != "effects"}
+                chosen |= {key: value for key, value in self.experiments.items() if not value.beside}
             elif name in self.experiments:
                 chosen[name] = self.experiments[name]
             else:
@@ -196,6 +197,7 @@ class _Reader:
             columns=columns,
             orders=tuple(map(str, entry.get("orders", ["1", "2", "3"]))),
             note=str(entry.get("note", "")),
+            beside=bool(entry.get("beside", False)),
         )
         self._check(experiment)
         return experiment

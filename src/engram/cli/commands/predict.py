@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from itertools import repeat
 from typing import Any, TextIO
 
 import numpy as np
@@ -23,6 +24,7 @@ from engram.modeldir.labels import encode_label
 from engram.modeldir.predict import Predicted, predict_files
 
 STANDARD_INPUT = "-"
+Columns = Sequence[Iterable[tuple[Any, float]]]  # of the best classes, the second best, ...: name and share, by image
 
 
 def predict_command(options: Predict, typed: Sequence[str]) -> int:
@@ -90,10 +92,13 @@ def _matches(pattern: str) -> Iterator[str]:
 def write_lines(out: TextIO, model: Model, part: Predicted, top: int, as_json: bool) -> None:
     """A line for each image, written at once for the whole batch."""
     best = best_places(part.shares, min(top, len(model.classes)))
-    rows = zip(best.tolist(), np.take_along_axis(part.shares, best, axis=1).tolist(), strict=True)
-    line = _json if as_json else _text
     names = [encode_label(label) if as_json else printable(label) for label in model.labels]
-    out.write("".join([line(path, names, *row) for path, row in zip(part.paths, rows, strict=True)]))
+    shares = np.take_along_axis(part.shares, best, axis=1)
+    columns = [
+        zip([names[place] for place in places], column, strict=True)
+        for places, column in zip(best.T.tolist(), shares.T.tolist(), strict=True)
+    ]
+    out.write("".join((_json if as_json else _text)(part.paths, columns)))
     out.flush()
 
 
@@ -104,11 +109,12 @@ def best_places(shares: np.ndarray, count: int) -> np.ndarray:
     return np.argsort(-shares, axis=1, kind="stable")[:, :count]
 
 
-def _text(path: str, names: Sequence[Any], places: Sequence[int], shares: Sequence[float]) -> str:
-    found = "\t".join([f"{names[place]}\t{share:.4f}" for place, share in zip(places, shares, strict=True)])
-    return f"{printable(path)}\t{found}\n"
+def _text(paths: Sequence[str], columns: Columns) -> Iterator[str]:
+    cells = [[f"\t{name}\t{share:.4f}" for name, share in column] for column in columns]
+    return map("".join, zip(map(printable, paths), *cells, repeat("\n", len(paths)), strict=True))
 
 
-def _json(path: str, names: Sequence[Any], places: Sequence[int], shares: Sequence[float]) -> str:
-    top = [{"class": names[place], "probability": share} for place, share in zip(places, shares, strict=True)]
-    return json.dumps({"path": path, **top[0], "top": top}) + "\n"
+def _json(paths: Sequence[str], columns: Columns) -> Iterator[str]:
+    for path, *best in zip(paths, *columns, strict=True):
+        top = [{"class": name, "probability": share} for name, share in best]
+        yield json.dumps({"path": path, **top[0], "top": top}) + "\n"
