@@ -30,7 +30,7 @@ KEPT = "base."
 
 def _training(epochs: int) -> Training:
     """The paper's: batches of 16 and a rate that starts again and again, each time for twice as long."""
-    return Training(epochs, 16, lr=0.05, schedule="restarts", factor=0.01, weight_decay=1e-6, clip=None, clip_norm=10)
+    return Training(epochs, 16, lr=0.05, schedule="restarts", factor=0.01, weight_decay=1e-6, clip=None, clip_norm=10.0)
 
 
 @dataclass(frozen=True)
