@@ -527,7 +527,7 @@ def test_the_work_of_neighbours_is_in_the_plan(method: str) -> None:
     session = tiny_session(tiny_config(method))
     host = tiny_session(tiny_config(method.removesuffix("-dde")))
     ours, theirs = (each.plan()[1].phases[0].work for each in (session, host))
-    assert ours / theirs == pytest.approx((1.5 + 0.3 * 11) / 1.5)
+    assert ours / theirs == pytest.approx((1.5 + 0.08 * 11) / 1.5)
 
 
 # Settings

@@ -90,10 +90,24 @@ def test_flow_is_the_identity_where_the_batch_spans_everything() -> None:
 
 
 def test_flow_does_not_see_a_shift_of_the_whole_batch() -> None:
-    """The mean taken away is the batch's, not each sample's own over its dimensions, as in the public code."""
+    """The mean taken away is the batch's."""
     theirs, ours = random_features(4)
     shift = torch.tensor(np.random.default_rng(5).normal(size=theirs.shape[1]))
     np.testing.assert_allclose(as_matrix(theirs + shift, ours), as_matrix(theirs, ours), atol=1e-8)
+
+
+def test_centred_by_sample_the_distance_is_through_the_span_of_the_samples_less_their_own_means() -> None:
+    """As in the public code. A shift of the whole batch then counts, but for one of all dimensions alike."""
+    theirs, ours = (rows - rows.mean(dim=1, keepdim=True) for rows in random_features(4))
+    around_nothing = [torch.cat([rows, -rows]) for rows in (theirs, ours)]  # so that the batch's own mean is 0
+    q = as_matrix(*around_nothing)
+    expected = np.mean([(u - v) @ q @ (u - v) for u, v in zip(theirs.numpy(), ours.numpy(), strict=True)])
+    ahead, behind = ours + 0.3, theirs - 0.2
+    for one, other in ((ours, theirs), (ahead, behind)):
+        assert geodesic_distance(one, other, "sample").item() == pytest.approx(expected, rel=1e-6)
+    everywhere = torch.linspace(-1, 1, theirs.shape[1])
+    by_sample, by_batch = (geodesic_distance(theirs + everywhere, theirs, centre) for centre in ("sample", "batch"))
+    assert by_sample.item() > 1.5 * by_batch.item()
 
 
 def test_orthonormal_brings_singular_values_to_one_and_leaves_zero() -> None:
@@ -168,6 +182,7 @@ def test_a_larger_lambda_holds_the_features() -> None:
     free = drift(config.with_settings(lambda_geodesic=0.0))
     assert drift(config.with_settings(lambda_geodesic=30.0)) < 0.8 * free
     assert drift(config.with_settings(lambda_geodesic=30.0, distance="paper")) < 0.8 * free
+    assert drift(config.with_settings(lambda_geodesic=30.0, centre="sample")) < 0.8 * free
 
 
 def test_one_class_a_stage_and_batches_of_two_train_to_finite_numbers() -> None:
@@ -184,7 +199,7 @@ def test_it_shares_its_base_stage_with_ucir(tmp_path: Path) -> None:
     assert any(isinstance(event, BaseReused) for event in shared)
 
 
-@pytest.mark.parametrize(("name", "value"), [("lambda_geodesic", 1.0), ("distance", "paper")])
+@pytest.mark.parametrize(("name", "value"), [("lambda_geodesic", 1.0), ("distance", "paper"), ("centre", "sample")])
 def test_what_is_not_in_the_base_key_leaves_the_trained_base_alone(name: str, value: object) -> None:
     config = make_config("geodl")
     one, other = (Session(each, make_store()) for each in (config, config.with_settings(**{name: value})))
@@ -200,6 +215,8 @@ def test_bad_settings_are_refused() -> None:
         GeoDLSettings(lambda_geodesic=-1)
     with pytest.raises(EngramError, match="did you mean 'paper'"):
         GeoDLSettings(distance="papr")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(EngramError, match="did you mean 'sample'"):
+        GeoDLSettings(centre="samples")  # pyright: ignore[reportArgumentType]
 
 
 def test_recipes_have_ucir_s_schedule() -> None:

@@ -16,11 +16,14 @@ Legend: B batch, D feature.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+Centre = Literal["batch", "sample"]  # the mean that is taken from features before their span is
 # Rows whose singular value is below 1.5^-ROUNDS of the whole count less, as in the truncation of the public code.
 ROUNDS = 30
 DEGREE = 12
@@ -53,16 +56,18 @@ def orthonormal(matrix: Tensor) -> Tensor:
     return value
 
 
-def _directions(rows: Tensor) -> Tensor:
-    """Orthonormal rows (B, D) that span what the rows (B, D) differ in from their mean."""
+def _directions(rows: Tensor, centre: Centre) -> Tensor:
+    """Orthonormal rows (B, D) that span what the rows (B, D) differ in from their mean, or each from its own."""
+    if centre == "sample":
+        return orthonormal(rows - rows.mean(dim=1, keepdim=True))
     value = orthonormal(rows - rows.mean(dim=0))
     return value - value.mean(dim=0)  # rounding must not grow into a direction of its own
 
 
 @torch.no_grad()
-def flow(theirs: Tensor, ours: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def flow(theirs: Tensor, ours: Tensor, centre: Centre = "batch") -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """P and R (B, D), a(C) and b(C) (B, B) of two batches of features (B, D), in float64."""
-    start, end = _directions(theirs.double()), _directions(ours.double())
+    start, end = _directions(theirs.double(), centre), _directions(ours.double(), centre)
     end = orthonormal(start @ end.T) @ end
     cosine = start @ end.T
     shifted = (cosine + cosine.T) - torch.eye(len(cosine), dtype=cosine.dtype, device=cosine.device)  # to [-1, 1]
@@ -81,18 +86,18 @@ def _through(one: Tensor, other: Tensor, parts: tuple[Tensor, Tensor, Tensor, Te
     return ((a @ squares + b @ products) * c + (b @ squares + a @ products) * d).sum(dim=1)
 
 
-def geodesic_distance(ours: Tensor, theirs: Tensor) -> Tensor:
+def geodesic_distance(ours: Tensor, theirs: Tensor, centre: Centre = "batch") -> Tensor:
     """The mean over the batch of (u - v)' Q (u - v), for unit features (B, D); only ours gets a gradient.
 
     Q is a number here, as in the public code: its gradient is not followed.
     """
     difference = ours.double() - theirs.detach().double()
-    return _through(difference, difference, flow(theirs, ours)).mean()
+    return _through(difference, difference, flow(theirs, ours, centre)).mean()
 
 
-def geodesic_similarity(ours: Tensor, theirs: Tensor) -> Tensor:
+def geodesic_similarity(ours: Tensor, theirs: Tensor, centre: Centre = "batch") -> Tensor:
     """1 minus the mean over the batch of u' Q v / sqrt(u' Q u * v' Q v); only ours gets a gradient."""
-    parts = flow(theirs, ours)
+    parts = flow(theirs, ours, centre)
     one, other = ours.double(), theirs.detach().double()
     # A sample that lies in neither subspace has no length there, and the cosine 0.
     length = _through(one, one, parts).clamp(min=1e-12) * _through(other, other, parts).clamp(min=1e-12)

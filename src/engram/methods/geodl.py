@@ -14,7 +14,7 @@ from engram.data.stage import Stage
 from engram.learner import Learner
 from engram.methods._base import Passes, Phase, Step, Terms, register
 from engram.methods.cosine import CosineMethod, CosineSettings, cosine_phases, cross_entropy, old_weight
-from engram.methods.geodesic import features, geodesic_distance, geodesic_similarity
+from engram.methods.geodesic import Centre, features, geodesic_distance, geodesic_similarity
 from engram.methods.settings import AFTER_BASE, check_choice, refuse_negative
 
 Reading = Literal["released", "paper"]
@@ -25,15 +25,18 @@ class GeoDLSettings(CosineSettings):
     """GeoDL's settings beside the host's; the defaults are UCIR's on CIFAR-100, as none were published for it.
 
     lambda_geodesic: weight of the distance, before sqrt(n_old / m). distance: the quadratic form that the released code
-    uses, or the paper's 1 - cosine.
+    uses, or the paper's 1 - cosine. centre: which mean is taken from the features before their span is, that of the
+    batch over its samples or, as in the released code, that of each sample over its dimensions.
     """
 
     lambda_geodesic: float = field(default=5.0, metadata=AFTER_BASE)
     distance: Reading = field(default="released", metadata=AFTER_BASE)
+    centre: Centre = field(default="batch", metadata=AFTER_BASE)
 
     def __post_init__(self) -> None:
         refuse_negative(self, "lambda_geodesic")
         check_choice(self, "distance", ("released", "paper"))
+        check_choice(self, "centre", ("batch", "sample"))
 
 
 @final
@@ -58,5 +61,5 @@ class GeoDL(CosineMethod[GeoDLSettings]):
         measure = geodesic_distance if self.settings.distance == "released" else geodesic_similarity
         return {
             "classification": cross_entropy(step),
-            "geodesic": step.weights["geodesic"] * measure(ours, theirs).float(),
+            "geodesic": step.weights["geodesic"] * measure(ours, theirs, self.settings.centre).float(),
         }

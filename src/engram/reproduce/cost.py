@@ -1,8 +1,8 @@
 """What the runs that are left would take, from runs that were measured on the same hardware.
 
-A run's work is counted in images trained, as its own estimate of the time left does; a measured run gives the seconds
-of a unit of it. Runs side by side share a device: how much they gain by it is taken from when measured runs began and
-ended.
+A run's work is counted in steps and images trained, as its own estimate of the time left does; a measured run gives
+the seconds of a unit of it. Runs side by side share a device: how much they gain by it is taken from when measured runs
+began and ended.
 """
 
 from __future__ import annotations
