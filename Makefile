@@ -1,11 +1,12 @@
 # make demo   install into .venv and run the demo (about a minute on two CPU cores)
 # make test   install and run every check
 # make setup  install alone
+# make pages  make the pages and tables that come from results/ anew
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test setup check format clean
+.PHONY: demo test setup check format pages clean
 
 demo: setup
 	$(BIN)/engram demo
@@ -31,6 +32,12 @@ check: setup
 format: setup
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
+
+pages: setup
+	$(BIN)/engram results page docs/reproduction.md results
+	$(BIN)/engram results summary src/engram/reproduce/papers/measured.json results
+	$(BIN)/python tools/compare_methods.py docs/methods/compared.md results
+	$(BIN)/python tools/fill_cards.py docs/methods results
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis dist build

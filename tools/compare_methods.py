@@ -34,7 +34,8 @@ COLUMN, ORDER, SEED = "10 stages", "1", 1
 AVERAGE, LAST = "average_incremental_accuracy", "final_accuracy"
 FAR = 2.0  # points from the paper
 PICTURE = "methods-compared"
-CARDS = {"afc": "../afc.md", "ucir-dde": "dde.md", "podnet-dde": "dde.md", "naive": None}  # which is NAME.md else
+# A method's card, which is NAME.md for all others.
+CARDS = {"afc": "../afc.md", "ucir-dde": "dde.md", "podnet-dde": "dde.md", "naive": "bounds.md", "joint": "bounds.md"}
 BORROWED = "† is the time of the method's own recipe, from which the row's differs in a setting; so in the picture."
 HEADER = ["", "by", "average", "paper", "less the paper's", "after the last stage", "average by the other"]
 HEADER += ["ms a step, later stages", "seconds of a run alone"]
@@ -65,8 +66,8 @@ class Row:
     @property
     def label(self) -> str:
         """Its name, which leads to its card."""
-        text, card = self.measured.cell.row.label.replace("*", "\\*"), CARDS.get(self.method, f"{self.method}.md")
-        return text if card is None else f"[{text}]({card})"
+        text = self.measured.cell.row.label.replace("*", "\\*")
+        return f"[{text}]({CARDS.get(self.method, f'{self.method}.md')})"
 
 
 def read_times(folder: Path) -> tuple[dict[str, Cost], list[dict[str, Any]]]:
