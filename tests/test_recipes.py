@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from engram import EngramError, RunConfig, Training, read_mini, recipe, recipe_names
+from engram.errors import suggest
 from engram.methods import METHODS, MethodInfo, Settings
 from engram.methods.replay import Replay
 
@@ -44,6 +45,21 @@ def test_images_are_brightened_where_the_methods_own_code_does_so(dataset: str) 
 def test_misspelt_recipe_gets_the_nearest_name() -> None:
     with pytest.raises(EngramError, match="did you mean 'afc-cifar100-b50-s10'"):
         recipe("afc-cifar10-b50-s10")
+
+
+def test_a_name_that_is_like_no_recipe_does_not_get_all_of_them() -> None:
+    with pytest.raises(EngramError) as refused:
+        recipe("resnet")
+    assert len(str(refused.value)) < 200
+    with pytest.raises(EngramError, match=r"valid names: afc-cifar100-b50-s10, .*afc-nme-") as refused:
+        recipe("afc")
+    assert "podnet" not in str(refused.value)
+
+
+def test_names_that_none_is_near_of_are_cut_short() -> None:
+    names = [f"class{number:04}" for number in range(1000)]
+    assert suggest("x", names).endswith("class0019 and 980 more")
+    assert suggest("x", names[:20]).endswith("class0019")
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -16,9 +16,9 @@ from engram.data.memory import MemoryConfig
 from engram.data.store import ImageStore
 from engram.data.stream import Stream, class_order, describe_order
 from engram.errors import EngramError, suggest
-from engram.methods import Settings, find_method
+from engram.methods import METHODS, Settings, find_method
 from engram.models.resnet import BACKBONES
-from engram.plain import from_plain, replace_at, to_plain
+from engram.plain import dotted, from_plain, replace_at, to_plain
 
 Device = Literal["auto", "cpu", "cuda"]
 Precision = Literal["auto", "float32", "tf32", "bf16"]
@@ -64,7 +64,8 @@ class RunConfig:
                 "choose another method for another memory"
             )
         if method.memory == "needed" and self.memory.budget == "none":
-            raise EngramError(f"{self.method} needs a memory, got none; 'naive' is the method without one")
+            without = ", ".join(name for name, other in METHODS.items() if other.memory in ("none", "optional"))
+            raise EngramError(f"{self.method} needs a memory, got none; methods that learn without one: {without}")
         if self.seed < 0:
             raise EngramError(f"the seed must be 0 or more, got {self.seed}")
         for name in ("base", "increment"):
@@ -84,6 +85,12 @@ class RunConfig:
         if path.startswith("settings."):
             rest = path.removeprefix("settings.")
             return replace(self, settings=replace_at(self.settings, rest, value, "settings"))
+        first = path.partition(".")[0]
+        if first not in (setting.name for setting in fields(self)):  # the end of a path, as a changed run's name has it
+            whole = [key for key in dotted(self.to_plain()) if key.endswith(f".{path}")]
+            whole = whole or ([f"settings.{path}"] if hasattr(self.settings, first) else [])
+            if whole:
+                raise EngramError(f"no setting {path!r}: did you mean {' or '.join(map(repr, whole))}?")
         return replace_at(self, path, value)
 
     def to_plain(self) -> dict[str, Any]:

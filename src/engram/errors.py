@@ -14,8 +14,11 @@ class EngramError(ValueError):
     """
 
 
+SHOWN_NAMES = 20  # of those that are valid, where none is near
+
+
 def suggest(name: str, valid: Iterable[str], before: str = "") -> str:
-    """The nearest valid name as a clause to append to a message, or the valid names if none is near.
+    """The nearest valid name as a clause to append to a message, or the first of the valid names if none is near.
 
     before: what stands before each of the names where one is typed, such as "settings.train.".
     """
@@ -23,7 +26,9 @@ def suggest(name: str, valid: Iterable[str], before: str = "") -> str:
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     if close:
         return f"did you mean {before + close[0]!r}?"
-    return f"valid names: {', '.join(before + each for each in names)}" if names else "there are none"
+    more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
+    shown = ", ".join(before + each for each in names[:SHOWN_NAMES])
+    return f"valid names: {shown}{more}" if names else "there are none"
 
 
 def explain(error: BaseException) -> tuple[str, bool]:

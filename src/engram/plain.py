@@ -6,6 +6,7 @@ import dataclasses
 import math
 import types
 import typing
+from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
 from engram.errors import EngramError, suggest
@@ -46,6 +47,14 @@ def differences(before: Any, after: Any, where: str = "") -> dict[str, Any]:
             found |= differences(one, other, f"{where}{field.name}.")
         elif one != other:
             found[where + field.name] = other
+    return found
+
+
+def dotted(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Every value of plain data by its dotted path."""
+    found: dict[str, Any] = {}
+    for key, value in plain.items():
+        found |= dotted(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return found
 
 

@@ -40,7 +40,7 @@ class StreamFlags:
     increment: Annotated[int | None, arg(metavar="N", help_behavior_hint=OF_RECIPE)] = None
     """New classes of each later stage."""
     order: Annotated[str | None, arg(metavar="ORDER", help_behavior_hint=OF_RECIPE)] = None
-    """Class order: a number, seed:N, natural, or every class by name with commas between."""
+    """Class order: a number, seed:N, natural, or every class by name or id with commas between."""
     orders: Annotated[str | None, arg(metavar="ORDER,ORDER", help_behavior_hint="")] = None
     """Several class orders, such as 1,2,3: a run for each of them."""
     memory: Annotated[str | None, arg(metavar="BUDGET", help_behavior_hint=OF_RECIPE)] = None
@@ -212,9 +212,10 @@ class Report:
 class Reproduce:
     """Fill in the paper's tables and figures: run what is missing, then show ours beside the published numbers.
 
-    WHAT is table1 to table10, figure2 to figure4, all (every one of them), or effects (what each difference between the
-    paper, its released code and this does). Runs that several of them need are done once; the same command again goes
-    on where it was cut. Runs are looked for in --out and in --results.
+    WHAT is table1 to table10, figure2 to figure4, all (every one of them), effects (what each difference between the
+    paper, its released code and this does), or methods (those that Table 1 lacks, with 10 stages). Runs that several of
+    them need are done once; the same command again goes on where it was cut. Runs are looked for in --out and in
+    --results.
 
     For example:
         engram reproduce table1 --rows AFC --dry-run

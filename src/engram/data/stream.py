@@ -115,5 +115,8 @@ def _listed(items: list[str], class_names: Sequence[str]) -> tuple[int, ...]:
     if len(order) < count:
         absent = [name for i, name in enumerate(class_names) if i not in set(order)]
         shown = ", ".join(absent[:5]) + (", ..." if len(absent) > 5 else "")
-        raise EngramError(f"the class order lacks {len(absent)} of the {count} classes: {shown}")
+        several = (
+            "; several class orders, a run for each, are given with --orders" if all(map(str.isdecimal, items)) else ""
+        )
+        raise EngramError(f"the class order lacks {len(absent)} of the {count} classes: {shown}{several}")
     return tuple(order)

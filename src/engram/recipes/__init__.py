@@ -141,5 +141,16 @@ def recipe(name: str) -> RunConfig:
     """The configuration of that name."""
     catalogue = _catalogue()
     if name not in catalogue:
-        raise EngramError(f"no recipe {name!r}: {suggest(name, catalogue)}")
+        raise EngramError(f"no recipe {name!r}: {_nearest(name, list(catalogue))}")
     return replace(catalogue[name](), recipe=name)
+
+
+def _nearest(name: str, names: list[str]) -> str:
+    """What to say of a name that no recipe has: those that begin with it, one like it, or how they are called."""
+    beginning = [each for each in names if each.startswith(f"{name}-")]
+    if beginning:
+        return suggest("", beginning)
+    found = suggest(name, names)
+    if found.startswith("did you mean"):
+        return found
+    return f"a recipe is called METHOD-DATA, such as {names[0]}; 'engram list' has all {len(names)}"

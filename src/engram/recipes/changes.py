@@ -9,6 +9,7 @@ from typing import Any
 from engram.config import RunConfig
 from engram.data.memory import MemoryConfig
 from engram.errors import EngramError
+from engram.plain import dotted
 
 # What may differ from the recipe and still be the same protocol: repetitions of it, and where it runs.
 _FREE = ("recipe", "order", "seed", "data.path", "device", "precision")
@@ -46,17 +47,9 @@ def changes(original: RunConfig, config: RunConfig) -> list[str]:
 def _leaves(config: RunConfig) -> dict[str, Any]:
     """Every setting by its dotted path; the memory's budget and size are one, as they are typed."""
     leaves: dict[str, Any] = {}
-
-    def add(data: dict[str, Any], prefix: str) -> None:
-        for key, value in data.items():
-            if isinstance(value, dict):
-                add(value, f"{prefix}{key}.")
-            else:
-                leaves[prefix + key] = value
-
     memory = {"memory": str(config.memory), "memory.selection": config.memory.selection}
     for key, value in config.to_plain().items():
-        add(memory if key == "memory" else {key: value}, "")
+        leaves |= memory if key == "memory" else dotted({key: value})
     return leaves
 
 

@@ -12,6 +12,7 @@ from engram.data.load import DataConfig, load_store
 from engram.data.store import ImageStore
 from engram.errors import EngramError
 from engram.files import read_json, writing
+from engram.plain import dotted
 from engram.rundir import MANIFEST, RESULT, is_used, read_manifest
 from engram.runner import settle
 from engram.session import Session
@@ -174,16 +175,8 @@ def standing(directory: Path, config: RunConfig, fingerprint: str) -> Standing:
 
 def _differences(theirs: RunConfig, ours: RunConfig) -> str:
     """The settings in which two configurations differ, with their values there and here."""
-    there, here = _leaves(theirs.to_plain()), _leaves(ours.to_plain())
+    there, here = dotted(theirs.to_plain()), dotted(ours.to_plain())
     keys = [key for key in here | there if key not in ("recipe", "data.path") and there.get(key) != here.get(key)]
     shown = [f"{key} is {there.get(key)} there and {here.get(key)} here" for key in keys[:SHOWN_DIFFERENCES]]
     more = len(keys) - len(shown)
     return ", ".join(shown) + (f", and {more} more" if more else "")
-
-
-def _leaves(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Every setting by its dotted path."""
-    leaves: dict[str, Any] = {}
-    for key, value in plain.items():
-        leaves |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return leaves
