@@ -594,6 +594,9 @@ def test_resume_goes_on_and_then_has_nothing_to_do(engram: Engram, stopped_copy:
     assert "stage 2 of 2: 6 classes" in outcome.out
     assert "stage 1 of 2" not in outcome.out
     assert timeless(stopped_copy) == timeless(finished)
+    (stopped_copy / "result.json").write_text('{"stages": [')  # it is made anew from the checkpoint
+    assert engram("resume", stopped_copy).status == 0
+    assert timeless(stopped_copy) == timeless(finished)
     before = contents(stopped_copy)
     again = engram("resume", stopped_copy)
     assert again.status == 0

@@ -429,8 +429,11 @@ BROKEN = {
     "no run.json": (lambda run: (run / "run.json").unlink(), "is not a run directory"),
     "no result.json": (lambda run: (run / "result.json").unlink(), "no finished stage yet"),
     "no stage": (lambda run: edit_json(run / "result.json", stages=[]), "no finished stage yet"),
-    "torn run.json": (lambda run: _truncate(run / "run.json"), "run.json is not valid JSON"),
-    "torn result.json": (lambda run: _truncate(run / "result.json"), "result.json is not valid JSON"),
+    "torn run.json": (lambda run: _truncate(run / "run.json"), "; run it again, or leave it out"),
+    "torn result.json": (
+        lambda run: _truncate(run / "result.json"),
+        "; resume the run, which writes it anew, or",
+    ),
     "binary result.json": (lambda run: (run / "result.json").write_bytes(b"\xff\xfe\x00"), "not valid JSON"),
     "list": (lambda run: (run / "result.json").write_text("[1]"), "should be a JSON object"),
     "other format": (lambda run: edit_json(run / "run.json", format=2), "has run format 2"),

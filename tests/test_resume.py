@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,9 @@ from engram import EngramError, resume, run
 from engram.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from engram.config import config_hash
 from engram.events import Checkpointed, RunFinished, Stopped
+from engram.rundir import read_result
+from engram.runner import settle
+from engram.together.members import standing
 from helpers import timeless
 
 # A run that checkpoints after every step, and kills itself without warning at the given event, or never.
@@ -110,6 +114,19 @@ def test_resuming_a_finished_run_changes_nothing(uninterrupted: Path) -> None:
     assert isinstance(events[-1], RunFinished)
     assert len(events) == 2
     assert timeless(uninterrupted) == before
+
+
+@pytest.mark.parametrize("content", ["", '{"stages": [', "[]", '{"stages": 3}'])
+def test_a_damaged_result_is_written_anew_from_the_checkpoint(
+    uninterrupted: Path, tmp_path: Path, content: str
+) -> None:
+    directory = tmp_path / "run"
+    shutil.copytree(uninterrupted, directory)
+    (directory / "result.json").write_text(content)
+    assert read_result(directory) == {"stages": []}
+    assert standing(directory, settle(make_config(), make_store()), make_store().fingerprint()).state == "incomplete"
+    assert finish(directory) == timeless(uninterrupted)
+    assert standing(directory, settle(make_config(), make_store()), make_store().fingerprint()).state == "done"
 
 
 def test_stop_after_stage_then_resume(tmp_path: Path, uninterrupted: Path) -> None:

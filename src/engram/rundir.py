@@ -141,6 +141,18 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
+def read_result(path: Path) -> dict[str, Any]:
+    """The result.json of a run directory; of one that is not there yet, or damaged, no stage is known to be finished.
+
+    A run that goes on writes it anew from its checkpoint.
+    """
+    try:
+        result = read_json(path / RESULT)
+    except EngramError:
+        result = {}
+    return result if isinstance(result.get("stages"), list) else {"stages": []}
+
+
 def find_runs(root: Path) -> list[Path]:
     """The run directories in a directory and one level below, sorted; none where it does not exist."""
     found = {path.parent for pattern in ("*/", "*/*/") for path in root.glob(pattern + MANIFEST)}

@@ -270,9 +270,9 @@ def _tensors(
     try:
         tensors = load_tensors(file.read_bytes())
     except FileNotFoundError:
-        raise EngramError(f"{file} is missing; resume the run, or leave it out of the report.") from None
+        raise EngramError(f"{file} is missing; run it again, or leave it out of the report.") from None
     except (OSError, SafetensorError, ValueError, KeyError) as error:
-        raise EngramError(f"{file} cannot be read ({error}); resume the run, or leave it out.") from None
+        raise EngramError(f"{file} cannot be read ({error}); run it again, or leave it out.") from None
     record = _Record(tensors, file)
     targets = record.get("targets", np.ndarray)
     predictions = {name: record.get(f"predictions.{name}", np.ndarray) for name in predictors}
@@ -352,7 +352,8 @@ def _json(file: Path) -> Any:
     except OSError as error:
         raise EngramError(f"{file} cannot be read ({error.strerror}); check its permissions.") from None
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise EngramError(f"{file} is not valid JSON ({error}); resume the run, or leave it out.") from None
+        remedy = "resume the run, which writes it anew" if file.name == RESULT else "run it again"
+        raise EngramError(f"{file} is not valid JSON ({error}); {remedy}, or leave it out.") from None
 
 
 def _text(value: Any) -> str:

@@ -9,12 +9,11 @@ from pathlib import Path
 
 from engram.config import RunConfig, directory_name
 from engram.errors import EngramError, suggest
-from engram.files import read_json
 from engram.recipes import recipe, recipe_names
 from engram.recipes.changes import apply_changes, named_after_changes
 from engram.reproduce.paper import Column, Experiment, Published, Row
 from engram.reproduce.records import Record, protocol_key
-from engram.rundir import RESULT
+from engram.rundir import read_result
 
 NOT_IN_PAPER, NO_RECIPE = "not in the paper", "no recipe yet"
 
@@ -191,8 +190,7 @@ def run_name(config: RunConfig, recipe_name: str) -> str:
 
 def stages_done(parent: Path, wanted: Wanted) -> int:
     """The stages that are there of a run that was begun and not ended; 0 of one that was not begun."""
-    file = parent / wanted.name / RESULT
-    return len(read_json(file).get("stages", [])) if file.exists() else 0
+    return len(read_result(parent / wanted.name)["stages"])
 
 
 def select(

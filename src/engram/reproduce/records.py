@@ -22,9 +22,8 @@ from safetensors.numpy import load as load_tensors
 from engram import metrics
 from engram.config import RunConfig, config_hash
 from engram.errors import EngramError
-from engram.files import read_json
 from engram.report.load import METRICS
-from engram.rundir import EVENTS, RESULT, read_manifest
+from engram.rundir import EVENTS, read_manifest, read_result
 
 KIND, FORMAT = "engram run", 1
 DEFAULT_PRECISION = {"cuda": "bf16", "cpu": "float32"}
@@ -149,9 +148,7 @@ def protocol_key(config: RunConfig) -> str:
 
 def is_complete(directory: Path) -> bool:
     """Whether every stage of the run in a directory is there."""
-    if not (directory / RESULT).exists():
-        return False
-    return len(read_json(directory / RESULT).get("stages", [])) == len(read_manifest(directory)["stage_sizes"])
+    return len(read_result(directory)["stages"]) == len(read_manifest(directory)["stage_sizes"])
 
 
 def read_run(directory: Path) -> Record:
@@ -181,7 +178,7 @@ def _read_run(directory: Path, manifest: dict[str, Any]) -> Record:
         "created": manifest.get("created"),
         "wall": wall,
         "reused_base": reused,
-        "result": read_json(directory / RESULT),
+        "result": read_result(directory),
     }
     stages = directory / "stages" / f"{len(manifest['stage_sizes']) - 1:03d}.safetensors"
     importance = _importance(stages) if stages.exists() else []
@@ -287,7 +284,7 @@ def _importance(file: Path) -> list[list[float]]:
     try:
         tensors = load_tensors(file.read_bytes())
     except (OSError, SafetensorError, ValueError, KeyError) as error:
-        raise EngramError(f"{file} cannot be read ({error}); resume the run, or leave it out") from None
+        raise EngramError(f"{file} cannot be read ({error}); run it again, or leave it out") from None
     maps: list[list[float]] = []
     while (values := tensors.get(f"importance.{len(maps)}")) is not None:
         maps.append([float(f"{value:.{_DIGITS}g}") for value in sorted(values.tolist(), reverse=True)])

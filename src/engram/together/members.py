@@ -11,9 +11,9 @@ from engram.config import RunConfig, config_hash, directory_name
 from engram.data.load import DataConfig, load_store
 from engram.data.store import ImageStore
 from engram.errors import EngramError
-from engram.files import read_json, writing
+from engram.files import writing
 from engram.plain import dotted
-from engram.rundir import MANIFEST, RESULT, is_used, read_manifest
+from engram.rundir import MANIFEST, is_used, read_manifest, read_result
 from engram.runner import settle
 from engram.session import Session
 
@@ -165,8 +165,8 @@ def standing(directory: Path, config: RunConfig, fingerprint: str) -> Standing:
         )
     if manifest["data"].get("fingerprint") != fingerprint:
         raise EngramError(f"{directory} holds a run of other images; choose another directory with --out")
-    result = read_json(directory / RESULT) if (directory / RESULT).exists() else {}
-    finished, total = len(result.get("stages", [])), len(manifest["stage_sizes"])
+    result = read_result(directory)
+    finished, total = len(result["stages"]), len(manifest["stage_sizes"])
     threads = manifest.get("hardware", {}).get("threads")
     if finished == total:
         return Standing("done", finished, result, threads)

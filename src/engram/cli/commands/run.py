@@ -35,8 +35,7 @@ from engram.data.load import outline_store
 from engram.data.store import ImageStore
 from engram.errors import EngramError
 from engram.events import RunFinished
-from engram.files import read_json
-from engram.rundir import RESULT, read_manifest
+from engram.rundir import read_manifest, read_result
 from engram.runner import resume, run
 from engram.session import Session, StagePlan
 
@@ -119,10 +118,8 @@ def resume_command(options: Resume, typed: Sequence[str]) -> int:
 
 def _finished(place: Path, manifest: dict[str, Any]) -> RunFinished | None:
     """The last event of a run all of whose stages are there already."""
-    if not (place / RESULT).exists():
-        return None
-    result = read_json(place / RESULT)
-    complete = len(result.get("stages", [])) == len(manifest["stage_sizes"])
+    result = read_result(place)
+    complete = len(result["stages"]) == len(manifest["stage_sizes"])
     return RunFinished(result, str(place)) if complete else None
 
 
