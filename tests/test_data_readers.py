@@ -953,3 +953,7 @@ def test_mini_can_be_made_again_from_cifar100() -> None:
     assert tuple(classes.values()) == store.class_names
     assert np.array_equal(images["train"], store.train.images)
     assert np.array_equal(images["test"], store.test.images)
+
+
+def test_a_store_says_what_it_is_in_one_line() -> None:
+    assert repr(read_mini()) == "ImageStore('mini': 20 classes, 5000 training and 2000 test images of 16x16 pixels)"

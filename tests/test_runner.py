@@ -7,6 +7,7 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ import torch
 from safetensors.numpy import load_file
 
 from conftest import make_config, make_store
-from engram import EngramError, ImageStore, RunConfig, resume, run, train
+from engram import EngramError, ImageStore, RunConfig, read_mini, recipe, resume, run, run_together, train
 from engram.engine import NonFiniteLoss
 from engram.events import (
     EpochFinished,
@@ -26,6 +27,7 @@ from engram.events import (
     StageStarted,
     Warned,
 )
+from engram.runner import settle
 from engram.session import Session
 
 
@@ -290,6 +292,25 @@ def test_arrays_do_not_pass_for_the_recipes_images(tmp_path: Path) -> None:
     config = make_config().with_value("data.name", "mini")
     train(config, make_store(), tmp_path / "run")
     assert json.loads((tmp_path / "run" / "run.json").read_text())["config"]["data"]["name"] == "arrays"
+
+
+def test_a_recipe_changed_in_python_says_so_in_its_name(tmp_path: Path) -> None:
+    config = recipe("afc-folder").with_settings(train__epochs=0, finetune__epochs=0).with_value("base", 4)
+    result = train(config.with_value("backbone", "resnet10").with_value("seed", 2), make_store(), tmp_path / "run")
+    assert result["recipe"] == "afc-folder (train.epochs=0, finetune.epochs=0, base=4, backbone=resnet10)"
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["recipe"] == result["recipe"]
+    plain = settle(recipe("afc-mini-b10-s5").with_value("order", "2"), read_mini())
+    assert plain.recipe == "afc-mini-b10-s5"
+    again = settle(settle(config, make_store()), make_store())
+    assert again.recipe == settle(config, make_store()).recipe
+    own = make_config()  # of no recipe
+    assert settle(own, make_store()).recipe == own.recipe
+
+
+@pytest.mark.parametrize("begin", [train, lambda *given: list(run_together([given[0]], *given[1:]))])
+def test_the_name_of_a_recipe_is_no_configuration(begin: Any) -> None:
+    with pytest.raises(EngramError, match=r"needs a configuration.*got 'afc-mini-b10-s5'"):
+        begin("afc-mini-b10-s5", make_store())
 
 
 def test_what_a_method_has_to_say_is_said_after_a_stop_too(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from engram.data.store import ImageStore
 from engram.errors import EngramError
 from engram.events import Event, RunFinished
 from engram.execution import Execution
+from engram.recipes.changes import named_by_recipe
 from engram.result import Result
 from engram.rundir import RunDirectory, hardware, read_manifest
 from engram.session import Session
@@ -39,6 +40,7 @@ def run(
     name them. stop is asked after every step; when it says yes the run saves itself and ends. cache: where trained base
     stages are shared with other runs.
     """
+    check_config(config)
     if store is None:
         store = load_store(config.data)
     session = Session(settle(config, store), store)
@@ -96,8 +98,15 @@ def resume(
     yield from going.events(resumed=True)
 
 
+def check_config(config: Any) -> None:
+    """Refuses what is no configuration, such as the name of a recipe."""
+    if not isinstance(config, RunConfig):
+        raise EngramError(f"a run needs a configuration, as recipe('afc-mini-b10-s5') gives one, got {config!r}")
+
+
 def settle(config: RunConfig, store: ImageStore) -> RunConfig:
-    """The configuration as a run of these images on this machine has it."""
+    """The configuration as a run of these images here has it; its name says what of its recipe was changed."""
+    config = named_by_recipe(config)
     if store.origin != config.data.name:
         config = replace(config, data=DataConfig(store.origin))  # run.json must not name images that were not used
     return config.on_this_machine()

@@ -76,6 +76,11 @@ class ImageStore:
     origin: str = "arrays"
     known_fingerprint: str | None = None
 
+    def __repr__(self) -> str:
+        height, width = self.image_size
+        images = f"{len(self.train)} training and {len(self.test)} test images of {width}x{height} pixels"
+        return f"ImageStore({self.name!r}: {self.num_classes} classes, {images})"
+
     def __post_init__(self) -> None:
         _check_names(self.name, self.class_names)
         _check_normalisation(self.mean, self.std)

@@ -10,6 +10,7 @@ from engram.config import RunConfig
 from engram.data.memory import MemoryConfig
 from engram.errors import EngramError
 from engram.plain import dotted
+from engram.recipes import recipe, recipe_names
 
 # What may differ from the recipe and still be the same protocol: repetitions of it, and where it runs.
 _FREE = ("recipe", "order", "seed", "data.path", "device", "precision")
@@ -34,13 +35,24 @@ def named_after_changes(original: RunConfig, config: RunConfig) -> RunConfig:
     return replace(config, recipe=f"{original.recipe} ({', '.join(changed)})") if changed else config
 
 
+def named_by_recipe(config: RunConfig) -> RunConfig:
+    """The configuration with what of it is not its recipe's in its name; one that came from no recipe as it is."""
+    name = config.recipe.partition(" (")[0]
+    if name not in recipe_names():
+        return config
+    original = recipe(name)
+    if original.data.name != config.data.name:  # images given in Python; run.json names them
+        original = replace(original, data=config.data)
+    return named_after_changes(original, replace(config, recipe=name))
+
+
 def changes(original: RunConfig, config: RunConfig) -> list[str]:
     """What of the protocol is not as in the original, as `key=value`, each key as short as it can be and be clear."""
     before, after = _leaves(original), _leaves(config)
     return [
         f"{_short_key(key, list(after))}={_typed(value)}"
         for key, value in after.items()
-        if key not in _FREE and value != before[key]
+        if key not in _FREE and (key not in before or value != before[key])
     ]
 
 

@@ -13,8 +13,9 @@ from engram.data.store import ImageStore
 from engram.errors import EngramError
 from engram.files import writing
 from engram.plain import dotted
+from engram.recipes.changes import named_by_recipe
 from engram.rundir import MANIFEST, is_used, read_manifest, read_result
-from engram.runner import settle
+from engram.runner import check_config, settle
 from engram.session import Session
 
 State = Literal["new", "incomplete", "done"]
@@ -69,6 +70,8 @@ def plan_members(
     read: Callable[[DataConfig], ImageStore] = load_store,
 ) -> list[Member]:
     """The members of a set of runs, in the order given; refuses what could not be run before anything is."""
+    for config in configs.values() if isinstance(configs, Mapping) else configs:
+        check_config(config)
     named = dict(configs) if isinstance(configs, Mapping) else name_runs(configs)
     if not named:
         raise EngramError("there is no run to do; give at least one configuration")
@@ -97,7 +100,7 @@ def name_runs(configs: Sequence[RunConfig]) -> dict[str, RunConfig]:
     """The configurations by the names of their directories, which must be distinct."""
     named: dict[str, RunConfig] = {}
     for config in configs:
-        name = directory_name(config)
+        name = directory_name(named_by_recipe(config))
         if name in named:
             same = named[name].fingerprint() == config.fingerprint()
             what = "are the same" if same else "differ in settings that the name does not tell"
