@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import shutil
 import signal
 import statistics
@@ -17,6 +18,8 @@ from engram.cli import main
 from helpers import Engram, timeless
 from paper_helpers import PAPER, write_paper
 from test_cli import assert_refused, contents, one_thread, photos, start
+
+ROOT = Path(__file__).parents[1]
 
 __all__ = ["one_thread", "photos"]  # fixtures
 
@@ -312,8 +315,29 @@ def test_the_page_in_words(engram: Engram, paper: Path, done: Path, tmp_path: Pa
     assert outcome.out == "page.md: 6 runs\n"
     page = (tmp_path / "page.md").read_text()
     assert page.startswith("# Reproduction\n\nA paper in miniature. 5 of 7 published numbers have ours beside them")
-    for heading in ("## What reproduces", "## What does not", "## How the paper", "## Table 2", "## The runs"):
+    for heading in ("## What reproduces", "## What does not", "## Effects: ", "## Table 2", "## The runs"):
         assert heading in page
     assert "| no distillation | " in page
     assert "points (n = 2) |" in page
     assert "- Table 1: The numbers were made up." in page
+    assert f"Made by `engram results page page.md {done} --paper {paper}`.\n" in page
+    assert f"`engram reproduce table1 --paper {paper}` runs" in page
+    for only_of_afc in ("a test checks", "(afc.md", "A star marks", "../results"):
+        assert only_of_afc not in page
+
+
+def test_the_paper_in_the_documentation_is_one(engram: Engram, tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    for suffix in ("toml", "json"):
+        (block,) = re.findall(rf"```{suffix}\n(.*?)```", text, flags=re.DOTALL)
+        (tmp_path / f"mine.{suffix}").write_text(block, encoding="utf-8")
+    outcome = engram("reproduce", "all", "--paper", "mine.toml", "--dry-run")
+    assert (outcome.status, outcome.err) == (0, "")
+    assert "10 runs, each counted once: 0 done, 10 to do" in outcome.out
+    assert engram("reproduce", "all", "--paper", "mine.toml", "--no-run").status == 0
+    assert "paper 45.60 ± 4.00" in (tmp_path / "runs/reproduction_files/table1.md").read_text(encoding="utf-8")
+
+
+def test_a_summary_says_how_many_recipes_it_has(engram: Engram, done: Path) -> None:
+    outcome = engram("results", "summary", "summary.json", done)
+    assert outcome.out == "summary.json: 0 recipes as they stand, of 6 runs\n"

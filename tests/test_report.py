@@ -111,6 +111,7 @@ def test_headline_is_computed(compared: tuple[list[Path], Path]) -> None:
     assert lead in text
     assert "4 base classes, then 2 stages of 2 classes; 4 runs on cpu, 2026-01-02." in text
     assert f"afc leads naive by {mean - finals[3]:.1f} points at the end, more than the spread" in text
+    assert "; naive is one run, whose own is not known)." in text
 
 
 def test_accuracy_per_stage(compared: tuple[list[Path], Path]) -> None:

@@ -272,7 +272,7 @@ class Results:
 
     what: Annotated[Positional[Literal["merge", "page", "summary"]], arg(metavar="WHAT", help_behavior_hint="")]
     """merge: a file of all runs, none twice. page: a Markdown page of the paper's tables with ours beside them.
-    summary: a JSON file with mean and spread of each recipe."""
+    summary: a JSON file with mean and spread of each recipe that was run unchanged."""
     out: Annotated[Positional[str], arg(metavar="OUT", help_behavior_hint="")]
     """The file to write; merge keeps the runs that it has already."""
     inputs: Annotated[Positional[tuple[str, ...]], arg(metavar="IN", help_behavior_hint="")]

@@ -111,9 +111,11 @@ def _lead(best: Sequence[Group]) -> list[str]:
     if not spreads:
         return []
     verdict = "more than" if gap > max(spreads) else "within"
+    alone = [group.label for value, group in values[:2] if value.std is None]
+    single = f"; {alone[0]} is one run, whose own is not known" if alone else ""
     return [
         f"{winner.label} leads {runner_up.label} by {gap:.1f} points at the end, {verdict} the spread "
-        f"over runs (standard deviation {' and '.join(f'{s:.1f}' for s in spreads)})."
+        f"over runs (standard deviation {' and '.join(f'{s:.1f}' for s in spreads)}{single})."
     ]
 
 

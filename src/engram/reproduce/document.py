@@ -1,16 +1,17 @@
-"""docs/reproduction.md: what reproduces and what does not, made from the results and from nothing else.
+"""docs/reproduction.md, or another paper's: what reproduces and what does not, made from the results and nothing else.
 
 What this version could run plays no part, so the page changes when a result comes and not when a method does.
 """
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 
 from engram.reproduce.cells import FURTHER, MARKS, NOT_RUN, WITHIN_POINT, WITHIN_STD, Measured, measure_all
 from engram.reproduce.page import headline, records_of, remark
-from engram.reproduce.paper import Experiment, Paper
+from engram.reproduce.paper import MEASURES, Experiment, Paper
 from engram.reproduce.plan import Asked, make_plan
 from engram.reproduce.records import Record
 from engram.reproduce.text import LEGEND, caption, markdown, markdown_effects, number, signed
@@ -18,19 +19,19 @@ from engram.reproduce.text import LEGEND, caption, markdown, markdown_effects, n
 COMMAND = "engram results page docs/reproduction.md results"
 
 
-def document(paper: Paper, records: Sequence[Record]) -> str:
-    """The whole page."""
+def document(paper: Paper, records: Sequence[Record], command: str = COMMAND, file: str | None = None) -> str:
+    """The whole page. command: what makes it. file: the paper's, as --paper takes it; None is AFC's."""
     seeds = sorted({record.seed for record in records}) or [1]
     plan = make_plan(list(paper.experiments.values()), records, Asked(seeds=seeds))
     cells = measure_all(plan)
     tables = [experiment for experiment in plan.experiments if experiment.kind != "effects"]
     effects = [experiment for experiment in plan.experiments if experiment.kind == "effects"]
     parts = [
-        _opening(paper, cells),
+        _opening(paper, cells, command, file),
         _overview(tables, cells),
         _reproduces(tables, cells),
         _does_not(paper, tables, cells),
-        *(_effects(experiment, cells) for experiment in effects),
+        *(_effects(experiment, cells, file) for experiment in effects),
         *(_section(paper, experiment, cells) for experiment in tables),
         _provenance(records_of(plan.cells), records),
     ]
@@ -41,19 +42,27 @@ def _of(experiment: Experiment, cells: Sequence[Measured]) -> list[Measured]:
     return [cell for cell in cells if cell.cell.experiment is experiment]
 
 
-def _opening(paper: Paper, cells: Sequence[Measured]) -> str:
+def _opening(paper: Paper, cells: Sequence[Measured], command: str, file: str | None) -> str:
+    checked = "; a test checks that it is what this command gives" if command == COMMAND else ""
+    place = "[`results/`](../results/README.md)" if command == COMMAND else "a file of results"
+    starred = any(cell.cell.row.label.endswith("*") for cell in cells)
+    star = "A star marks what the paper's authors ran again with others' code. " if starred else ""
     return f"""# Reproduction
 
 {paper.title}. {headline(cells)}
 
-Made by `{COMMAND}`; a test checks that it is what this command gives.
-`engram reproduce table1` runs what a table lacks; `engram results merge` adds it to [`results/`](../results/README.md).
+Made by `{command}`{checked}.
+{_reproduce(next(iter(paper.experiments)), file)} runs what is not there yet; `engram results merge` adds it to {place}.
 A number of ours stands beside the paper's and never in its place: what was not run says so.
 
 {LEGEND}.
-A star marks what the paper's authors ran again with others' code. Where the paper gives no standard deviation, one
-point is the measure.
+{star}Where the paper gives no standard deviation, one point is the measure.
 """
+
+
+def _reproduce(name: str, file: str | None) -> str:
+    """The command that runs what an experiment lacks."""
+    return f"`engram reproduce {name}{'' if file is None else f' --paper {shlex.quote(file)}'}`"
 
 
 def _overview(tables: Sequence[Experiment], cells: Sequence[Measured]) -> str:
@@ -103,16 +112,14 @@ def _named(tables: Sequence[Experiment], cells: Sequence[Measured], marks: Seque
     return found
 
 
-def _effects(experiment: Experiment, cells: Sequence[Measured]) -> str:
+def _effects(experiment: Experiment, cells: Sequence[Measured], file: str | None) -> str:
     table = markdown_effects(experiment, _of(experiment, cells))
     note = f"\n{experiment.note}\n" if experiment.note else ""
-    return f"""## How the paper, the released code and this differ, and what each difference does
+    opening = f"{experiment.opening}\n" if experiment.opening else ""
+    return f"""## {caption(experiment)}
 
-The formulas of the paper and its released code are not the same, and the tables came from the code;
-[both readings](afc.md) are here, and the recipes follow the code. What this does otherwise than the code is
-[listed there](afc.md#numbered-deviations-from-the-released-code). The first row is average incremental accuracy in %;
-the others are the mean difference to it over runs of the same class order and seed.
-`engram reproduce {experiment.name}` measures what is missing.
+{opening}The first row is {MEASURES[experiment.measure]}; the others are the mean difference to it over runs
+of the same class order and seed. {_reproduce(experiment.name, file)} measures what is missing.
 
 {table}{note}"""
 

@@ -87,6 +87,8 @@ def headline(cells: Sequence[Measured]) -> str:
     published = [cell for cell in cells if cell.cell.published is not None]
     marks = Counter(cell.mark for cell in published)
     measured = len(published) - marks[NOT_RUN]
+    if not published:
+        return "There is no published number to hold ours against."
     if not measured:
         return f"None of the {len(published)} published numbers asked for was measured yet."
     parts = [

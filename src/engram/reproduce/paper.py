@@ -27,7 +27,7 @@ MEASURES = {  # result.json's metrics, and what its matrix of accuracies gives b
 }
 _DEFAULT_MEASURES = {"importance": "importance_spread"}  # of a kind
 PREDICTORS = {"CNN": "cnn", "NME": "nme"}
-_COMMON_KEYS = ("name", "title", "kind", "published", "recipe", "set", "measure", "orders", "note", "beside")
+_COMMON_KEYS = ("name", "title", "kind", "published", "recipe", "set", "measure", "orders", "note", "opening", "beside")
 _KEYS = frozenset((*_COMMON_KEYS, "column", "values", "columns", "rows", "methods"))
 _ROW_KEYS = frozenset(("method", "inference", "label", "set"))
 _METHOD_KEYS = frozenset(("recipe", "nme", "predictor", "set", "label"))
@@ -74,7 +74,10 @@ class Spec:
 
 @dataclass(frozen=True)
 class Experiment:
-    """One table or figure. kind: one of KINDS; measure: one of MEASURES; beside: not the paper's but ours."""
+    """One table or figure. kind: one of KINDS; measure: one of MEASURES; beside: not the paper's but ours.
+
+    opening: what the Markdown page says before a table of effects.
+    """
 
     name: str
     title: str
@@ -86,6 +89,7 @@ class Experiment:
     columns: tuple[Column, ...]
     orders: tuple[str, ...]
     note: str
+    opening: str = ""
     beside: bool = False
 
     @property
@@ -197,6 +201,7 @@ class _Reader:
             columns=columns,
             orders=tuple(map(str, entry.get("orders", ["1", "2", "3"]))),
             note=str(entry.get("note", "")),
+            opening=" ".join(str(entry.get("opening", "")).split()),
             beside=bool(entry.get("beside", False)),
         )
         self._check(experiment)

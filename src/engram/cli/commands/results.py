@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,17 +20,18 @@ from engram.reproduce.summary import as_text, summarise
 
 def results_command(options: Results, typed: Sequence[str]) -> int:
     """The exit status of `engram results`."""
-    del typed
     out, inputs = Path(options.out).expanduser(), [Path(name).expanduser() for name in options.inputs]
     if options.what == "merge":
         return _merge(out, inputs)
     records = merge(read_results(inputs).records)
     if options.what == "page":
-        text = document(load_paper(None if options.paper is None else Path(options.paper).expanduser()), records)
+        paper = load_paper(None if options.paper is None else Path(options.paper).expanduser())
+        text, what = document(paper, records, shlex.join(["engram", *typed]), options.paper), ""
     else:
-        text = as_text(summarise(records))
+        summary = summarise(records)
+        text, what = as_text(summary), f"{len(summary)} recipes as they stand, of "
     write_bytes(out, text.encode())
-    print_line(make_console(), f"{out}: {len(records)} runs")
+    print_line(make_console(), f"{out}: {what}{len(records)} runs")
     return 0
 
 
