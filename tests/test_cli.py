@@ -570,6 +570,7 @@ def test_a_second_run_says_what_the_first_came_to(
     place = Path("runs") / directory_name(configure(parse([*map(str, run)])[1], "afc-folder"))
     shutil.copytree(finished, tmp_path / place)
     assert engram(*run, "--dry-run").err == f"engram: the run in {place} is finished; this one goes to {place}-2\n"
+    assert_refused(engram(*run, "--dry-run", "--memory", "total=1"), "a memory of 1")  # and not where it would go
     shutil.copytree(stopped, tmp_path / f"{place}-2")
     said = f"engram: the run in {place}-2 stopped after stage 1 ('engram resume {place}-2' goes on with it); "
     third = engram(*run)

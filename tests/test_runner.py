@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch
 from safetensors.numpy import load_file
 
 from conftest import make_config, make_store
-from engram import EngramError, ImageStore, RunConfig, read_mini, recipe, resume, run, run_together, train
+from engram import EngramError, ImageStore, RunConfig, events, read_mini, recipe, resume, run, run_together, train
 from engram.engine import NonFiniteLoss
 from engram.events import (
     EpochFinished,
@@ -311,6 +313,18 @@ def test_a_recipe_changed_in_python_says_so_in_its_name(tmp_path: Path) -> None:
 def test_the_name_of_a_recipe_is_no_configuration(begin: Any) -> None:
     with pytest.raises(EngramError, match=r"needs a configuration.*got 'afc-mini-b10-s5'"):
         begin("afc-mini-b10-s5", make_store())
+
+
+def test_the_events_of_a_run_are_all_in_the_documentation() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "run-directory.md").read_text(encoding="utf-8")
+    told = {
+        name: re.findall(r"`(\w+)`", keys) for name, keys in re.findall(r"^\| `(\w+)` \| (.*) \|$", page, re.MULTILINE)
+    }
+    of_lessons = (events.EpochsChosen, events.ImagesRead, events.Learned)
+    for kind in events.Event.__subclasses__():
+        if kind not in of_lessons:
+            name = re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
+            assert told[name] == [field.name for field in fields(kind)], name
 
 
 def test_what_a_method_has_to_say_is_said_after_a_stop_too(tmp_path: Path) -> None:

@@ -51,13 +51,15 @@ def run_command(options: Run, typed: Sequence[str]) -> int:
         return run_several(options, configs, typed)
     config = configs[0]
     silent = flags.quiet or flags.json
-    place = new_directory(directory_name(config), silent) if options.out is None else Path(options.out).expanduser()
-    refuse_used(place)
+    given = None if options.out is None else Path(options.out).expanduser()
+    if given is not None:
+        refuse_used(given)
     use_threads(flags.threads)
     console = make_console()
     outline = outline_store(config.data) if options.dry_run else None
     store = outline or read_images(config.data, console, silent)
     check_last_stage(flags, len(config.stream(store)))
+    place = given or new_directory(directory_name(config), silent)
     if options.dry_run:
         _print_plan(config, store, place, console, flags.json)
         if outline is not None:
