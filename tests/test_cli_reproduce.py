@@ -230,6 +230,8 @@ orders = ["1"]
 
 def test_no_such_table(engram: Engram) -> None:
     assert_refused(engram("reproduce", "tabel1"), "'tabel1'", "did you mean 'table1'")
+    for order, words in (("9", "published class orders 1 to 3, got 9"), ("backwards", "'backwards' is none of")):
+        assert_refused(engram("reproduce", "table1", "--orders", order, "--dry-run"), words)
     assert_refused(engram("reproduce"), "needs WHAT")
     assert_refused(engram("reproduce", "table1", "--data", "nowhere"), "no file or folder nowhere")
 

@@ -60,6 +60,7 @@ def class_order(spec: str, dataset: str, class_names: Sequence[str]) -> tuple[in
     that number as its seed. `"natural"`: by class id. `"seed:N"`: a shuffle with seed N. Else the classes
     themselves, by id or name, separated by commas.
     """
+    check_order(spec, dataset)
     count = len(class_names)
     spec = spec.strip()
     if spec == "natural":
@@ -67,20 +68,25 @@ def class_order(spec: str, dataset: str, class_names: Sequence[str]) -> tuple[in
     if spec.startswith("seed:") and spec[5:].isdecimal():
         return _shuffled(int(spec[5:]), count)
     if spec.isdecimal():
-        number, published = int(spec), published_orders(dataset)
-        if not published:
-            return _shuffled(number, count)
-        if not 1 <= number <= len(published):
-            raise EngramError(
-                f"{dataset} has published class orders 1 to {len(published)}, got {number}; "
-                f"'seed:{number}' gives a shuffle with that seed"
-            )
-        return published[number - 1]
-    if "," in spec:
-        return _listed([item.strip() for item in spec.split(",")], class_names)
-    raise EngramError(
-        f"the class order {spec!r} is none of: a number, 'natural', 'seed:N', or all classes separated by commas"
-    )
+        published = published_orders(dataset)
+        return published[int(spec) - 1] if published else _shuffled(int(spec), count)
+    return _listed([item.strip() for item in spec.split(",")], class_names)
+
+
+def check_order(spec: str, dataset: str) -> None:
+    """Refuses what is no class order of the data set, as far as that can be told without its classes."""
+    spec = spec.strip()
+    seeded = spec.startswith("seed:") and spec[5:].isdecimal()
+    if not (spec == "natural" or seeded or spec.isdecimal() or "," in spec):
+        raise EngramError(
+            f"the class order {spec!r} is none of: a number, 'natural', 'seed:N', or all classes separated by commas"
+        )
+    published = published_orders(dataset)
+    if spec.isdecimal() and published and not 1 <= int(spec) <= len(published):
+        raise EngramError(
+            f"{dataset} has published class orders 1 to {len(published)}, got {int(spec)}; "
+            f"'seed:{int(spec)}' gives a shuffle with that seed"
+        )
 
 
 def describe_order(spec: str, dataset: str) -> str:

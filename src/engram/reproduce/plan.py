@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from engram.config import RunConfig, directory_name
+from engram.data.stream import check_order
 from engram.errors import EngramError, suggest
 from engram.recipes import recipe, recipe_names
 from engram.recipes.changes import apply_changes, named_after_changes
@@ -106,6 +107,7 @@ def make_plan(experiments: Sequence[Experiment], records: Iterable[Record], aske
         for column in experiment.columns
     ]
     _refuse_other_images(cells)
+    _refuse_unknown_orders(planner.runs.values())
     left = {wanted.name: wanted for cell in cells for wanted in cell.left}
     return Plan(tuple(cells), planner.runs, left)
 
@@ -119,6 +121,20 @@ def _refuse_other_images(cells: Sequence[Cell]) -> None:
             raise EngramError(
                 f"{one.source} and {two.source} are runs of {one.recipe} on different images; leave one of them out"
             )
+
+
+def _refuse_unknown_orders(runs: Iterable[Wanted]) -> None:
+    """Refuses a class order that no data set of the runs has; one that some of them have is wanted of those."""
+    errors: dict[str, list[EngramError | None]] = {}
+    for order, dataset in dict.fromkeys((run.config.order, run.config.data.name) for run in runs):
+        try:
+            check_order(order, dataset)
+            errors.setdefault(order, []).append(None)
+        except EngramError as error:
+            errors.setdefault(order, []).append(error)
+    for found in errors.values():
+        if found[0] is not None and None not in found:
+            raise found[0]
 
 
 class _Planner:
