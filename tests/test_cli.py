@@ -455,7 +455,7 @@ def test_run_prints_stages_and_summary_and_says_what_is_next(engram: Engram, pho
     assert "increment=2" in result["recipe"]
 
 
-@pytest.mark.parametrize(("method", "phases"), [("ucir", {"train"}), ("gdumb", {"train", "rehearse"})])
+@pytest.mark.parametrize(("method", "phases"), [("geodl", {"train"}), ("gdumb", {"train", "rehearse"})])
 def test_the_batch_size_is_that_of_the_phases_a_method_has(engram: Engram, method: str, phases: set[str]) -> None:
     outcome = engram("run", f"{method}-mini-b10-s5", "--batch-size", "9", "--dry-run", "--json")
     assert outcome.status == 0
