@@ -17,6 +17,7 @@ import torch
 
 import engram.modeldir.writer as writer
 from engram import EngramError
+from engram.data.samples import Samples
 from engram.events import Checkpointed, Learned, Stopped
 from engram.methods import METHODS
 from engram.modeldir import (
@@ -146,6 +147,61 @@ def test_held_out_images_are_never_trained_on(taught: Path) -> None:
     assert not trained & {
         image.numpy().tobytes() for label in (5, 6) for image in lesson.model.heldout.of(label).images
     }
+
+
+def contents(samples: Samples) -> list[bytes]:
+    """The pixels of each image, in order."""
+    return sorted(image.numpy().tobytes() for image in samples.images)
+
+
+def trained_on(lesson: Lesson, label: int) -> list[bytes]:
+    """The images of a class that a lesson trains on."""
+    return contents(lesson.stage.pool[lesson.stage.pool.rows_of(label)])
+
+
+def test_what_was_held_out_is_not_learned_when_the_same_images_come_again(taught: Path) -> None:
+    before = opened(taught)
+    assert before.learner is not None
+    held, exemplars = contents(before.heldout.of(0)), contents(before.learner.memory.of(0))
+    images, labels = pictures(NAMES[:1], 10)  # the 8 of before and 2 more
+    lesson = Lesson(before, images, labels, Options("refresh"))
+    assert contents(lesson.model.heldout.of(4)) == held  # it comes last now
+    given = {image.tobytes() for image in images}
+    assert trained_on(lesson, 4) == sorted(given - set(held))
+    only_held = np.stack([np.frombuffer(image, np.uint8).reshape(8, 8, 3) for image in held])
+    assert trained_on(Lesson(before, only_held, ["apple"] * 2, Options("refresh")), 4) == exemplars
+
+
+def test_a_class_keeps_no_more_held_out_images_than_may_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engram.modeldir.lesson.VALIDATION_MOST", 3)
+    model = opened(make(tmp_path / "m", NAMES[:2]))
+    lesson = Lesson(model, *pictures(NAMES[:1], 8, seed=9), Options("refresh"))
+    assert len(model.heldout.of(0)) == 2
+    assert len(lesson.model.heldout.of(1)) == 3
+
+
+def test_a_class_of_which_all_is_held_out_already_is_refused(tmp_path: Path) -> None:
+    path = make(tmp_path / "m", NAMES[:2], config=tiny("naive", memory="none", validation=0.25))
+    held = opened(path).heldout.of(0).images.numpy()
+    with pytest.raises(EngramError, match="nothing new of the class 'apple'"):
+        Lesson(opened(path), held, ["apple"] * len(held), Options("refresh"))
+
+
+def test_copies_of_an_image_are_all_learned_or_held_out_once() -> None:
+    images, labels = pictures(NAMES[:2], 8)
+    model = Model(tiny(validation=0.25), "cpu")
+    lesson = Lesson(model, np.concatenate([images, images]), labels + labels, Options())
+    for label in range(2):
+        trained, held = trained_on(lesson, label), contents(lesson.model.heldout.of(label))
+        assert len(held) == len(set(held)) == 2
+        assert trained == sorted([*set(trained)] * 2)
+        assert len(trained) == 12
+        assert not set(trained) & set(held)
+    alike = Lesson(model, images[:1].repeat(4, axis=0), ["x"] * 4, Options())
+    assert len(alike.stage.pool) == 4
+    assert not len(alike.model.heldout)
 
 
 def test_exemplars_are_pictures_anyone_can_open(taught: Path) -> None:
