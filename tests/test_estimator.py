@@ -176,6 +176,11 @@ def test_what_is_no_image_is_refused_with_a_sentence(given: Any, sentence: str, 
         ([float("nan")] * 16, "holds NaN"),
         (np.zeros((16, 1)), r"has the shape \(16, 1\)"),
         (3, "one label for each image"),
+        ([("a", float("nan"))] * 16, "holds NaN"),
+        (set(range(16)), "one label for each image"),
+        ({number: "a" for number in range(16)}, "one label for each image"),
+        (np.zeros(16, "datetime64[ns]"), r"datetime64\[ns\], which is no label"),
+        ([np.datetime64("2020-01-01", "ns")] * 16, "which is no label"),
     ],
 )
 def test_what_are_no_labels_is_refused_with_a_sentence(labels: Any, sentence: str) -> None:
@@ -230,6 +235,14 @@ def test_saved_and_loaded_it_is_the_same_and_goes_on_the_same(fitted: Incrementa
     one.save(tmp_path / "m", overwrite=True)
     with pytest.raises(EngramError, match="replace it with overwrite"):
         other.save(tmp_path / "m")
+
+
+def test_numbers_of_numpy_and_torch_are_pythons_also_in_tuples(tmp_path: Path) -> None:
+    images, _ = pictures(NAMES[:2], 2)
+    labels: list[Any] = [(np.int64(1), (np.str_("a"), np.float32(0.5))), (1, ("a", 0.5)), *[(torch.tensor(2), None)] * 2]
+    classifier = quick(epochs=1).fit(images, labels)
+    classifier.save(tmp_path / "model")
+    assert IncrementalClassifier.load(tmp_path / "model").classes_.tolist() == [(1, ("a", 0.5)), (2, None)]
 
 
 def test_labels_that_files_have_not_are_refused_at_save(tmp_path: Path) -> None:

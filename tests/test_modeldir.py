@@ -560,7 +560,7 @@ def test_labels_of_many_kinds_come_back_as_they_were(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("label", [b"bytes", frozenset({1}), 1j, ("x", float("inf")), 2**70, ("x", object()), "\ud800"])
 def test_labels_that_json_has_not_are_refused_before_anything_is_learned(label: Any, tmp_path: Path) -> None:
-    with pytest.raises(EngramError, match="cannot be saved"):
+    with pytest.raises(EngramError, match="cannot be saved|is no label"):
         list(learn_into(tmp_path / "m", pictures(["camel"])[0], [label] * 8, device="cpu"))
 
 
