@@ -107,6 +107,17 @@ def test_progress_is_told() -> None:
 # Input
 
 
+class Column:
+    """What a column of a table of pandas has, as far as it matters."""
+
+    def __init__(self, values: list[Any]) -> None:
+        self.shape = (len(values),)
+        self._values = values
+
+    def __iter__(self) -> Any:
+        return iter(self._values)
+
+
 def test_the_same_images_in_every_form(fitted: IncrementalClassifier, tmp_path: Path) -> None:
     images, labels = pictures(NAMES[:3], 2)
     wanted = fitted.predict_proba(images)
@@ -117,17 +128,40 @@ def test_the_same_images_in_every_form(fitted: IncrementalClassifier, tmp_path: 
         torch.from_numpy(images) / 255,
         images.tolist() and list(images),
         np.asfortranarray(images),
+        [Image.fromarray(image) for image in images],
     ):
         assert np.array_equal(fitted.predict_proba(given), wanted)
     paths: list[Path] = []
     for number, image in enumerate(images):
         paths.append(tmp_path / f"{number}.png")
         Image.fromarray(image).save(paths[-1])
-    for given in (paths, [str(path) for path in paths], np.array([str(path) for path in paths])):
+    for given in (paths, [str(path) for path in paths], np.array([str(path) for path in paths]), Column(paths)):
         assert np.array_equal(fitted.predict_proba(given), wanted)
     from_files = quick(epochs=1, image_size=8).fit(paths, labels)
     from_arrays = quick(epochs=1).fit(images, labels)
     assert np.array_equal(from_files.predict_proba(images), from_arrays.predict_proba(images))
+
+
+def test_tensors_of_bfloat16_are_read(fitted: IncrementalClassifier) -> None:
+    images = torch.from_numpy(pictures(NAMES[:3], 2)[0]) > 100  # zeros and ones are the same in every kind of float
+    assert np.array_equal(fitted.predict_proba(images.bfloat16()), fitted.predict_proba(images.float()))
+
+
+def test_pictures_of_pillow_are_read_as_files_are(fitted: IncrementalClassifier, tmp_path: Path) -> None:
+    picture = Image.fromarray(pictures(NAMES[:1], 1)[0][0])
+    turned = Image.Exif()
+    turned[0x0112] = 3
+    kinds = [picture.convert("P"), picture.convert("LA"), picture.convert("CMYK")]
+    kinds[0].save(tmp_path / "0.png")
+    kinds[1].save(tmp_path / "1.png")
+    kinds[2].save(tmp_path / "2.jpg")
+    picture.save(tmp_path / "3.png", exif=turned)
+    paths = sorted(tmp_path.iterdir())
+    opened = [Image.open(path) for path in paths]
+    assert np.array_equal(fitted.predict_proba(opened), fitted.predict_proba(paths))
+    (tmp_path / "cut.png").write_bytes(paths[0].read_bytes()[:-30])
+    with Image.open(tmp_path / "cut.png") as cut, pytest.raises(EngramError, match=r"cut.png cannot be read \("):
+        fitted.predict([cut])
 
 
 def test_grey_images_and_images_that_are_not_square() -> None:
@@ -145,7 +179,7 @@ def test_grey_images_and_images_that_are_not_square() -> None:
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        (np.zeros((2, 9, 9, 3), np.uint8), "the images are 9x9 pixels, and this model learned from 8x8"),
+        (np.zeros((2, 9, 9, 3), np.uint8), "the images are 9x9 pixels, and this model's are 8x8; resize them$"),
         (np.zeros((2, 3, 8, 8), np.uint8), "channels first"),
         (np.zeros((2, 8, 8, 4), np.uint8), "four channels"),
         (np.full((2, 8, 8, 3), 2.0), "floats from 2 to 2"),
@@ -158,7 +192,12 @@ def test_grey_images_and_images_that_are_not_square() -> None:
         ("photo.png", "give a list of paths"),
         (["nowhere.png"], r"the image nowhere.png cannot be read \(No such file"),
         (["a.png", 3], "holds 3 too"),
-        ([np.zeros((8, 8, 3), np.uint8), np.zeros((9, 8, 3), np.uint8)], "could not be read as one array"),
+        ([np.zeros((8, 8, 3), np.uint8), np.zeros((9, 8, 3), np.uint8)], r"one array \(the images differ in size\)"),
+        (np.zeros((8, 8, 3), np.uint8), r"one image alone is x\[None\]"),
+        ({"a": 1}, "X is a dict"),
+        ({"a.png"}, "X is a set"),
+        (torch.zeros(2, 8, 8, 3).to_sparse(), "sparse input is not supported"),
+        (torch.zeros(2, 8, 8, 3, device="meta"), "holds no values"),
     ],
 )
 def test_what_is_no_image_is_refused_with_a_sentence(given: Any, sentence: str, fitted: IncrementalClassifier) -> None:
@@ -291,7 +330,7 @@ def test_arguments_are_stored_and_checked_when_they_count() -> None:
         ({"validation": 1.0}, "validation must be a share"),
         ({"device": "tpu"}, "device must be one of"),
         ({"precision": "bf16"}, "bf16 is for CUDA devices"),
-        ({"image_size": 16}, "learned from 16x16"),
+        ({"image_size": 16}, "this model's are 16x16"),
         ({"seed": -1}, "the seed must be 0 or more"),
     ]
     for changes, sentence in wrong:
