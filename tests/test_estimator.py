@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from engram import Augmentation, EngramError, IncrementalClassifier, MemoryConfig
+from engram import Augmentation, EngramError, IncrementalClassifier, MemoryConfig, learn_into
 from engram.events import EpochFinished, Learned
 from engram.methods import METHODS
 from engram.modeldir import ModelConfig
@@ -217,7 +217,7 @@ def test_what_is_no_image_is_refused_with_a_sentence(given: Any, sentence: str, 
         (3, "one label for each image"),
         ([("a", float("nan"))] * 16, "holds NaN"),
         (set(range(16)), "one label for each image"),
-        ({number: "a" for number in range(16)}, "one label for each image"),
+        (dict.fromkeys(range(16), "a"), "one label for each image"),
         (np.zeros(16, "datetime64[ns]"), r"datetime64\[ns\], which is no label"),
         ([np.datetime64("2020-01-01", "ns")] * 16, "which is no label"),
     ],
@@ -278,7 +278,11 @@ def test_saved_and_loaded_it_is_the_same_and_goes_on_the_same(fitted: Incrementa
 
 def test_numbers_of_numpy_and_torch_are_pythons_also_in_tuples(tmp_path: Path) -> None:
     images, _ = pictures(NAMES[:2], 2)
-    labels: list[Any] = [(np.int64(1), (np.str_("a"), np.float32(0.5))), (1, ("a", 0.5)), *[(torch.tensor(2), None)] * 2]
+    labels: list[Any] = [
+        (np.int64(1), (np.str_("a"), np.float32(0.5))),
+        (1, ("a", 0.5)),
+        *[(torch.tensor(2), None)] * 2,
+    ]
     classifier = quick(epochs=1).fit(images, labels)
     classifier.save(tmp_path / "model")
     assert IncrementalClassifier.load(tmp_path / "model").classes_.tolist() == [(1, ("a", 0.5)), (2, None)]
@@ -313,10 +317,10 @@ def test_what_was_learned_can_be_pickled_too(fitted: IncrementalClassifier) -> N
 
 
 def test_arguments_are_stored_and_checked_when_they_count() -> None:
-    classifier = IncrementalClassifier("nonsense", epochs=-3, memory="x", image_size=2)
+    classifier = IncrementalClassifier("nonsense", epochs=-3, memory="x", image_size=8)
     assert classifier.get_params()["epochs"] == -3
     with pytest.raises(EngramError, match="no method 'nonsense'"):
-        classifier.fit(np.zeros((4, 2, 2, 3), np.uint8), ["a", "a", "b", "b"])
+        classifier.fit(np.zeros((4, 8, 8, 3), np.uint8), ["a", "a", "b", "b"])
     with pytest.raises(EngramError, match="Invalid parameter 'epoch'"):
         classifier.set_params(epoch=3)
     wrong: list[tuple[dict[str, Any], str]] = [
@@ -332,10 +336,37 @@ def test_arguments_are_stored_and_checked_when_they_count() -> None:
         ({"precision": "bf16"}, "bf16 is for CUDA devices"),
         ({"image_size": 16}, "this model's are 16x16"),
         ({"seed": -1}, "the seed must be 0 or more"),
+        ({"seed": None}, "seed must be a whole number, got None"),
+        ({"seed": 1.5}, "seed must be a whole number"),
+        ({"seed": 2**70}, "larger than any number of a model"),
+        ({"method": None}, "method must be a name, got None"),
+        ({"backbone": 3}, "backbone must be a name, got 3"),
+        ({"augmentation": True}, "augmentation must be of the kind Augmentation"),
+        ({"validation": "a"}, "validation must be a number, got 'a'"),
+        ({"settings": "train.lr"}, "settings must be a dictionary"),
+        ({"settings": {1: 2}}, "no setting '1'"),
+        ({"image_size": "16"}, "image_size must be a side"),
+        ({"image_size": -8}, "image_size must be a side"),
+        ({"image_size": (8, 8, 3)}, "image_size must be a side"),
     ]
     for changes, sentence in wrong:
         with pytest.raises(EngramError, match=sentence):
             quick(**changes).fit(*pictures(NAMES[:2]))
+
+
+def test_arguments_may_be_numbers_of_numpy(tmp_path: Path) -> None:
+    images, labels = pictures(NAMES[:2])
+    numbers = {"epochs": 1, "memory": 2, "seed": 3, "validation": 0.25, "image_size": 8}
+    ours = quick(**numbers, settings={"train.lr": 0.05}).fit(images, labels)
+    theirs = quick(
+        **{name: np.array([value])[0] for name, value in numbers.items()}, settings={"train.lr": np.float64(0.05)}
+    )
+    theirs.fit(images, labels).save(tmp_path / "model")
+    loaded = IncrementalClassifier.load(tmp_path / "model")
+    assert np.array_equal(loaded.predict_proba(images), ours.predict_proba(images))
+    assert quick(image_size=[8, 8], epochs=1).fit(images, labels).model_.config.image_size == (8, 8)
+    epochs: Any = np.int64(1)
+    assert list(learn_into(tmp_path / "other", images, labels, epochs=epochs, device="cpu"))
 
 
 def test_it_says_what_it_is() -> None:

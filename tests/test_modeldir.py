@@ -172,9 +172,7 @@ def test_what_was_held_out_is_not_learned_when_the_same_images_come_again(taught
     assert trained_on(Lesson(before, only_held, ["apple"] * 2, Options("refresh")), 4) == exemplars
 
 
-def test_a_class_keeps_no_more_held_out_images_than_may_be(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_class_keeps_no_more_held_out_images_than_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engram.modeldir.lesson.VALIDATION_MOST", 3)
     model = opened(make(tmp_path / "m", NAMES[:2]))
     lesson = Lesson(model, *pictures(NAMES[:1], 8, seed=9), Options("refresh"))
@@ -489,7 +487,7 @@ def test_a_model_keeps_its_configuration(tmp_path: Path) -> None:
     path = make(tmp_path / "m", NAMES[:2])
     with pytest.raises(EngramError, match="configuration of its own"):
         learn(path, NAMES[2:3], config=replace(opened(path).config, seed=9))
-    with pytest.raises(EngramError, match="learned from 8x8"):
+    with pytest.raises(EngramError, match="this model's are 8x8"):
         list(learn_into(path, np.zeros((4, 9, 9, 3), np.uint8), ["x"] * 4, device="cpu"))
 
 
@@ -560,7 +558,7 @@ def test_labels_of_many_kinds_come_back_as_they_were(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("label", [b"bytes", frozenset({1}), 1j, ("x", float("inf")), 2**70, ("x", object()), "\ud800"])
 def test_labels_that_json_has_not_are_refused_before_anything_is_learned(label: Any, tmp_path: Path) -> None:
-    with pytest.raises(EngramError, match="cannot be saved|is no label"):
+    with pytest.raises(EngramError, match=r"cannot be saved|is no label"):
         list(learn_into(tmp_path / "m", pictures(["camel"])[0], [label] * 8, device="cpu"))
 
 

@@ -99,7 +99,9 @@ def _refuse_kinds(given: Any) -> None:
     if is_tensor and given.is_meta:
         raise EngramError("X is a tensor on the device 'meta', which holds no values; give one that does")
     if isinstance(given, (Mapping, Set)):
-        raise EngramError(f"X is a {type(given).__name__}; images are an array (N, height, width, 3) or a list of paths")
+        raise EngramError(
+            f"X is a {type(given).__name__}; images are an array (N, height, width, 3) or a list of paths"
+        )
 
 
 def _pixels(given: Any) -> Images:

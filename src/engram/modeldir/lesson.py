@@ -126,7 +126,9 @@ class Lesson:
             exemplars, before = kept.get(label, (self._images[:0], self._images[:0]))
             learned, out = self._hold_out(label, rows[label], exemplars, before)
             if not len(learned) and not len(exemplars):
-                raise EngramError(f"there is nothing new of the class {str(label)!r}: these images are held out already")
+                raise EngramError(
+                    f"there is nothing new of the class {str(label)!r}: these images are held out already"
+                )
             train.append((place, torch.cat([self._images[learned], exemplars])))
             held.append((place, torch.cat([before, self._images[out]])))
         pool = _labelled(train)

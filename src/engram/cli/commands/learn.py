@@ -29,7 +29,7 @@ from engram.data.memory import MemoryConfig
 from engram.errors import EngramError
 from engram.events import EpochsChosen, Event, ImagesRead, Learned, Stopped, Warned
 from engram.modeldir import RESUMED, ModelConfig, NoModelYet, has_learning, learn_into, read_manifest
-from engram.modeldir.config import fitting_epochs
+from engram.modeldir.config import LARGEST_SIDE, fitting_epochs
 from engram.modeldir.directory import POINTER
 from engram.modeldir.inputs import file_side
 
@@ -162,8 +162,8 @@ def _leave_out_known(
 
 def _side(flags: NewModelFlags, manifest: dict[str, Any] | None, paths: Sequence[str]) -> int:
     if manifest is None:
-        if flags.image_size is not None and flags.image_size < 8:
-            raise EngramError(f"--image-size must be at least 8 pixels, got {flags.image_size}")
+        if flags.image_size is not None and not 8 <= flags.image_size <= LARGEST_SIDE:
+            raise EngramError(f"--image-size must be 8 to {LARGEST_SIDE} pixels, got {flags.image_size}")
         return flags.image_size or choose_size(paths)
     height, width = manifest["config"]["image_size"]
     return file_side((height, width))
