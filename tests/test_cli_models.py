@@ -231,6 +231,19 @@ def test_folders_of_class_folders_are_not_taken_for_classes(
     assert not (tmp_path / "new").exists()
 
 
+def test_a_model_is_not_taken_for_images(engram: Engram, photos: Path, taught: Path, tmp_path: Path) -> None:
+    for command in ("learn", "evaluate"):
+        assert_refused(engram(command, photos / "first", taught), "is a model", f"engram {command} MODEL IMAGES")
+    root = Path(shutil.copytree(photos / "first", tmp_path / "photos"))
+    for place in ("photos/model", "photos/apple/model"):
+        assert_refused(engram("learn", place, "photos", *QUICK), place, "choose a place outside")
+        assert not (tmp_path / place).exists()
+    assert engram("learn", "photos/.model", "photos", *QUICK).status == 0
+    assert opened(root / ".model").labels == [*FIRST]
+    shutil.copytree(taught, root / "old")
+    assert_refused(engram("learn", "new", "photos", *QUICK), "photos/old is a model, not a class folder")
+
+
 def test_classes_may_have_their_images_by_year(engram: Engram, tmp_path: Path) -> None:
     for name in FIRST:
         for year in ("2025", "2026"):

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from engram.cli import UNREADABLE
 from engram.cli.commands.common import print_line
-from engram.cli.commands.models import bar, exclude, prepare_place, printable, tell_unreadable
+from engram.cli.commands.models import bar, exclude, prepare_place, printable, refuse_models, tell_unreadable
 from engram.cli.model_options import Evaluate
 from engram.cli.text import make_console, make_table, percent, shorten
 from engram.data.folder import list_classes
@@ -36,6 +36,7 @@ def evaluate_command(options: Evaluate, typed: Sequence[str]) -> int:
     if report is not None and report.suffix.lower() not in (".html", ".htm"):
         raise EngramError(f"the report must be a file that ends in .html, got {report}")
     prepare_place(options.place)
+    refuse_models("evaluate", options.images)
     paths, labels = list_classes(options.images)
     model, _ = open_model(Path(options.model).expanduser(), options.place.device, images=False)
     paths, places, unknown = known_images(model, paths, labels, options.images)

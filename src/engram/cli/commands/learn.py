@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from engram.cli.commands.common import print_line
-from engram.cli.commands.models import exclude, naming_flags, prepare_place, printable, read_files
+from engram.cli.commands.models import exclude, naming_flags, prepare_place, printable, read_files, refuse_models
 from engram.cli.display import follow, make_display
 from engram.cli.interrupt import Interrupt
 from engram.cli.lessons import by_class_table, learned_line, lesson_table
@@ -46,6 +46,8 @@ def learn_command(options: Learn, typed: Sequence[str]) -> int:
     console = make_console()
     silent = options.quiet or options.json
     place = Path(options.model).expanduser()
+    refuse_models("learn", options.images)
+    _refuse_among_images(place, Path(options.images).expanduser())
     manifest = known_model(place)
     paths, labels = _listed(options, is_new=manifest is None)
     if manifest is not None:
@@ -95,6 +97,15 @@ def _check(options: Learn) -> None:
         raise EngramError(f"--checkpoint-minutes must be 0 or more, got {lesson.checkpoint_minutes:g}")
     if options.new.hold_out is not None and not 0 <= options.new.hold_out < 1:
         raise EngramError(f"--hold-out must be a share of 0 or more and below 1, got {options.new.hold_out:g}")
+
+
+def _refuse_among_images(place: Path, images: Path) -> None:
+    """Refuses a new model in the folder of images: the next lesson would take its pictures for a class."""
+    real, root = place.resolve(), images.resolve()
+    if real == root or not real.is_relative_to(root):
+        return
+    if not any(part.startswith(".") for part in real.relative_to(root).parts):  # such are passed over
+        raise EngramError(f"the model {place} would lie in the folder of images {images}; choose a place outside of it")
 
 
 def _listed(options: Learn, is_new: bool) -> tuple[list[str], list[str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -16,6 +17,7 @@ from engram.cli.text import is_live
 from engram.data.decoding import decode_files
 from engram.data.store import Images
 from engram.errors import EngramError, suggest
+from engram.modeldir.directory import looks_like_model
 
 SHOWN = 20  # of the files that cannot be read, by name
 
@@ -31,6 +33,16 @@ def exclude(quiet: bool, as_json: bool) -> None:
     """Refuses --quiet and --json together."""
     if quiet and as_json:
         raise EngramError("--quiet and --json exclude each other; give one of them")
+
+
+def refuse_models(command: str, images: str) -> None:
+    """Refuses a model given for the folder of images, or lying in it, where its pictures would be taken for a class."""
+    root = Path(images).expanduser()
+    if looks_like_model(root):
+        raise EngramError(f"{root} is a model, not a folder of images; the order is: engram {command} MODEL IMAGES")
+    for entry in sorted(root.iterdir()) if root.is_dir() else ():
+        if looks_like_model(entry) and not entry.name.startswith("."):
+            raise EngramError(f"{entry} is a model, not a class folder; move it out of the folder of images")
 
 
 def printable(value: Any) -> str:
