@@ -192,6 +192,9 @@ def test_flags_reach_a_new_model(engram: Engram, photos: Path) -> None:
         (["info", "FIRST"], ["not a model directory"]),
         (["evaluate", "MODEL", "FIRST", "--report", "x.txt"], [".html"]),
         (["remove", "MODEL"], ["needs CLASS"]),
+        (["remove", "MODEL", "--", "--yes"], ["no class '--yes'"]),
+        (["learn", "model", ""], ["IMAGES is empty"]),
+        (["predict", "", "FIRST"], ["MODEL is empty"]),
         (["remove", "MODEL", "appel"], ["did you mean 'apple'?"]),
         (["export", "MODEL", "x.onyx"], [".onnx"]),
     ],
@@ -684,6 +687,16 @@ def test_remove_asks_a_person(
     question = "" if flags else f"remove boat from {model} for good? [y/N] "
     refused = "engram: nothing was removed\n" if left == 5 else ""
     assert (outcome.status, outcome.err) == (int(left == 5), question + refused)
+
+
+def test_names_that_begin_with_a_dash_can_be_typed(engram: Engram, tmp_path: Path) -> None:
+    folder(tmp_path / "photos", FIRST[:2], count=4)
+    (tmp_path / "photos" / "apple").rename(tmp_path / "photos" / "-apple")
+    assert engram("learn", "model", "photos", *QUICK).status == 0
+    (tmp_path / "-x.png").symlink_to("photos/boat/000.png")
+    assert engram("predict", "model", "--quiet", "--", "-x.png").out.startswith("-x.png\t")
+    assert engram("remove", "model", "--yes", "--", "-apple").status == 0
+    assert opened(tmp_path / "model").labels == ["boat"]
 
 
 def test_classes_that_are_no_text_can_be_typed(engram: Engram, tmp_path: Path) -> None:
