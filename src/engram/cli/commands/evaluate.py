@@ -15,7 +15,15 @@ from rich.table import Table
 
 from engram.cli import UNREADABLE
 from engram.cli.commands.common import print_line
-from engram.cli.commands.models import bar, exclude, prepare_place, printable, refuse_models, tell_unreadable
+from engram.cli.commands.models import (
+    bar,
+    exclude,
+    prepare_place,
+    printable,
+    refuse_models,
+    tell_passed_over,
+    tell_unreadable,
+)
 from engram.cli.model_options import Evaluate
 from engram.cli.text import make_console, make_table, percent, shorten
 from engram.data.folder import list_classes
@@ -39,6 +47,7 @@ def evaluate_command(options: Evaluate, typed: Sequence[str]) -> int:
     refuse_models("evaluate", options.images)
     paths, labels = list_classes(options.images)
     model, _ = open_model(Path(options.model).expanduser(), options.place.device, images=False)
+    tell_passed_over(options.images)
     paths, places, unknown = known_images(model, paths, labels, options.images)
     console = make_console()
     done = _evaluate(model, paths, places, options)

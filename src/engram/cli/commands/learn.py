@@ -6,8 +6,9 @@ import re
 import shlex
 import sys
 import time
+import unicodedata
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -16,7 +17,15 @@ from typing import Any
 from rich.console import Console
 
 from engram.cli.commands.common import print_line
-from engram.cli.commands.models import exclude, naming_flags, prepare_place, printable, read_files, refuse_models
+from engram.cli.commands.models import (
+    exclude,
+    naming_flags,
+    prepare_place,
+    printable,
+    read_files,
+    refuse_models,
+    tell_passed_over,
+)
 from engram.cli.display import follow, make_display
 from engram.cli.interrupt import Interrupt
 from engram.cli.lessons import by_class_table, learned_line, lesson_table
@@ -66,7 +75,7 @@ def learn_command(options: Learn, typed: Sequence[str]) -> int:
     if not silent:
         _tell_beginning(console, place, config, labels, read)
     if not options.json:
-        _tell_doubts(labels, is_new=manifest is None)
+        _tell_doubts(labels, [] if manifest is None else [known["label"] for known in manifest["classes"]])
     interrupt = Interrupt()
     events = learn_into(
         place,
@@ -113,6 +122,7 @@ def _listed(options: Learn, is_new: bool) -> tuple[list[str], list[str]]:
     empty: list[str] | None = [] if options.lesson.skip_bad else None
     paths, labels = list_classes(options.images, empty)
     refuse_nested(options.images, is_new)
+    tell_passed_over(options.images)
     if empty:
         names = shorten([printable(name) for name in empty], 60)
         print(f"engram: left out class folders that have no image: {names}", file=sys.stderr)
@@ -229,16 +239,28 @@ def _tell_beginning(
         )
 
 
-def _tell_doubts(labels: Sequence[str], is_new: bool) -> None:
+def _tell_doubts(labels: Sequence[str], known: Sequence[Any]) -> None:
     """Says on stderr what the lesson lacks: a second class to tell the only one from, or images of some classes."""
     counts = Counter(labels)
-    if is_new and len(counts) == 1:
+    for names in alike([*dict.fromkeys([*filter(lambda label: isinstance(label, str), known), *counts])]):
+        if not counts.keys().isdisjoint(names):
+            shown = " and ".join(ascii(name) for name in names)
+            print(f"engram: {shown} are different classes; if they should be one, rename the folder", file=sys.stderr)
+    if not known and len(counts) == 1:
         print("engram: one class alone teaches nothing to tell apart yet; learn a second one too", file=sys.stderr)
     few = [f"{printable(label)} ({count})" for label, count in counts.items() if count < FEW]
     if few:
         more = f" and {len(few) - NAMED} more" if len(few) > NAMED else ""
         names = ", ".join(few[:NAMED]) + more
         print(f"engram: fewer than {FEW} images of a class teach little: {names}", file=sys.stderr)
+
+
+def alike(names: Iterable[str]) -> list[list[str]]:
+    """Those of the names that differ by case, spaces around them or the encoding of their accents alone, together."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(unicodedata.normalize("NFKC", name).casefold().strip(), []).append(name)
+    return [group for group in groups.values() if len(group) > 1]
 
 
 def _carry_out(

@@ -13,8 +13,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from engram.cli.commands.common import use_threads
 from engram.cli.model_options import PlaceFlags
-from engram.cli.text import is_live
+from engram.cli.text import is_live, shorten
+from engram.data.decode import EXTENSIONS
 from engram.data.decoding import decode_files
+from engram.data.folder import passed_over
 from engram.data.store import Images
 from engram.errors import EngramError, suggest
 from engram.modeldir.directory import looks_like_model
@@ -43,6 +45,17 @@ def refuse_models(command: str, images: str) -> None:
     for entry in sorted(root.iterdir()) if root.is_dir() else ():
         if looks_like_model(entry) and not entry.name.startswith("."):
             raise EngramError(f"{entry} is a model, not a class folder; move it out of the folder of images")
+
+
+def tell_passed_over(images: str) -> None:
+    """Says on stderr which files in the folder of images are not read: somebody may think that they are."""
+    others, loose = passed_over(images)
+    if others:
+        names = shorten([printable(name) for name in others], 60)
+        print(f"engram: left out what is no {', '.join(EXTENSIONS)} file: {names}", file=sys.stderr)
+    if loose:
+        names = shorten([printable(name) for name in loose], 60)
+        print(f"engram: left out images that lie beside the class folders: {names}", file=sys.stderr)
 
 
 def printable(value: Any) -> str:
