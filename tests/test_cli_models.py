@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pty
+import re
 import shutil
 import signal
 import subprocess
@@ -183,6 +184,7 @@ def test_flags_reach_a_new_model(engram: Engram, photos: Path) -> None:
         (["learn", "model", "FIRST", "--set", "train.lr"], ["KEY=VALUE"]),
         (["learn", "model", "FIRST", "--quiet", "--json"], ["--quiet and --json"]),
         (["learn", "FIRST", "FIRST"], ["not a model directory"]),
+        (["learn", "MODEL/current", "FIRST"], ["is a file, and a model is a directory"]),
         (["predict", "nowhere", "x.png"], ["x.png"]),
         (["predict", "nowhere", "FIRST"], ["no model at nowhere"]),
         (["predict", "MODEL"], ["needs PATH"]),
@@ -204,7 +206,8 @@ def test_a_wrong_input_gets_one_sentence(
 ) -> None:
     before = everything(taught)
     places = {"FIRST": str(photos / "first"), "MODEL": str(taught)}
-    assert_refused(engram(*[places.get(text, text) for text in arguments]), *words)
+    typed = [re.sub("FIRST|MODEL", lambda match: places[match[0]], text) for text in arguments]
+    assert_refused(engram(*typed), *words)
     assert everything(taught) == before
     assert list(tmp_path.iterdir()) == []
 

@@ -471,6 +471,37 @@ def test_a_failed_beginning_leaves_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "m").exists()
 
 
+def test_a_beginning_on_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = opened(make(tmp_path / "m", NAMES[:2]))
+    write, left = writer.write_new, [0]
+
+    def full(place: Path, content: bytes) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            place.touch()
+            raise OSError(errno.ENOSPC, "No space left on device", str(place))
+        write(place, content)
+
+    monkeypatch.setattr(writer, "write_new", full)
+    for fits in range(4):
+        left[0] = fits
+        with pytest.raises(EngramError, match="the disk is full"):
+            save_model(model, tmp_path / "new")
+        assert not (tmp_path / "new").exists(), fits
+    left[0] = 1000
+    save_model(model, tmp_path / "new")
+    assert same(opened(tmp_path / "new"), model)
+
+
+def test_a_file_in_the_place_of_a_model_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "letter.txt").write_text("dear")
+    (tmp_path / "link").symlink_to("nowhere")
+    for name, sentence in (("letter.txt", "is a file, and a model is a directory"), ("link", "leads nowhere")):
+        with pytest.raises(EngramError, match=sentence):
+            learn(tmp_path / name, NAMES[:2])
+    assert (tmp_path / "letter.txt").read_text() == "dear"
+
+
 def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "letter.txt").write_text("dear")
     with pytest.raises(EngramError, match=r"is not a model directory and holds 'letter.txt'"):

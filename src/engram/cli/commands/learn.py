@@ -41,6 +41,7 @@ from engram.modeldir import RESUMED, ModelConfig, NoModelYet, has_learning, lear
 from engram.modeldir.config import LARGEST_SIDE, fitting_epochs
 from engram.modeldir.directory import POINTER
 from engram.modeldir.inputs import file_side
+from engram.modeldir.writer import refuse_others
 
 HOLD_OUT = 0.2
 FEW = 5  # images of a class; of fewer it is warned
@@ -57,6 +58,7 @@ def learn_command(options: Learn, typed: Sequence[str]) -> int:
     place = Path(options.model).expanduser()
     refuse_models("learn", options.images)
     _refuse_among_images(place, Path(options.images).expanduser())
+    refuse_others(place)  # before the images are read, and again when it is written
     manifest = known_model(place)
     paths, labels = _listed(options, is_new=manifest is None)
     if manifest is not None:
