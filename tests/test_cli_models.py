@@ -716,6 +716,19 @@ def test_remove_asks_a_person(
     assert (outcome.status, outcome.err) == (int(left == 5), question + refused)
 
 
+def test_a_folder_is_the_class_that_is_written_like_its_name(engram: Engram, tmp_path: Path) -> None:
+    images, labels = pictures(FIRST, 6, size=16)
+    numbers = [FIRST.index(label) for label in labels]
+    IncrementalClassifier(epochs=30, backbone="resnet10", device="cpu").fit(images, numbers).save("model")
+    root = folder(tmp_path / "photos", FIRST[:1], count=6, seed=4)
+    (root / "apple").rename(root / "0")
+    assert json.loads(engram("evaluate", "model", "photos", "--json").out)["accuracy"] > 80
+    assert_refused(engram("learn", "model", "photos", *QUICK), "the model knows 0 already")
+    folder(root, SECOND[:1], count=6)
+    assert engram("learn", "model", "photos", *QUICK, "--more-of-known").status == 0
+    assert opened(tmp_path / "model").labels == [1, 2, 0, "dingo"]
+
+
 def test_names_that_begin_with_a_dash_can_be_typed(engram: Engram, tmp_path: Path) -> None:
     folder(tmp_path / "photos", FIRST[:2], count=4)
     (tmp_path / "photos" / "apple").rename(tmp_path / "photos" / "-apple")

@@ -18,6 +18,7 @@ from engram.cli.commands.common import print_line
 from engram.cli.commands.models import (
     bar,
     exclude,
+    labels_by_name,
     prepare_place,
     printable,
     refuse_models,
@@ -70,7 +71,7 @@ def known_images(
     model: Model, paths: Sequence[str], labels: Sequence[str], folder: str
 ) -> tuple[list[str], list[int], dict[str, int]]:
     """The images of classes that the model knows, the places of these, and how many images each other class has."""
-    place_of = {str(label): place for place, label in enumerate(model.labels)}
+    place_of = {name: model.position(label) for name, label in labels_by_name(model.labels).items()}
     unknown = dict(sorted(Counter(label for label in labels if label not in place_of).items()))
     pairs = [(path, place_of[label]) for path, label in zip(paths, labels, strict=True) if label in place_of]
     if not pairs:

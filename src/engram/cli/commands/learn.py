@@ -8,7 +8,7 @@ import sys
 import time
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -19,6 +19,7 @@ from rich.console import Console
 from engram.cli.commands.common import print_line
 from engram.cli.commands.models import (
     exclude,
+    labels_by_name,
     naming_flags,
     prepare_place,
     printable,
@@ -60,7 +61,7 @@ def learn_command(options: Learn, typed: Sequence[str]) -> int:
     _refuse_among_images(place, Path(options.images).expanduser())
     refuse_others(place)  # before the images are read, and again when it is written
     manifest = known_model(place)
-    paths, labels = _listed(options, is_new=manifest is None)
+    paths, labels = _listed(options, manifest)
     if manifest is not None:
         _refuse_changes(options.new, ModelConfig.from_plain(manifest["config"]), place)
         paths, labels = _leave_out_known(options, manifest, paths, labels)
@@ -119,16 +120,20 @@ def _refuse_among_images(place: Path, images: Path) -> None:
         raise EngramError(f"the model {place} would lie in the folder of images {images}; choose a place outside of it")
 
 
-def _listed(options: Learn, is_new: bool) -> tuple[list[str], list[str]]:
-    """The image files and the class of each; with --skip-bad, empty class folders are passed over by name."""
+def _listed(options: Learn, manifest: dict[str, Any] | None) -> tuple[list[str], list[Hashable]]:
+    """The image files and the class of each, as the model has it: folders' names are text, but its labels may not be.
+
+    With --skip-bad, empty class folders are passed over by name.
+    """
     empty: list[str] | None = [] if options.lesson.skip_bad else None
     paths, labels = list_classes(options.images, empty)
-    refuse_nested(options.images, is_new)
+    refuse_nested(options.images, is_new=manifest is None)
     tell_passed_over(options.images)
     if empty:
         names = shorten([printable(name) for name in empty], 60)
         print(f"engram: left out class folders that have no image: {names}", file=sys.stderr)
-    return paths, labels
+    known = labels_by_name([] if manifest is None else [known["label"] for known in manifest["classes"]])
+    return paths, [known.get(label, label) for label in labels]
 
 
 def known_model(place: Path) -> dict[str, Any] | None:
@@ -164,11 +169,11 @@ def _refuse_changes(flags: NewModelFlags, config: ModelConfig, place: Path) -> N
 
 
 def _leave_out_known(
-    options: Learn, manifest: dict[str, Any], paths: list[str], labels: list[str]
-) -> tuple[list[str], list[str]]:
+    options: Learn, manifest: dict[str, Any], paths: list[str], labels: list[Hashable]
+) -> tuple[list[str], list[Hashable]]:
     """The images to learn from: those of classes the model knows are left out, unless more of them was asked for."""
     known = {known["label"] for known in manifest["classes"]}
-    left = sorted({label for label in labels if label in known})
+    left = sorted({label for label in labels if label in known}, key=str)
     if options.lesson.more_of_known or not left:
         return paths, labels
     names = shorten([printable(label) for label in left], 60)
@@ -192,10 +197,10 @@ def _side(flags: NewModelFlags, manifest: dict[str, Any] | None, paths: Sequence
     return file_side((height, width))
 
 
-def _kept_labels(labels: Sequence[str], kept: Sequence[int]) -> list[str]:
+def _kept_labels(labels: Sequence[Hashable], kept: Sequence[int]) -> list[Hashable]:
     """The labels of the images that could be read; refuses a class of which there is none."""
     found = [labels[position] for position in kept]
-    lost = sorted(set(labels) - set(found))
+    lost = sorted(set(labels) - set(found), key=str)
     if lost:
         raise EngramError(f"no image of the class {printable(lost[0])!r} could be read; mend its images or remove it")
     return found
@@ -227,7 +232,7 @@ def choose_config(options: Learn, size: int, images: int) -> ModelConfig:
 
 
 def _tell_beginning(
-    console: Console, place: Path, config: ModelConfig | None, labels: Sequence[str], read: ImagesRead
+    console: Console, place: Path, config: ModelConfig | None, labels: Sequence[Hashable], read: ImagesRead
 ) -> None:
     names = list(dict.fromkeys(printable(label) for label in labels))
     many = f"{read.images} image{'' if read.images == 1 else 's'} of {count_classes(len(names))}"
@@ -241,10 +246,10 @@ def _tell_beginning(
         )
 
 
-def _tell_doubts(labels: Sequence[str], known: Sequence[Any]) -> None:
+def _tell_doubts(labels: Sequence[Hashable], known: Sequence[Any]) -> None:
     """Says on stderr what the lesson lacks: a second class to tell the only one from, or images of some classes."""
     counts = Counter(labels)
-    for names in alike([*dict.fromkeys([*filter(lambda label: isinstance(label, str), known), *counts])]):
+    for names in alike(dict.fromkeys([*known, *counts])):
         if not counts.keys().isdisjoint(names):
             shown = " and ".join(ascii(name) for name in names)
             print(f"engram: {shown} are different classes; if they should be one, rename the folder", file=sys.stderr)
@@ -257,10 +262,10 @@ def _tell_doubts(labels: Sequence[str], known: Sequence[Any]) -> None:
         print(f"engram: fewer than {FEW} images of a class teach little: {names}", file=sys.stderr)
 
 
-def alike(names: Iterable[str]) -> list[list[str]]:
+def alike(labels: Iterable[Hashable]) -> list[list[str]]:
     """Those of the names that differ by case, spaces around them or the encoding of their accents alone, together."""
     groups: dict[str, list[str]] = {}
-    for name in names:
+    for name in (label for label in labels if isinstance(label, str)):
         groups.setdefault(unicodedata.normalize("NFKC", name).casefold().strip(), []).append(name)
     return [group for group in groups.values() if len(group) > 1]
 

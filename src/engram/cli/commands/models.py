@@ -80,6 +80,11 @@ def naming_flags(*flags: str) -> Iterator[None]:
         raise EngramError(message) from None
 
 
+def labels_by_name(labels: Iterable[Hashable]) -> dict[str, Hashable]:
+    """The labels by what a folder of their images is called; of two that are written alike, 7 and "7", the text."""
+    return {str(label): label for label in sorted(labels, key=lambda label: isinstance(label, str))}
+
+
 def find_label(labels: Sequence[Hashable], typed: str) -> Hashable:
     """The label that was typed: text as it is, others as Python writes them."""
     found = [label for label in labels if label == typed] or [label for label in labels if str(label) == typed]
