@@ -368,6 +368,8 @@ def test_other_images_are_refused_until_the_lesson_is_finished_or_dropped(
     assert stopped.status == 130
     assert "saved; the model is what it was. To go on, the same command again:" in stopped.out
     assert f"engram learn {model} {sixth} --epochs 2" in stopped.out
+    begun = engram("learn", model, sixth, *QUICK, "--restart")
+    assert f"without --restart:\nengram learn {model} {sixth} {' '.join(QUICK)}\n" in begun.out
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
     assert "learning was interrupted here" in engram("info", model).out
@@ -423,6 +425,12 @@ def test_predict_takes_files_folders_patterns_and_standard_input(
     assert piped.out.count("\n") == 5
     monkeypatch.setattr("sys.stdin", iter([]))
     assert_refused(engram("predict", taught, "-"), "standard input named no image")
+
+
+def test_a_closed_standard_input_names_nothing(engram: Engram, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    assert_refused(engram("predict", model, "-"), "standard input named no image")
+    assert engram("remove", model, "apple").status == 0
 
 
 def test_lines_do_not_depend_on_the_batches(engram: Engram, taught: Path, photos: Path, tmp_path: Path) -> None:
@@ -632,12 +640,13 @@ def test_info_says_what_of_a_lesson_is_gone(
     found = rows()
     assert found[0].startswith(f"1 {today} learned 3 classes (2 since removed) 30 8 ")
     assert found[1].startswith(f"2 {today} learned dingo, easel 20 8 ")
-    assert found[2] == f"3 {today} removed 1 class - - -"
+    assert found[2:] == [f"3-4 {today} removed 2 classes - - -"]
     again = folder(tmp_path / "again", ("dingo",), seed=4)
     assert engram("learn", model, again, "--more-of-known", *QUICK).status == 0
     assert "learned 2 classes (1 gone since)" in rows()[1]
     for name in ("apple", "easel"):
         assert engram("remove", model, name).status == 0
+        assert rows()[-1].endswith(" removed 1 class - - -" if name == "apple" else " removed 2 classes - - -")
     assert ": 1 class\n" in engram("info", model).out
 
 

@@ -94,7 +94,8 @@ def learn_command(options: Learn, typed: Sequence[str]) -> int:
         device=options.place.device,
     )
     lesson = 1 + (0 if manifest is None else len(manifest["history"]))
-    return _carry_out(chain([read], events), lesson, console, interrupt, options, shlex.join(["engram", *typed]))
+    again = shlex.join(["engram", *(word for word in typed if word != "--restart")])  # which would drop it once more
+    return _carry_out(chain([read], events), lesson, console, interrupt, options, again)
 
 
 def _check(options: Learn) -> None:
@@ -280,7 +281,8 @@ def _carry_out(
             last = follow(told, display)
     except KeyboardInterrupt:
         saved = has_learning(Path(options.model).expanduser())
-        rest = "the same command goes on from the last checkpoint" if saved else "nothing was saved yet"
+        how = "the same command without --restart" if options.lesson.restart else "the same command"
+        rest = f"{how} goes on from the last checkpoint" if saved else "nothing was saved yet"
         raise KeyboardInterrupt(f"quit at once, and the model is what it was; {rest}") from None
     if isinstance(last, Learned):
         if not options.json:
@@ -288,7 +290,8 @@ def _carry_out(
         return 0
     assert isinstance(last, Stopped), f"a lesson ends learned or stopped, not with {last.name}"
     if not options.json:
-        print_line(console, "saved; the model is what it was. To go on, the same command again:")
+        how = "the same command without --restart" if options.lesson.restart else "the same command again"
+        print_line(console, f"saved; the model is what it was. To go on, {how}:")
         console.print(bold(command), soft_wrap=True)
     return interrupt.status
 
