@@ -199,6 +199,7 @@ def test_flags_reach_a_new_model(engram: Engram, photos: Path) -> None:
         (["predict", "", "FIRST"], ["MODEL is empty"]),
         (["remove", "MODEL", "appel"], ["did you mean 'apple'?"]),
         (["export", "MODEL", "x.onyx"], [".onnx"]),
+        (["predict", "MODEL", "FIRST", "--threads", "99999"], ["--threads must be at least 1 and at most 1024"]),
     ],
 )
 def test_a_wrong_input_gets_one_sentence(
@@ -736,6 +737,11 @@ def test_a_folder_is_the_class_that_is_written_like_its_name(engram: Engram, tmp
     folder(root, SECOND[:1], count=6)
     assert engram("learn", "model", "photos", *QUICK, "--more-of-known").status == 0
     assert opened(tmp_path / "model").labels == [1, 2, 0, "dingo"]
+
+
+def test_a_folder_in_the_place_of_an_onnx_file_is_not_replaced(engram: Engram, taught: Path, tmp_path: Path) -> None:
+    (tmp_path / "x.onnx").mkdir()
+    assert_refused(engram("export", taught, "x.onnx", "--overwrite"), "x.onnx is a folder; choose another name")
 
 
 def test_names_that_begin_with_a_dash_can_be_typed(engram: Engram, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from engram.cli.commands.common import use_threads
+from engram.cli.commands.common import check_threads, use_threads
 from engram.cli.model_options import PlaceFlags
 from engram.cli.text import is_live, shorten
 from engram.data.decode import EXTENSIONS
@@ -25,9 +25,8 @@ SHOWN = 20  # of the files that cannot be read, by name
 
 
 def prepare_place(flags: PlaceFlags) -> None:
-    """Takes over how many threads to use; refuses less than one."""
-    if flags.threads is not None and flags.threads < 1:
-        raise EngramError(f"--threads must be at least 1, got {flags.threads}")
+    """Takes over how many threads to use; refuses a number that cannot be."""
+    check_threads(flags.threads)
     use_threads(flags.threads)
 
 
