@@ -639,6 +639,19 @@ def test_a_second_ctrl_c_says_whether_something_was_saved(tmp_path: Path) -> Non
         quit_twice()
 
 
+def test_ctrl_c_while_the_program_exits_prints_no_traceback() -> None:
+    program = (
+        "import atexit, os, signal\n"
+        "import engram.__main__ as program\n"
+        "program.main = lambda: 130\n"
+        "atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))\n"
+        "program.program()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.stderr == ""
+    assert ended.returncode == -signal.SIGINT
+
+
 def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
     with start("list", "datasets", cwd=tmp_path) as process:
         assert process.stdout is not None

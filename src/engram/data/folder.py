@@ -90,6 +90,19 @@ def list_classes(path: str | Path, empty: list[str] | None = None) -> tuple[list
     return [str(file) for file in folder.files], [names[class_id] for class_id in folder.class_ids]
 
 
+def passed_over(path: str | Path) -> tuple[list[str], list[str]]:
+    """What is not read, hidden entries aside: files of other kinds in class folders, and images beside these."""
+    root = Path(path).expanduser()
+    others: list[str] = []
+    for folder in _folders(root):
+        for place, folders, names in os.walk(folder):
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            within = os.path.relpath(place, root)
+            shown = (name for name in sorted(names) if not name.startswith("."))
+            others += [os.path.join(within, name) for name in shown if not name.lower().endswith(EXTENSIONS)]
+    return others, [entry.name for entry in _entries(root) if _is_image(entry)]
+
+
 def refuse_nested(path: str | Path, is_new: bool) -> None:
     """Refuses a folder whose class folders look like folders of class folders; names the one that is likely meant.
 
