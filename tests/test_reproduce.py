@@ -18,9 +18,10 @@ from engram.methods import METHODS
 from engram.recipes import recipe, recipe_names
 from engram.recipes.changes import apply_changes, named_after_changes
 from engram.reproduce import text
-from engram.reproduce.cells import effect, measure
+from engram.reproduce.cells import effect, measure, measure_all
 from engram.reproduce.cost import ALONE, costs, work_of
 from engram.reproduce.document import COMMAND, document
+from engram.reproduce.page import headline
 from engram.reproduce.paper import Experiment, Published, load_paper
 from engram.reproduce.plan import Asked, Cell, make_plan, run_name
 from engram.reproduce.records import Record, check_record, parse_line
@@ -499,3 +500,9 @@ def test_the_page_does_not_depend_on_what_could_be_run(monkeypatch: pytest.Monke
     assert measured < set(recipe_names())
     monkeypatch.setattr("engram.reproduce.plan.recipe_names", lambda: sorted(measured))
     assert document(AFC, records) == before
+
+
+def test_what_the_paper_has_no_number_of_is_said_so() -> None:
+    plan = make_plan(AFC.find(["methods"]), [make_record("gap-cifar100-b50-s10")], Asked(rows=["gap", "pod"]))
+    assert headline(measure_all(plan)) == "The paper has no number of these; 1 of 2 were measured."
+    assert "methods" not in [experiment.name for experiment in AFC.find(["all"])], "by name alone"

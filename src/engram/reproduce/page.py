@@ -87,6 +87,8 @@ def headline(cells: Sequence[Measured]) -> str:
     published = [cell for cell in cells if cell.cell.published is not None]
     marks = Counter(cell.mark for cell in published)
     measured = len(published) - marks[NOT_RUN]
+    if not published:
+        return f"The paper has no number of these; {sum(cell.n > 0 for cell in cells)} of {len(cells)} were measured."
     if not measured:
         return f"None of the {len(published)} published numbers asked for was measured yet."
     parts = [
