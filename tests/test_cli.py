@@ -464,7 +464,7 @@ def test_run_prints_stages_and_summary_and_says_what_is_next(engram: Engram, pho
     assert "increment=2" in result["recipe"]
 
 
-@pytest.mark.parametrize(("method", "phases"), [("ucir", {"train"}), ("gdumb", {"train", "rehearse"})])
+@pytest.mark.parametrize(("method", "phases"), [("geodl", {"train"}), ("gdumb", {"train", "rehearse"})])
 def test_the_batch_size_is_that_of_the_phases_a_method_has(engram: Engram, method: str, phases: set[str]) -> None:
     outcome = engram("run", f"{method}-mini-b10-s5", "--batch-size", "9", "--dry-run", "--json")
     assert outcome.status == 0
@@ -650,6 +650,19 @@ def test_a_second_ctrl_c_says_whether_something_was_saved(tmp_path: Path) -> Non
     (tmp_path / "checkpoint").mkdir()
     with pytest.raises(KeyboardInterrupt, match=f"'engram resume {tmp_path}' goes on from the last checkpoint"):
         quit_twice()
+
+
+def test_ctrl_c_while_the_program_exits_prints_no_traceback() -> None:
+    program = (
+        "import atexit, os, signal\n"
+        "import engram.__main__ as program\n"
+        "program.main = lambda: 130\n"
+        "atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))\n"
+        "program.program()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.stderr == ""
+    assert ended.returncode == -signal.SIGINT
 
 
 def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:

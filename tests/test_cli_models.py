@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pty
+import re
 import shutil
 import signal
 import subprocess
@@ -172,7 +173,9 @@ def test_flags_reach_a_new_model(engram: Engram, photos: Path) -> None:
         (["learn", "model", "FIRST", "--minutes", "0"], ["--minutes", "0"]),
         (["learn", "model", "FIRST", "--hold-out", "1"], ["--hold-out", "1"]),
         (["learn", "model", "FIRST", "--image-size", "4"], ["--image-size", "4"]),
-        (["learn", "model", "FIRST", "--image-size", "5000"], ["5000x5000"]),
+        (["learn", "model", "FIRST", "--image-size", "5000"], ["--image-size must be 8 to 1024 pixels"]),
+        (["learn", "model", "FIRST", "--seed", "99999999999999999999"], ["larger than any number of a model"]),
+        (["learn", "model", "FIRST", "--memory", "total=99999999999999999999"], ["larger than any number of a model"]),
         (["learn", "model", "FIRST", "--method", "afd"], ["did you mean 'afc'?"]),
         (["learn", "model", "FIRST", "--backbone", "resnet11"], ["did you mean"]),
         (["learn", "model", "FIRST", "--memory", "lots"], ["per_class=K"]),
@@ -181,6 +184,7 @@ def test_flags_reach_a_new_model(engram: Engram, photos: Path) -> None:
         (["learn", "model", "FIRST", "--set", "train.lr"], ["KEY=VALUE"]),
         (["learn", "model", "FIRST", "--quiet", "--json"], ["--quiet and --json"]),
         (["learn", "FIRST", "FIRST"], ["not a model directory"]),
+        (["learn", "MODEL/current", "FIRST"], ["is a file, and a model is a directory"]),
         (["predict", "nowhere", "x.png"], ["x.png"]),
         (["predict", "nowhere", "FIRST"], ["no model at nowhere"]),
         (["predict", "MODEL"], ["needs PATH"]),
@@ -190,8 +194,12 @@ def test_flags_reach_a_new_model(engram: Engram, photos: Path) -> None:
         (["info", "FIRST"], ["not a model directory"]),
         (["evaluate", "MODEL", "FIRST", "--report", "x.txt"], [".html"]),
         (["remove", "MODEL"], ["needs CLASS"]),
+        (["remove", "MODEL", "--", "--yes"], ["no class '--yes'"]),
+        (["learn", "model", ""], ["IMAGES is empty"]),
+        (["predict", "", "FIRST"], ["MODEL is empty"]),
         (["remove", "MODEL", "appel"], ["did you mean 'apple'?"]),
         (["export", "MODEL", "x.onyx"], [".onnx"]),
+        (["predict", "MODEL", "FIRST", "--threads", "99999"], ["--threads must be at least 1 and at most 1024"]),
     ],
 )
 def test_a_wrong_input_gets_one_sentence(
@@ -199,7 +207,8 @@ def test_a_wrong_input_gets_one_sentence(
 ) -> None:
     before = everything(taught)
     places = {"FIRST": str(photos / "first"), "MODEL": str(taught)}
-    assert_refused(engram(*[places.get(text, text) for text in arguments]), *words)
+    typed = [re.sub("FIRST|MODEL", lambda match: places[match[0]], text) for text in arguments]
+    assert_refused(engram(*typed), *words)
     assert everything(taught) == before
     assert list(tmp_path.iterdir()) == []
 
@@ -227,6 +236,19 @@ def test_folders_of_class_folders_are_not_taken_for_classes(
     for name in ("new", model):
         assert_refused(engram("learn", name, "photos", *QUICK), "folder of class folders", f"give {meant},")
     assert not (tmp_path / "new").exists()
+
+
+def test_a_model_is_not_taken_for_images(engram: Engram, photos: Path, taught: Path, tmp_path: Path) -> None:
+    for command in ("learn", "evaluate"):
+        assert_refused(engram(command, photos / "first", taught), "is a model", f"engram {command} MODEL IMAGES")
+    root = Path(shutil.copytree(photos / "first", tmp_path / "photos"))
+    for place in ("photos/model", "photos/apple/model"):
+        assert_refused(engram("learn", place, "photos", *QUICK), place, "choose a place outside")
+        assert not (tmp_path / place).exists()
+    assert engram("learn", "photos/.model", "photos", *QUICK).status == 0
+    assert opened(root / ".model").labels == [*FIRST]
+    shutil.copytree(taught, root / "old")
+    assert_refused(engram("learn", "new", "photos", *QUICK), "photos/old is a model, not a class folder")
 
 
 def test_classes_may_have_their_images_by_year(engram: Engram, tmp_path: Path) -> None:
@@ -266,6 +288,30 @@ def test_learn_says_what_a_lesson_lacks(engram: Engram, tmp_path: Path) -> None:
     assert "easel (1) and 1 more\n" in six.err
 
 
+def test_what_is_passed_over_is_named(engram: Engram, taught: Path, tmp_path: Path) -> None:
+    root = folder(tmp_path / "photos", FIRST, count=5)
+    for name in ("apple/moving.gif", "boat/deep/phone.HEIC", "camel/.hidden", "notes.txt", "loose.png"):
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_bytes(b"x")
+    said = (
+        "engram: left out what is no .png, .jpg, .jpeg, .webp, .bmp file: apple/moving.gif, boat/deep/phone.HEIC\n"
+        "engram: left out images that lie beside the class folders: loose.png\n"
+    )
+    assert engram("learn", "model", "photos", *QUICK).err == said
+    assert engram("evaluate", taught, "photos", "--quiet").err == said
+
+
+def test_names_that_look_alike_are_told(engram: Engram, tmp_path: Path) -> None:
+    root = folder(tmp_path / "photos", FIRST, count=5)
+    (root / "camel").rename(root / "caf\u00e9")
+    (root / "boat").rename(root / "Apple")
+    said = "engram: {} are different classes; if they should be one, rename the folder\n"
+    assert engram("learn", "model", "photos", *QUICK).err == said.format("'Apple' and 'apple'")
+    more = folder(tmp_path / "more", FIRST[:1], count=5)
+    (more / "apple").rename(more / "cafe\u0301")
+    assert engram("learn", "model", "more", *QUICK).err == said.format(r"'caf\xe9' and 'cafe\u0301'")
+
+
 def test_skip_bad_passes_over_empty_class_folders(engram: Engram, tmp_path: Path) -> None:
     folder(tmp_path / "photos", FIRST, count=6)
     (tmp_path / "photos" / "goose").mkdir()
@@ -273,7 +319,7 @@ def test_skip_bad_passes_over_empty_class_folders(engram: Engram, tmp_path: Path
     assert_refused(engram("learn", "model", "photos", *QUICK), "goose has no image")
     outcome = engram("learn", "model", "photos", *QUICK, "--skip-bad")
     assert outcome.status == 0
-    assert outcome.err == "engram: left out class folders that have no image: goose\n"
+    assert outcome.err.splitlines()[1:] == ["engram: left out class folders that have no image: goose"]
     assert opened(tmp_path / "model").labels == [*FIRST]
     (tmp_path / "none" / "goose").mkdir(parents=True)
     assert_refused(engram("learn", "other", "none", *QUICK, "--skip-bad"), "goose has no image")
@@ -323,6 +369,8 @@ def test_other_images_are_refused_until_the_lesson_is_finished_or_dropped(
     assert stopped.status == 130
     assert "saved; the model is what it was. To go on, the same command again:" in stopped.out
     assert f"engram learn {model} {sixth} --epochs 2" in stopped.out
+    begun = engram("learn", model, sixth, *QUICK, "--restart")
+    assert f"without --restart:\nengram learn {model} {sixth} {' '.join(QUICK)}\n" in begun.out
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
     assert "learning was interrupted here" in engram("info", model).out
@@ -378,6 +426,12 @@ def test_predict_takes_files_folders_patterns_and_standard_input(
     assert piped.out.count("\n") == 5
     monkeypatch.setattr("sys.stdin", iter([]))
     assert_refused(engram("predict", taught, "-"), "standard input named no image")
+
+
+def test_a_closed_standard_input_names_nothing(engram: Engram, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    assert_refused(engram("predict", model, "-"), "standard input named no image")
+    assert engram("remove", model, "apple").status == 0
 
 
 def test_lines_do_not_depend_on_the_batches(engram: Engram, taught: Path, photos: Path, tmp_path: Path) -> None:
@@ -587,12 +641,13 @@ def test_info_says_what_of_a_lesson_is_gone(
     found = rows()
     assert found[0].startswith(f"1 {today} learned 3 classes (2 since removed) 30 8 ")
     assert found[1].startswith(f"2 {today} learned dingo, easel 20 8 ")
-    assert found[2] == f"3 {today} removed 1 class - - -"
+    assert found[2:] == [f"3-4 {today} removed 2 classes - - -"]
     again = folder(tmp_path / "again", ("dingo",), seed=4)
     assert engram("learn", model, again, "--more-of-known", *QUICK).status == 0
     assert "learned 2 classes (1 gone since)" in rows()[1]
     for name in ("apple", "easel"):
         assert engram("remove", model, name).status == 0
+        assert rows()[-1].endswith(" removed 1 class - - -" if name == "apple" else " removed 2 classes - - -")
     assert ": 1 class\n" in engram("info", model).out
 
 
@@ -669,6 +724,34 @@ def test_remove_asks_a_person(
     question = "" if flags else f"remove boat from {model} for good? [y/N] "
     refused = "engram: nothing was removed\n" if left == 5 else ""
     assert (outcome.status, outcome.err) == (int(left == 5), question + refused)
+
+
+def test_a_folder_is_the_class_that_is_written_like_its_name(engram: Engram, tmp_path: Path) -> None:
+    images, labels = pictures(FIRST, 6, size=16)
+    numbers = [FIRST.index(label) for label in labels]
+    IncrementalClassifier(epochs=30, backbone="resnet10", device="cpu").fit(images, numbers).save("model")
+    root = folder(tmp_path / "photos", FIRST[:1], count=6, seed=4)
+    (root / "apple").rename(root / "0")
+    assert json.loads(engram("evaluate", "model", "photos", "--json").out)["accuracy"] > 80
+    assert_refused(engram("learn", "model", "photos", *QUICK), "the model knows 0 already")
+    folder(root, SECOND[:1], count=6)
+    assert engram("learn", "model", "photos", *QUICK, "--more-of-known").status == 0
+    assert opened(tmp_path / "model").labels == [1, 2, 0, "dingo"]
+
+
+def test_a_folder_in_the_place_of_an_onnx_file_is_not_replaced(engram: Engram, taught: Path, tmp_path: Path) -> None:
+    (tmp_path / "x.onnx").mkdir()
+    assert_refused(engram("export", taught, "x.onnx", "--overwrite"), "x.onnx is a folder; choose another name")
+
+
+def test_names_that_begin_with_a_dash_can_be_typed(engram: Engram, tmp_path: Path) -> None:
+    folder(tmp_path / "photos", FIRST[:2], count=4)
+    (tmp_path / "photos" / "apple").rename(tmp_path / "photos" / "-apple")
+    assert engram("learn", "model", "photos", *QUICK).status == 0
+    (tmp_path / "-x.png").symlink_to("photos/boat/000.png")
+    assert engram("predict", "model", "--quiet", "--", "-x.png").out.startswith("-x.png\t")
+    assert engram("remove", "model", "--yes", "--", "-apple").status == 0
+    assert opened(tmp_path / "model").labels == ["boat"]
 
 
 def test_classes_that_are_no_text_can_be_typed(engram: Engram, tmp_path: Path) -> None:

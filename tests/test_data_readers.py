@@ -26,7 +26,8 @@ from PIL import Image
 
 from engram.data import cifar, folder, mini
 from engram.data.cifar import OFFICIAL_NAMES, published_orders, read_cifar100
-from engram.data.folder import decode_image, read_folder
+from engram.data.decode import decode_image
+from engram.data.folder import read_folder
 from engram.data.mini import read_mini
 from engram.data.store import ImageStore, Split, stratified_split
 from engram.errors import EngramError
@@ -718,6 +719,29 @@ def test_folder_of_mixed_sizes_asks_for_a_size(tmp_path: Path) -> None:
     assert np.abs(small - reference).max() <= 1
     with pytest.raises(EngramError, match="image size must be at least 1 pixel, not 0"):
         read_folder(tmp_path, size=0)
+
+
+def test_files_decoded_some_at_a_time_keep_their_order_and_their_class(tmp_path: Path) -> None:
+    """More files than a batch has, some of them bad, at the borders of batches too."""
+    bad = {0, 7, 255, 256, 257, 299}
+    for number in range(600):
+        path = tmp_path / ("ant" if number < 300 else "bee") / f"{number:03d}.png"
+        path.parent.mkdir(exist_ok=True)
+        if number % 300 in bad:
+            path.write_bytes(b"junk")
+        else:
+            save(path, np.full((3, 4, 3), number % 256, np.uint8))
+    calls: list[int] = []
+    store = read_folder(tmp_path, size=2, skip_bad=True, progress=lambda done, total: calls.append(done))
+    assert calls == [*range(1, 601)]
+    names = [f"{'ant' if number < 300 else 'bee'}/{number:03d}.png" for number in range(600) if number % 300 in bad]
+    assert list(store.skipped) == names
+    for label in range(2):
+        own = [split.images[split.class_ids == label][:, 0, 0, 0] for split in (store.train, store.test)]
+        numbers = [number for number in range(300 * label, 300 * label + 300) if number % 300 not in bad]
+        assert sorted(np.concatenate(own).tolist()) == sorted(number % 256 for number in numbers)
+    with pytest.raises(EngramError, match=r"ant/000.png cannot be read .*--skip-bad"):
+        read_folder(tmp_path, size=2)
 
 
 def test_a_very_long_image_is_cropped_without_making_it_large(tmp_path: Path) -> None:

@@ -256,8 +256,9 @@ def test_entropy_far_from_any_probability_stays_finite() -> None:
 def test_the_other_terms_are_the_host_s(method: str) -> None:
     session, stage = at_second_stage(method)
     host = find_method(method.removesuffix("-dde"))
+    ours = session.config.settings
     plain = host.make(
-        host.settings(**{f.name: getattr(session.config.settings, f.name) for f in fields(host.settings)})
+        host.settings(**{f.name: getattr(ours, f.name) for f in fields(host.settings) if hasattr(ours, f.name)})
     )
     images = torch.rand(8, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     learner, phase = session.learner, main_phase(session, stage)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import struct
@@ -183,6 +184,22 @@ def test_a_process_that_dies_is_replaced_and_its_file_named(tmp_path: Path, monk
         )
         pool._all[-1].kill()  # by somebody else, while it waits
         assert pool.decode(paths[:1])[1] == [None]
+    finally:
+        pool.close()
+
+
+def test_a_process_that_cannot_be_replaced_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = str(save(tmp_path / "a.png"))
+    pool = decoders.Decoders(1, 8)
+
+    def no_more(*_: object, **__: object) -> None:
+        raise OSError(errno.EAGAIN, "no processes")
+
+    try:
+        pool._all[-1].kill()
+        monkeypatch.setattr(decoders.subprocess, "Popen", no_more)
+        with pytest.raises(EngramError, match=r"died, and no other could be started \(no processes\)"):
+            pool.decode([path])
     finally:
         pool.close()
 

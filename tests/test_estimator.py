@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from engram import Augmentation, EngramError, IncrementalClassifier, MemoryConfig
+from engram import Augmentation, EngramError, IncrementalClassifier, MemoryConfig, learn_into
 from engram.events import EpochFinished, Learned
 from engram.methods import METHODS
 from engram.modeldir import ModelConfig
@@ -107,6 +107,17 @@ def test_progress_is_told() -> None:
 # Input
 
 
+class Column:
+    """What a column of a table of pandas has, as far as it matters."""
+
+    def __init__(self, values: list[Any]) -> None:
+        self.shape = (len(values),)
+        self._values = values
+
+    def __iter__(self) -> Any:
+        return iter(self._values)
+
+
 def test_the_same_images_in_every_form(fitted: IncrementalClassifier, tmp_path: Path) -> None:
     images, labels = pictures(NAMES[:3], 2)
     wanted = fitted.predict_proba(images)
@@ -117,17 +128,40 @@ def test_the_same_images_in_every_form(fitted: IncrementalClassifier, tmp_path: 
         torch.from_numpy(images) / 255,
         images.tolist() and list(images),
         np.asfortranarray(images),
+        [Image.fromarray(image) for image in images],
     ):
         assert np.array_equal(fitted.predict_proba(given), wanted)
     paths: list[Path] = []
     for number, image in enumerate(images):
         paths.append(tmp_path / f"{number}.png")
         Image.fromarray(image).save(paths[-1])
-    for given in (paths, [str(path) for path in paths], np.array([str(path) for path in paths])):
+    for given in (paths, [str(path) for path in paths], np.array([str(path) for path in paths]), Column(paths)):
         assert np.array_equal(fitted.predict_proba(given), wanted)
     from_files = quick(epochs=1, image_size=8).fit(paths, labels)
     from_arrays = quick(epochs=1).fit(images, labels)
     assert np.array_equal(from_files.predict_proba(images), from_arrays.predict_proba(images))
+
+
+def test_tensors_of_bfloat16_are_read(fitted: IncrementalClassifier) -> None:
+    images = torch.from_numpy(pictures(NAMES[:3], 2)[0]) > 100  # zeros and ones are the same in every kind of float
+    assert np.array_equal(fitted.predict_proba(images.bfloat16()), fitted.predict_proba(images.float()))
+
+
+def test_pictures_of_pillow_are_read_as_files_are(fitted: IncrementalClassifier, tmp_path: Path) -> None:
+    picture = Image.fromarray(pictures(NAMES[:1], 1)[0][0])
+    turned = Image.Exif()
+    turned[0x0112] = 3
+    kinds = [picture.convert("P"), picture.convert("LA"), picture.convert("CMYK")]
+    kinds[0].save(tmp_path / "0.png")
+    kinds[1].save(tmp_path / "1.png")
+    kinds[2].save(tmp_path / "2.jpg")
+    picture.save(tmp_path / "3.png", exif=turned)
+    paths = sorted(tmp_path.iterdir())
+    opened = [Image.open(path) for path in paths]
+    assert np.array_equal(fitted.predict_proba(opened), fitted.predict_proba(paths))
+    (tmp_path / "cut.png").write_bytes(paths[0].read_bytes()[:-30])
+    with Image.open(tmp_path / "cut.png") as cut, pytest.raises(EngramError, match=r"cut.png cannot be read \("):
+        fitted.predict([cut])
 
 
 def test_grey_images_and_images_that_are_not_square() -> None:
@@ -145,7 +179,7 @@ def test_grey_images_and_images_that_are_not_square() -> None:
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        (np.zeros((2, 9, 9, 3), np.uint8), "the images are 9x9 pixels, and this model learned from 8x8"),
+        (np.zeros((2, 9, 9, 3), np.uint8), "the images are 9x9 pixels, and this model's are 8x8; resize them$"),
         (np.zeros((2, 3, 8, 8), np.uint8), "channels first"),
         (np.zeros((2, 8, 8, 4), np.uint8), "four channels"),
         (np.full((2, 8, 8, 3), 2.0), "floats from 2 to 2"),
@@ -158,7 +192,12 @@ def test_grey_images_and_images_that_are_not_square() -> None:
         ("photo.png", "give a list of paths"),
         (["nowhere.png"], r"the image nowhere.png cannot be read \(No such file"),
         (["a.png", 3], "holds 3 too"),
-        ([np.zeros((8, 8, 3), np.uint8), np.zeros((9, 8, 3), np.uint8)], "could not be read as one array"),
+        ([np.zeros((8, 8, 3), np.uint8), np.zeros((9, 8, 3), np.uint8)], r"one array \(the images differ in size\)"),
+        (np.zeros((8, 8, 3), np.uint8), r"one image alone is x\[None\]"),
+        ({"a": 1}, "X is a dict"),
+        ({"a.png"}, "X is a set"),
+        (torch.zeros(2, 8, 8, 3).to_sparse(), "sparse input is not supported"),
+        (torch.zeros(2, 8, 8, 3, device="meta"), "holds no values"),
     ],
 )
 def test_what_is_no_image_is_refused_with_a_sentence(given: Any, sentence: str, fitted: IncrementalClassifier) -> None:
@@ -176,6 +215,11 @@ def test_what_is_no_image_is_refused_with_a_sentence(given: Any, sentence: str, 
         ([float("nan")] * 16, "holds NaN"),
         (np.zeros((16, 1)), r"has the shape \(16, 1\)"),
         (3, "one label for each image"),
+        ([("a", float("nan"))] * 16, "holds NaN"),
+        (set(range(16)), "one label for each image"),
+        (dict.fromkeys(range(16), "a"), "one label for each image"),
+        (np.zeros(16, "datetime64[ns]"), r"datetime64\[ns\], which is no label"),
+        ([np.datetime64("2020-01-01", "ns")] * 16, "which is no label"),
     ],
 )
 def test_what_are_no_labels_is_refused_with_a_sentence(labels: Any, sentence: str) -> None:
@@ -232,6 +276,18 @@ def test_saved_and_loaded_it_is_the_same_and_goes_on_the_same(fitted: Incrementa
         other.save(tmp_path / "m")
 
 
+def test_numbers_of_numpy_and_torch_are_pythons_also_in_tuples(tmp_path: Path) -> None:
+    images, _ = pictures(NAMES[:2], 2)
+    labels: list[Any] = [
+        (np.int64(1), (np.str_("a"), np.float32(0.5))),
+        (1, ("a", 0.5)),
+        *[(torch.tensor(2), None)] * 2,
+    ]
+    classifier = quick(epochs=1).fit(images, labels)
+    classifier.save(tmp_path / "model")
+    assert IncrementalClassifier.load(tmp_path / "model").classes_.tolist() == [(1, ("a", 0.5)), (2, None)]
+
+
 def test_labels_that_files_have_not_are_refused_at_save(tmp_path: Path) -> None:
     images, _ = pictures(NAMES[:2], 4)
     classifier = quick(epochs=1).fit(images, [b"x"] * 4 + [b"y"] * 4)
@@ -261,10 +317,10 @@ def test_what_was_learned_can_be_pickled_too(fitted: IncrementalClassifier) -> N
 
 
 def test_arguments_are_stored_and_checked_when_they_count() -> None:
-    classifier = IncrementalClassifier("nonsense", epochs=-3, memory="x", image_size=2)
+    classifier = IncrementalClassifier("nonsense", epochs=-3, memory="x", image_size=8)
     assert classifier.get_params()["epochs"] == -3
     with pytest.raises(EngramError, match="no method 'nonsense'"):
-        classifier.fit(np.zeros((4, 2, 2, 3), np.uint8), ["a", "a", "b", "b"])
+        classifier.fit(np.zeros((4, 8, 8, 3), np.uint8), ["a", "a", "b", "b"])
     with pytest.raises(EngramError, match="Invalid parameter 'epoch'"):
         classifier.set_params(epoch=3)
     wrong: list[tuple[dict[str, Any], str]] = [
@@ -278,12 +334,39 @@ def test_arguments_are_stored_and_checked_when_they_count() -> None:
         ({"validation": 1.0}, "validation must be a share"),
         ({"device": "tpu"}, "device must be one of"),
         ({"precision": "bf16"}, "bf16 is for CUDA devices"),
-        ({"image_size": 16}, "learned from 16x16"),
+        ({"image_size": 16}, "this model's are 16x16"),
         ({"seed": -1}, "the seed must be 0 or more"),
+        ({"seed": None}, "seed must be a whole number, got None"),
+        ({"seed": 1.5}, "seed must be a whole number"),
+        ({"seed": 2**70}, "larger than any number of a model"),
+        ({"method": None}, "method must be a name, got None"),
+        ({"backbone": 3}, "backbone must be a name, got 3"),
+        ({"augmentation": True}, "augmentation must be of the kind Augmentation"),
+        ({"validation": "a"}, "validation must be a number, got 'a'"),
+        ({"settings": "train.lr"}, "settings must be a dictionary"),
+        ({"settings": {1: 2}}, "no setting '1'"),
+        ({"image_size": "16"}, "image_size must be a side"),
+        ({"image_size": -8}, "image_size must be a side"),
+        ({"image_size": (8, 8, 3)}, "image_size must be a side"),
     ]
     for changes, sentence in wrong:
         with pytest.raises(EngramError, match=sentence):
             quick(**changes).fit(*pictures(NAMES[:2]))
+
+
+def test_arguments_may_be_numbers_of_numpy(tmp_path: Path) -> None:
+    images, labels = pictures(NAMES[:2])
+    numbers = {"epochs": 1, "memory": 2, "seed": 3, "validation": 0.25, "image_size": 8}
+    ours = quick(**numbers, settings={"train.lr": 0.05}).fit(images, labels)
+    theirs = quick(
+        **{name: np.array([value])[0] for name, value in numbers.items()}, settings={"train.lr": np.float64(0.05)}
+    )
+    theirs.fit(images, labels).save(tmp_path / "model")
+    loaded = IncrementalClassifier.load(tmp_path / "model")
+    assert np.array_equal(loaded.predict_proba(images), ours.predict_proba(images))
+    assert quick(image_size=[8, 8], epochs=1).fit(images, labels).model_.config.image_size == (8, 8)
+    epochs: Any = np.int64(1)
+    assert list(learn_into(tmp_path / "other", images, labels, epochs=epochs, device="cpu"))
 
 
 def test_it_says_what_it_is() -> None:

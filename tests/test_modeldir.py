@@ -17,6 +17,7 @@ import torch
 
 import engram.modeldir.writer as writer
 from engram import EngramError
+from engram.data.samples import Samples
 from engram.events import Checkpointed, Learned, Stopped
 from engram.methods import METHODS
 from engram.modeldir import (
@@ -146,6 +147,59 @@ def test_held_out_images_are_never_trained_on(taught: Path) -> None:
     assert not trained & {
         image.numpy().tobytes() for label in (5, 6) for image in lesson.model.heldout.of(label).images
     }
+
+
+def contents(samples: Samples) -> list[bytes]:
+    """The pixels of each image, in order."""
+    return sorted(image.numpy().tobytes() for image in samples.images)
+
+
+def trained_on(lesson: Lesson, label: int) -> list[bytes]:
+    """The images of a class that a lesson trains on."""
+    return contents(lesson.stage.pool[lesson.stage.pool.rows_of(label)])
+
+
+def test_what_was_held_out_is_not_learned_when_the_same_images_come_again(taught: Path) -> None:
+    before = opened(taught)
+    assert before.learner is not None
+    held, exemplars = contents(before.heldout.of(0)), contents(before.learner.memory.of(0))
+    images, labels = pictures(NAMES[:1], 10)  # the 8 of before and 2 more
+    lesson = Lesson(before, images, labels, Options("refresh"))
+    assert contents(lesson.model.heldout.of(4)) == held  # it comes last now
+    given = {image.tobytes() for image in images}
+    assert trained_on(lesson, 4) == sorted(given - set(held))
+    only_held = np.stack([np.frombuffer(image, np.uint8).reshape(8, 8, 3) for image in held])
+    assert trained_on(Lesson(before, only_held, ["apple"] * 2, Options("refresh")), 4) == exemplars
+
+
+def test_a_class_keeps_no_more_held_out_images_than_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engram.modeldir.lesson.VALIDATION_MOST", 3)
+    model = opened(make(tmp_path / "m", NAMES[:2]))
+    lesson = Lesson(model, *pictures(NAMES[:1], 8, seed=9), Options("refresh"))
+    assert len(model.heldout.of(0)) == 2
+    assert len(lesson.model.heldout.of(1)) == 3
+
+
+def test_a_class_of_which_all_is_held_out_already_is_refused(tmp_path: Path) -> None:
+    path = make(tmp_path / "m", NAMES[:2], config=tiny("naive", memory="none", validation=0.25))
+    held = opened(path).heldout.of(0).images.numpy()
+    with pytest.raises(EngramError, match="nothing new of the class 'apple'"):
+        Lesson(opened(path), held, ["apple"] * len(held), Options("refresh"))
+
+
+def test_copies_of_an_image_are_all_learned_or_held_out_once() -> None:
+    images, labels = pictures(NAMES[:2], 8)
+    model = Model(tiny(validation=0.25), "cpu")
+    lesson = Lesson(model, np.concatenate([images, images]), labels + labels, Options())
+    for label in range(2):
+        trained, held = trained_on(lesson, label), contents(lesson.model.heldout.of(label))
+        assert len(held) == len(set(held)) == 2
+        assert trained == sorted([*set(trained)] * 2)
+        assert len(trained) == 12
+        assert not set(trained) & set(held)
+    alike = Lesson(model, images[:1].repeat(4, axis=0), ["x"] * 4, Options())
+    assert len(alike.stage.pool) == 4
+    assert not len(alike.model.heldout)
 
 
 def test_exemplars_are_pictures_anyone_can_open(taught: Path) -> None:
@@ -417,6 +471,37 @@ def test_a_failed_beginning_leaves_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "m").exists()
 
 
+def test_a_beginning_on_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = opened(make(tmp_path / "m", NAMES[:2]))
+    write, left = writer.write_new, [0]
+
+    def full(place: Path, content: bytes) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            place.touch()
+            raise OSError(errno.ENOSPC, "No space left on device", str(place))
+        write(place, content)
+
+    monkeypatch.setattr(writer, "write_new", full)
+    for fits in range(4):
+        left[0] = fits
+        with pytest.raises(EngramError, match="the disk is full"):
+            save_model(model, tmp_path / "new")
+        assert not (tmp_path / "new").exists(), fits
+    left[0] = 1000
+    save_model(model, tmp_path / "new")
+    assert same(opened(tmp_path / "new"), model)
+
+
+def test_a_file_in_the_place_of_a_model_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "letter.txt").write_text("dear")
+    (tmp_path / "link").symlink_to("nowhere")
+    for name, sentence in (("letter.txt", "is a file, and a model is a directory"), ("link", "leads nowhere")):
+        with pytest.raises(EngramError, match=sentence):
+            learn(tmp_path / name, NAMES[:2])
+    assert (tmp_path / "letter.txt").read_text() == "dear"
+
+
 def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "letter.txt").write_text("dear")
     with pytest.raises(EngramError, match=r"is not a model directory and holds 'letter.txt'"):
@@ -433,7 +518,7 @@ def test_a_model_keeps_its_configuration(tmp_path: Path) -> None:
     path = make(tmp_path / "m", NAMES[:2])
     with pytest.raises(EngramError, match="configuration of its own"):
         learn(path, NAMES[2:3], config=replace(opened(path).config, seed=9))
-    with pytest.raises(EngramError, match="learned from 8x8"):
+    with pytest.raises(EngramError, match="this model's are 8x8"):
         list(learn_into(path, np.zeros((4, 9, 9, 3), np.uint8), ["x"] * 4, device="cpu"))
 
 
@@ -504,7 +589,7 @@ def test_labels_of_many_kinds_come_back_as_they_were(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("label", [b"bytes", frozenset({1}), 1j, ("x", float("inf")), 2**70, ("x", object()), "\ud800"])
 def test_labels_that_json_has_not_are_refused_before_anything_is_learned(label: Any, tmp_path: Path) -> None:
-    with pytest.raises(EngramError, match="cannot be saved"):
+    with pytest.raises(EngramError, match=r"cannot be saved|is no label"):
         list(learn_into(tmp_path / "m", pictures(["camel"])[0], [label] * 8, device="cpu"))
 
 

@@ -18,9 +18,10 @@ from engram.methods import METHODS
 from engram.recipes import recipe, recipe_names
 from engram.recipes.changes import apply_changes, named_after_changes
 from engram.reproduce import text
-from engram.reproduce.cells import effect, measure
-from engram.reproduce.cost import costs, work_of
+from engram.reproduce.cells import effect, measure, measure_all
+from engram.reproduce.cost import ALONE, costs, work_of
 from engram.reproduce.document import COMMAND, document
+from engram.reproduce.page import headline
 from engram.reproduce.paper import Experiment, Published, load_paper
 from engram.reproduce.plan import Asked, Cell, make_plan, run_name
 from engram.reproduce.records import Record, check_record, parse_line
@@ -436,7 +437,7 @@ def test_cost_is_measured_seconds_of_the_same_work(tmp_path: Path) -> None:
     assert list(plan.left) == ["afc-cifar100-b50-s5-order3-seed1"]
     (cost,) = costs(plan, records, tmp_path)
     assert (cost.hardware, cost.measured, cost.at_once, cost.unmeasured) == ("Example GPU", 2, 2, ())
-    assert cost.seconds == pytest.approx(80.0), "one run alone cannot gain from the others"
+    assert cost.seconds == pytest.approx(80.0), "alone it takes no longer than beside the other"
     both = make_plan(AFC.find(["table1"]), records, Asked(rows=["AFC (CNN)", "PODNet (CNN)"], columns=["5 stages"]))
     (cost,) = costs(both, records, tmp_path)
     assert cost.unmeasured == ("podnet",)
@@ -447,6 +448,15 @@ def test_cost_is_measured_seconds_of_the_same_work(tmp_path: Path) -> None:
     assert base.base == work_of(plan.left["afc-cifar100-b50-s5-order3-seed1"].config).base
     left = (3 * alike + mine - base.stages[0]) / mine * 80.0
     assert cost.seconds == pytest.approx(left * 100 / 160)
+
+
+def test_a_run_that_went_beside_many_takes_less_alone(tmp_path: Path) -> None:
+    """Eight runs took 800 s each, at the same time: a share of 100 s, which alone is 200 s and not 800."""
+    seeds = range(2, 10)
+    records = [make_record(seed=seed, seconds=800.0, wall=[0.0, 800.0]) for seed in seeds]
+    asked = Asked(rows=["AFC (CNN)"], columns=["5 stages"], orders=["1"])
+    (cost,) = costs(make_plan(AFC.find(["table1"]), records, asked), records, tmp_path)
+    assert (cost.at_once, cost.seconds) == (8, pytest.approx(ALONE * 100.0))
 
 
 def test_no_measurement_is_no_cost(tmp_path: Path) -> None:
@@ -490,3 +500,9 @@ def test_the_page_does_not_depend_on_what_could_be_run(monkeypatch: pytest.Monke
     assert measured < set(recipe_names())
     monkeypatch.setattr("engram.reproduce.plan.recipe_names", lambda: sorted(measured))
     assert document(AFC, records) == before
+
+
+def test_what_the_paper_has_no_number_of_is_said_so() -> None:
+    plan = make_plan(AFC.find(["methods"]), [make_record("gap-cifar100-b50-s10")], Asked(rows=["gap", "pod"]))
+    assert headline(measure_all(plan)) == "The paper has no number of these; 1 of 2 were measured."
+    assert "methods" not in [experiment.name for experiment in AFC.find(["all"])], "by name alone"

@@ -14,14 +14,25 @@ from torch import Tensor
 from conftest import make_config, make_store
 from engram import EngramError, recipe
 from engram.data.stage import NEVER
-from engram.methods import Step, find_method
+from engram.methods import Step, Training, find_method
 from engram.methods.cosine import old_weight
 from engram.methods.losses import cosine_distance, ranking
 from engram.methods.ucir import UCIR, UCIRSettings
 from engram.models.heads import CosineHead
 from engram.models.network import Output
+from engram.recipes import recipe_names
 from engram.session import Session
-from helpers import buffers_of, drift, learn_stage, make_stage, parameters_of, tiny_config, tiny_session, toy_store
+from helpers import (
+    buffers_of,
+    drift,
+    learn_stage,
+    make_stage,
+    parameters_of,
+    tiny_config,
+    tiny_session,
+    toy_store,
+    train_phase,
+)
 
 SEEDS = range(4)
 INF = math.inf
@@ -173,13 +184,43 @@ def test_old_weights_stay_and_new_ones_and_the_scale_move_on() -> None:
     session.method.grow(session.learner, stage, session.engine)
     assert scale.item() == carried
     imprinted, before = weights_of(session)[2:4].clone(), parameters_of(session.learner.teacher)
-    (phase,) = session.method.phases(session.learner, stage, session.engine)
-    for _ in session.engine.start(session.learner, stage, phase, 0):
-        pass
+    main, _ = session.method.phases(session.learner, stage, session.engine)
+    train_phase(session, stage, main)
     assert torch.equal(weights_of(session)[:2], old), "not even by weight decay"
     assert not torch.equal(weights_of(session)[2:4], imprinted)
     assert scale.item() != carried
     assert not torch.equal(session.learner.network.backbone.conv.weight, before["backbone.conv.weight"])
+
+
+def test_fine_tuning_moves_the_weights_of_all_classes_on_a_balanced_set_and_nothing_else() -> None:
+    session = tiny_session(tiny_config("ucir").with_settings(finetune__epochs=3, finetune__batch_size=4))
+    stage = learn_stage(session, 0)
+    assert [phase.name for phase in session.method.phases(session.learner, stage, session.engine)] == ["main"]
+    stage = session.stage(1)
+    session.method.grow(session.learner, stage, session.engine)
+    main, balance = session.method.phases(session.learner, stage, session.engine)
+    train_phase(session, stage, main, 0)
+    network, old, new = session.learner.network, weights_of(session)[:2].clone(), weights_of(session)[2:4].clone()
+    others = parameters_of(network) | buffers_of(network)
+    rows, quota = balance.rows(), session.config.memory.size
+    assert [int((stage.pool.labels[rows] == label).sum()) for label in range(4)] == [quota] * 4
+    assert balance.images == len(rows)
+    train_phase(session, stage, balance, 1)
+    assert not torch.equal(weights_of(session)[:2], old)
+    assert not torch.equal(weights_of(session)[2:4], new)
+    after = parameters_of(network) | buffers_of(network)
+    moved = [name for name, value in after.items() if not torch.equal(value, others[name])]
+    assert moved == ["head.weight"], "neither the scale nor the norms' statistics"
+
+
+def test_only_imagenet_1000_is_fine_tuned() -> None:
+    names = [name for name in recipe_names() if name.startswith("ucir-") and not name.startswith("ucir-dde")]
+    tuned = [name for name in names if recipe(name).settings.finetune.epochs]  # pyright: ignore[reportAttributeAccessIssue]
+    assert sorted(tuned) == ["ucir-imagenet1000-b500-s10", "ucir-imagenet1000-b500-s5"]
+    training: Any = recipe(tuned[0]).settings
+    assert (training.finetune.epochs, training.finetune.lr, training.finetune.weight_decay) == (20, 0.01, 1e-4)
+    assert training.finetune.schedule == "steps"
+    assert training.finetune.milestones == (0.5,)
 
 
 def test_a_larger_lambda_holds_the_embeddings() -> None:
@@ -208,6 +249,7 @@ def test_one_loss_serves_all_stages() -> None:
 
 
 OTHER: dict[str, Any] = {"lambda_embedding": 1.0, "lambda_ranking": 0.2, "margin": 0.1, "rivals": 1}
+OTHER["finetune"] = Training(epochs=3)
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(UCIRSettings) if field.name != "train"])

@@ -14,6 +14,7 @@ from PIL import Image
 
 from engram import read_manifest
 from engram.cli import main
+from engram.data.decode import decode_image
 from helpers import SAMPLE, SHARED, unpack_archive
 
 ROOT = Path(__file__).parents[1]
@@ -77,12 +78,17 @@ def walk(epochs: int, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 
 
 def ask_onnx(capsys: pytest.CaptureFixture[str]) -> str:
-    """What the page's Python, run as it is, says of a wide picture."""
+    """What the page's Python, run as it is, says of a wide picture that a camera turned."""
     (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
     picture = next(iter(sorted(Path("photos/test/rabbit").iterdir())))
-    Image.open(picture).resize((300, 200)).save("photo.jpg", quality=95)
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    Image.open(picture).resize((300, 200)).save("photo.jpg", quality=95, exif=turned)
     capsys.readouterr()
-    exec(code, {})
+    made: dict[str, Any] = {}
+    exec(code, made)
+    ours = decode_image("photo.jpg", made["side"]).astype(int)
+    assert np.abs(made["pixels"][0] - ours).mean() < 2
     return capsys.readouterr().out.strip()
 
 

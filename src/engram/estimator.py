@@ -19,7 +19,7 @@ from engram.errors import EngramError, suggest
 from engram.events import Event
 from engram.methods import Settings
 from engram.modeldir import Model, ModelConfig, open_model, save_model
-from engram.modeldir.config import short
+from engram.modeldir.config import as_size, short
 from engram.modeldir.directory import Pointer
 from engram.modeldir.inputs import read_batches, read_images
 from engram.modeldir.labels import label_array, plain_labels
@@ -71,8 +71,8 @@ class IncrementalClassifier:
     def fit(self, X: Any, y: Any, *, progress: Progress | None = None) -> IncrementalClassifier:
         """Forgets everything and learns the classes of these images; returns itself.
 
-        X: uint8 images (N, H, W, 3), grey (N, H, W), floats from 0 to 1, tensors of these, or a list of paths. y: a
-        hashable label for each. progress: called with each event of the training.
+        X: uint8 images (N, H, W, 3), grey (N, H, W), floats from 0 to 1, tensors of these, pictures of Pillow, or a
+        list of paths. y: a hashable label for each. progress: called with each event of the training.
         """
         return self._learn(None, X, y, False, progress)
 
@@ -118,8 +118,7 @@ class IncrementalClassifier:
         return self
 
     def _first_images(self, given: Any) -> Images:
-        size = (self.image_size, self.image_size) if isinstance(self.image_size, int) else self.image_size
-        return read_images(given, size)
+        return read_images(given, None if self.image_size is None else as_size(self.image_size))
 
     def _configure(self, images: Images) -> ModelConfig:
         return ModelConfig.choose(

@@ -104,13 +104,19 @@ def _markers(annotation: Any) -> tuple[Any, ...]:
 
 
 def check(command: str, known: Sequence[Argument], arguments: Sequence[str]) -> list[str]:
-    """The arguments with those that are no flags in front; refuses the first that would not be understood, by name."""
+    """The arguments, flags in front, then -- and the rest; refuses the first that would not be understood, by name.
+
+    What comes after -- is no flag, whatever it begins with.
+    """
     flags = {argument.name: argument for argument in known if not argument.positional}
     loose: list[str] = []
     flagged: list[str] = []
     pending = list(arguments)
     while pending:
         text = pending.pop(0)
+        if text == "--":
+            loose += pending
+            break
         if text == "-" or not text.startswith("-") or _is_number(text):
             loose.append(text)
             continue
@@ -130,7 +136,7 @@ def check(command: str, known: Sequence[Argument], arguments: Sequence[str]) -> 
         _check_value(name, flags[name].kind, value)
         flagged += [f"{name}={value}"] if equals else [name, value]
     _check_loose(command, [argument for argument in known if argument.positional], loose)
-    return [*loose, *flagged]
+    return [*flagged, "--", *loose] if loose else flagged
 
 
 def _nearest(name: str, flags: dict[str, Argument], command: str) -> str:
@@ -145,6 +151,8 @@ def _check_loose(command: str, positional: Sequence[Argument], given: Sequence[s
         if argument.required and not texts:
             raise EngramError(f"'engram {command}' needs {argument.name}; 'engram {command} --help' says more")
         for text in texts:
+            if not text:
+                raise EngramError(f"{argument.name} is empty; 'engram {command} --help' says what it should be")
             _check_value(argument.name, argument.kind, text)
     if len(given) > len(positional) and not any(argument.many for argument in positional):
         extra = given[len(positional)]

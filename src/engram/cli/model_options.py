@@ -167,10 +167,11 @@ class Evaluate:
 class Remove:
     """Remove classes from a model: their rows, exemplars and held-out images are gone from its files.
 
-    The other classes' scores stay what they are.
+    The other classes' scores stay what they are. After -- a name may begin with a dash.
 
     For example:
         engram remove model cat
+        engram remove model --yes -- -cat
     """
 
     model: Annotated[Positional[str], arg(metavar="MODEL", help_behavior_hint="")]

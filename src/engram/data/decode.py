@@ -69,7 +69,7 @@ def _load_and_close(image: Image.Image, size: int | None) -> Images | str:
 
 def _load(image: Image.Image, size: int | None) -> Images:
     image.load()
-    rgb = _to_rgb(ImageOps.exif_transpose(image))
+    rgb = to_upright_rgb(image)
     return np.array(rgb if size is None else _central_square(rgb, size), dtype=np.uint8)
 
 
@@ -153,6 +153,11 @@ def _reason(error: Exception) -> str:
         return f"it claims more pixels than the {Image.MAX_IMAGE_PIXELS} allowed"
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return (text.splitlines() or [""])[0].rstrip(".") or type(error).__name__
+
+
+def to_upright_rgb(image: Image.Image) -> Image.Image:
+    """The image in RGB, turned as its EXIF data says, transparency on white."""
+    return _to_rgb(ImageOps.exif_transpose(image))
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

@@ -18,6 +18,7 @@ import numpy as np
 
 from engram.data.decode import Large, try_decode
 from engram.data.store import Images
+from engram.errors import EngramError
 
 # It is not imported from the script that started all: that would run again. The path is this process's own.
 _PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from engram.data.decoders import serve; serve()"
@@ -65,6 +66,15 @@ class Decoders:
         self._all.append(process)
         return process
 
+    def _replace(self) -> subprocess.Popen[bytes]:
+        try:
+            return self._start()
+        except OSError as error:
+            raise EngramError(
+                f"a process that decodes images died, and no other could be started ({error.strerror}); close other "
+                "programs and try again"
+            ) from None
+
     def decode(self, paths: Sequence[str]) -> Found:
         """The files, by whichever process is idle."""
         for _ in range(2):  # one that was killed by somebody else says nothing of the files
@@ -86,7 +96,7 @@ class Decoders:
             process.wait()
             if self._closed:
                 raise
-            process = self._start()
+            process = self._replace()
             return None
         finally:
             self._idle.put(process)

@@ -10,7 +10,8 @@ from typing import Final, NoReturn
 
 import numpy as np
 
-from engram.data.decode import EXTENSIONS, decode_image
+from engram.data.decode import EXTENSIONS, try_decode
+from engram.data.decoding import decode_stream
 from engram.data.store import Images, ImageStore, Split, some, stratified_split
 from engram.errors import EngramError
 
@@ -88,6 +89,19 @@ def list_classes(path: str | Path, empty: list[str] | None = None) -> tuple[list
             f"{error.filename or root} cannot be read ({error.strerror}); check its permissions"
         ) from None
     return [str(file) for file in folder.files], [names[class_id] for class_id in folder.class_ids]
+
+
+def passed_over(path: str | Path) -> tuple[list[str], list[str]]:
+    """What is not read, hidden entries aside: files of other kinds in class folders, and images beside these."""
+    root = Path(path).expanduser()
+    others: list[str] = []
+    for folder in _folders(root):
+        for place, folders, names in os.walk(folder):
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            within = os.path.relpath(place, root)
+            shown = (name for name in sorted(names) if not name.startswith("."))
+            others += [os.path.join(within, name) for name in shown if not name.lower().endswith(EXTENSIONS)]
+    return others, [entry.name for entry in _entries(root) if _is_image(entry)]
 
 
 def refuse_nested(path: str | Path, is_new: bool) -> None:
@@ -288,9 +302,11 @@ class _Reader:
     def _read_split(self, folder: _Folder, done: int, total: int) -> Split:
         images: Images | None = None
         class_ids: list[int] = []
-        for position, (file, class_id) in enumerate(zip(folder.files, folder.class_ids, strict=True), start=1):
-            image = self._decode(file)
-            if image is not None:
+        found = zip(folder.files, folder.class_ids, self._decoded(folder.files), strict=True)
+        for position, (file, class_id, image) in enumerate(found, start=1):
+            if isinstance(image, str):
+                self._pass_over(file, image)
+            else:
                 self._check_size(file, (image.shape[0], image.shape[1]))
                 if images is None:
                     images = _allocate(len(folder.files), image.shape)
@@ -302,14 +318,25 @@ class _Reader:
             raise EngramError(f"none of the {len(folder.files)} images in {self.root} could be read; check the files")
         return Split(images[: len(class_ids)], np.array(class_ids, dtype=np.int64))
 
-    def _decode(self, file: Path) -> Images | None:
-        try:
-            return decode_image(file, self.size)
-        except EngramError as error:
-            if not self.skip_bad:
-                raise EngramError(f"{error}; mend or remove it, or go on without such files with --skip-bad") from None
-            self.skipped.append(str(file.relative_to(self.root)))
-            return None
+    def _decoded(self, files: Sequence[Path]) -> Iterator[Images | str]:
+        """Each file's image, or why it cannot be read."""
+        if self.size is None:
+            yield from (try_decode(file, None, quick=False) for file in files)
+            return
+        done = 0
+        for part in decode_stream(files, self.size):
+            reasons, images = dict(part.skipped), iter(part.images)
+            some = files[done : done + len(part.paths) + len(part.skipped)]
+            yield from (reasons[str(file)] if str(file) in reasons else next(images) for file in some)
+            done += len(some)
+
+    def _pass_over(self, file: Path, reason: str) -> None:
+        if not self.skip_bad:
+            raise EngramError(
+                f"the image {file} cannot be read ({reason}); mend or remove it, or go on without such files with "
+                "--skip-bad"
+            )
+        self.skipped.append(str(file.relative_to(self.root)))
 
     def _check_size(self, file: Path, found: tuple[int, int]) -> None:
         if self._first is None:

@@ -121,10 +121,9 @@ class BiC(LinearMethod[BiCSettings]):
         if stage.is_base:
             return [main]
         if not any(len(held[label]) for label in range(stage.num_old)):
-            kept = learner.memory.config.per_class(stage.num_seen)
             raise EngramError(
-                f"bic holds back one exemplar a class at least and trains on another, and stage {stage.index} has "
-                f"{kept} a class; give a larger memory"
+                "bic holds back one exemplar of a class and trains on another, and in stage "
+                f"{stage.index} no old class has two; give a larger memory, or more images of each class"
             )
         if not any(len(held[label]) for label in stage.new_labels):
             return [main]  # new classes of a single image each

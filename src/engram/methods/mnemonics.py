@@ -20,17 +20,17 @@ from engram.data.samples import Samples
 from engram.data.stage import Stage
 from engram.errors import EngramError
 from engram.learner import Learner
-from engram.methods._base import Passes, Phase, Training, register
-from engram.methods.cosine import CosineMethod
+from engram.methods._base import Passes, Phase, Step, Terms, Training, register
+from engram.methods.cosine import CosineMethod, cosine_phases
 from engram.methods.exemplars import choose_exemplars, unit_means
 from engram.methods.look import Look
 from engram.methods.settings import AFTER_BASE, check_choice
-from engram.methods.ucir import UCIR, UCIRSettings
+from engram.methods.ucir import RebalancingSettings, rebalanced, rebalancing_weights
 from engram.models.network import Network
 
 
 @dataclass(frozen=True)
-class MnemonicsSettings(UCIRSettings):
+class MnemonicsSettings(RebalancingSettings):
     """Mnemonics' settings beside UCIR's; the defaults are those of the released code on CIFAR-100.
 
     variant: how exemplars learn, by prototypes as released or by unrolled training as in the paper. tune: their SGD, in
@@ -137,10 +137,6 @@ def give_weights(network: Network) -> None:
 class Mnemonics(CosineMethod[MnemonicsSettings]):
     """UCIR with exemplars that learn, and convolutions that move by factors."""
 
-    def __init__(self, settings: MnemonicsSettings) -> None:
-        super().__init__(settings)
-        self.ucir = UCIR(settings)
-
     def grow(self, learner: Learner, stage: Stage, passes: Passes) -> None:
         super().grow(learner, stage, passes)
         if self.settings.factors and not stage.is_base and learner.network.factors is None:
@@ -150,10 +146,14 @@ class Mnemonics(CosineMethod[MnemonicsSettings]):
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
         if learner.memory.config.budget == "all":
             raise EngramError("mnemonics learns what to keep, and memory=all keeps every image; give a budget")
-        phases = self.ucir.phases(learner, stage, passes)
+        phases = cosine_phases(self.settings, stage, self.loss, rebalancing_weights(self.settings, stage))
         if stage.is_base or not self.settings.factors:
             return phases
         return [replace(phase, before_update=take_gradients, after_step=give_weights) for phase in phases]
+
+    def loss(self, step: Step) -> Terms:
+        """UCIR's three terms."""
+        return rebalanced(self.settings, step)
 
     def exemplars(self, learner: Learner, stage: Stage, passes: Passes) -> Mapping[int, Tensor | Samples]:
         """The chosen images of the new classes, tuned; in the paper's form those kept of the old classes too."""

@@ -9,20 +9,23 @@ most alike of the new ones, by a margin.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import final
 
 from engram.data.stage import Stage
 from engram.errors import EngramError
 from engram.learner import Learner
-from engram.methods._base import Passes, Phase, Step, Terms, register
+from engram.methods._base import Passes, Phase, Step, Terms, Training, register
 from engram.methods.cosine import CosineMethod, CosineSettings, cosine_phases, cross_entropy, old_weight
+from engram.methods.exemplars import balanced_count, balanced_rows
 from engram.methods.losses import cosine_distance, ranking
 from engram.methods.settings import AFTER_BASE, refuse_negative
+from engram.models.network import Part
 
 
 @dataclass(frozen=True)
-class UCIRSettings(CosineSettings):
-    """UCIR's settings beside the host's; the defaults are those of CIFAR-100.
+class RebalancingSettings(CosineSettings):
+    """The settings of UCIR's losses beside the host's; the defaults are those of CIFAR-100.
 
     lambda_embedding: weight of the embedding's direction, before sqrt(n_old / m). lambda_ranking, margin, rivals: of
     the ranking of old classes above new ones; the margin is in cosines, the rivals are K.
@@ -39,12 +42,22 @@ class UCIRSettings(CosineSettings):
             raise EngramError(f"an old image needs at least 1 rival, got {self.rivals}")
 
 
-def rebalancing_weights(settings: UCIRSettings, stage: Stage) -> dict[str, float]:
+@dataclass(frozen=True)
+class UCIRSettings(RebalancingSettings):
+    """UCIR's settings. finetune: of the head on a balanced set, as on ImageNet-1000; 0 epochs leave it out."""
+
+    finetune: Training = field(
+        default_factory=lambda: Training(0, lr=0.01, schedule="steps", milestones=(0.5,), factor=0.1, clip=None),
+        metadata=AFTER_BASE,
+    )
+
+
+def rebalancing_weights(settings: RebalancingSettings, stage: Stage) -> dict[str, float]:
     """The loss weights of a stage after the base."""
     return {"embedding": old_weight(settings.lambda_embedding, stage)}
 
 
-def rebalancing(settings: UCIRSettings, step: Step) -> Terms:
+def rebalancing(settings: RebalancingSettings, step: Step) -> Terms:
     """What UCIR adds to the classification: less-forget constraint and inter-class separation."""
     assert step.teacher is not None
     student = step.student
@@ -53,6 +66,11 @@ def rebalancing(settings: UCIRSettings, step: Step) -> Terms:
         "embedding": step.weights["embedding"] * cosine_distance(student.embedding, step.teacher.embedding),
         "ranking": settings.lambda_ranking * apart,
     }
+
+
+def rebalanced(settings: RebalancingSettings, step: Step) -> Terms:
+    """The paper's three terms: cross-entropy, less-forget constraint, inter-class separation."""
+    return {"classification": cross_entropy(step), **rebalancing(settings, step)}
 
 
 @final
@@ -67,8 +85,16 @@ class UCIR(CosineMethod[UCIRSettings]):
     """Keeps the direction of embeddings, and old images nearer to their class than to the new ones."""
 
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
-        return cosine_phases(self.settings, stage, self.loss, rebalancing_weights(self.settings, stage))
+        weights = rebalancing_weights(self.settings, stage)
+        phases = cosine_phases(self.settings, stage, self.loss, weights)
+        if stage.is_base or not self.settings.finetune.epochs:
+            return phases
+        # The weights of all classes move and nothing else: not the scale, nor the statistics of the norms.
+        parts = Part.OLD_CLASSES | Part.NEW_CLASSES
+        images, rows = balanced_count(learner, stage), partial(balanced_rows, learner, stage, passes)
+        balance = Phase("balance", images, rows, self.loss, parts, self.settings.finetune, True, weights, frozen=True)
+        return [*phases, balance]
 
     def loss(self, step: Step) -> Terms:
-        """The paper's three terms: cross-entropy, less-forget constraint, inter-class separation."""
-        return {"classification": cross_entropy(step), **rebalancing(self.settings, step)}
+        """UCIR's three terms, in both phases."""
+        return rebalanced(self.settings, step)

@@ -14,11 +14,11 @@ from engram.learner import Learner
 from engram.methods._base import Passes, Phase, Step, Terms, register
 from engram.methods.cosine import CosineMethod, cosine_phases, cross_entropy
 from engram.methods.dde import WithDDE, WithDDESettings, dde_classification, with_neighbours
-from engram.methods.ucir import UCIRSettings, rebalancing, rebalancing_weights
+from engram.methods.ucir import RebalancingSettings, rebalancing, rebalancing_weights
 
 
 @dataclass(frozen=True)
-class UCIRDDESettings(WithDDESettings, UCIRSettings):
+class UCIRDDESettings(WithDDESettings, RebalancingSettings):
     """UCIR's settings and the add-on's."""
 
 

@@ -12,7 +12,7 @@ from engram.config import Device, Precision
 from engram.data.store import Images
 from engram.errors import EngramError
 from engram.events import Event, Stopped, Warned
-from engram.modeldir.config import ModelConfig
+from engram.modeldir.config import ModelConfig, plain
 from engram.modeldir.directory import LEARNING, NoModelYet, Pointer
 from engram.modeldir.fitting import epochs_that_fit
 from engram.modeldir.inputs import read_images
@@ -65,7 +65,7 @@ def learn_into(
     """
     if minutes is not None and (epochs is not None or not minutes > 0):
         raise EngramError("the minutes of a lesson must be more than 0, and take the place of epochs; give one of them")
-    given = plain_labels(labels)
+    epochs, given = plain(epochs), plain_labels(labels)
     for label in dict.fromkeys(given):
         encode_label(label)  # what cannot be saved is refused before it is learned
     with Writer(path, create=True) as writer:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import numpy as np
+
 from engram.config import Device, Precision, RunConfig, refuse_no_epochs
 from engram.data.augment import Augmentation
 from engram.data.memory import MemoryConfig
@@ -16,6 +18,7 @@ from engram.plain import differences, from_plain, replace_at, to_plain
 from engram.recipes import recipe
 
 LARGEST_SIDE = 1024
+LARGEST_NUMBER = 2**63
 VALIDATION_MOST = 50
 LATER_LEAST = 10
 
@@ -38,6 +41,8 @@ class ModelConfig:
     validation: float = 0.0
 
     def __post_init__(self) -> None:
+        for name, kinds in _KINDS.items():
+            _check_kind(name, getattr(self, name), *kinds)
         if len(self.image_size) != 2 or not all(8 <= side <= LARGEST_SIDE for side in self.image_size):
             shown = "x".join(map(str, self.image_size))
             raise EngramError(f"images must have 8 to {LARGEST_SIDE} pixels on each side, got {shown}")
@@ -46,6 +51,7 @@ class ModelConfig:
         if self.augmentation.pad > max(self.image_size):
             raise EngramError(f"the crop padding must be no more than the image, got {self.augmentation.pad} pixels")
         self._as_run()  # which checks the rest
+        _refuse_too_large(self.to_plain())
 
     def _as_run(self, device: Device = "cpu", precision: Precision = "auto") -> RunConfig:
         return RunConfig(
@@ -76,6 +82,7 @@ class ModelConfig:
         """The same with another number of epochs; the phases after the main one keep their share."""
         if epochs is None:
             return self
+        epochs = plain(epochs)
         if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
             raise EngramError(f"epochs must be a whole number of 1 or more, got {epochs!r}")
         return replace(self, settings=_with_epochs(self.settings, epochs))
@@ -124,27 +131,69 @@ class ModelConfig:
         """A configuration for so many images of that size; what is not given is chosen.
 
         memory: exemplars a class, or as `MemoryConfig.parse` reads it. settings: the method's own, or some of them by
-        dotted path (`{"train.lr": 0.05}`).
+        dotted path (`{"train.lr": 0.05}`). NumPy's numbers are taken for Python's.
         """
-        find_method(method)
-        start = recipe(f"{method}-folder")
-        size = (image_size, image_size) if isinstance(image_size, int) else image_size
+        _check_kind("method", method, str)
+        start = recipe(f"{find_method(method).name}-folder")
+        size = as_size(image_size)
         chosen = settings if isinstance(settings, Settings) else _fitted(start, images, size, device)
-        if isinstance(settings, Mapping):
+        if not isinstance(settings, Settings | None):
+            _check_kind("settings", settings, Mapping)
             for path, value in settings.items():
-                chosen = replace_at(chosen, path.replace("__", "."), value)
+                chosen = replace_at(chosen, str(path).replace("__", "."), plain(value))
         refuse_no_epochs(chosen)
         config = cls(
             method=method,
             settings=chosen,
             image_size=size,
-            memory=_memory(memory, start.memory, find_method(method)),
-            backbone=backbone or ("resnet10" if max(size) <= 24 else "resnet32"),
-            augmentation=augmentation or _default_augmentation(size),
-            seed=seed,
-            validation=validation,
+            memory=_memory(plain(memory), start.memory, find_method(method)),
+            backbone=("resnet10" if max(size) <= 24 else "resnet32") if backbone is None else backbone,
+            augmentation=_default_augmentation(size) if augmentation is None else augmentation,
+            seed=plain(seed),
+            validation=plain(validation),
         )
         return config.with_epochs(epochs)
+
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "backbone": (str,),
+    "augmentation": (Augmentation,),
+    "seed": (int,),
+    "validation": (float, int),
+}
+
+
+def _check_kind(name: str, value: Any, *kinds: type) -> None:
+    if not isinstance(value, kinds) or isinstance(value, bool):
+        wanted = {str: "a name", int: "a whole number", float: "a number", Mapping: "a dictionary by dotted path"}
+        kind = wanted.get(kinds[0], f"of the kind {kinds[0].__name__}")
+        raise EngramError(f"{name} must be {kind}, got {value!r:.60}")
+
+
+def _refuse_too_large(value: Any) -> None:
+    """Refuses numbers that a model's file cannot have."""
+    if isinstance(value, (dict, list)):
+        for item in value.values() if isinstance(value, dict) else value:
+            _refuse_too_large(item)
+    elif isinstance(value, int) and abs(value) >= LARGEST_NUMBER:
+        raise EngramError(f"{value} is larger than any number of a model may be (2^63 - 1)")
+
+
+def plain(value: Any) -> Any:
+    """A number of NumPy's as Python's; all else as it is."""
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def as_size(given: Any) -> tuple[int, int]:
+    """Height and width, of both or of the one side of a square."""
+    sides = [plain(side) for side in (given if isinstance(given, (tuple, list, np.ndarray)) else (given, given))]
+    if len(sides) != 2 or not all(
+        isinstance(side, int) and not isinstance(side, bool) and 8 <= side <= LARGEST_SIDE for side in sides
+    ):
+        raise EngramError(
+            f"image_size must be a side or (height, width) of 8 to {LARGEST_SIDE} whole pixels, got {given!r:.60}"
+        )
+    return sides[0], sides[1]
 
 
 def _default_augmentation(size: tuple[int, int]) -> Augmentation:
@@ -167,8 +216,7 @@ def short(value: Any, method: str, image_size: int | tuple[int, int] | None) -> 
     if isinstance(value, Settings) and type(value) is type(start.settings):
         return differences(start.settings, value) or None
     if isinstance(value, Augmentation) and image_size is not None:
-        size = (image_size, image_size) if isinstance(image_size, int) else image_size
-        return None if value == _default_augmentation(size) else value
+        return None if value == _default_augmentation(as_size(image_size)) else value
     return value
 
 

@@ -111,6 +111,11 @@ def read_model(path: str | Path, reader: Callable[[Snapshot], T]) -> T:
     raise EngramError(f"the model at {path} was replaced {ATTEMPTS} times while it was read; try again")
 
 
+def looks_like_model(path: Path) -> bool:
+    """Whether there is a model at the path, or one that is being learned."""
+    return (path / POINTER).is_file() and any((path / name).is_dir() for name in (GENERATIONS, LEARNING))
+
+
 def read_pointer(folder: Folder) -> Pointer:
     """What `current` says."""
     path = folder.path / POINTER

@@ -61,7 +61,7 @@ class Folder:
                 if not stat.S_ISREG(status.st_mode):
                     raise EngramError(f"{path} is no ordinary file; the model is damaged or was not written by engram")
                 if status.st_size > limit:
-                    raise EngramError(f"{path} has {status.st_size} bytes, more than the {limit} it may have")
+                    raise EngramError(f"{path} has {status.st_size} bytes and may have {limit}; the model is damaged")
                 return file.read(limit + 1)[: status.st_size]
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 import numpy as np
+import torch
+from PIL import Image
 
-from engram.data.decode import choose_size
+from engram.data.decode import choose_size, to_upright_rgb
 from engram.data.decoding import decode_files, decode_stream
 from engram.data.store import Images, as_images
 from engram.errors import EngramError
@@ -21,9 +22,12 @@ def are_paths(given: Any) -> bool:
     """Whether these are paths of image files rather than pixels."""
     if isinstance(given, (str, os.PathLike)):
         raise EngramError(f"X is the one path {str(given)!r}; give a list of paths")
-    if isinstance(given, np.ndarray):
-        return given.ndim == 1 and given.dtype.kind in "UO" and len(given) > 0 and isinstance(given[0], (str, Path))
-    return isinstance(given, (list, tuple)) and len(given) > 0 and isinstance(given[0], (str, os.PathLike))
+    if isinstance(given, (list, tuple)):
+        return len(given) > 0 and isinstance(given[0], (str, os.PathLike))
+    if not isinstance(getattr(given, "shape", None), tuple) or len(given.shape) != 1:
+        return False  # of one dimension: an array of paths, or a column of a table
+    first = next(iter(given), None)
+    return isinstance(first, (str, os.PathLike))
 
 
 def read_images(given: Any, size: tuple[int, int] | None) -> Images:
@@ -33,7 +37,8 @@ def read_images(given: Any, size: tuple[int, int] | None) -> Images:
         images, _, _ = decode_files(paths, choose_size(paths) if size is None else file_side(size))
         return images
     images = _pixels(given)
-    _check_size(images, size)
+    if size is not None:
+        _check_size(images, size)
     return images
 
 
@@ -46,6 +51,7 @@ def read_batches(given: Any, size: tuple[int, int]) -> Iterator[Images]:
                 raise EngramError(f"the image {path} cannot be read ({reason}); mend or remove it")
             yield part.images
         return
+    _refuse_kinds(given)
     if not hasattr(given, "__getitem__"):
         given = _array(given)
     for start in range(0, _length(given), BATCH):
@@ -73,10 +79,7 @@ def file_side(size: tuple[int, int]) -> int:
 
 
 def _length(given: Any) -> int:
-    if hasattr(given, "toarray") or isinstance(given, np.matrix):
-        raise EngramError(
-            f"X is a {type(given).__name__}: sparse input is not supported; images are arrays (N, height, width, 3)"
-        )
+    _refuse_kinds(given)
     try:
         count = len(given)
     except TypeError:
@@ -84,6 +87,21 @@ def _length(given: Any) -> int:
     if not count:
         raise EngramError("X holds 0 sample(s); give at least one image")
     return count
+
+
+def _refuse_kinds(given: Any) -> None:
+    """Refuses what may look like an array, but has no pixels to slice."""
+    is_tensor = isinstance(given, torch.Tensor)
+    if hasattr(given, "toarray") or isinstance(given, np.matrix) or (is_tensor and given.layout != torch.strided):
+        raise EngramError(
+            f"X is a {type(given).__name__}: sparse input is not supported; images are arrays (N, height, width, 3)"
+        )
+    if is_tensor and given.is_meta:
+        raise EngramError("X is a tensor on the device 'meta', which holds no values; give one that does")
+    if isinstance(given, (Mapping, Set)):
+        raise EngramError(
+            f"X is a {type(given).__name__}; images are an array (N, height, width, 3) or a list of paths"
+        )
 
 
 def _pixels(given: Any) -> Images:
@@ -108,19 +126,34 @@ def _pixels(given: Any) -> Images:
 
 
 def _array(given: Any) -> np.ndarray:
-    if type(given).__module__.partition(".")[0] == "torch":
-        given = given.detach().cpu().numpy()
-    elif not hasattr(given, "__array__"):
+    _refuse_kinds(given)
+    if isinstance(given, torch.Tensor):
+        given = given.detach().cpu()
+        return (given.float() if given.dtype == torch.bfloat16 else given).numpy()
+    if not hasattr(given, "__array__"):
         _length(given)
+    if isinstance(given, (list, tuple)):
+        given = [_picture(item) if isinstance(item, Image.Image) else item for item in given]
     try:
         return np.asarray(given)
     except (TypeError, ValueError) as error:
-        raise EngramError(f"X could not be read as one array ({str(error).splitlines()[0]}); give one array") from None
+        shapes = {getattr(item, "shape", None) for item in given} if isinstance(given, list) else set()
+        reason = "the images differ in size" if len(shapes - {None}) > 1 else str(error).splitlines()[0]
+        raise EngramError(f"X could not be read as one array ({reason}); give one array") from None
 
 
-def _check_size(images: Images, size: tuple[int, int] | None) -> None:
-    if size is not None and images.shape[1:3] != size:
+def _picture(image: Image.Image) -> np.ndarray:
+    try:
+        return np.asarray(to_upright_rgb(image))
+    except Exception as error:  # it may be read from its file only now, and each decoder has its own kinds
+        name = getattr(image, "filename", "") or "a picture in X"
+        raise EngramError(f"{name} cannot be read ({' '.join(str(error).split())}); mend or leave it out") from None
+
+
+def _check_size(images: Images, size: tuple[int, int]) -> None:
+    if images.shape[1:3] != size:
+        alone = "; one image alone is x[None]" if images.shape[2:] == (3, 3) and images.shape[:2] == size else ""
         raise EngramError(
-            f"the images are {images.shape[2]}x{images.shape[1]} pixels, and this model learned from "
-            f"{size[1]}x{size[0]}; resize them"
+            f"the images are {images.shape[2]}x{images.shape[1]} pixels, and this model's are {size[1]}x{size[0]}; "
+            f"resize them{alone}"
         )

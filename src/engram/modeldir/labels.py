@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -18,16 +18,21 @@ def plain_labels(values: Any, what: str = "y") -> list[Hashable]:
     """The labels as Python values; NumPy's and torch's numbers and strings become Python's."""
     if not isinstance(values, Iterable) and hasattr(values, "__array__"):
         values = np.asarray(values)
-    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+    if isinstance(values, (str, bytes, Mapping, Set)) or not isinstance(values, Iterable):
         raise EngramError(f"{what} must be a list or an array with one label for each image, got {values!r:.60}")
     shape = getattr(values, "shape", None)
     if shape is not None and len(shape) != 1:
         raise EngramError(f"{what} has the shape {tuple(shape)}, but labels are one for each image: (N,)")
+    dtype = getattr(values, "dtype", None)
+    if isinstance(dtype, np.dtype) and dtype.kind in "mM":
+        raise EngramError(f"{what} holds {dtype.name}, which is no label; make text of it with astype(str)")
     items: Any = getattr(values, "tolist", lambda: list(values))()
     return [_plain(item, what) for item in items]
 
 
 def _plain(item: Any, what: str) -> Hashable:
+    if isinstance(item, (np.datetime64, np.timedelta64)):
+        raise EngramError(f"{what} holds {item!r}, which is no label; make text of it with str")
     if isinstance(item, (np.generic, np.ndarray)) or type(item).__module__ == "torch":
         item = item.tolist()
     if isinstance(item, float) and not math.isfinite(item):
@@ -36,13 +41,15 @@ def _plain(item: Any, what: str) -> Hashable:
         hash(item)
     except TypeError:
         raise EngramError(f"{what} holds {item!r:.60}, a {type(item).__name__}; a label must be hashable") from None
-    return item
+    return tuple(_plain(part, what) for part in item) if type(item) is tuple else item
 
 
 def encode_label(label: Hashable, depth: int = 0) -> Any:
     """The label as JSON has it: text, numbers, true, false and null as they are, a tuple as a list."""
     if label is None or type(label) is bool or (type(label) is str and _is_text(label)):
         return label
+    if type(label) is str:
+        raise EngramError(f"the label {label!r:.60} cannot be saved: it is no text in Unicode; give it another name")
     if type(label) is int and -_LARGEST <= label < _LARGEST:
         return label
     if type(label) is float and abs(label) != float("inf"):

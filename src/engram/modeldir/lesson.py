@@ -123,8 +123,12 @@ class Lesson:
         model.config.memory.check(first + len(self.new))
         train, held = [], []
         for place, label in enumerate(self.new, start=first):
-            learned, out = self._hold_out(label, rows[label])
             exemplars, before = kept.get(label, (self._images[:0], self._images[:0]))
+            learned, out = self._hold_out(label, rows[label], exemplars, before)
+            if not len(learned) and not len(exemplars):
+                raise EngramError(
+                    f"there is nothing new of the class {str(label)!r}: these images are held out already"
+                )
             train.append((place, torch.cat([self._images[learned], exemplars])))
             held.append((place, torch.cat([before, self._images[out]])))
         pool = _labelled(train)
@@ -146,12 +150,29 @@ class Lesson:
         everything = pool if exemplars is None else Samples.concatenate([pool, exemplars])
         self.stage = Stage(index, first, len(self.new), everything, model.sizes)
 
-    def _hold_out(self, label: Hashable, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Which rows of a class to learn and which to measure on; one image is learned."""
+    def _hold_out(
+        self, label: Hashable, rows: np.ndarray, exemplars: Tensor, before: Tensor
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Which rows of a class to learn and which to measure on; one image is learned.
+
+        Copies of an image are on one side, and exemplars and images held out before on neither. Where there are some of
+        these, the others may have been learned before too, and none of them is held out.
+        """
         share = self.model.config.validation
-        count = min(max(1, math.floor(len(rows) * share + 0.5)), VALIDATION_MOST, len(rows) - 1) if share else 0
-        shuffled = rows[stable_permutation(len(rows), f"{self.model.config.seed}/{label!r}/{len(self.before.history)}")]
-        return np.sort(shuffled[count:]), np.sort(shuffled[:count])
+        have = {_digest(image) for image in (*exemplars, *before)}
+        if not share and not have:
+            return rows, rows[:0]
+        copies: dict[bytes, list[int]] = {}
+        for row in rows.tolist():
+            copies.setdefault(_digest(self._images[row]), []).append(row)
+        images = [own for digest, own in copies.items() if digest not in have]
+        count = 0
+        if share and len(images) == len(copies):
+            count = min(max(1, math.floor(len(images) * share + 0.5)), VALIDATION_MOST - len(before), len(images) - 1)
+        order = stable_permutation(len(images), f"{self.model.config.seed}/{label!r}/{len(self.before.history)}")
+        held = order[: max(0, count)]
+        learned = [row for number in order[len(held) :] for row in images[number]]
+        return np.array(sorted(learned), dtype=np.int64), np.array(sorted(images[i][0] for i in held), dtype=np.int64)
 
     def fingerprint(self) -> str:
         """32 hex digits that change when the images, their labels or how they are learned do."""
@@ -251,6 +272,10 @@ class Lesson:
             seconds=entry.seconds,
             path=path,
         )
+
+
+def _digest(image: Tensor) -> bytes:
+    return hashlib.blake2b(image.numpy().tobytes(), digest_size=16).digest()
 
 
 def _labelled(parts: list[tuple[int, Tensor]]) -> Samples:

@@ -50,17 +50,17 @@ class Writer:
         self.path = Path(path)
         self._lock: int | None = None
         self._begun = False  # here, and there is nothing in it yet
+        refuse_others(self.path)
         if create:
             with writing(self.path):
                 self.path.mkdir(parents=True, exist_ok=True)
         if not self.path.is_dir():
             raise EngramError(f"there is no model at {self.path}")
-        self._refuse_others()
         self._acquire()
         try:
             if create and not (self.path / POINTER).exists():
-                self._switch(None)
                 self._begun = True
+                self._switch(None)
             self._clean_up()
         except BaseException:
             self.close()
@@ -78,10 +78,12 @@ class Writer:
         """Lets another process write; a directory that was begun for nothing is taken back."""
         if self._lock is None:
             return
-        if self._begun and not any((self.path / name).exists() for name in (LEARNING, GENERATIONS)):
+        if self._begun and not (self.path / LEARNING).exists():
             with suppress(OSError):
-                (self.path / POINTER).unlink()
-                (self.path / LOCK).unlink()
+                if (self.path / GENERATIONS).exists():
+                    (self.path / GENERATIONS).rmdir()  # which ends this where there is a model
+                for name in (POINTER, f".{POINTER}{TEMPORARY}", LOCK):
+                    (self.path / name).unlink(missing_ok=True)
                 self.path.rmdir()
         os.close(self._lock)
         self._lock = None
@@ -209,18 +211,6 @@ class Writer:
         with suppress(OSError):
             (self.path / f".{POINTER}{TEMPORARY}").unlink()
 
-    def _refuse_others(self) -> None:
-        """Refuses a directory that is somebody else's."""
-        if (self.path / POINTER).exists():
-            return
-        others = [entry.name for entry in self.path.iterdir() if entry.name not in (LOCK, f".{POINTER}{TEMPORARY}")]
-        if GENERATIONS in others:
-            raise EngramError(f"{self.path} has lost its file {POINTER!r}: it is damaged; restore it from a copy")
-        if others:
-            raise EngramError(
-                f"{self.path} is not a model directory and holds {min(others)!r}; choose a new or empty one"
-            )
-
     def _refuse_links(self) -> None:
         for name in (GENERATIONS, LEARNING):
             place = self.path / name
@@ -244,6 +234,21 @@ class Writer:
                     raise
                 os.close(handle)  # it was removed between opening and locking
         self._lock = handle
+
+
+def refuse_others(path: Path) -> None:
+    """Refuses a place that is somebody else's: a file, or a directory that holds something and is no model."""
+    if path.is_symlink() and not path.exists():
+        raise EngramError(f"{path} is a link that leads nowhere; remove it, or choose another place for the model")
+    if path.exists() and not path.is_dir():
+        raise EngramError(f"{path} is a file, and a model is a directory; choose another place")
+    if not path.is_dir() or (path / POINTER).exists():
+        return
+    others = [entry.name for entry in path.iterdir() if entry.name not in (LOCK, f".{POINTER}{TEMPORARY}")]
+    if GENERATIONS in others:
+        raise EngramError(f"{path} has lost its file {POINTER!r}: it is damaged; restore it from a copy")
+    if others:
+        raise EngramError(f"{path} is not a model directory and holds {min(others)!r}; choose a new or empty one")
 
 
 def _is_at(path: Path, handle: int) -> bool:

@@ -97,12 +97,14 @@ def _memory(method: MethodInfo, per_class: int) -> MemoryConfig:
 
 
 def _where_it_has_it(config: RunConfig, phase: str, **changes: Any) -> RunConfig:
-    """The configuration with a phase's training changed, if its method has settings for one of that name.
+    """The configuration with a phase's training changed, if its method has one of that name, with epochs.
 
     The rate and its schedule stay the method's own.
     """
     training = getattr(config.settings, phase, None)
-    return config if training is None else config.with_settings(**{phase: replace(training, **changes)})
+    if training is None or not training.epochs:
+        return config
+    return config.with_settings(**{phase: replace(training, **changes)})
 
 
 def _catalogue() -> dict[str, Callable[[], RunConfig]]:

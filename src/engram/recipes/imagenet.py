@@ -64,7 +64,7 @@ SETTINGS: dict[str, dict[str, Changes]] = {
     ),
     "podnet": PODNET,
     "podnet-dde": PODNET,
-    "ucir": both(UCIR),
+    "ucir": {"imagenet100": UCIR, "imagenet1000": {**UCIR, "finetune.epochs": 20, "finetune.weight_decay": 1e-4}},
     # Its run file for ImageNet-100 has half of UCIR's weight.
     "ucir-dde": {"imagenet100": {**UCIR, "lambda_embedding": 5.0}, "imagenet1000": UCIR},
     "mnemonics": both(UCIR),

@@ -26,6 +26,9 @@ from engram.reproduce.records import Record
 from engram.rundir import processor_name
 from engram.session import Session
 
+# A step alone against a step's share among many, on a GPU that these keep busy (results/benchmark-h200.json).
+ALONE = 2.0
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -107,7 +110,8 @@ def _cost(hardware: str, measured: Sequence[Record], left: Sequence[tuple[Wanted
         trained |= {work.base} if work.base is not None else set()
     share, at_once = _side_by_side(measured)
     methods = dict.fromkeys(wanted.config.method for wanted, _ in left if wanted.config.method not in rates)
-    return Cost(hardware, max(total * share, longest), len(measured), at_once, tuple(methods), uncounted)
+    alone = min(longest, longest * share * ALONE)  # the longest run cannot be shared out
+    return Cost(hardware, max(total * share, alone), len(measured), at_once, tuple(methods), uncounted)
 
 
 def _rate(pairs: Iterable[tuple[float, float]]) -> float:

@@ -88,7 +88,7 @@ def headline(cells: Sequence[Measured]) -> str:
     marks = Counter(cell.mark for cell in published)
     measured = len(published) - marks[NOT_RUN]
     if not published:
-        return "There is no published number to hold ours against."
+        return f"The paper has no number of these; {sum(cell.n > 0 for cell in cells)} of {len(cells)} were measured."
     if not measured:
         return f"None of the {len(published)} published numbers asked for was measured yet."
     parts = [

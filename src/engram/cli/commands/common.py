@@ -24,6 +24,7 @@ from engram.stagecache import StageCache
 
 RUNS = Path("runs")
 STAGES = "stages"
+THREADS_MOST = 1024
 
 
 def check_running(flags: RunningFlags) -> None:
@@ -34,8 +35,7 @@ def check_running(flags: RunningFlags) -> None:
         raise EngramError(f"--stop-after-stage must be 0 (the base) or more, got {flags.stop_after_stage}")
     if flags.checkpoint_minutes < 0:
         raise EngramError(f"--checkpoint-minutes must be 0 or more, got {flags.checkpoint_minutes:g}")
-    if flags.threads is not None and flags.threads < 1:
-        raise EngramError(f"--threads must be at least 1, got {flags.threads}")
+    check_threads(flags.threads)
 
 
 def check_last_stage(flags: RunningFlags, *stages: int) -> None:
@@ -47,6 +47,12 @@ def check_last_stage(flags: RunningFlags, *stages: int) -> None:
             f"--stop-after-stage {asked} is beyond the last stage: {whose} {most} stages, 0 (the base) to {most - 1}; "
             "give one of these, or leave it out"
         )
+
+
+def check_threads(threads: int | None) -> None:
+    """Refuses less than one, and more than a system gives a program: OpenMP ends it without a word then."""
+    if threads is not None and not 1 <= threads <= THREADS_MOST:
+        raise EngramError(f"--threads must be at least 1 and at most {THREADS_MOST}, got {threads}")
 
 
 def use_threads(threads: int | None) -> None:

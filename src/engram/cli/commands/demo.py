@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from engram.cli.commands.common import print_line, refuse_used, use_threads
+from engram.cli.commands.common import check_threads, print_line, refuse_used, use_threads
 from engram.cli.commands.places import REPORT, new_directory
 from engram.cli.display import follow, make_display
 from engram.cli.interrupt import Interrupt
@@ -44,8 +44,7 @@ def demo_command(options: Demo, typed: Sequence[str]) -> int:
     """The exit status of `engram demo`."""
     if options.seed < 0:
         raise EngramError(f"the seed must be 0 or more, got {options.seed}")
-    if options.threads is not None and options.threads < 1:
-        raise EngramError(f"--threads must be at least 1, got {options.threads}")
+    check_threads(options.threads)
     use_threads(options.threads)
     place = new_directory("demo", options.quiet) if options.out is None else Path(options.out).expanduser()
     refuse_used(place)

@@ -15,7 +15,16 @@ from rich.table import Table
 
 from engram.cli import UNREADABLE
 from engram.cli.commands.common import print_line
-from engram.cli.commands.models import bar, exclude, prepare_place, printable, tell_unreadable
+from engram.cli.commands.models import (
+    bar,
+    exclude,
+    labels_by_name,
+    prepare_place,
+    printable,
+    refuse_models,
+    tell_passed_over,
+    tell_unreadable,
+)
 from engram.cli.model_options import Evaluate
 from engram.cli.text import make_console, make_table, percent, shorten
 from engram.data.folder import list_classes
@@ -36,8 +45,10 @@ def evaluate_command(options: Evaluate, typed: Sequence[str]) -> int:
     if report is not None and report.suffix.lower() not in (".html", ".htm"):
         raise EngramError(f"the report must be a file that ends in .html, got {report}")
     prepare_place(options.place)
+    refuse_models("evaluate", options.images)
     paths, labels = list_classes(options.images)
     model, _ = open_model(Path(options.model).expanduser(), options.place.device, images=False)
+    tell_passed_over(options.images)
     paths, places, unknown = known_images(model, paths, labels, options.images)
     console = make_console()
     done = _evaluate(model, paths, places, options)
@@ -60,7 +71,7 @@ def known_images(
     model: Model, paths: Sequence[str], labels: Sequence[str], folder: str
 ) -> tuple[list[str], list[int], dict[str, int]]:
     """The images of classes that the model knows, the places of these, and how many images each other class has."""
-    place_of = {str(label): place for place, label in enumerate(model.labels)}
+    place_of = {name: model.position(label) for name, label in labels_by_name(model.labels).items()}
     unknown = dict(sorted(Counter(label for label in labels if label not in place_of).items()))
     pairs = [(path, place_of[label]) for path, label in zip(paths, labels, strict=True) if label in place_of]
     if not pairs:

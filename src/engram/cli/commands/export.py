@@ -21,7 +21,9 @@ def export_command(options: Export, typed: Sequence[str]) -> int:
     out = Path(options.out).expanduser()
     if out.suffix.lower() != ".onnx":
         raise EngramError(f"the file must end in .onnx, got {out}")
-    if out.is_dir() or (out.exists() and not options.overwrite):
+    if out.is_dir():
+        raise EngramError(f"{out} is a folder; choose another name")
+    if out.exists() and not options.overwrite:
         raise EngramError(f"{out} exists; choose another name, or replace it with --overwrite")
     require_onnx()
     model, _ = open_model(Path(options.model).expanduser(), "cpu", "float32")

@@ -79,13 +79,21 @@ def history_table(manifest: dict[str, Any]) -> Table:
     numbers = ["images", "epochs", "time", "old %\nbefore", "old %\nnow", "new %"]
     table = make_table(["", "date", "what", *numbers], right=["", *numbers], title=f"held-out accuracy by {by}")
     table.padding = (0, 1, 0, 0)  # so that it fits into 100 columns
-    for number, entry in enumerate(manifest["history"]):
-        what = "removed 1 class" if entry["what"] == "removed" else _learned(manifest, number)
+    history = manifest["history"]
+    removed = 0  # in a row, up to the one before
+    for number, entry in enumerate(history):
+        if entry["what"] == "removed" and number + 1 < len(history) and history[number + 1]["what"] == "removed":
+            removed += 1
+            continue
+        numbered = str(number + 1) if not removed else f"{number + 1 - removed}-{number + 1}"
+        is_removal = entry["what"] == "removed"
+        what = f"removed {count_classes(removed + 1)}" if is_removal else _learned(manifest, number)
+        removed = 0
         counts = ["", "", ""]
-        if entry["what"] == "learned":
+        if not is_removal:
             counts = [f"{entry['images']:,}", str(entry["epochs"]), duration(entry["seconds"])]
         shares = [percent(entry[when].get(by)) for when in ("before", "after", "new")]
-        table.add_row(str(number + 1), printable(entry["date"])[:10], what, *counts, *shares)
+        table.add_row(numbered, printable(entry["date"])[:10], what, *counts, *shares)
     return table
 
 

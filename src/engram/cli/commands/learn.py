@@ -6,8 +6,9 @@ import re
 import shlex
 import sys
 import time
+import unicodedata
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -16,7 +17,16 @@ from typing import Any
 from rich.console import Console
 
 from engram.cli.commands.common import print_line
-from engram.cli.commands.models import exclude, naming_flags, prepare_place, printable, read_files
+from engram.cli.commands.models import (
+    exclude,
+    labels_by_name,
+    naming_flags,
+    prepare_place,
+    printable,
+    read_files,
+    refuse_models,
+    tell_passed_over,
+)
 from engram.cli.display import follow, make_display
 from engram.cli.interrupt import Interrupt
 from engram.cli.lessons import by_class_table, learned_line, lesson_table
@@ -29,9 +39,10 @@ from engram.data.memory import MemoryConfig
 from engram.errors import EngramError
 from engram.events import EpochsChosen, Event, ImagesRead, Learned, Stopped, Warned
 from engram.modeldir import RESUMED, ModelConfig, NoModelYet, has_learning, learn_into, read_manifest
-from engram.modeldir.config import fitting_epochs
+from engram.modeldir.config import LARGEST_SIDE, fitting_epochs
 from engram.modeldir.directory import POINTER
 from engram.modeldir.inputs import file_side
+from engram.modeldir.writer import refuse_others
 
 HOLD_OUT = 0.2
 FEW = 5  # images of a class; of fewer it is warned
@@ -46,8 +57,11 @@ def learn_command(options: Learn, typed: Sequence[str]) -> int:
     console = make_console()
     silent = options.quiet or options.json
     place = Path(options.model).expanduser()
+    refuse_models("learn", options.images)
+    _refuse_among_images(place, Path(options.images).expanduser())
+    refuse_others(place)  # before the images are read, and again when it is written
     manifest = known_model(place)
-    paths, labels = _listed(options, is_new=manifest is None)
+    paths, labels = _listed(options, manifest)
     if manifest is not None:
         _refuse_changes(options.new, ModelConfig.from_plain(manifest["config"]), place)
         paths, labels = _leave_out_known(options, manifest, paths, labels)
@@ -64,7 +78,7 @@ def learn_command(options: Learn, typed: Sequence[str]) -> int:
     if not silent:
         _tell_beginning(console, place, config, labels, read)
     if not options.json:
-        _tell_doubts(labels, is_new=manifest is None)
+        _tell_doubts(labels, [] if manifest is None else [known["label"] for known in manifest["classes"]])
     interrupt = Interrupt()
     events = learn_into(
         place,
@@ -80,7 +94,8 @@ def learn_command(options: Learn, typed: Sequence[str]) -> int:
         device=options.place.device,
     )
     lesson = 1 + (0 if manifest is None else len(manifest["history"]))
-    return _carry_out(chain([read], events), lesson, console, interrupt, options, shlex.join(["engram", *typed]))
+    again = shlex.join(["engram", *(word for word in typed if word != "--restart")])  # which would drop it once more
+    return _carry_out(chain([read], events), lesson, console, interrupt, options, again)
 
 
 def _check(options: Learn) -> None:
@@ -97,15 +112,29 @@ def _check(options: Learn) -> None:
         raise EngramError(f"--hold-out must be a share of 0 or more and below 1, got {options.new.hold_out:g}")
 
 
-def _listed(options: Learn, is_new: bool) -> tuple[list[str], list[str]]:
-    """The image files and the class of each; with --skip-bad, empty class folders are passed over by name."""
+def _refuse_among_images(place: Path, images: Path) -> None:
+    """Refuses a new model in the folder of images: the next lesson would take its pictures for a class."""
+    real, root = place.resolve(), images.resolve()
+    if real == root or not real.is_relative_to(root):
+        return
+    if not any(part.startswith(".") for part in real.relative_to(root).parts):  # such are passed over
+        raise EngramError(f"the model {place} would lie in the folder of images {images}; choose a place outside of it")
+
+
+def _listed(options: Learn, manifest: dict[str, Any] | None) -> tuple[list[str], list[Hashable]]:
+    """The image files and the class of each, as the model has it: folders' names are text, but its labels may not be.
+
+    With --skip-bad, empty class folders are passed over by name.
+    """
     empty: list[str] | None = [] if options.lesson.skip_bad else None
     paths, labels = list_classes(options.images, empty)
-    refuse_nested(options.images, is_new)
+    refuse_nested(options.images, is_new=manifest is None)
+    tell_passed_over(options.images)
     if empty:
         names = shorten([printable(name) for name in empty], 60)
         print(f"engram: left out class folders that have no image: {names}", file=sys.stderr)
-    return paths, labels
+    known = labels_by_name([] if manifest is None else [known["label"] for known in manifest["classes"]])
+    return paths, [known.get(label, label) for label in labels]
 
 
 def known_model(place: Path) -> dict[str, Any] | None:
@@ -141,11 +170,11 @@ def _refuse_changes(flags: NewModelFlags, config: ModelConfig, place: Path) -> N
 
 
 def _leave_out_known(
-    options: Learn, manifest: dict[str, Any], paths: list[str], labels: list[str]
-) -> tuple[list[str], list[str]]:
+    options: Learn, manifest: dict[str, Any], paths: list[str], labels: list[Hashable]
+) -> tuple[list[str], list[Hashable]]:
     """The images to learn from: those of classes the model knows are left out, unless more of them was asked for."""
     known = {known["label"] for known in manifest["classes"]}
-    left = sorted({label for label in labels if label in known})
+    left = sorted({label for label in labels if label in known}, key=str)
     if options.lesson.more_of_known or not left:
         return paths, labels
     names = shorten([printable(label) for label in left], 60)
@@ -162,17 +191,17 @@ def _leave_out_known(
 
 def _side(flags: NewModelFlags, manifest: dict[str, Any] | None, paths: Sequence[str]) -> int:
     if manifest is None:
-        if flags.image_size is not None and flags.image_size < 8:
-            raise EngramError(f"--image-size must be at least 8 pixels, got {flags.image_size}")
+        if flags.image_size is not None and not 8 <= flags.image_size <= LARGEST_SIDE:
+            raise EngramError(f"--image-size must be 8 to {LARGEST_SIDE} pixels, got {flags.image_size}")
         return flags.image_size or choose_size(paths)
     height, width = manifest["config"]["image_size"]
     return file_side((height, width))
 
 
-def _kept_labels(labels: Sequence[str], kept: Sequence[int]) -> list[str]:
+def _kept_labels(labels: Sequence[Hashable], kept: Sequence[int]) -> list[Hashable]:
     """The labels of the images that could be read; refuses a class of which there is none."""
     found = [labels[position] for position in kept]
-    lost = sorted(set(labels) - set(found))
+    lost = sorted(set(labels) - set(found), key=str)
     if lost:
         raise EngramError(f"no image of the class {printable(lost[0])!r} could be read; mend its images or remove it")
     return found
@@ -204,7 +233,7 @@ def choose_config(options: Learn, size: int, images: int) -> ModelConfig:
 
 
 def _tell_beginning(
-    console: Console, place: Path, config: ModelConfig | None, labels: Sequence[str], read: ImagesRead
+    console: Console, place: Path, config: ModelConfig | None, labels: Sequence[Hashable], read: ImagesRead
 ) -> None:
     names = list(dict.fromkeys(printable(label) for label in labels))
     many = f"{read.images} image{'' if read.images == 1 else 's'} of {count_classes(len(names))}"
@@ -218,16 +247,28 @@ def _tell_beginning(
         )
 
 
-def _tell_doubts(labels: Sequence[str], is_new: bool) -> None:
+def _tell_doubts(labels: Sequence[Hashable], known: Sequence[Any]) -> None:
     """Says on stderr what the lesson lacks: a second class to tell the only one from, or images of some classes."""
     counts = Counter(labels)
-    if is_new and len(counts) == 1:
+    for names in alike(dict.fromkeys([*known, *counts])):
+        if not counts.keys().isdisjoint(names):
+            shown = " and ".join(ascii(name) for name in names)
+            print(f"engram: {shown} are different classes; if they should be one, rename the folder", file=sys.stderr)
+    if not known and len(counts) == 1:
         print("engram: one class alone teaches nothing to tell apart yet; learn a second one too", file=sys.stderr)
     few = [f"{printable(label)} ({count})" for label, count in counts.items() if count < FEW]
     if few:
         more = f" and {len(few) - NAMED} more" if len(few) > NAMED else ""
         names = ", ".join(few[:NAMED]) + more
         print(f"engram: fewer than {FEW} images of a class teach little: {names}", file=sys.stderr)
+
+
+def alike(labels: Iterable[Hashable]) -> list[list[str]]:
+    """Those of the names that differ by case, spaces around them or the encoding of their accents alone, together."""
+    groups: dict[str, list[str]] = {}
+    for name in (label for label in labels if isinstance(label, str)):
+        groups.setdefault(unicodedata.normalize("NFKC", name).casefold().strip(), []).append(name)
+    return [group for group in groups.values() if len(group) > 1]
 
 
 def _carry_out(
@@ -240,7 +281,8 @@ def _carry_out(
             last = follow(told, display)
     except KeyboardInterrupt:
         saved = has_learning(Path(options.model).expanduser())
-        rest = "the same command goes on from the last checkpoint" if saved else "nothing was saved yet"
+        how = "the same command without --restart" if options.lesson.restart else "the same command"
+        rest = f"{how} goes on from the last checkpoint" if saved else "nothing was saved yet"
         raise KeyboardInterrupt(f"quit at once, and the model is what it was; {rest}") from None
     if isinstance(last, Learned):
         if not options.json:
@@ -248,7 +290,8 @@ def _carry_out(
         return 0
     assert isinstance(last, Stopped), f"a lesson ends learned or stopped, not with {last.name}"
     if not options.json:
-        print_line(console, "saved; the model is what it was. To go on, the same command again:")
+        how = "the same command without --restart" if options.lesson.restart else "the same command again"
+        print_line(console, f"saved; the model is what it was. To go on, {how}:")
         console.print(bold(command), soft_wrap=True)
     return interrupt.status
 

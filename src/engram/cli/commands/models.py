@@ -5,25 +5,28 @@ from __future__ import annotations
 import sys
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from engram.cli.commands.common import use_threads
+from engram.cli.commands.common import check_threads, use_threads
 from engram.cli.model_options import PlaceFlags
-from engram.cli.text import is_live
+from engram.cli.text import is_live, shorten
+from engram.data.decode import EXTENSIONS
 from engram.data.decoding import decode_files
+from engram.data.folder import passed_over
 from engram.data.store import Images
 from engram.errors import EngramError, suggest
+from engram.modeldir.directory import looks_like_model
 
 SHOWN = 20  # of the files that cannot be read, by name
 
 
 def prepare_place(flags: PlaceFlags) -> None:
-    """Takes over how many threads to use; refuses less than one."""
-    if flags.threads is not None and flags.threads < 1:
-        raise EngramError(f"--threads must be at least 1, got {flags.threads}")
+    """Takes over how many threads to use; refuses a number that cannot be."""
+    check_threads(flags.threads)
     use_threads(flags.threads)
 
 
@@ -31,6 +34,27 @@ def exclude(quiet: bool, as_json: bool) -> None:
     """Refuses --quiet and --json together."""
     if quiet and as_json:
         raise EngramError("--quiet and --json exclude each other; give one of them")
+
+
+def refuse_models(command: str, images: str) -> None:
+    """Refuses a model given for the folder of images, or lying in it, where its pictures would be taken for a class."""
+    root = Path(images).expanduser()
+    if looks_like_model(root):
+        raise EngramError(f"{root} is a model, not a folder of images; the order is: engram {command} MODEL IMAGES")
+    for entry in sorted(root.iterdir()) if root.is_dir() else ():
+        if looks_like_model(entry) and not entry.name.startswith("."):
+            raise EngramError(f"{entry} is a model, not a class folder; move it out of the folder of images")
+
+
+def tell_passed_over(images: str) -> None:
+    """Says on stderr which files in the folder of images are not read: somebody may think that they are."""
+    others, loose = passed_over(images)
+    if others:
+        names = shorten([printable(name) for name in others], 60)
+        print(f"engram: left out what is no {', '.join(EXTENSIONS)} file: {names}", file=sys.stderr)
+    if loose:
+        names = shorten([printable(name) for name in loose], 60)
+        print(f"engram: left out images that lie beside the class folders: {names}", file=sys.stderr)
 
 
 def printable(value: Any) -> str:
@@ -53,6 +77,11 @@ def naming_flags(*flags: str) -> Iterator[None]:
         if message == str(error):
             raise
         raise EngramError(message) from None
+
+
+def labels_by_name(labels: Iterable[Hashable]) -> dict[str, Hashable]:
+    """The labels by what a folder of their images is called; of two that are written alike, 7 and "7", the text."""
+    return {str(label): label for label in sorted(labels, key=lambda label: isinstance(label, str))}
 
 
 def find_label(labels: Sequence[Hashable], typed: str) -> Hashable:

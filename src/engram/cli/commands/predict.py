@@ -74,7 +74,7 @@ def expand(given: Iterable[str], lines: Iterable[str] | None = None) -> Iterator
     """The image files that files, folders, patterns and, for -, the lines of standard input name, one at a time."""
     for text in given:
         if text == STANDARD_INPUT:
-            for line in sys.stdin if lines is None else lines:
+            for line in (sys.stdin or ()) if lines is None else lines:  # none where it is closed
                 path = line.rstrip("\r\n")
                 if path:
                     yield from walk_images(path) if os.path.isdir(path) else (path,)

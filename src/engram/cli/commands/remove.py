@@ -47,7 +47,7 @@ def remove_command(options: Remove, typed: Sequence[str]) -> int:
 
 def _confirmed(asked: Sequence[Hashable], place: Path) -> bool:
     """Whether a person says so; where there is none, on a pipe, the command is enough."""
-    if not sys.stdin.isatty():
+    if sys.stdin is None or not sys.stdin.isatty():  # none where it is closed
         return True
     names = shorten([printable(label) for label in asked], 60)
     print(f"remove {names} from {place} for good? [y/N] ", end="", file=sys.stderr, flush=True)
