@@ -22,6 +22,7 @@ from engram.methods.batches import Beside, CutMix
 from engram.methods.linear import EVERYTHING
 from engram.random import generator
 from engram.session import PhasePlan, Session
+from engram.stagework import STEP_COST
 from helpers import (
     NO_AUGMENTATION,
     assert_resumes_to,
@@ -118,9 +119,9 @@ def test_the_loop_takes_both_streams_and_ends_the_epoch_with_the_first() -> None
     assert [size for size, *_ in seen] == [7, 7, 5] * 3
     assert all(len(set(sizes)) == 1 for sizes in seen)
     plan = PhasePlan.of(phase)
-    assert (plan.steps, plan.batch_size, plan.work) == (3, 7, 3 * (10 + 9))
+    assert (plan.steps, plan.batch_size, plan.work) == (3, 7, 3 * (10 + 9 + 3 * STEP_COST))
     without = PhasePlan.of(replace(phase, beside=None))
-    assert (without.steps, without.batch_size, without.work) == (3, 4, 30)
+    assert (without.steps, without.batch_size, without.work) == (3, 4, 3 * (10 + 3 * STEP_COST))
 
 
 # Mixed images
