@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import sys
 import tarfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -445,7 +447,8 @@ def test_what_fails_unexpectedly_is_said_in_one_line(
 
 def test_run_prints_stages_and_summary_and_says_what_is_next(engram: Engram, photos: Path, tmp_path: Path) -> None:
     outcome = engram("run", "afc-folder", "--data", photos, *SMALL, "--seed", "2", "--order", "seed:3")
-    place = Path("runs/afc-folder-changed-orderseed-3-seed2")
+    (place,) = Path("runs").iterdir()
+    assert re.fullmatch(r"afc-folder-train.epochs-1-.*-[0-9a-f]{8}-orderseed-3-seed2", place.name)
     assert (outcome.status, outcome.err) == (0, "")
     assert "\x1b" not in outcome.out
     assert "base: 3 classes, cnn " in outcome.out
@@ -508,18 +511,28 @@ def test_flags_reach_the_configuration(engram: Engram, photos: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "flags", "named", "place"),
     [
-        ("afc-mini-b10-s5", "--base 3 --increment 1", " (base=3, increment=1)", "afc-mini-b10-s5-changed-order1-seed1"),
+        (
+            "afc-mini-b10-s5",
+            "--base 3 --increment 1",
+            " (base=3, increment=1)",
+            "afc-mini-b10-s5-base-3-increment-1-order1-seed1",
+        ),
         ("afc-mini-b10-s5", "--increment 2 --memory per_class=5", "", "afc-mini-b10-s5-order1-seed1"),
-        ("afc-mini-b10-s5", "--memory per_class=10", " (memory=per_class=10)", "afc-mini-b10-s5-changed-order1-seed1"),
+        (
+            "afc-mini-b10-s5",
+            "--memory per_class=10",
+            " (memory=per_class=10)",
+            "afc-mini-b10-s5-memory-per_class-10-order1-seed1",
+        ),
         ("afc-mini-b10-s5", "--order 2 --seed 4 --device cpu --precision float32", "", "afc-mini-b10-s5-order2-seed4"),
         (
             "afc-mini-b10-s5",
             "--set augmentation.flip=False --set settings.train.clip=none",
             " (train.clip=none, flip=false)",
-            "afc-mini-b10-s5-changed-order1-seed1",
+            "afc-mini-b10-s5-train.clip-none-flip-false-order1-seed1",
         ),
         ("afc-folder", "--data photos", "", "afc-folder-order1-seed1"),
-        ("afc-mini-b10-s5", "--data photos", " (data.name=folder)", "afc-mini-b10-s5-changed-order1-seed1"),
+        ("afc-mini-b10-s5", "--data photos", " (data.name=folder)", "afc-mini-b10-s5-data.name-folder-order1-seed1"),
     ],
     ids=lambda value: value or "as it is",
 )
@@ -531,6 +544,22 @@ def test_a_changed_recipe_says_what_was_changed(
     config = configure(options, name)
     assert config.recipe == name + named
     assert directory_name(config) == place
+
+
+def test_runs_of_a_sweep_have_names_of_their_own() -> None:
+    """Negative numbers too, and changes that are too many for a name."""
+    flags = {f"--set settings.lambda_disc={value}" for value in ("0.5", "5", "50")}
+    flags |= {f"--set settings.train.lr={value}" for value in ("0.1", "0.01")}
+    many = "--epochs 3 --finetune-epochs 2 --batch-size 16 --base 4 --increment 2 --lr"
+    flags |= {f"{many} {value}" for value in ("0.2", "0.3")}
+    places = {
+        directory_name(configure(parse(["run", "afc-mini-b10-s5", *text.split()])[1], "afc-mini-b10-s5"))
+        for text in flags
+    }
+    assert len(places) == len(flags)
+    assert all(len(place) < 120 and re.fullmatch(r"[\w.-]+", place) for place in places)
+    signs = [replace(recipe("afc-mini-b10-s5"), recipe=f"afc-mini-b10-s5 (x={value})") for value in (1, -1)]
+    assert directory_name(signs[0]) != directory_name(signs[1])
 
 
 def test_dry_run_shows_card_and_plan_and_writes_nothing(engram: Engram, tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from engram.cli.arguments import parse
-from engram.cli.overrides import configure_all
+from engram.cli.overrides import configure, configure_all
+from engram.config import directory_name
 from helpers import Engram, Outcome, timeless
 from test_cli import assert_refused, contents, one_thread, photos, start
 
@@ -42,8 +43,13 @@ def several(photos: Path, *more: str | Path) -> list[str | Path]:
     return ["run", "afc-folder", "replay-folder", "--data", photos, *SMALL, "--seeds", "1,2", *more]
 
 
+def name_of(recipe: str, seed: int) -> str:
+    options = parse(["run", recipe, "--data", ".", *SMALL, "--seed", str(seed)])[1]
+    return directory_name(configure(options, recipe))
+
+
 def names(*seeds: int) -> list[str]:
-    return [f"{method}-folder-changed-order1-seed{seed}" for method in ("afc", "replay") for seed in seeds]
+    return [name_of(f"{method}-folder", seed) for method in ("afc", "replay") for seed in seeds]
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +59,7 @@ def alone(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     parent = tmp_path_factory.mktemp("alone")
     for name in names(1, 2):
-        recipe, seed = name.partition("-changed")[0], name[-1]
+        recipe, seed = f"{name.partition('-')[0]}-folder", name[-1]
         place = ["--out", str(parent / name), "--quiet", "--no-cache"]
         assert main(["run", recipe, "--data", str(photos), *SMALL, "--seed", seed, *place]) == 0
     return parent
@@ -118,7 +124,8 @@ def test_every_combination_is_a_run() -> None:
 
 def test_one_combination_is_one_run_as_ever(engram: Engram, photos: Path, tmp_path: Path) -> None:
     run = ("run", "replay-folder", "--data", photos, *SMALL, "--orders", "1", "--seeds", "3", "--stop-after-stage", "0")
-    for name in ("replay-folder-changed-order1-seed3", "replay-folder-changed-order1-seed3-2"):
+    first = name_of("replay-folder", 3)
+    for name in (first, f"{first}-2"):
         outcome = engram(*run)
         assert outcome.status == 0
         assert f"engram resume runs/{name}" in outcome.out
@@ -214,10 +221,16 @@ def test_another_run_in_the_way_stops_all_before_they_begin(
 ) -> None:
     parent = tmp_path / "runs"
     parent.mkdir()
-    shutil.copytree(done / names(1)[0], parent / names(1)[0])
+    afc, replay = names(1)
+    shutil.copytree(done / replay, parent / afc)
     before = contents(parent)
-    outcome = engram(*several(photos, "--lr", "0.01"))
-    assert_refused(outcome, names(1)[0], "settings.train.lr is", "there and 0.01 here", "--out")
+    assert_refused(
+        engram(*several(photos)),
+        afc,
+        "holds a run with other settings",
+        "exemplars_only is None there and False here",
+        "--out",
+    )
     assert contents(parent) == before
     assert_refused(engram(*several(photos, "--out", parent / names(1)[0])), "is a run itself")
 
@@ -257,7 +270,9 @@ def test_ctrl_c_saves_every_run_and_the_same_command_goes_on(photos: Path, tmp_p
     again = engram(*command)
     assert (again.status, again.err) == (0, "")
     assert engram(*command, "--out", "whole", "--no-cache", "--quiet").status == 0
-    for name in names(1, 2):
+    runs = sorted(place.name for place in (tmp_path / "whole").iterdir())
+    assert len(runs) == 4
+    for name in runs:
         assert timeless(tmp_path / "cut" / name) == timeless(tmp_path / "whole" / name)
 
 

@@ -343,8 +343,8 @@ def test_an_importance_is_needed_where_it_is_drawn() -> None:
 def test_names_of_runs_tell_their_changes() -> None:
     original = recipe("afc-mini-b10-s5")
     config = named_after_changes(original, apply_changes(original, ["memory=total=40", "settings.train.epochs=2"]))
-    assert run_name(config, original.recipe) == "afc-mini-b10-s5-train.epochs-2-memory-total-40-order1-seed1"
-    assert run_name(original, original.recipe) == "afc-mini-b10-s5-order1-seed1", "as engram run calls it"
+    assert run_name(config) == "afc-mini-b10-s5-train.epochs-2-memory-total-40-order1-seed1"
+    assert run_name(original) == "afc-mini-b10-s5-order1-seed1", "as engram run calls it"
     with pytest.raises(EngramError, match="KEY=VALUE"):
         apply_changes(original, ["epochs"])
 

@@ -22,6 +22,7 @@ from engram.plain import dotted, from_plain, replace_at, to_plain
 
 Device = Literal["auto", "cpu", "cuda"]
 Precision = Literal["auto", "float32", "tf32", "bf16"]
+LONGEST_CHANGES = 60  # characters of a directory's name
 
 
 @dataclass(frozen=True)
@@ -203,7 +204,16 @@ def config_hash(plain: dict[str, Any]) -> str:
 
 
 def directory_name(config: RunConfig) -> str:
-    """The name of the run's directory where none was given: recipe (and whether it was changed), order and seed."""
+    """The name of the run's directory where none was given: recipe and what was changed of it, order and seed."""
     name, _, changed = config.recipe.partition(" (")
     order = "given" if "," in config.order else re.sub(r"[^\w.]+", "-", config.order)
-    return f"{name}{'-changed' if changed else ''}-order{order}-seed{config.seed}"
+    return f"{name}{_spelled(changed.removesuffix(')'))}-order{order}-seed{config.seed}"
+
+
+def _spelled(changed: str) -> str:
+    """Changes of a recipe as part of a file's name; of many the first, and a digest of all."""
+    slug = re.sub(r"[^\w.-]+", "-", changed).rstrip("-.")
+    if len(slug) > LONGEST_CHANGES:
+        digest = hashlib.blake2b(changed.encode(), digest_size=4).hexdigest()
+        slug = f"{slug[: LONGEST_CHANGES - 9].rstrip('-.')}-{digest}"
+    return f"-{slug}" if slug else ""

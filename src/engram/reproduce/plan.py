@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -165,9 +164,7 @@ class _Planner:
         original = recipe(spec.recipe)
         config = named_after_changes(original, self._here(apply_changes(original, spec.set)))
         seeds, orders = self.asked.seeds, self.asked.orders or experiment.orders
-        wanted = tuple(
-            self._wanted(replace(config, order=order, seed=seed), original.recipe) for order in orders for seed in seeds
-        )
+        wanted = tuple(self._wanted(replace(config, order=order, seed=seed)) for order in orders for seed in seeds)
         found = tuple(self.found(run, importance=experiment.kind == "importance") for run in wanted)
         pairs = zip(wanted, found, strict=True)
         bare = sum(record is None and self.found(run, importance=False) is not None for run, record in pairs)
@@ -184,23 +181,18 @@ class _Planner:
             config = config.with_value("precision", self.asked.precision)
         return config
 
-    def _wanted(self, config: RunConfig, recipe_name: str) -> Wanted:
+    def _wanted(self, config: RunConfig) -> Wanted:
         key = protocol_key(config)
-        name = run_name(config, recipe_name)
+        name = run_name(config)
         other = self.runs.setdefault(name, Wanted(name, config, key))
         if other.key != key:
             raise EngramError(f"two runs would both be called {name}; give the changes of their recipes other names")
         return other
 
 
-def run_name(config: RunConfig, recipe_name: str) -> str:
-    """The run's directory: as `engram run` calls it, with what was changed of the recipe in place of "changed"."""
-    if config.recipe == recipe_name:
-        name = directory_name(config)
-    else:
-        changed = config.recipe.removeprefix(recipe_name)
-        slug = re.sub(r"[^\w.]+", "-", changed).strip("-")
-        name = directory_name(replace(config, recipe=f"{recipe_name}-{slug}"))
+def run_name(config: RunConfig) -> str:
+    """The run's directory: as `engram run` calls it, and the precision where it is not the device's own."""
+    name = directory_name(config)
     return name if config.precision == "auto" else f"{name}-{config.precision}"
 
 
