@@ -122,18 +122,31 @@ def test_what_cannot_be_recorded_is_taken_step_by_step_and_says_why(monkeypatch:
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_a_loss_with_too_many_terms_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda term: {f"term {i}": term for i in range(TERMS + 1)}, f"{TERMS} terms at most, .* has {TERMS + 1}"),
+        (lambda term: {}, "the loss of the main phase gave {}; it should give its terms by name"),
+        (lambda term: term, "the loss of the main phase gave tensor.*by name"),
+        (lambda term: None, "the loss of the main phase gave None"),
+        (lambda term: {"each": term.expand(3)}, r"the term 'each' of the main phase is a tensor of the shape \(3,\)"),
+        (lambda term: {"each": 1.5}, "the term 'each' of the main phase is 1.5; it should be a tensor"),
+        (lambda term: {"each": term.detach()}, "no term of the main phase depends on what it trains"),
+    ],
+    ids=["many", "none", "no name", "nothing", "a batch", "a number", "a constant"],
+)
+def test_a_loss_that_cannot_be_minimised_is_refused(change: Callable[[Tensor], Any], words: str) -> None:
     session = Session(make_config(), make_store())
     stage = session.stage(0)
     session.method.grow(session.learner, stage, session.engine)
     (phase,) = session.method.phases(session.learner, stage, session.engine)
 
-    def many(step: Step) -> dict[str, Tensor]:
+    def changed(step: Step) -> Any:
         (term,) = phase.loss(step).values()
-        return {f"term {i}": term for i in range(TERMS + 1)}
+        return change(term)
 
-    with pytest.raises(EngramError, match=f"{TERMS} terms at most, and this one has {TERMS + 1}"):
-        next(iter(session.engine.start(session.learner, stage, replace(phase, loss=many), 0)))
+    with pytest.raises(EngramError, match=words):
+        next(iter(session.engine.start(session.learner, stage, replace(phase, loss=changed), 0)))
 
 
 def test_epochs_are_reported_once_each_with_their_own_terms_and_rate() -> None:

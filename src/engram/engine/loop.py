@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -20,6 +20,7 @@ from engram.engine.tether import PENALTY, Pull
 from engram.errors import EngramError
 from engram.learner import Learner
 from engram.methods import Phase, Step
+from engram.methods._base import Terms
 from engram.methods.batches import Mixed
 from engram.models.network import Part
 
@@ -245,10 +246,7 @@ class PhaseLoop:
         learner, phase, forward, counter = self._learner, self.phase, self._forward, self._counter
         seen = self._see(size)
         terms = phase.loss(seen)
-        room = TERMS if self._pull is None else TERMS - 1
-        if len(terms) > room:
-            raise EngramError(f"a loss may have {room} terms at most, and this one has {len(terms)}")
-        values = torch.stack([term.float() for term in terms.values()])
+        values = _values(terms, TERMS if self._pull is None else TERMS - 1, phase.name)
         forward.optimiser.zero_grad()
         values.sum().backward()
         names, values = list(terms), values.detach()
@@ -287,3 +285,25 @@ class PhaseLoop:
         mixed = None if cut is None else Mixed(labels[cut.partner], cut.share)
         where = (self._arrival, self._engine.space.stage, mixed)
         return Step(labels, exemplar, student, teacher, self._weights, learner.buffers, *where, *around)
+
+
+def _values(terms: Terms, room: int, phase: str) -> Tensor:
+    """The terms of a loss (K,), in their order; refuses what could not be minimised, for whoever writes a method."""
+    if not isinstance(terms, Mapping) or not terms:
+        raise EngramError(
+            f"the loss of the {phase} phase gave {terms!r:.60}; it should give its terms by name, at least one, such "
+            'as {"classification": ...}'
+        )
+    if len(terms) > room:
+        raise EngramError(f"a loss may have {room} terms at most, and this one has {len(terms)}")
+    for name, term in terms.items():
+        if not isinstance(term, Tensor) or term.ndim:
+            found = f"a tensor of the shape {tuple(term.shape)}" if isinstance(term, Tensor) else f"{term!r:.60}"
+            raise EngramError(
+                f"the term {name!r} of the {phase} phase is {found}; it should be a tensor with one number, such as a "
+                "mean over the batch"
+            )
+    values = torch.stack([term.float() for term in terms.values()])
+    if not values.requires_grad:
+        raise EngramError(f"no term of the {phase} phase depends on what it trains, so there is nothing to learn")
+    return values
