@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
 from engram import EngramError, RunConfig, Training, read_mini, recipe, recipe_names
+from engram.data.augment import Augmentation
 from engram.errors import suggest
 from engram.methods import METHODS, MethodInfo, Settings
 from engram.methods.replay import Replay
+from engram.plain import from_plain, to_plain, with_floats
 
 
 @pytest.mark.parametrize("name", recipe_names())
@@ -23,6 +25,28 @@ def test_every_recipe_is_whole(name: str) -> None:
     if "cifar100" in name:
         stages = int(name.rsplit("-s", 1)[1])
         assert (config.base, config.increment * stages) == (50, 50)
+
+
+def test_whole_numbers_among_floats_are_floats_whoever_wrote_them() -> None:
+    """A 1 that was read back as 1.0 would be another run, and could not be resumed."""
+
+    @dataclass(frozen=True)
+    class Given(Settings):
+        weight: float = 1
+        margins: tuple[float, ...] = (1, 0.5)
+        limit: float | None = 3
+        count: int = 2
+        flag: bool = True
+        train: Training = field(default_factory=lambda: Training(lr=1, clip=None))
+
+    found = with_floats(Given())
+    assert repr(to_plain(found)) == repr(to_plain(from_plain(Given, to_plain(Given()))))
+    numbers = (found.weight, found.limit, found.count, found.train.lr)
+    assert [type(value) for value in numbers] == [float, float, int, float]
+    assert with_floats(found) is found
+    config = recipe("afc-mini-b10-s5")
+    typed = replace(config, settings=replace(config.settings, lambda_disc=4), augmentation=Augmentation(brightness=0))
+    assert typed.fingerprint() == RunConfig.from_plain(typed.to_plain()).fingerprint()
 
 
 def test_mini_recipes_fit_the_embedded_set() -> None:

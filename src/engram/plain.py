@@ -7,6 +7,7 @@ import math
 import types
 import typing
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, Literal, TypeVar
 
 from engram.errors import EngramError, suggest
@@ -27,7 +28,7 @@ def from_plain(cls: type[T], data: Any, where: str = "") -> T:
     """A dataclass made of plain data; a key it does not have, or a value of another type, is refused by name."""
     if not isinstance(data, dict):
         raise EngramError(f"{where or cls.__name__} should be a table of settings, got {data!r}")
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)
     names = [field.name for field in dataclasses.fields(cls)]  # pyright: ignore[reportArgumentType]
     values: dict[str, Any] = {}
     for key, item in data.items():
@@ -58,6 +59,33 @@ def dotted(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
+def with_floats(value: T) -> T:
+    """A dataclass with the whole numbers among its floats as floats: as it would be read back, and hashed alike."""
+    assert dataclasses.is_dataclass(value)
+    assert not isinstance(value, type)
+    hints = _hints(type(value))
+    items = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    found = {name: _with_floats(hints[name], item) for name, item in items.items()}
+    changes = {name: item for name, item in found.items() if item is not items[name]}
+    return dataclasses.replace(value, **changes) if changes else value
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
+def _with_floats(hint: Any, item: Any) -> Any:
+    if dataclasses.is_dataclass(item) and not isinstance(item, type):
+        return with_floats(item)
+    kinds = (hint, *typing.get_args(hint))
+    if float not in kinds or int in kinds:
+        return item
+    if isinstance(item, tuple) and any(type(part) is int for part in item):
+        return tuple(float(part) if type(part) is int else part for part in item)
+    return float(item) if isinstance(item, int) and not isinstance(item, bool) else item
+
+
 def replace_at(value: T, path: str, item: Any, where: str = "") -> T:
     """A copy of nested dataclasses with the setting at a dotted path changed."""
     name, _, rest = path.partition(".")
@@ -70,7 +98,7 @@ def replace_at(value: T, path: str, item: Any, where: str = "") -> T:
     if rest:
         inner = replace_at(getattr(value, name), rest, item, label)
     else:
-        inner = _convert(typing.get_type_hints(type(value))[name], item, label)
+        inner = _convert(_hints(type(value))[name], item, label)
     return dataclasses.replace(value, **{name: inner})
 
 
