@@ -26,6 +26,7 @@ from engram.reproduce.plan import Asked, make_plan
 from engram.reproduce.records import Record, protocol_key
 from engram.reproduce.store import merge, read_results
 from engram.reproduce.text import NOTHING, number, signed, spread
+from fill_cards import METHODS
 
 COMMAND = "python tools/compare_methods.py docs/methods/compared.md results"
 RUN = 'engram reproduce table1 methods --columns "10 stages" --orders 1'
@@ -35,7 +36,7 @@ AVERAGE, LAST = "average_incremental_accuracy", "final_accuracy"
 FAR = 2.0  # points from the paper
 PICTURE = "methods-compared"
 # A method's card, which is NAME.md for all others.
-CARDS = {"afc": "../afc.md", "ucir-dde": "dde.md", "podnet-dde": "dde.md", "naive": "bounds.md", "joint": "bounds.md"}
+CARDS = {"afc": "../afc.md"} | {method: f"{card}.md" for card, methods in METHODS.items() for method in methods}
 BORROWED = "† is the time of the method's own recipe, from which the row's differs in a setting; so in the picture."
 HEADER = ["", "by", "average", "paper", "less the paper's", "after the last stage", "average by the other"]
 HEADER += ["ms a step, later stages", "seconds of a run alone"]

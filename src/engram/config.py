@@ -18,7 +18,7 @@ from engram.data.stream import Stream, class_order, describe_order
 from engram.errors import EngramError, suggest
 from engram.methods import METHODS, Settings, find_method
 from engram.models.resnet import BACKBONES
-from engram.plain import dotted, from_plain, replace_at, to_plain, with_floats
+from engram.plain import dotted, from_plain, replace_at, to_plain
 
 Device = Literal["auto", "cpu", "cuda"]
 Precision = Literal["auto", "float32", "tf32", "bf16"]
@@ -55,8 +55,9 @@ class RunConfig:
             raise EngramError(
                 f"{self.method} takes {method.settings.__name__} as its settings, got {type(self.settings).__name__}"
             )
-        for name in ("settings", "augmentation"):
-            object.__setattr__(self, name, with_floats(getattr(self, name)))
+        for name in ("settings", "augmentation"):  # as it will be read back: a 1 for a float is 1.0
+            value = getattr(self, name)
+            object.__setattr__(self, name, from_plain(type(value), to_plain(value), name))
         if self.predictor not in method.predictors:
             raise EngramError(f"{self.method} predicts by {', '.join(method.predictors)}, not by {self.predictor}")
         if self.backbone not in BACKBONES:

@@ -59,31 +59,9 @@ def dotted(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def with_floats(value: T) -> T:
-    """A dataclass with the whole numbers among its floats as floats: as it would be read back, and hashed alike."""
-    assert dataclasses.is_dataclass(value)
-    assert not isinstance(value, type)
-    hints = _hints(type(value))
-    items = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    found = {name: _with_floats(hints[name], item) for name, item in items.items()}
-    changes = {name: item for name, item in found.items() if item is not items[name]}
-    return dataclasses.replace(value, **changes) if changes else value
-
-
 @cache
 def _hints(kind: type) -> dict[str, Any]:
     return typing.get_type_hints(kind)
-
-
-def _with_floats(hint: Any, item: Any) -> Any:
-    if dataclasses.is_dataclass(item) and not isinstance(item, type):
-        return with_floats(item)
-    kinds = (hint, *typing.get_args(hint))
-    if float not in kinds or int in kinds:
-        return item
-    if isinstance(item, tuple) and any(type(part) is int for part in item):
-        return tuple(float(part) if type(part) is int else part for part in item)
-    return float(item) if isinstance(item, int) and not isinstance(item, bool) else item
 
 
 def replace_at(value: T, path: str, item: Any, where: str = "") -> T:

@@ -326,9 +326,9 @@ class _Reader:
         done = 0
         for part in decode_stream(files, self.size):
             reasons, images = dict(part.skipped), iter(part.images)
-            some = files[done : done + len(part.paths) + len(part.skipped)]
-            yield from (reasons[str(file)] if str(file) in reasons else next(images) for file in some)
-            done += len(some)
+            batch = files[done : done + len(part.paths) + len(part.skipped)]
+            yield from (reasons[str(file)] if str(file) in reasons else next(images) for file in batch)
+            done += len(batch)
 
     def _pass_over(self, file: Path, reason: str) -> None:
         if not self.skip_bad:
