@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -79,22 +80,22 @@ def history_table(manifest: dict[str, Any]) -> Table:
     numbers = ["images", "epochs", "time", "old %\nbefore", "old %\nnow", "new %"]
     table = make_table(["", "date", "what", *numbers], right=["", *numbers], title=f"held-out accuracy by {by}")
     table.padding = (0, 1, 0, 0)  # so that it fits into 100 columns
-    history = manifest["history"]
-    removed = 0  # in a row, up to the one before
-    for number, entry in enumerate(history):
-        if entry["what"] == "removed" and number + 1 < len(history) and history[number + 1]["what"] == "removed":
-            removed += 1
-            continue
-        numbered = str(number + 1) if not removed else f"{number + 1 - removed}-{number + 1}"
-        is_removal = entry["what"] == "removed"
-        what = f"removed {count_classes(removed + 1)}" if is_removal else _learned(manifest, number)
-        removed = 0
-        counts = ["", "", ""]
-        if not is_removal:
+    for first, last in _lines(manifest["history"]):
+        entry, what, counts = manifest["history"][last], f"removed {count_classes(last - first + 1)}", ["", "", ""]
+        if entry["what"] == "learned":
+            what = _learned(manifest, last)
             counts = [f"{entry['images']:,}", str(entry["epochs"]), duration(entry["seconds"])]
+        numbered = str(last + 1) if first == last else f"{first + 1}-{last + 1}"
         shares = [percent(entry[when].get(by)) for when in ("before", "after", "new")]
         table.add_row(numbered, printable(entry["date"])[:10], what, *counts, *shares)
     return table
+
+
+def _lines(history: Sequence[dict[str, Any]]) -> Iterator[tuple[int, int]]:
+    """The places of the first and the last entry of each line: removals in a row are one."""
+    for removed, entries in groupby(range(len(history)), lambda place: history[place]["what"] == "removed"):
+        places = list(entries)
+        yield from [(places[0], places[-1])] if removed else [(place, place) for place in places]
 
 
 def _learned(manifest: dict[str, Any], number: int) -> str:
