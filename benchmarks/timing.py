@@ -41,15 +41,14 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
 class EngineSteps:
     """The steps of a phase as the product takes them: engine.start, then one step at a time.
 
-    precedence: of its stream, as `together` gives it to a long run among short ones. seconds_before: from the start
-    until the first step is done, all that is captured and compiled for it included.
+    seconds_before: from the start until the first step is done, all that is captured and compiled for it included.
     """
 
-    def __init__(self, prepared: Prepared, steps: int, precedence: int = 0) -> None:
+    def __init__(self, prepared: Prepared, steps: int) -> None:
         session = prepared.session
         self.device = session.engine.device
         self.prepared = prepared
-        self._stream = torch.cuda.Stream(priority=-precedence) if self.device.type == "cuda" else None
+        self._stream = torch.cuda.Stream() if self.device.type == "cuda" else None
         synchronise(self.device)
         started = time.perf_counter()
         with self._on_stream():
@@ -73,25 +72,16 @@ class EngineSteps:
             self._stream.synchronize()
 
 
-Span = tuple[float, float]
-
-
 def time_together(takers: Sequence[Steps], steps: int, repetitions: int) -> list[float]:
-    """The seconds of each repetition: so many steps of every taker, from the first start to the last end."""
-    repeated = time_each(takers, steps, repetitions)
-    return [max(end for _, end in spans) - min(start for start, _ in spans) for spans in repeated]
-
-
-def time_each(takers: Sequence[Steps], steps: int, repetitions: int) -> list[tuple[Span, ...]]:
-    """For each repetition, when every taker began and ended so many steps.
+    """The seconds of each repetition: so many steps of every taker, from the first start to the last end.
 
     All start behind a barrier. Each thread reads the clock itself: one that watched would have to wait its turn.
     """
     barrier = threading.Barrier(len(takers))
-    times: list[list[Span]] = [[] for _ in takers]
+    times: list[list[tuple[float, float]]] = [[] for _ in takers]
     failures: list[BaseException] = []
 
-    def work(taker: Steps, spans: list[Span]) -> None:
+    def work(taker: Steps, spans: list[tuple[float, float]]) -> None:
         try:
             for _ in range(repetitions):
                 taker.wait()
@@ -113,7 +103,7 @@ def time_each(takers: Sequence[Steps], steps: int, repetitions: int) -> list[tup
         thread.join()
     if failures:
         raise failures[0]
-    return list(zip(*times, strict=True))
+    return [max(end for _, end in spans) - min(start for start, _ in spans) for spans in zip(*times, strict=True)]
 
 
 def per_step(seconds: Sequence[float], runs: int, steps: int, batch_size: int) -> dict[str, Any]:

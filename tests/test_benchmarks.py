@@ -349,10 +349,6 @@ def test_every_part_runs_and_says_where_its_numbers_come_from(
     assert all(part["seconds"] > 0 for part in parts.values())
     check_steps(parts["step"], parts["plain"])
     check_runs(parts["after"], parts["growth"])
-    assert parts["ahead"]["runs"] == 2
-    for found in parts["ahead"]["with"].values():
-        # Of two, one takes no longer for its steps than both for theirs, which is twice a run's share.
-        assert 0 < found["one_ms"]["median"] <= 2 * found["all_ms"]["median"]
     assert list(parts["methods"]["methods"]) == ["afc", "bic"]
     assert all(found["stage_ms"] > 0 and found["seconds"]["all"] > 0 for found in parts["methods"]["methods"].values())
     assert "correct" in parts["methods"]["methods"]["bic"]["phases"]
@@ -363,14 +359,7 @@ def test_every_part_runs_and_says_where_its_numbers_come_from(
     assert "torch " in printed
     assert "abc123" in printed
     assert "say nothing about speed" in printed
-    for title in (
-        "A step",
-        "One run ahead of the others",
-        "A plain PyTorch loop",
-        "After training",
-        "Growth",
-        "Kernels of a step, with teacher",
-    ):
+    for title in ("A step", "A plain PyTorch loop", "After training", "Growth", "Kernels of a step, with teacher"):
         assert f"### {title}\n" in printed
 
 

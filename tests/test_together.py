@@ -35,7 +35,7 @@ from engram.rundir import RunDirectory
 from engram.runner import resume
 from engram.stagecache import StageCache
 from engram.together import Workers, plan_members
-from engram.together.workers import precedence, short_turns
+from engram.together.workers import short_turns
 from helpers import timeless
 
 
@@ -131,18 +131,6 @@ def test_longest_first_but_one_of_each_base_stage(tmp_path: Path) -> None:
         if event.name == "run_started":
             started.append(name)
     assert set(started[:2]) == {"afc", "short"}, "replay would have to wait for the base stage of afc"
-
-
-def test_a_run_much_longer_than_its_share_goes_ahead() -> None:
-    equal = {f"run {number}": 35.0 for number in range(18)}
-    assert set(precedence(equal, 12).values()) == {0}, "nobody before anybody where all are alike"
-    assert set(precedence({"a": 35.0, "b": 36.0}, 12).values()) == {0}
-    # One that is as long as the others together, and one twice as long as a place's share of all.
-    long = {"joint": 174.0, "gdumb": 97.0} | {f"run {number}": 30.0 for number in range(10)}
-    assert {name: ahead for name, ahead in precedence(long, 12).items() if ahead} == {"joint": 3, "gdumb": 1}
-    assert set(precedence(long, 1).values()) == {0}, "one at a time"
-    assert precedence({}, 12) == {}
-    assert precedence({"nothing left to train": 0.0}, 12) == {"nothing left to train": 0}
 
 
 # What is done, incomplete, or something else.

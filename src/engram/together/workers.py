@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import traceback
-from collections import defaultdict
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from queue import Full, Queue
 
@@ -21,8 +20,7 @@ from engram.stagecache import StageCache
 from engram.together.members import Member
 
 ON_CPU, ON_CUDA = 1, 12
-MOST = 30  # torch has 32 streams of each precedence to give out; with more runs two would be on the same
-HIGHEST = 3  # precedence that torch has streams for, from 0
+MOST = 30  # torch has 32 streams to give out; with more runs two would be on the same
 # Seconds after which a thread gives way to another. Python's own 5 ms make each of the many short waits of one run as
 # long as the others together take.
 TURN = 1e-4
@@ -52,16 +50,6 @@ def short_turns() -> Iterator[None]:
 def default_at_once(members: Sequence[Member]) -> int:
     """How many runs to do at a time where nobody says: a CPU is filled by one, a GPU by far from one."""
     return ON_CUDA if any(member.config.device == "cuda" for member in members) else ON_CPU
-
-
-def precedence(works: Mapping[str, float], at_once: int) -> dict[str, int]:
-    """Whose kernels a GPU takes first, by run: 0, or the more the longer a run is than its place's share of the work.
-
-    With equal turns such a run would be left over when the others are done, and alone it does not fill the device.
-    """
-    places, total = min(at_once, len(works)), sum(works.values())
-    shares = {name: places * work / total if total else 1.0 for name, work in works.items()}
-    return {name: min(HIGHEST, max(0, round(share) - 1)) for name, share in shares.items()}
 
 
 class Workers:
@@ -96,13 +84,11 @@ class Workers:
         # The longest first: a long one begun last would end alone.
         unfinished = [member for member in members if member.standing.state != "done"]
         self._pending = sorted(unfinished, key=lambda member: -member.work)
-        self._precedence = precedence({member.name: member.work for member in unfinished}, self.at_once)
         self._active: dict[str, threading.Thread] = {}
         self._bases: dict[str, str] = {}  # the base stages that are being trained or waited for, by run
         self._events: Queue[tuple[Member, Event | None]] = Queue(WAITING_EVENTS)
         self._threads = torch.get_num_threads()
-        # Those that no run is using, by precedence.
-        self._streams: dict[int, list[torch.cuda.Stream]] = defaultdict(list)
+        self._streams: list[torch.cuda.Stream] = []  # those that no run is using
 
     def events(self) -> Generator[tuple[str, Event], None, None]:
         """The events of all runs as they come, each with the name of its run."""
@@ -205,18 +191,17 @@ class Workers:
             yield
             return
         # Used again by a later run: memory that the allocator has for one stream is of no use to another.
-        ahead = self._precedence[member.name]
         try:
-            stream = self._streams[ahead].pop()
+            stream = self._streams.pop()
         except IndexError:
-            stream = torch.cuda.Stream(priority=-ahead)
+            stream = torch.cuda.Stream()
         try:
             with torch.cuda.stream(stream):
                 yield
         finally:
             with suppress(RuntimeError):  # after an error of the device, which the run has reported
                 stream.synchronize()
-            self._streams[ahead].append(stream)
+            self._streams.append(stream)
 
 
 def _failure(member: Member, error: Exception) -> RunFailed:
