@@ -68,17 +68,17 @@ def test_ours_the_papers_and_the_times_stand_side_by_side(tmp_path: Path) -> Non
     write_times(folder, "methods-h200.json", {"afc": (1.741, 216.4), "podnet": (None, 300.0), "bic": (2.0, 400.0)})
     page, _ = TOOL.compare(folder)
     rows = table(page)
-    # by, average, paper, difference, last, other, ms, seconds; made-up runs have nme one point lower at every stage
-    afc = ["CNN", "65.00", "64.98 ± 0.87", "+0.02", "65.00", "64.00 (NME)", "1.74", "216"]
-    nme = ["NME", "63.50", "64.29 ± 0.92", "−0.79", "63.50", "64.50 (CNN)", "1.74 †", "216 †"]
+    # by, average, paper, difference, last, its parts, other, ms, seconds; made-up runs have nme one point lower
+    afc = ["CNN", "65.00", "64.98 ± 0.87", "+0.02", "65.00", "65.0 and 65.0", "64.00 (NME)", "1.74", "216"]
+    nme = ["NME", "63.50", "64.29 ± 0.92", "−0.79", "63.50", "63.5 and 63.5", "64.50 (CNN)", "1.74 †", "216 †"]
     assert (rows["AFC (CNN)"], rows["AFC (NME)"]) == (afc, nme), "the time is not of the NME recipe, which is marked"
-    pod = ["CNN", "63.00", "63.19 ± 1.16", "−0.19", "63.00", "62.00 (NME)", "–", "300"]
+    pod = ["CNN", "63.00", "63.19 ± 1.16", "−0.19", "63.00", "63.0 and 63.0", "62.00 (NME)", "–", "300"]
     assert rows["PODNet (CNN)"] == pod
     assert rows["PODNet (CNN)\\*"][1:4] == ["63.00", "62.78 ± 0.78", "+0.22"], "the same run beside another number"
     missing = ["not measured", "not measured"]
-    fine = ["CNN", "70.00", "–", "–", "70.00", "69.00 (NME)", *missing]
+    fine = ["CNN", "70.00", "–", "–", "70.00", "70.0 and 70.0", "69.00 (NME)", *missing]
     assert rows["Fine-tuning (CNN)"] == fine, "the paper has no such number"
-    assert rows["iCaRL"] == ["NME", "not run", "53.78 ± 1.16", "–", "not run", "not run", *missing]
+    assert rows["iCaRL"] == ["NME", "not run", "53.78 ± 1.16", "–", "not run", "not run", "not run", *missing]
     assert rows["BiC"][-2:] == ["2.00 †", "400 †"], "sigmoids are not what was timed"
     assert rows["BiC as its own paper distils"][-2:] == ["2.00", "400"]
     measured = ["Fine-tuning (CNN)", "AFC (CNN)", "AFC (NME)", "PODNet (CNN)", "PODNet (CNN)\\*"]
@@ -86,6 +86,17 @@ def test_ours_the_papers_and_the_times_stand_side_by_side(tmp_path: Path) -> Non
     assert len(rows) == 35
     for words in ("Example GPU (bf16); torch 2.13.0; commit abc", "torch 2.13.0; commit c0ffee", "5 of 35 rows"):
         assert words in page
+
+
+def test_what_was_kept_and_what_was_learned_stand_apart(tmp_path: Path) -> None:
+    record = run("ewc", 80.0)
+    page, _ = TOOL.compare(folder_of(tmp_path, [record, run("afc", 60.0)]))
+    # 80 on 50 classes of 50, 55, ..., 100 that were seen.
+    still = sum(80 * 50 / seen for seen in range(50, 101, 5)) / 11
+    assert "the best base stage of these runs (80.00) and never learned another class" in page
+    assert f"would have an average of {still:.2f}. " in page
+    record.result["stages"][-1]["accuracy_by_stage"]["cnn"] = [70.0, *[5.0] * 9, 25.0]
+    assert TOOL._base_and_later(record, "cnn") == (70.0, 7.0)
 
 
 def test_only_class_order_1_and_seed_1_count_and_other_orders_tell_how_far_it_is(tmp_path: Path) -> None:
@@ -127,7 +138,9 @@ def test_times_of_several_files_are_merged_and_the_latest_counts(tmp_path: Path)
     page, _ = TOOL.compare(folder)
     assert table(page)["AFC (CNN)"][-2:] == ["1.00", "100"]
     assert table(page)["BiC as its own paper distils"][-2:] == ["2.00", "200"]
-    assert "`python -m benchmarks --out methods-b.json`, `python -m benchmarks --out methods-a.json`" in page
+    assert page.endswith(
+        "    python -m benchmarks --out methods-b.json\n    python -m benchmarks --out methods-a.json\n"
+    )
     assert "torch 2.13.0, 2.14.0; commit c0ffee, unknown" in page
 
 

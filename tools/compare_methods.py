@@ -38,7 +38,8 @@ PICTURE = "methods-compared"
 # A method's card, which is NAME.md for all others.
 CARDS = {"afc": "../afc.md"} | {method: f"{card}.md" for card, methods in METHODS.items() for method in methods}
 BORROWED = "† is the time of the method's own recipe, from which the row's differs in a setting; so in the picture."
-HEADER = ["", "by", "average", "paper", "less the paper's", "after the last stage", "average by the other"]
+HEADER = ["", "by", "average", "paper", "less the paper's", "after the last stage", "of its base and later classes"]
+HEADER += ["average by the other"]
 HEADER += ["ms a step, later stages", "seconds of a run alone"]
 
 
@@ -136,14 +137,16 @@ the paper's numbers alone; a test checks that it is what this command gives.
 - **Times**: {_timed(files)}
 
 {image}Accuracy, in %, is the average over all stages, the base included, and that after the last stage, by the
-predictor that the row reports (CNN is the head, NME the nearest mean of exemplars); beside it the same run's average by
-the other. A star marks what the paper's authors ran again with others' code. Rows without a number of the paper are not
-in its Table 1 with 10 stages.{f" {BORROWED}" if any(row.cost and row.borrowed for row in rows) else ""}
+predictor that the row reports (CNN is the head, NME the nearest mean of exemplars); the latter also of the base classes
+and of those that came later, which says what an average does not: what was kept, and what was learned.
+{_still(rows)}Beside it the same run's average by the other predictor.
+A star marks what the paper's authors ran again with others' code. Rows without a number of the paper are not in its
+Table 1 with 10 stages.{f" {BORROWED}" if any(row.cost and row.borrowed for row in rows) else ""}
 
 {table}
 ## Further than {FAR:g} points from the paper
 
-{named}"""
+{named}{_commands(files)}"""
     return page, drawing
 
 
@@ -176,13 +179,18 @@ def _timed(files: Sequence[dict[str, Any]]) -> str:
     if not files:
         return f"not measured; `{BENCHMARK}` measures them."
     torch, commit = (_listed(file["versions"].get(key, "unknown") for file in files) for key in ("torch", "commit"))
-    epochs = _listed(str(file["parts"]["methods"]["epochs"]) for file in files)
-    commands = ", ".join(f"`{file['command']}`" for file in files)
+    epochs = " or ".join(dict.fromkeys(str(file["parts"]["methods"]["epochs"]) for file in files))
     return (
-        f"{commands}.\n  {files[0]['hardware']['name']}; torch {torch}; commit {commit}. One short run of each method, "
-        f"alone, on random images, {epochs} epochs of\n  each phase and three stages, n = 1; the seconds are "
-        "extrapolated to the whole recipe ([how](../benchmark.md#methods-what-each-method-costs))."
+        f"{files[0]['hardware']['name']}; torch {torch}; commit {commit}. One short run of each method, alone, on\n"
+        f"  random images, {epochs} epochs of each phase and three stages, n = 1; the seconds are extrapolated to the\n"
+        "  whole recipe ([how](../benchmark.md#methods-what-each-method-costs), [commands](#commands-of-the-times))."
     )
+
+
+def _commands(files: Sequence[dict[str, Any]]) -> str:
+    lines = "".join(f"    {file['command']}\n" for file in files)
+    said = "The oldest first; of a method in several of them the latest counts."
+    return f"\n## Commands of the times\n\n{said}\n\n{lines}" if files else ""
 
 
 def _listed(texts: Iterable[str]) -> str:
@@ -192,16 +200,39 @@ def _listed(texts: Iterable[str]) -> str:
 def _cells(row: Row) -> list[str]:
     """Our numbers, the paper's and the times of a row, or that there are none."""
     cell, record, ours, apart = row.measured.cell, row.record, row.measured.ours, row.measured.difference
-    average = last = beside = "not run"
+    average = last = parts = beside = "not run"
     if record is not None and ours is not None:
         averages, lasts = record.result[AVERAGE], record.result[LAST]
         others = [f"{number(averages[by])} ({predictor_name(by)})" for by in averages if by != cell.predictor]
         average, last, beside = number(ours.mean), number(lasts[cell.predictor]), ", ".join(others) or NOTHING
-    found = [average, spread(cell.published), NOTHING if apart is None else signed(apart), last, beside]
+        parts = " and ".join(number(part, 1) for part in _base_and_later(record, cell.predictor or ""))
+    found = [average, spread(cell.published), NOTHING if apart is None else signed(apart), last, parts, beside]
     if row.cost is None:
         return [*found, "not measured", "not measured"]
     mark = " †" if row.borrowed else ""
     return [*found, NOTHING if row.cost.step is None else number(row.cost.step) + mark, number(row.cost.run, 0) + mark]
+
+
+def _base_and_later(record: Record, predictor: str) -> tuple[float, float]:
+    """The accuracy after the last stage on the classes of the base stage, and on all that came after it."""
+    base, *later = record.result["stages"][-1]["accuracy_by_stage"][predictor]
+    sizes = record.data["stage_sizes"][1:]
+    return base, sum(size * value for size, value in zip(sizes, later, strict=True)) / sum(sizes)
+
+
+def _still(rows: Sequence[Row]) -> str:
+    """What a network would have that knows its base classes as well as the best of these, and never another."""
+    runs = [(row.record, row.measured.cell.predictor or "") for row in rows if row.record is not None]
+    if not runs:
+        return ""
+    base = max(record.result["stages"][0]["accuracy"][predictor] for record, predictor in runs)
+    sizes = runs[0][0].data["stage_sizes"]
+    seen = [sum(sizes[: number + 1]) for number in range(len(sizes))]
+    average = sum(base * sizes[0] / classes for classes in seen) / len(seen)
+    return (
+        f"A network that kept the best base stage of these runs ({number(base)}) and never learned another class\n"
+        f"would have an average of {number(average)}. "
+    )
 
 
 def draw(rows: Sequence[Row]) -> Drawing | None:
