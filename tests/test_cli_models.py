@@ -455,6 +455,7 @@ def test_paths_are_asked_for_as_they_are_needed(photos: Path) -> None:
         raise AssertionError("not yet")
 
     assert next(expand(["-"], lines())) == f"{photos}/test/apple/000.png"
+    assert list(expand(["-"], ["\ufeffa.png\n", "\ufeffb.png\n"])) == ["a.png", "\ufeffb.png"], "a mark begins a file"
 
 
 def test_a_name_cannot_write_on_the_terminal(engram: Engram, taught: Path, photos: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from engram.errors import EngramError
+from engram.methods import METHODS
 from engram.recipes import recipe
 from engram.recipes.changes import apply_changes
 from engram.reproduce.records import Record
@@ -22,6 +23,7 @@ from paper_helpers import make_record
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tools"))  # as it is when the tool is run
+EMBEDDED = "## On the embedded set\n"
 TOOL: Any = importlib.import_module("compare_methods")
 PICTURE: Any = importlib.import_module("compare_picture")
 
@@ -56,9 +58,9 @@ def run(method: str, accuracy: float, **more: Any) -> Record:
     return make_record(f"{method}-cifar100-b50-s10", accuracy, **more)
 
 
-def table(page: str) -> dict[str, list[str]]:
-    """The table's rows by their label, in their order."""
-    lines = [line for line in page.splitlines() if line.startswith("| ")][2:]
+def table(page: str, part: int = 0) -> dict[str, list[str]]:
+    """The rows by their label, in their order; part 1 is the table of the embedded set."""
+    lines = [line for line in page.split(EMBEDDED)[part].splitlines() if line.startswith("| ")][2:]
     rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
     return {re.sub(r"^\[(.*)\]\(\S*\)$", r"\1", row[0]): row[1:] for row in rows}
 
@@ -99,6 +101,19 @@ def test_what_was_kept_and_what_was_learned_stand_apart(tmp_path: Path) -> None:
     assert TOOL._base_and_later(record, "cnn") == (70.0, 7.0)
 
 
+def test_every_method_stands_in_the_table_of_the_embedded_set(tmp_path: Path) -> None:
+    records = [make_record("der-mini-b10-s5", value, order=str(order)) for order, value in ((1, 40.0), (2, 44.0))]
+    page, _ = TOOL.compare(folder_of(tmp_path, [*records, make_record("icarl-mini-b10-s5", 60.0, order="3")]))
+    rows = table(page, 1)
+    assert len({row.method for row in TOOL.embedded_rows([])} & set(METHODS)) == len(rows) == 29
+    assert list(rows)[:2] == ["iCaRL", "DER without pruning"]
+    assert rows["DER without pruning"] == ["CNN", "42.00 ± 2.83 (n = 2)", "42.00", "42.0 and 42.0", "41.00 (NME)"]
+    assert rows["iCaRL"] == ["NME", "59.00", "59.00", "59.0 and 59.0", "60.00 (CNN)"]
+    assert rows["Joint training"] == ["CNN", *["not run"] * 4]
+    assert "2 of 29 rows were run; `engram reproduce mini` runs the others." in page
+    assert set(table(page)["AFC (CNN)"][1:2]) == {"not run"}, "another protocol"
+
+
 def test_only_class_order_1_and_seed_1_count_and_other_orders_tell_how_far_it_is(tmp_path: Path) -> None:
     orders = [run("afc", value, order=str(order)) for order, value in enumerate((64.0, 66.0, 68.0), start=1)]
     page, _ = TOOL.compare(folder_of(tmp_path, [*orders, run("podnet", 60.0, order="2"), run("ucir", 60.0, seed=2)]))
@@ -113,14 +128,14 @@ def test_rows_far_from_the_paper_lead_to_their_card(tmp_path: Path) -> None:
     sigmoid = apply_changes(recipe("bic-cifar100-b50-s10"), ["settings.distillation=sigmoid"])
     records = [make_record(sigmoid, 50.0), run("gdumb", 62.0), run("afc", 67.5), run("bic", 10.0)]
     page, _ = TOOL.compare(folder_of(tmp_path, records))
-    far = page.split("from the paper\n\n")[1].splitlines()
+    far = page.split("from the paper\n\n")[1].split("\n\n")[0].splitlines()
     assert far == ["- +2.52: [AFC (CNN)](../afc.md), see its card", "- −3.21: [BiC](bic.md), see its card"]
 
 
 def test_every_row_with_a_card_leads_to_it(tmp_path: Path) -> None:
     page, _ = TOOL.compare(folder_of(tmp_path, [run("afc", 60.0)]))
     links = re.findall(r"^\| \[.*?\]\((\S*?)\) \|", page, flags=re.MULTILINE)
-    assert len(links) == 35
+    assert len(links) == 35 + 29
     assert all((ROOT / "docs" / "methods" / link).is_file() for link in links)
     assert "No row" not in page
     assert "## Further than 2 points from the paper" in page
@@ -215,6 +230,14 @@ def test_names_of_near_points_stand_apart(monkeypatch: pytest.MonkeyPatch) -> No
     for i, one in enumerate(places):
         for two in places[:i]:
             assert one[0] >= two[2] or two[0] >= one[2] or one[1] >= two[3] or two[1] >= one[3]
+
+
+def test_what_is_far_below_the_others_stands_at_the_edge_with_its_number() -> None:
+    points = [PICTURE.Point("best", "CNN", 100.0, 65.0), PICTURE.Point("low", "CNN", 80.0, 12.74)]
+    words = re.findall(r"<text[^>]*>([^<]*)</text>", PICTURE.scatter("x", [*points]).svg)
+    assert "low (at 12.7)" in words
+    assert "best" in words
+    assert {"10", "20", "30"}.isdisjoint(words), "the axis ends where the others do"
 
 
 def test_the_command_writes_the_page_and_the_picture(tmp_path: Path) -> None:

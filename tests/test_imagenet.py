@@ -437,17 +437,18 @@ def test_decoded_images_are_listed_beside_base_stages(three: Path, engram: Engra
     assert engram("list", "cache").out == f"0 trained base stages in {data_home() / 'stages'}; delete what you like\n"
     read_three(three)
     stages = StageCache(data_home() / "stages")
-    stages.save("base", {"x": torch.zeros(3)})
+    stages.save("base", {"x": torch.zeros(3)}, "afc-mini-b10-s5-order1-seed1")
     stage, decoded = json.loads(engram("list", "cache", "--json").out)
     (pixels,) = (data_home() / CACHE).glob("*.pixels")
     assert (stage["kind"], decoded["kind"]) == ("base stage", "decoded images")
     assert stage["path"] == str(stages.entries()[0].path)
+    assert (stage["trained by"], decoded["trained by"]) == ("afc-mini-b10-s5-order1-seed1", None)
     assert (decoded["path"], decoded["file"]) == (str(pixels), pixels.name)
     assert decoded["megabytes"] == f"{15 * SIDE**2 * 3 / 1e6:.1f}"
     shown = engram("list", "cache").out
     assert "1 trained base stages in" in shown
     assert f"1 set of decoded images in {data_home() / CACHE}; delete what you like" in shown
-    assert shown.index(stage["file"]) < shown.index(pixels.name)
+    assert shown.index(stage["trained by"]) < shown.index(stage["file"]) < shown.index(pixels.name)
     pixels.unlink()
     assert "of decoded images" not in engram("list", "cache").out
     read_three(three)  # decoded again

@@ -183,6 +183,16 @@ def test_cache_is_bounded_and_drops_the_longest_unused(tmp_path: Path) -> None:
     kept = cache.load("e")
     assert kept is not None
     assert torch.equal(kept["x"], tensors(5)["x"])
+    assert cache.trained_by("e") is None, "nobody said who"
     (tmp_path / "e.safetensors").write_bytes(b"{}")
     with pytest.raises(EngramError, match="damaged"):
         cache.load("e")
+    assert cache.trained_by("e") is None
+    assert cache.trained_by("never saved") is None
+
+
+def test_the_cache_knows_who_trained_an_entry(tmp_path: Path) -> None:
+    cache = StageCache(tmp_path / "cache")
+    list(run(make_config(), make_store(), tmp_path / "runs" / "first", cache=cache))
+    list(run(make_config(), make_store(), tmp_path / "runs" / "second", cache=cache))
+    assert [cache.trained_by(entry.key) for entry in cache.entries()] == ["first"]

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from compare_picture import Point, scatter
@@ -31,6 +32,7 @@ from fill_cards import METHODS
 COMMAND = "python tools/compare_methods.py docs/methods/compared.md results"
 RUN = 'engram reproduce table1 methods --columns "10 stages" --orders 1'
 BENCHMARK = "python -m benchmarks --parts methods --epochs 3 --out results/methods-h200.json"
+EMBEDDED_RUN = "engram reproduce mini"
 COLUMN, ORDER, SEED = "10 stages", "1", 1
 AVERAGE, LAST = "average_incremental_accuracy", "final_accuracy"
 FAR = 2.0  # points from the paper
@@ -38,9 +40,9 @@ PICTURE = "methods-compared"
 # A method's card, which is NAME.md for all others.
 CARDS = {"afc": "../afc.md"} | {method: f"{card}.md" for card, methods in METHODS.items() for method in methods}
 BORROWED = "† is the time of the method's own recipe, from which the row's differs in a setting; so in the picture."
-HEADER = ["", "by", "average", "paper", "less the paper's", "after the last stage", "of its base and later classes"]
-HEADER += ["average by the other"]
-HEADER += ["ms a step, later stages", "seconds of a run alone"]
+FOUND = ["after the last stage", "of its base and later classes", "average by the other"]
+HEADER = ["", "by", "average", "paper", "less the paper's", *FOUND, "ms a step, later stages", "seconds of a run alone"]
+EMBEDDED = ["", "by", "average", *FOUND]
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,14 @@ class Row:
     borrowed: bool
 
     @property
-    def record(self) -> Record | None:
-        """Its run."""
-        return self.measured.cell.records[0] if self.measured.ours is not None else None
+    def records(self) -> Sequence[Record]:
+        """Its runs."""
+        return [] if self.measured.ours is None else self.measured.cell.records
+
+    @property
+    def predictor(self) -> str:
+        """The one that it reports."""
+        return self.measured.cell.predictor or ""
 
     @property
     def label(self) -> str:
@@ -110,6 +117,16 @@ def rows_of(records: Sequence[Record], costs: dict[str, Cost]) -> list[Row]:
         timed = f"{method}-cifar100-b50-s10"  # the recipe that the benchmark takes
         borrowed = config is not None and timed in known and protocol_key(config) != protocol_key(recipe(timed))
         rows.append(Row(measure(cell), method, costs.get(method), borrowed))
+    return _best_first(rows)
+
+
+def embedded_rows(records: Sequence[Record]) -> list[Row]:
+    """Every method on the embedded set, in the same order."""
+    cells = make_plan(load_paper().find(["mini"]), records, Asked(seeds=[SEED])).cells
+    return _best_first([Row(measure(cell), cell.row.recipe, None, False) for cell in cells])
+
+
+def _best_first(rows: Sequence[Row]) -> list[Row]:
     return sorted(rows, key=lambda row: math.inf if row.measured.ours is None else -row.measured.ours.mean)
 
 
@@ -120,8 +137,6 @@ def compare(results: Path) -> tuple[str, Drawing | None]:
     rows = rows_of(records, costs)
     drawing = draw(rows)
     image = "" if drawing is None else f"![{drawing.alt}](../images/{drawing.name}.svg)\n\n"
-    lines = [HEADER, ["---"] * len(HEADER), *([row.label, predictor_of(row.measured), *_cells(row)] for row in rows)]
-    table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
     far = [(row, by) for row in rows if (by := row.measured.difference) is not None and abs(by) > FAR]
     named = "".join(f"- {signed(by)}: {row.label}, see its card\n" for row, by in far) or "No row that was run.\n"
     page = f"""# The methods compared
@@ -133,7 +148,7 @@ the paper's numbers alone; a test checks that it is what this command gives.
 
 - **Ours is one run**: class order {ORDER}, seed {SEED}. The paper's is mean ± standard deviation over three class
   orders, and is never put in place of ours.
-{"".join(f"  {sentence}{chr(10)}" for sentence in _orders(records))}- **Accuracy**: {_runs(rows)}
+{"".join(f"  {sentence}{chr(10)}" for sentence in _orders(records))}- **Accuracy**: {_runs(rows, RUN)}
 - **Times**: {_timed(files)}
 
 {image}Accuracy, in %, is the average over all stages, the base included, and that after the last stage, by the
@@ -143,10 +158,11 @@ and of those that came later, which says what an average does not: what was kept
 A star marks what the paper's authors ran again with others' code. Rows without a number of the paper are not in its
 Table 1 with 10 stages.{f" {BORROWED}" if any(row.cost and row.borrowed for row in rows) else ""}
 
-{table}
+{_table(HEADER, rows, _cells)}
 ## Further than {FAR:g} points from the paper
 
-{named}{_commands(files)}"""
+{named}
+{_embedded(embedded_rows(records))}{_commands(files)}"""
     return page, drawing
 
 
@@ -165,9 +181,27 @@ def _orders(records: Sequence[Record]) -> Iterator[str]:
         )
 
 
-def _runs(rows: Sequence[Row]) -> str:
-    runs = [row.record for row in rows if row.record is not None]
-    said = f"{len(runs)} of {len(rows)} rows were run; `{RUN}` runs the others."
+def _table(header: Sequence[str], rows: Sequence[Row], cells: Callable[[Row], list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *([row.label, predictor_of(row.measured), *cells(row)] for row in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _embedded(rows: Sequence[Row]) -> str:
+    """The section on the embedded set."""
+    orders = rows[0].measured.cell.experiment.orders
+    return f"""## On the embedded set
+
+Twenty classes of small images that come with the package: 10 base classes, 5 stages of two, 5 exemplars a class, 16
+epochs a stage, mean ± standard deviation over class orders {", ".join(orders)}. It needs no GPU and no download,
+and says less: its settings were chosen for naive, replay and AFC (on other classes), and for no other method.
+{_still(rows)}{_runs(rows, EMBEDDED_RUN)}
+
+{_table(EMBEDDED, rows, lambda row: [_average(row), *_found(row)])}"""
+
+
+def _runs(rows: Sequence[Row], command: str) -> str:
+    runs = [record for row in rows for record in row.records]
+    said = f"{sum(bool(row.records) for row in rows)} of {len(rows)} rows were run; `{command}` runs the others."
     if runs:
         hardware = _listed(f"{run.hardware} ({run.precision})" for run in runs)
         torch = _listed(str(run.data["versions"].get("torch", "unknown")) for run in runs)
@@ -197,16 +231,33 @@ def _listed(texts: Iterable[str]) -> str:
     return ", ".join(sorted(set(texts)))
 
 
+def _average(row: Row) -> str:
+    """Our average with its spread; of several runs, how many."""
+    ours = row.measured.ours
+    return "not run" if ours is None else spread(ours) + (f" (n = {ours.n})" if ours.n > 1 else "")
+
+
+def _found(row: Row) -> list[str]:
+    """What else the runs of a row came to, the mean of each number, or that there are none."""
+    if not row.records:
+        return ["not run"] * len(FOUND)
+    last = fmean(record.result[LAST][row.predictor] for record in row.records)
+    parts = [_base_and_later(record, row.predictor) for record in row.records]
+    base, later = fmean(part[0] for part in parts), fmean(part[1] for part in parts)
+    others = {
+        by: fmean(record.result[AVERAGE][by] for record in row.records)
+        for by in row.records[0].result[AVERAGE]
+        if by != row.predictor
+    }
+    beside = ", ".join(f"{number(value)} ({predictor_name(by)})" for by, value in others.items())
+    return [number(last), f"{number(base, 1)} and {number(later, 1)}", beside or NOTHING]
+
+
 def _cells(row: Row) -> list[str]:
-    """Our numbers, the paper's and the times of a row, or that there are none."""
-    cell, record, ours, apart = row.measured.cell, row.record, row.measured.ours, row.measured.difference
-    average = last = parts = beside = "not run"
-    if record is not None and ours is not None:
-        averages, lasts = record.result[AVERAGE], record.result[LAST]
-        others = [f"{number(averages[by])} ({predictor_name(by)})" for by in averages if by != cell.predictor]
-        average, last, beside = number(ours.mean), number(lasts[cell.predictor]), ", ".join(others) or NOTHING
-        parts = " and ".join(number(part, 1) for part in _base_and_later(record, cell.predictor or ""))
-    found = [average, spread(cell.published), NOTHING if apart is None else signed(apart), last, parts, beside]
+    """Our numbers, the paper's and the times of a row."""
+    apart = row.measured.difference
+    paper = [spread(row.measured.cell.published), NOTHING if apart is None else signed(apart)]
+    found = [_average(row), *paper, *_found(row)]
     if row.cost is None:
         return [*found, "not measured", "not measured"]
     mark = " †" if row.borrowed else ""
@@ -222,13 +273,12 @@ def _base_and_later(record: Record, predictor: str) -> tuple[float, float]:
 
 def _still(rows: Sequence[Row]) -> str:
     """What a network would have that knows its base classes as well as the best of these, and never another."""
-    runs = [(row.record, row.measured.cell.predictor or "") for row in rows if row.record is not None]
+    runs = [row for row in rows if row.records]
     if not runs:
         return ""
-    base = max(record.result["stages"][0]["accuracy"][predictor] for record, predictor in runs)
-    sizes = runs[0][0].data["stage_sizes"]
-    seen = [sum(sizes[: number + 1]) for number in range(len(sizes))]
-    average = sum(base * sizes[0] / classes for classes in seen) / len(seen)
+    base = max(fmean(run.result["stages"][0]["accuracy"][row.predictor] for run in row.records) for row in runs)
+    sizes = runs[0].records[0].data["stage_sizes"]
+    average = fmean(base * sizes[0] / sum(sizes[: number + 1]) for number in range(len(sizes)))
     return (
         f"A network that kept the best base stage of these runs ({number(base)}) and never learned another class\n"
         f"would have an average of {number(average)}. "
@@ -240,9 +290,9 @@ def draw(rows: Sequence[Row]) -> Drawing | None:
     points: dict[tuple[str, str], Point] = {}
     for row in rows:
         by, label = predictor_of(row.measured), row.measured.cell.row.label.rstrip("*")
-        if row.record is not None and row.measured.ours is not None and row.cost is not None:
+        if row.records and row.measured.ours is not None and row.cost is not None:
             point = Point(label.removesuffix(f" ({by})"), by, row.cost.run, row.measured.ours.mean)
-            points.setdefault((row.record.identity, by), point)
+            points.setdefault((row.records[0].identity, by), point)
     return scatter(PICTURE, list(points.values())) if points else None
 
 

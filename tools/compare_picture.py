@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -14,6 +14,7 @@ from engram.report.svg import CARD, INK, MARKERS, MUTED, SERIES, Drawing, drawin
 
 PREDICTORS = {"CNN": "by the head (CNN)", "NME": "by the nearest mean of exemplars (NME)"}
 WIDTH, HEIGHT = 8.0, 7.2  # inches
+DEPTH = 25.0  # percent below the best; what is lower stands at the lower edge, or all others would be a heap
 SIZE, LINE, GAP = 9.0, 11.0, 7.0  # points: letters, lines, from a point to its name
 LETTER = 0.58 * SIZE  # its mean width, rather too much
 # Where a name may stand as seen from its point, the nearest first.
@@ -41,6 +42,8 @@ class Point:
 
 def scatter(name: str, points: Sequence[Point]) -> Drawing:
     """The points, the time on a logarithmic axis; names stand beside them where there is room."""
+    least = max(point.accuracy for point in points) - DEPTH
+    points = [point if point.accuracy >= least else _sunk(point, least) for point in points]
     with drawing_style():
         figure = Figure(figsize=(WIDTH, HEIGHT), dpi=72)  # so that a unit on the canvas is a point
         axes = figure.add_axes((0.08, 0.09, 0.9, 0.79))
@@ -57,6 +60,11 @@ def scatter(name: str, points: Sequence[Point]) -> Drawing:
         axes.set_title("Accuracy and time", pad=28)
         axes.legend(loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncols=2, fontsize=10, handletextpad=0.3)
         return finish(figure, name, "Average incremental accuracy of each method against the seconds of a whole run.")
+
+
+def _sunk(point: Point, least: float) -> Point:
+    """A point at the lower edge, whose name tells where it is."""
+    return replace(point, label=f"{point.label} (at {point.accuracy:.1f})", accuracy=least)
 
 
 def _scale(axes: Axes, points: Sequence[Point]) -> None:

@@ -56,6 +56,16 @@ def load_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(tensors, data)
 
 
+def read_data(path: Path) -> dict[str, Any]:
+    """The plain data of a checkpoint alone; empty where it cannot be read."""
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            data = json.loads((file.metadata() or {})["engram"])
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError):
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
 def _digest(tensors: dict[str, Tensor]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(tensors):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterator
 from functools import cached_property
+from pathlib import Path
 from typing import Literal
 
 from engram.errors import EngramError
@@ -84,7 +85,7 @@ class SharedBase:
         if self._cache is None or self._key is None:
             return
         try:
-            self._cache.save(self._key, self._session.learner.network.state_dict())
+            self._cache.save(self._key, self._session.learner.network.state_dict(), Path(self._name).name)
         except EngramError as error:
             yield Warned(f"the base stage could not be cached: {error}")
         self.release()

@@ -18,7 +18,7 @@ from typing import IO
 
 from torch import Tensor
 
-from engram.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from engram.checkpoint import Checkpoint, load_checkpoint, read_data, save_checkpoint
 from engram.errors import EngramError
 from engram.files import remove_temporaries, writing
 
@@ -96,9 +96,12 @@ class StageCache:
             os.utime(path)
         return tensors
 
-    def save(self, key: str, tensors: dict[str, Tensor]) -> None:
-        """Keeps the tensors under the key, and removes the longest unused entries beyond the limit."""
-        save_checkpoint(self._path(key), Checkpoint(tensors, {"key": key}))
+    def save(self, key: str, tensors: dict[str, Tensor], trained_by: str = "") -> None:
+        """Keeps the tensors under the key, and removes the longest unused entries beyond the limit.
+
+        trained_by: the name of the run, for whoever looks at what is kept.
+        """
+        save_checkpoint(self._path(key), Checkpoint(tensors, {"key": key, "trained_by": trained_by}))
         remove_temporaries(self.folder, older_than=24 * 3600)
         self._remove_locks(key)
         entries = self.entries()
@@ -154,6 +157,11 @@ class StageCache:
                 status = path.stat()
                 found.append(Entry(path.stem, path, status.st_size, status.st_mtime))
         return sorted(found, key=lambda entry: entry.used)
+
+    def trained_by(self, key: str) -> str | None:
+        """The name of the run that trained it, as far as it is known."""
+        name = read_data(self._path(key)).get("trained_by")
+        return name if isinstance(name, str) and name else None
 
     def _remove_locks(self, key: str) -> None:
         """Removes the lock files that killed runs left, but for the key's own."""

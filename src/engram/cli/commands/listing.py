@@ -28,15 +28,17 @@ DATASETS = {
     "imagenet1000": "all of ImageNet at 224x224 pixels: its train/ and val/, given with --data PATH",
     "folder": "your own images: a folder of class folders, given with --data PATH",
 }
-MEASURED_ON = "{}-cifar100-b50-s10"  # the recipe whose result a method is listed with
+# The recipes whose results a method is listed with.
+MEASURED_ON = {"measured": "{}-cifar100-b50-s10", "embedded": "{}-mini-b10-s5"}
 # Which entries of a row are shown, in order; --json gives all of them.
 COLUMNS: dict[str, tuple[str, ...]] = {
     "recipes": ("recipe", "base", "increment", "memory", "epochs", "predictor"),
-    "methods": ("method", "title", "paper", "memory", "measured"),
+    "methods": ("method", "title", "paper", "memory", *MEASURED_ON),
     "datasets": ("dataset", "description"),
     "backbones": ("backbone", "description"),
     "runs": ("directory", "recipe", "order", "seed", "stages", "average", "status"),
-    "cache": ("file", "megabytes", "last used"),
+    "cache": ("trained by", "file", "megabytes", "last used"),
+    "decoded": ("file", "megabytes", "last used"),
 }
 NUMBERS = ("megabytes", "base", "increment", "epochs", "order", "seed", "stages", "average")
 TITLES: dict[str, str] = {"dataset": "data set", "description": "what it is", "average": "average %"}
@@ -69,8 +71,8 @@ def list_command(options: List, typed: Sequence[str]) -> int:
         _print_runs(console, rows)
     elif options.what == "methods":
         _print(console, options.what, rows)
-        recipe = MEASURED_ON.format("METHOD")
-        print_line(console, f"measured: average incremental accuracy of {recipe}, %; - where there is no run yet")
+        of = "; ".join(f"{column}: of {recipe.format('METHOD')}" for column, recipe in MEASURED_ON.items())
+        print_line(console, f"average incremental accuracy, %, {of}; - where there is no run yet")
     else:
         _print(console, options.what, rows)
     return 0
@@ -90,18 +92,19 @@ def _cache() -> list[dict[str, Any]]:
     from engram.data.imagecache import ImageCache
     from engram.data.imagenet import CACHE
 
-    images = ImageCache(data_home() / CACHE)
-    stages = [("base stage", entry.path, entry) for entry in StageCache(data_home() / STAGES).entries()]
-    decoded = [("decoded images", images.path(entry.key), entry) for entry in images.entries()]
+    images, cache = ImageCache(data_home() / CACHE), StageCache(data_home() / STAGES)
+    stages = [("base stage", entry.path, entry, cache.trained_by(entry.key)) for entry in cache.entries()]
+    decoded = [("decoded images", images.path(entry.key), entry, None) for entry in images.entries()]
     return [
         {
             "kind": kind,
+            "trained by": trained_by,
             "file": path.name,
             "path": str(path),
             "megabytes": f"{entry.size / 1e6:.1f}",
             "last used": datetime.fromtimestamp(entry.used).isoformat(sep=" ", timespec="seconds"),
         }
-        for kind, path, entry in [*stages, *decoded]
+        for kind, path, entry, trained_by in [*stages, *decoded]
     ]
 
 
@@ -115,7 +118,7 @@ def _print_cache(console: Console, rows: Sequence[dict[str, Any]]) -> None:
         sets = f"{len(decoded)} set{'s' if len(decoded) > 1 else ''} of decoded images"
         place = Path(decoded[0]["path"]).parent
         print_line(console, f"{sets} in {place}; delete what you like, it is decoded again when a run needs it")
-        _print(console, "cache", decoded)
+        _print(console, "decoded", decoded)
 
 
 def _print(console: Console, what: str, rows: Sequence[dict[str, Any]], title: str | None = None) -> None:
@@ -179,7 +182,7 @@ def _methods() -> list[dict[str, Any]]:
             "title": info.title,
             "paper": info.paper or None,
             "memory": needs[info.memory],
-            "measured": _measured(known.get(MEASURED_ON.format(info.name))),
+            **{column: _measured(known.get(recipe.format(info.name))) for column, recipe in MEASURED_ON.items()},
         }
         for info in sorted(METHODS.values(), key=lambda info: info.name)
     ]

@@ -74,8 +74,10 @@ def expand(given: Iterable[str], lines: Iterable[str] | None = None) -> Iterator
     """The image files that files, folders, patterns and, for -, the lines of standard input name, one at a time."""
     for text in given:
         if text == STANDARD_INPUT:
-            for line in (sys.stdin or ()) if lines is None else lines:  # none where it is closed
+            given_lines = (sys.stdin or ()) if lines is None else lines  # none where it is closed
+            for number, line in enumerate(given_lines):
                 path = line.rstrip("\r\n")
+                path = path.removeprefix("\ufeff") if number == 0 else path  # as some editors begin a file
                 if path:
                     yield from walk_images(path) if os.path.isdir(path) else (path,)
         elif os.path.lexists(text):
