@@ -34,8 +34,12 @@ NME: dict[str, dict[str, Any]] = {
     "pixels": {},
     "replay": {},
 }
-# Methods whose balanced phase begins with a new head need some hundred steps of it, however few the images are.
-SHORT_FINETUNING: dict[str, dict[str, int]] = {"der": {"epochs": 30, "batch_size": 8}}
+# Methods whose balanced phase begins with a new head, or is the first in which old and new classes weigh the same, need
+# some hundred steps of it, however few the images are.
+SHORT_FINETUNING: dict[str, dict[str, int]] = {
+    "der": {"epochs": 30, "batch_size": 8},
+    "eeil": {"epochs": 30, "batch_size": 8},
+}
 
 
 def cifar100(method: MethodInfo, stages: int) -> RunConfig:
