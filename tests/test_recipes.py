@@ -12,6 +12,7 @@ from engram.data.augment import Augmentation
 from engram.errors import suggest
 from engram.methods import METHODS, MethodInfo, Settings
 from engram.methods.replay import Replay
+from engram.session import Session
 
 
 @pytest.mark.parametrize("name", recipe_names())
@@ -68,6 +69,15 @@ def test_a_name_that_is_like_no_recipe_does_not_get_all_of_them() -> None:
     with pytest.raises(EngramError, match=r"valid names: afc-cifar100-b50-s10, .*afc-nme-") as refused:
         recipe("afc")
     assert "podnet" not in str(refused.value)
+
+
+@pytest.mark.parametrize("method", ["der", "eeil"])
+def test_short_recipes_have_room_for_what_the_balanced_phase_must_do(method: str) -> None:
+    """A new head, or the first look at classes that weigh the same, is not learned in one batch an epoch."""
+    first = Session(recipe(f"{method}-mini-b10-s5").with_value("device", "cpu"), read_mini()).plan()[1]
+    (balance,) = (phase for phase in first.phases if phase.name == "balance")
+    assert balance.images == 12 * 5
+    assert balance.epochs * balance.steps >= 200
 
 
 def test_names_that_none_is_near_of_are_cut_short() -> None:
