@@ -76,7 +76,8 @@ def whole_run(stages: Sequence[StageTimes], short: Session, full: Session) -> di
     """Training, and what follows it, in a run of full length.
 
     A phase takes as long for its work (images, teachers, older backbones) as in the last stage measured, the base as
-    in the base; one that so few epochs have no room for, as long as the main one.
+    in the base; one that so few epochs have no room for, or for one epoch alone, which waits for what is recorded, as
+    long as the main one.
     """
     measured, training, after = short.plan(), 0.0, 0.0
     for planned in full.plan():
@@ -84,7 +85,7 @@ def whole_run(stages: Sequence[StageTimes], short: Session, full: Session) -> di
         rates = {
             phase.name: stage.epoch_seconds(phase.name) * phase.epochs / phase.work
             for phase in measured[stage.stage].phases
-            if phase.epochs
+            if phase.epochs > 1
         }
         training += sum(phase.work * rates.get(phase.name, rates["main"]) for phase in planned.phases if phase.epochs)
         after += sum(seconds for kind, seconds in stage.seconds_by.items() if kind != "train")

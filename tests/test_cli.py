@@ -705,6 +705,12 @@ def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
 
 # The other commands.
 
+SHIPPED = [
+    *("afc", "bic", "channel", "der", "eeil", "ewc", "gap", "gdumb", "geodl", "gradcam", "gram", "icarl", "joint"),
+    *("lwf", "lwm", "mas", "mnemonics", "naive", "pixels", "pod", "podnet", "podnet-dde", "replay", "si", "ssil"),
+    *("ucir", "ucir-dde", "uniform", "wa"),
+]
+
 
 def test_list_recipes_methods_datasets_backbones(engram: Engram) -> None:
     shown = engram("list")
@@ -715,6 +721,8 @@ def test_list_recipes_methods_datasets_backbones(engram: Engram) -> None:
     methods = {row["method"]: row for row in json.loads(engram("list", "methods", "--json").out)}
     assert methods["afc"]["paper"] == "Kang, Park, Han, CVPR 2022"
     assert methods["naive"]["memory"] == "none"
+    assert re.fullmatch(r"\d\d\.\d\d ± \d\.\d\d \(n = 3\)", methods["afc"]["measured"])
+    assert all(methods[name]["embedded"] for name in SHIPPED), "a result of each, whatever a GPU had time for"
     assert "resnet32" in engram("list", "backbones").out
     assert "cifar100" in engram("list", "datasets").out
 

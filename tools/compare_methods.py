@@ -192,8 +192,9 @@ def _embedded(rows: Sequence[Row]) -> str:
     return f"""## On the embedded set
 
 Twenty classes of small images that come with the package: 10 base classes, 5 stages of two, 5 exemplars a class, 16
-epochs a stage, mean ± standard deviation over class orders {", ".join(orders)}. It needs no GPU and no download,
-and says less: its settings were chosen for naive, replay and AFC (on other classes), and for no other method.
+epochs of the main phase (GDumb 32 after the base), mean ± standard deviation over class orders {", ".join(orders)}. It
+needs no GPU and no download, and says less: its settings were chosen for naive, replay and AFC on other classes; DER
+and EEIL have a longer balanced phase, and no other method has anything of its own there.
 {_still(rows)}{_runs(rows, EMBEDDED_RUN)}
 
 {_table(EMBEDDED, rows, lambda row: [_average(row), *_found(row)])}"""
@@ -217,7 +218,8 @@ def _timed(files: Sequence[dict[str, Any]]) -> str:
     return (
         f"{files[0]['hardware']['name']}; torch {torch}; commit {commit}. One short run of each method, alone, on\n"
         f"  random images, {epochs} epochs of each phase and three stages, n = 1; the seconds are extrapolated to the\n"
-        "  whole recipe ([how](../benchmark.md#methods-what-each-method-costs), [commands](#commands-of-the-times))."
+        "  whole recipe ([how](../benchmark.md#methods-what-each-method-costs), [commands](#commands-of-the-times)).\n"
+        "  A tenth more or less means nothing ([what is known of their faults](../../results/README.md))."
     )
 
 

@@ -213,9 +213,9 @@ class Reproduce:
     """Fill in the paper's tables and figures: run what is missing, then show ours beside the published numbers.
 
     WHAT is table1 to table10, figure2 to figure4, all (every one of them), effects (what each difference between the
-    paper, its released code and this does), or methods (those that Table 1 lacks, with 10 stages). Runs that several of
-    them need are done once; the same command again goes on where it was cut. Runs are looked for in --out and in
-    --results.
+    paper, its released code and this does), methods (those that Table 1 lacks, with 10 stages), mini (every method on
+    the embedded set: no GPU, no download) or mini-effects. Runs that several of them need are done once; the same
+    command again goes on where it was cut. Runs are looked for in --out and in --results.
 
     For example:
         engram reproduce table1 --rows AFC --dry-run
