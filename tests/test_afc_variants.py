@@ -14,6 +14,7 @@ from torch import Tensor
 import engram.stagework
 from engram.data.memory import Memory, MemoryConfig
 from engram.engine import Engine
+from engram.events import StageFinished
 from engram.learner import Learner
 from engram.methods import Method, Step
 from engram.methods.afc import AFC, AFCSettings
@@ -99,6 +100,14 @@ def test_a_stage_of_uniform_is_a_stage_of_afc_with_an_importance_of_one(variant:
     theirs = parameters_of(uniform.learner.network)
     for name, value in parameters_of(afc.learner.network).items():
         torch.testing.assert_close(theirs[name], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("variant", ["released", "paper"])
+def test_both_readings_learn(variant: str) -> None:
+    """Ten classes in two epochs. A scale that turned below zero would have all of them the wrong way round."""
+    config = recipe("afc-mini-b10-s5").with_settings(variant=variant, train__epochs=2).with_value("device", "cpu")
+    (base,) = (event for event in run(config, stop_after_stage=0) if isinstance(event, StageFinished))
+    assert base.accuracy["cnn"] > 20
 
 
 def test_importance_weighs_the_channels_in_training() -> None:

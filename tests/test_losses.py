@@ -114,12 +114,19 @@ def test_paper_nca_gradients_of_scores_and_scale(seed: int) -> None:
     loss = nca_paper(scale * scores, torch.tensor(case.labels), scale, 0.6).sum()
 
     def total(values: np.ndarray, eta: float) -> float:
-        return sum(slow_nca_paper(list(row), y, eta, 0.6) for row, y in zip(values, case.labels, strict=True))
+        margin = 0.6 * case.scale / eta  # what eta times the margin is does not move with eta
+        return sum(slow_nca_paper(list(row), y, eta, margin) for row, y in zip(values, case.labels, strict=True))
 
     by_scores = numeric_gradient(lambda values: total(values, case.scale), case.scores)
     by_scale = numeric_gradient(lambda eta: total(case.scores, float(eta[0])), np.array([case.scale]))
     np.testing.assert_allclose(gradient_of(loss, scores), by_scores, rtol=1e-6, atol=1e-8)
     np.testing.assert_allclose(gradient_of(loss, scale), by_scale[0], rtol=1e-6, atol=1e-8)
+
+
+def test_paper_nca_does_not_turn_the_scale_around_before_anything_is_learned() -> None:
+    scale = torch.tensor(1.0, requires_grad=True)
+    loss = nca_paper(scale * torch.zeros(4, 5), torch.tensor([0, 1, 2, 3]), scale, 0.6).mean()
+    assert float(gradient_of(loss, scale)) == pytest.approx(0, abs=1e-7)
 
 
 def test_paper_nca_is_a_hinge_at_zero() -> None:

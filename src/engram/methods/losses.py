@@ -37,12 +37,14 @@ def nca_released(logits: Tensor, labels: Tensor) -> Tensor:
 def nca_paper(logits: Tensor, labels: Tensor, scale: Tensor, margin: float) -> Tensor:
     """The classification loss of the paper (eq. LSC_loss), one value a sample (B,).
 
-    The hinge of log sum_{i != y} exp(s_i) - (s_y - scale * margin), with s = scale * scores.
+    The hinge of log sum_{i != y} exp(s_i) - (s_y - scale * margin), with s = scale * scores. The margin's part has no
+    gradient for the scale: with it a scale below zero is the easiest way to a loss of zero, since the margin asks for
+    a smaller scale as long as the scores say nothing, and the classifier learns everything the wrong way round.
     """
     target = logits.gather(1, labels[:, None]).squeeze(1)
     is_target = _one_hot(labels, logits.shape[1])
     others = logits.masked_fill(is_target, MASKED).clamp(min=MASKED).logsumexp(dim=1)
-    return F.relu(others - (target - scale * margin))
+    return F.relu(others - (target - scale.detach() * margin))
 
 
 def _mean_over(per_sample: Tensor, counted: Tensor | None) -> Tensor:
