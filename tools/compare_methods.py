@@ -202,7 +202,8 @@ and EEIL have a longer balanced phase, and no other method has anything of its o
 
 def _runs(rows: Sequence[Row], command: str) -> str:
     runs = [record for row in rows for record in row.records]
-    said = f"{sum(bool(row.records) for row in rows)} of {len(rows)} rows were run; `{command}` runs the others."
+    done = sum(bool(row.records) for row in rows)
+    said = f"{done} of {len(rows)} rows were run; `{command}` runs {'them' if done == len(rows) else 'the others'}."
     if runs:
         hardware = _listed(f"{run.hardware} ({run.precision})" for run in runs)
         torch = _listed(str(run.data["versions"].get("torch", "unknown")) for run in runs)
