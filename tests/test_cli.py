@@ -721,7 +721,7 @@ def test_list_recipes_methods_datasets_backbones(engram: Engram) -> None:
     methods = {row["method"]: row for row in json.loads(engram("list", "methods", "--json").out)}
     assert methods["afc"]["paper"] == "Kang, Park, Han, CVPR 2022"
     assert methods["naive"]["memory"] == "none"
-    assert re.fullmatch(r"\d\d\.\d\d ± \d\.\d\d \(n = 3\)", methods["afc"]["measured"])
+    assert re.fullmatch(r"\d\d\.\d\d ± \d\.\d\d \(3\)", methods["afc"]["measured"])
     assert all(methods[name]["embedded"] for name in SHIPPED), "a result of each, whatever a GPU had time for"
     assert "resnet32" in engram("list", "backbones").out
     assert "cifar100" in engram("list", "datasets").out

@@ -40,7 +40,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "cache": ("trained by", "file", "megabytes", "last used"),
     "decoded": ("file", "megabytes", "last used"),
 }
-NUMBERS = ("megabytes", "base", "increment", "epochs", "order", "seed", "stages", "average")
+NUMBERS = ("megabytes", "base", "increment", "epochs", "order", "seed", "stages", "average", *MEASURED_ON)
 TITLES: dict[str, str] = {"dataset": "data set", "description": "what it is", "average": "average %"}
 
 
@@ -72,7 +72,7 @@ def list_command(options: List, typed: Sequence[str]) -> int:
     elif options.what == "methods":
         _print(console, options.what, rows)
         of = "; ".join(f"{column}: of {recipe.format('METHOD')}" for column, recipe in MEASURED_ON.items())
-        print_line(console, f"average incremental accuracy, %, {of}; - where there is no run yet")
+        print_line(console, f"average incremental accuracy, % (runs), {of}; - where there is none yet")
     else:
         _print(console, options.what, rows)
     return 0
@@ -189,11 +189,11 @@ def _methods() -> list[dict[str, Any]]:
 
 
 def _measured(numbers: dict[str, Any] | None) -> str | None:
-    """The accuracy, its spread and n in a few words; None where there is no run yet."""
+    """The accuracy, its spread and how many runs it is of; None where there is no run yet."""
     if numbers is None:
         return None
     spread = "" if numbers["std"] is None else f" ± {numbers['std']:.2f}"
-    return f"{numbers['mean']:.2f}{spread} (n = {numbers['n']})"
+    return f"{numbers['mean']:.2f}{spread} ({numbers['n']})"
 
 
 def _backbones() -> list[dict[str, Any]]:
