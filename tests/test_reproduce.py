@@ -17,11 +17,12 @@ from engram.errors import EngramError
 from engram.methods import METHODS
 from engram.recipes import recipe, recipe_names
 from engram.recipes.changes import apply_changes, named_after_changes
+from engram.report.figures import line_style
 from engram.reproduce import text
 from engram.reproduce.cells import effect, measure, measure_all
 from engram.reproduce.cost import ALONE, costs, work_of
 from engram.reproduce.document import COMMAND, document
-from engram.reproduce.page import headline
+from engram.reproduce.page import headline, write_page
 from engram.reproduce.paper import Experiment, Published, load_paper
 from engram.reproduce.plan import Asked, Cell, make_plan, run_name
 from engram.reproduce.records import Record, check_record, parse_line
@@ -506,3 +507,29 @@ def test_what_the_paper_has_no_number_of_is_said_so() -> None:
     plan = make_plan(AFC.find(["methods"]), [make_record("gap-cifar100-b50-s10")], Asked(rows=["gap", "pod"]))
     assert headline(measure_all(plan)) == "The paper has no number of these; 1 of 2 were measured."
     assert "methods" not in [experiment.name for experiment in AFC.find(["all"])], "by name alone"
+
+
+def test_as_many_lines_are_drawn_as_can_be_told_apart(tmp_path: Path) -> None:
+    names = [
+        "afc",
+        "replay",
+        "naive",
+        "uniform",
+        "pixels",
+        "gap",
+        "pod",
+        "gram",
+        "channel",
+        "gradcam",
+        "wa",
+        "lwf",
+        "si",
+    ]
+    records = [make_record(f"{name}-mini-b10-s5") for name in names]
+    for some, drawn in ((records[:12], True), (records, False)):
+        plan = make_plan(AFC.find(["mini"]), some)
+        page = write_page(tmp_path / "page.html", AFC, plan).read_text(encoding="utf-8")
+        assert ("Lines are means over n runs" in page) == drawn
+        assert ("Not drawn: 13 lines would be a heap, --rows chooses up to 12." in page) != drawn
+    styles = {(style["color"], style["linestyle"]) for style in (line_style(index, 6) for index in range(29))}
+    assert len(styles) == 29, "rows of the largest experiment"

@@ -28,6 +28,9 @@ _RAMP = LinearSegmentedColormap.from_list(
 ).with_extremes(bad=(0, 0, 0, 0))
 
 
+DASHES = ("-", (0, (5, 1.5)), (0, (2, 1.2)), (0, (6, 1.5, 1.5, 1.5)))  # by how often all colours were taken
+
+
 def colour(index: int) -> str:
     """The colour of the series at this index."""
     return SERIES[index % len(SERIES)]
@@ -72,7 +75,7 @@ def line_style(index: int, points: int, markers: int = 18) -> dict[str, Any]:
     """How the line at this index is drawn; of its points so many at most have a marker."""
     return {
         "color": colour(index),
-        "linestyle": ("-", (0, (5, 1.5)), (0, (2, 1.2)))[index // len(SERIES) % 3],
+        "linestyle": DASHES[index // len(SERIES) % len(DASHES)],
         "marker": MARKERS[index % len(MARKERS)],
         "markersize": 5.5,
         "markeredgecolor": CARD,

@@ -17,6 +17,7 @@ from engram.reproduce.cells import POINT, Measured, curve, last_importance, pred
 from engram.reproduce.paper import Column, Experiment
 
 _DARK = 0.16  # of a band
+MOST_LINES = 12  # that can be told apart in one plot
 
 
 def drawings(experiment: Experiment, cells: Sequence[Measured]) -> list[Drawing]:
@@ -33,10 +34,13 @@ def drawings(experiment: Experiment, cells: Sequence[Measured]) -> list[Drawing]
 
 
 def accuracy(experiment: Experiment, column: Column, cells: Sequence[Measured]) -> Drawing | None:
-    """Accuracy against classes seen: a line for each row that has runs, one sample standard deviation as a band."""
+    """Accuracy against classes seen: a line for each row that has runs, one sample standard deviation as a band.
+
+    None where there is no line, or more than can be told apart.
+    """
     of_column = [cell for cell in cells if cell.cell.column is column]
     found = [(i, cell, line) for i, cell in enumerate(of_column) if (line := curve(cell.cell)) is not None]
-    if not found:
+    if not 0 < len(found) <= MOST_LINES:
         return None
     figure = Figure(figsize=(WIDTH, 3.4 + 0.2 * len(found)), layout="constrained")
     axes = figure.add_subplot()
@@ -48,7 +52,8 @@ def accuracy(experiment: Experiment, column: Column, cells: Sequence[Measured]) 
         if cell.n > 1:
             axes.fill_between(seen, mean - std, mean + std, color=colour(index), alpha=_DARK, linewidth=0, zorder=2)
         bounds += [float((mean - std).min()), float((mean + std).max())]
-    axes.set_ylim(10 * math.floor(min(bounds) / 10), min(100, 10 * math.ceil(max(bounds) / 10)))
+    lowest = min(90, 10 * math.floor(min(bounds) / 10))
+    axes.set_ylim(lowest, max(lowest + 10, min(100, 10 * math.ceil(max(bounds) / 10))))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, steps=[1, 2, 5, 10]))
     axes.grid(False, axis="x")
     axes.margins(x=0.02)

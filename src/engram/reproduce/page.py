@@ -131,6 +131,8 @@ def _part(paper: Paper, experiment: Experiment, measured: list[Measured]) -> dic
     rows = grid(experiment, measured)
     bases = rows[0][1]
     missing = dict.fromkeys(cell.why or KEPT_NOTHING for cell in measured)
+    lines = sum(any(cell.n for cell in row) for _, row in rows)
+    crowded = f"{lines} lines would be a heap, --rows chooses up to {figures.MOST_LINES}"
     return {
         "name": experiment.name,
         "heading": experiment.heading,
@@ -146,7 +148,7 @@ def _part(paper: Paper, experiment: Experiment, measured: list[Measured]) -> dic
         "drawings": figures.drawings(experiment, measured),
         "caption": _CAPTIONS[experiment.kind],
         "is_figure": experiment.kind in ("curves", "importance"),
-        "undrawn": "; ".join(missing),
+        "undrawn": crowded if lines > figures.MOST_LINES else "; ".join(missing),
         "measured": measured,
         "experiment": experiment,
     }
