@@ -25,6 +25,8 @@ from engram import IncrementalClassifier, read_manifest
 from engram.cli import main
 from engram.cli.commands.predict import best_places, expand
 from engram.modeldir.config import fitting_epochs
+from engram.modeldir.directory import Pointer
+from engram.modeldir.writer import Writer
 from helpers import Engram, Outcome
 from model_helpers import NAMES, everything, opened, pictures, same
 
@@ -704,10 +706,27 @@ def test_a_page_shows_names_as_text(engram: Engram, tmp_path: Path) -> None:
 def test_a_removed_class_is_gone_from_the_files(engram: Engram, model: Path) -> None:
     outcome = engram("remove", model, "boat", "dingo")
     assert outcome.status == 0
-    assert "removed boat with 8 exemplars and 2 held-out images; 4 classes left" in outcome.out
+    assert "removed boat with 8 exemplars and 2 held-out images\n" in outcome.out
+    assert "3 classes left; " in outcome.out
     assert opened(model).labels == ["apple", "camel", "easel"]
     assert b"boat" not in b"".join(everything(model).values())
     assert json.loads(engram("remove", model, "apple", "--json").out) == {"removed": "apple", "classes": 2}
+
+
+def test_several_classes_go_in_one_transaction(engram: Engram, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, generations = everything(model), []
+    write = Writer.commit
+
+    def commit(self: Writer, *arguments: Any) -> Pointer:
+        generations.append(write(self, *arguments))
+        return generations[-1]
+
+    monkeypatch.setattr(Writer, "commit", commit)
+    assert_refused(engram("remove", model, "boat", "goose"), "no class 'goose'")
+    assert everything(model) == before
+    assert engram("remove", model, "boat", "dingo").status == 0
+    assert len(generations) == 1
+    assert opened(model).labels == ["apple", "camel", "easel"]
 
 
 @pytest.mark.parametrize(

@@ -305,7 +305,8 @@ def test_a_removed_class_changes_no_other_score(fitted: IncrementalClassifier, t
     kept = before[:, [0, 2]]
     assert np.allclose(after, kept / kept.sum(axis=1, keepdims=True), atol=1e-12)
     with pytest.raises(EngramError, match="knows no class 'boat'"):
-        classifier.remove("boat")
+        classifier.remove("apple", "boat")
+    assert classifier.remove("apple", "camel").classes_.tolist() == []
 
 
 def test_what_was_learned_can_be_pickled_too(fitted: IncrementalClassifier) -> None:

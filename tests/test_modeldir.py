@@ -340,7 +340,7 @@ def test_a_second_writer_is_refused_and_readers_are_not(taught: Path, tmp_path: 
 def test_readers_see_one_model_or_the_other_while_it_changes(taught: Path, tmp_path: Path) -> None:
     one = opened(taught)
     other = one.copy()
-    other.remove("apple", "today")
+    other.remove(["apple"], "today")
     path = tmp_path / "m"
     save_model(one, path)
     wrong: list[object] = []
@@ -560,6 +560,21 @@ def test_a_removed_class_is_gone_and_the_others_are_as_they_were(method: str, pl
     again = opened(path)
     assert again.labels == [*left.labels, *NAMES[5:7]]
     assert all(np.isfinite(found).all() for found in scores(again).values())
+
+
+@pytest.mark.parametrize("method", ["afc", "bic", "der"])
+def test_classes_removed_at_once_are_those_removed_one_by_one(method: str, tmp_path: Path) -> None:
+    config = tiny(method, epochs=1, memory=memory_of(method), validation=0.25)
+    one, other = (make(tmp_path / name, NAMES[:3], NAMES[3:5], config=config) for name in ("one", "other"))
+    for name in ("dingo", "apple"):
+        remove_class(one, name)
+    with pytest.raises(EngramError, match="knows no class 'goose'"):
+        remove_class(other, "dingo", "goose")
+    assert opened(other).labels == list(NAMES[:5]), "all or none"
+    remove_class(other, "dingo", "apple", "dingo")
+    assert same(opened(one), opened(other))
+    assert [entry.what for entry in opened(other).history] == ["learned", "learned", "removed", "removed"]
+    assert read_manifest(other)["generation"] == "000003"
 
 
 def test_the_last_class_can_go_and_the_model_begins_again(tmp_path: Path) -> None:

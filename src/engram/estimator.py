@@ -162,10 +162,10 @@ class IncrementalClassifier:
             raise EngramError(f"{len(found)} images need {len(found)} labels, got {len(wanted)}")
         return float(np.mean([ours == theirs for ours, theirs in zip(found, wanted, strict=True)]))
 
-    def remove(self, label: Hashable) -> IncrementalClassifier:
-        """Forgets a class; the scores of the others stay what they are. Files change when it is saved."""
+    def remove(self, label: Hashable, *more: Hashable) -> IncrementalClassifier:
+        """Forgets a class, or several; the scores of the others stay what they are. Files change when it is saved."""
         model = self._fitted().copy()
-        model.remove(plain_labels([label])[0], datetime.now(UTC).isoformat(timespec="seconds"))
+        model.remove(plain_labels([label, *more]), datetime.now(UTC).isoformat(timespec="seconds"))
         model.measure()
         self._adopt(model)
         return self

@@ -167,7 +167,7 @@ class Evaluate:
 class Remove:
     """Remove classes from a model: their rows, exemplars and held-out images are gone from its files.
 
-    The other classes' scores stay what they are. After -- a name may begin with a dash.
+    All of them go or none does. The other classes' scores stay what they are. After -- a name may begin with a dash.
 
     For example:
         engram remove model cat

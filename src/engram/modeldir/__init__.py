@@ -160,12 +160,12 @@ def save_model(model: Model, path: str | Path, *, expected: Pointer | None = Non
         return writer.commit(manifest, files)
 
 
-def remove_class(path: str | Path, label: Hashable, *, drop_learning: bool = False) -> Model:
-    """Removes a class from the model at that path, files and all; returns the model as it is then."""
+def remove_class(path: str | Path, label: Hashable, *more: Hashable, drop_learning: bool = False) -> Model:
+    """Removes a class, or several at once, from the model at that path, files and all; returns the model then."""
     with Writer(path) as writer:
         _refuse_learning(writer, drop=drop_learning, argument="drop_learning")
         model, _ = open_model(path, "cpu")
-        model.remove(label, datetime.now(UTC).isoformat(timespec="seconds"))
+        model.remove((label, *more), datetime.now(UTC).isoformat(timespec="seconds"))
         model.measure()
         writer.commit(*pack_model(model))
     return model

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -193,14 +193,14 @@ class Model:
             found[by] = {label: 100 * float(right[own].mean()) for label, own in rows.items()}
         return found
 
-    def remove(self, label: Hashable, date: str) -> None:
-        """Forgets a class: its rows, means, exemplars and held-out images. The others' scores stay what they are.
+    def remove(self, labels: Iterable[Hashable], date: str) -> None:
+        """Forgets classes: their rows, means, exemplars and held-out images. The others' scores stay what they are.
 
-        What the backbone learned from its images stays in the backbone.
+        Where one is not known, none goes. What the backbone learned from their images stays in the backbone.
         """
-        place = self.position(label)
-        self.drop([place])
-        self.history = (*self.history, Entry("removed", date))
+        places = [self.position(label) for label in dict.fromkeys(labels)]
+        self.drop(places)
+        self.history = (*self.history, *(Entry("removed", date) for _ in places))
 
     def drop(self, places: list[int]) -> None:
         """Forgets the classes at these places; those after them move up."""

@@ -27,21 +27,20 @@ def remove_command(options: Remove, typed: Sequence[str]) -> int:
     if not options.yes and not options.json and not _confirmed(asked, place):
         print("engram: nothing was removed", file=sys.stderr)
         return 1
+    with naming_flags("--drop-learning"):
+        left = len(remove_class(place, *asked, drop_learning=options.drop_learning).classes)
     for label in asked:
         known = classes[labels.index(label)]
-        with naming_flags("--drop-learning"):
-            model = remove_class(place, label, drop_learning=options.drop_learning)
-        left = len(model.classes)
         if options.json:
             print_line(console, json.dumps({"removed": encode_label(label), "classes": left}))
         elif not options.quiet:
-            print_line(
-                console,
-                f"removed {printable(label)} with {known['exemplars']} exemplars and {known['heldout']} held-out "
-                f"images; {count_classes(left)} left",
-            )
+            images = f"{known['exemplars']} exemplars and {known['heldout']} held-out images"
+            print_line(console, f"removed {printable(label)} with {images}")
     if not options.quiet and not options.json:
-        print_line(console, "what the network's backbone learned from such images stays in its weights")
+        print_line(
+            console,
+            f"{count_classes(left)} left; what the network's backbone learned from such images stays in its weights",
+        )
     return 0
 
 
