@@ -98,7 +98,7 @@ def lines_of(board: LiveBoard) -> list[str]:
 
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_moving_lines_fit_and_there_is_one_for_each_run(width: int, members: list[Member]) -> None:
-    board = LiveBoard(terminal(width), Interrupt(), members, refresh=False)
+    board = LiveBoard(terminal(width), Interrupt(), Tally(members), refresh=False)
     with board:
         for run, event in story(members):
             board.show(run, event)
@@ -108,7 +108,7 @@ def test_moving_lines_fit_and_there_is_one_for_each_run(width: int, members: lis
 
 
 def test_a_line_says_where_how_far_and_how_well(members: list[Member]) -> None:
-    board = LiveBoard(terminal(80), Interrupt(), members, refresh=False)
+    board = LiveBoard(terminal(80), Interrupt(), Tally(members), refresh=False)
     name = members[1].name
     board.show(name, RunStarted("afc", "afc", None, 11, {}, False))
     board.show(name, finished(0))
@@ -126,7 +126,7 @@ def test_a_line_says_where_how_far_and_how_well(members: list[Member]) -> None:
 
 
 def test_more_runs_than_lines(members: list[Member]) -> None:
-    board = LiveBoard(terminal(80, height=5), Interrupt(), members, refresh=False)
+    board = LiveBoard(terminal(80, height=5), Interrupt(), Tally(members), refresh=False)
     for member in members:
         board.show(member.name, RunStarted("afc", "afc", None, 11, {}, False))
     lines = lines_of(board)
@@ -134,7 +134,7 @@ def test_more_runs_than_lines(members: list[Member]) -> None:
     assert lines[1:] == ["and 3 more at work", "0 of 4 done, 4 at work"]
     interrupt = Interrupt(announce=False)
     interrupt.signal = 2
-    asked = LiveBoard(terminal(80), interrupt, members, refresh=False)
+    asked = LiveBoard(terminal(80), interrupt, Tally(members), refresh=False)
     assert lines_of(asked)[-2] == SAVING
 
 
@@ -156,9 +156,36 @@ def test_time_left_is_of_all_runs_at_the_rate_so_far(members: list[Member]) -> N
     assert tally.text() == "1 of 4 done, 1 at work, 1 waiting, 1 failed; 0:15 left"
 
 
+def test_time_left_counts_a_shared_base_stage_once(members: list[Member]) -> None:
+    whole, base, key = members[0].total_work, members[0].base_work, members[0].base_key
+    assert key is not None
+    own = [replace(members[0], base_key=None), *members[1:]]
+    name, other = members[0].name, members[1].name
+    shared = whole / 2 + 3 * (whole - base)
+    for runs, bases, expected in (
+        (members, (), shared),
+        (members, None, 3.5 * whole),
+        (own, (), shared + base),
+        (own, (key,), shared),
+    ):
+        time = [100.0]
+        tally = Tally(runs, bases, now=lambda time=time: time[0])
+        tally.note(name, RunStarted("afc", "afc", None, 11, {}, False))
+        time[0] = 400.0  # kernels were compiled
+        tally.note(name, progress(0.0))
+        time[0] = 410.0
+        tally.note(name, progress(0.5))
+        assert tally.seconds_left() == pytest.approx(20 * expected / whole), "half a run's work in 10 seconds"
+        if bases is not None and runs is members:
+            tally.note(other, RunStarted("afc", "afc", None, 11, {}, False))
+            for event in (BaseAwaited(0, 11, f"runs/{name}"), BaseReused(0, "cache")):
+                tally.note(other, event)
+                assert tally.seconds_left() == pytest.approx(20 * expected / whole)
+
+
 def test_plain_lines(members: list[Member]) -> None:
     console = pipe()
-    board = PlainBoard(console, members)
+    board = PlainBoard(console, Tally(members))
     for run, event in story(members):
         board.show(run, event)
     done, first, second, third = (member.name for member in members)
@@ -173,13 +200,13 @@ def test_plain_lines(members: list[Member]) -> None:
         f"{first}: average cnn 51.3, nme 49.0; final cnn 40.0, nme 41.0; 1:15",
     ]
     often = pipe()
-    PlainBoard(often, members, seconds=0).show(first, progress(0.5))
+    PlainBoard(often, Tally(members), seconds=0).show(first, progress(0.5))
     assert written(often) == "0 of 4 done, 4 waiting\n"
 
 
 def test_what_has_ended_stays_above_the_moving_lines(members: list[Member]) -> None:
     console = terminal(120)
-    board = LiveBoard(console, Interrupt(), members, refresh=False)
+    board = LiveBoard(console, Interrupt(), Tally(members), refresh=False)
     with board:
         for run, event in story(members):
             board.show(run, event)
@@ -214,7 +241,7 @@ def test_the_board_suits_the_console(
     console: Console, flags: dict[str, bool], kind: type[Board], announces: bool, members: list[Member]
 ) -> None:
     interrupt = Interrupt()
-    assert type(make_board(console, interrupt, members, **flags)) is kind
+    assert type(make_board(console, interrupt, Tally(members), **flags)) is kind
     assert interrupt.announce is announces
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 from rich.console import Console
 
+from engram import ImageStore, RunConfig, run
 from engram.cli.display import (
     Display,
     JsonDisplay,
@@ -39,7 +40,8 @@ from engram.events import (
     Warned,
     Working,
 )
-from engram.stagework import Meter
+from engram.session import Session
+from engram.stagework import AFTER, Meter, Outlook
 
 RESULT = {
     "recipe": "afc-mini-b10-s5",
@@ -155,6 +157,36 @@ def test_the_rate_is_that_of_the_last_seconds() -> None:
         now += 0.25
         rate = meter.images_per_second()
     assert rate == pytest.approx(100 / 0.375, rel=0.1)
+
+
+def test_time_left_is_told_from_steps_that_compile_nothing_and_what_follows_a_stage(
+    store: ImageStore, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def step(meter: Meter) -> float:
+        meter.steps += 1
+        return 100.0 if meter.steps == 1 else 1.0
+
+    note = Outlook.stage
+
+    def reports(after: dict[str, float]) -> list[Progress]:
+        monkeypatch.setattr(Outlook, "stage", lambda outlook, stage, _: note(outlook, stage, after))
+        return [event for event in run(config, store) if isinstance(event, Progress)]
+
+    monkeypatch.setattr(Meter, "step", step)
+    monkeypatch.setattr(Meter, "due", lambda _: True)
+    plans = Session(config, store).plan()
+    base = plans[0].phases[0]
+    of_a_step = base.work / (base.epochs * base.steps)
+    total = sum(phase.work for plan in plans for phase in plan.phases)
+    after = AFTER * sum(plan.phases[0].work / plan.phases[0].epochs for plan in plans)
+    none, first, *others = reports({})
+    assert none.seconds_left is None
+    assert first.seconds_left == pytest.approx((total + after) / of_a_step - 2), "a second a step"
+    for one, other in zip(others, reports({"train": 50.0, "importance": 3.0, "evaluate": 2.0})[2:], strict=True):
+        assert one.seconds_left is not None
+        assert other.seconds_left is not None
+        measured = other.seconds_left - one.seconds_left
+        assert measured == (pytest.approx(5.0, rel=0.3) if one.stage == 2 else 0.0)
 
 
 def test_an_interrupt_shows_at_once() -> None:

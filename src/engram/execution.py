@@ -117,6 +117,7 @@ class Execution:
             accuracy, by_stage, arrays = session.evaluate(index)
         record = StageRecord(index, stage.num_seen, accuracy, sum(self.clock.values()), by_stage, dict(self.clock))
         self.records.append(record)
+        self.outlook.stage(index, self.clock)
         if self.files is not None:
             # In this order: whatever moment it is cut off at, the checkpoint vouches for the arrays, and the result can
             # be written again from the checkpoint.

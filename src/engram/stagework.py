@@ -26,6 +26,7 @@ TEACHER_COST, FROZEN_COST, NEIGHBOUR_COST = 1.5, 0.3, 0.08
 # What a step costs beside its images, in images: on an H200 one of 16 takes two thirds of the time of one of 128
 # (GDumb's against the others' in results/methods-h200-1.json).
 STEP_COST = 210
+AFTER = 2.0  # what follows a stage's training (importance, exemplars, test images), in epochs
 ROWS, MOMENTUM, PATH = "phase.rows", "phase.momentum.", "phase.path."
 
 
@@ -179,12 +180,26 @@ class Outlook:
         self.first = first
         self.total = sum(phase.work for phases in plans for phase in phases)
         self._work, self._seconds = 0.0, 0.0  # done in this process, for the rate
+        self._after = AFTER
 
     def step(self, taken: Taken) -> None:
-        """Takes account of a step."""
+        """Takes account of a step; not of a phase's first, in which kernels are compiled and the step is recorded."""
+        if taken.meter.steps == 1:
+            return
         planned = PhasePlan.of(taken.loop.phase)
         self._work += planned.work / max(1, planned.epochs * planned.steps)
         self._seconds += taken.seconds
+
+    def stage(self, stage: int, clock: dict[str, float]) -> None:
+        """Takes account of what followed a stage's training, from its seconds; not of the first, which compiles too."""
+        epoch = self._epoch(stage - self.first)
+        if stage > self.first and self._seconds and epoch:
+            rest = sum(seconds for kind, seconds in clock.items() if kind != "train")
+            self._after = rest / epoch * self._work / self._seconds
+
+    def _epoch(self, place: int) -> float:
+        """The work of an epoch in the first phase of a stage."""
+        return next((phase.work / max(1, phase.epochs) for phase in self.plans[place]), 0.0)
 
     def progress(self, stage: int, stages: int, taken: Taken) -> Progress:
         """Where training stands."""
@@ -193,7 +208,8 @@ class Outlook:
         before = sum(phase.work for phases in self.plans[: stage - self.first] for phase in phases)
         here = phases[taken.number].work * (loop.epoch * loop.steps + loop.step) / (epochs * loop.steps)
         done = before + sum(phase.work for phase in phases[: taken.number]) + here
-        left = (self.total - done) * self._seconds / self._work if self._work else None
+        after = self._after * sum(self._epoch(place) for place in range(stage - self.first, len(self.plans)))
+        left = (self.total - done + after) * self._seconds / self._work if self._work else None
         rate = taken.meter.images_per_second()
         return Progress(
             stage=stage,

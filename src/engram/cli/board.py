@@ -32,7 +32,6 @@ from engram.events import (
     Stopped,
     Warned,
 )
-from engram.together import Member
 
 BAR, LONGEST_BAR = 10, 40  # columns
 
@@ -46,7 +45,7 @@ class Board(Screen, ABC):
 
 
 def make_board(
-    console: Console, interrupt: Interrupt, members: Sequence[Member], *, quiet: bool = False, as_json: bool = False
+    console: Console, interrupt: Interrupt, tally: Tally, *, quiet: bool = False, as_json: bool = False
 ) -> Board:
     """The board that suits the console and the flags; tells the interrupt who announces it."""
     interrupt.announce = True
@@ -56,8 +55,8 @@ def make_board(
         return QuietBoard(console)
     if is_live(console):
         interrupt.announce = False
-        return LiveBoard(console, interrupt, members)
-    return PlainBoard(console, members)
+        return LiveBoard(console, interrupt, tally)
+    return PlainBoard(console, tally)
 
 
 class JsonBoard(Board):
@@ -86,9 +85,9 @@ class QuietBoard(Board):
 class PlainBoard(Board):
     """Lines without control characters: one for each stage and each run that has ended, and now and then the totals."""
 
-    def __init__(self, console: Console, members: Sequence[Member], seconds: float = PLAIN_SECONDS) -> None:
+    def __init__(self, console: Console, tally: Tally, seconds: float = PLAIN_SECONDS) -> None:
         self._file = console.file
-        self._tally = Tally(members)
+        self._tally = tally
         self._seconds = seconds
         self._said = time.monotonic()
         self._warnings: set[str] = set()
@@ -137,10 +136,10 @@ def end_line(run: str, event: RunFinished | RunSkipped | RunFailed | Stopped) ->
 class LiveBoard(Board):
     """Runs that have ended as lines that scroll; below them a line that moves for each at work, and the totals."""
 
-    def __init__(self, console: Console, interrupt: Interrupt, members: Sequence[Member], refresh: bool = True) -> None:
+    def __init__(self, console: Console, interrupt: Interrupt, tally: Tally, refresh: bool = True) -> None:
         self.console = console
         self._interrupt = interrupt
-        self._tally = Tally(members)
+        self._tally = tally
         self._warnings: set[str] = set()
         self.move(console, self.render, refresh, per_second=4)
 

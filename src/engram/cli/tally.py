@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from engram.cli.text import clock
 from engram.events import (
     BaseAwaited,
+    BaseReused,
     Event,
     PhaseStarted,
     Progress,
@@ -45,27 +46,40 @@ class Line:
 
 
 class Tally:
-    """Counts runs by how they stand, from their events. It may be read in another thread than the one that notes."""
+    """Counts runs by how they stand, from their events. It may be read in another thread than the one that notes.
 
-    def __init__(self, members: Sequence[Member], now: Callable[[], float] = time.monotonic) -> None:
+    bases: the keys of the base stages that are trained already; None where each run trains its own.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        bases: Collection[str] | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._now = now
         self._members = {member.name: member for member in members}
-        self._waiting = {member.name: member.work for member in members}
+        self._waiting = dict(self._members)
+        self._bases = None if bases is None else set(bases)  # and those that a run here has begun
         self._lines: dict[str, Line] = {}
         self._counts = {"done": 0, "failed": 0, "stopped": 0}
-        self._begun: float | None = None  # when the first run began
+        self._begun: float | None = None  # when the first report came: compiling is behind it then
         self._work_done = 0.0  # here, by runs that have ended
 
     def note(self, run: str, event: Event) -> None:
         """Takes an event into account."""
         line = self._lines.get(run)
         if isinstance(event, RunStarted):
+            member = self._members[run]
             self._waiting.pop(run, None)
-            self._begun = self._now() if self._begun is None else self._begun
-            self._lines[run] = Line(self._members[run], stages=event.stages, doing="starting")
+            if self._bases is not None and member.base_key is not None:
+                self._bases.add(member.base_key)
+            self._lines[run] = Line(member, stages=event.stages, doing="starting")
         elif isinstance(event, (RunFinished, RunSkipped, RunFailed, Stopped)):
             self._end(run, event)
         elif line is not None:
+            if self._begun is None and isinstance(event, Progress):
+                self._begun = self._now()
             _update(line, event)
 
     def _end(self, run: str, event: Event) -> None:
@@ -85,10 +99,21 @@ class Tally:
         """How long all of them will take, at the rate so far; None until there is one."""
         lines = self.active()
         done = self._work_done + sum(_work(line, line.done) for line in lines)
-        left = sum(list(self._waiting.values())) + sum(_total(line) * (1 - line.done) for line in lines)
+        left = self._work_waiting() + sum(_total(line) * (1 - line.done) for line in lines)
         if self._begun is None or done <= 0:
             return None
         return left * (self._now() - self._begun) / done
+
+    def _work_waiting(self) -> float:
+        """The work of the runs that have not begun; a base stage that several share is the work of the first."""
+        known = None if self._bases is None else set(self._bases)
+        work = 0.0
+        for member in list(self._waiting.values()):
+            work += member.work
+            if known is not None and member.base_key is not None:
+                work -= member.base_work if member.base_key in known else 0.0
+                known.add(member.base_key)
+        return work
 
     def text(self) -> str:
         """The totals in one line."""
@@ -103,6 +128,8 @@ class Tally:
 def _update(line: Line, event: Event) -> None:
     """Has the line say what the event says."""
     line.holder = event.holder if isinstance(event, BaseAwaited) else None
+    if isinstance(event, (BaseAwaited, BaseReused)) and line.began is None:
+        line.done = line.member.base_work / max(_total(line), 1.0)  # by another; should that fail, a report says so
     if isinstance(event, StageStarted):
         line.stage, line.stages, line.doing = event.stage, event.stages, "starting"
     elif isinstance(event, PhaseStarted):

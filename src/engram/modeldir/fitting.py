@@ -12,12 +12,11 @@ from engram.errors import EngramError
 from engram.events import EpochsChosen
 from engram.methods import find_method
 from engram.modeldir.lesson import Lesson
-from engram.stagework import PhasePlan, StageWork, Taken
+from engram.stagework import AFTER, PhasePlan, StageWork, Taken
 
 MOST_EPOCHS = 300
 WARM_UP, STEPS = 2, 40  # steps that are not timed, and the most that are
 SHARE, LONGEST = 0.1, 10.0  # of the time there is, and seconds, that measuring may take
-AFTER = 2.0  # what follows the training (importance, exemplars, held-out images), in epochs
 
 
 def epochs_that_fit(lesson: Lesson, minutes: float, stop: Callable[[], bool] | None = None) -> EpochsChosen:

@@ -36,7 +36,7 @@ class Standing:
 class Member:
     """One of several runs. work and steps are what is left to do; base_key is None where no base stage is shared.
 
-    fingerprint: the store's. total_work: of the run from start to end.
+    fingerprint: the store's. total_work: of the run from start to end; base_work: of its base stage.
     """
 
     name: str
@@ -47,6 +47,7 @@ class Member:
     standing: Standing
     stages: int
     total_work: float
+    base_work: float
     work: float
     steps: int
     base_key: str | None
@@ -142,6 +143,7 @@ def _member(name: str, config: RunConfig, store: ImageStore, fingerprint: str, d
         standing=found,
         stages=len(stages),
         total_work=sum(phase.work for stage in stages for phase in stage.phases),
+        base_work=sum(phase.work for phase in stages[0].phases),
         work=sum(phase.work for phase in left),
         steps=sum(phase.epochs * phase.steps for phase in left),
         base_key=None if found.finished else session.base_key(fingerprint),

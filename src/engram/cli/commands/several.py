@@ -29,6 +29,7 @@ from engram.cli.commands.common import (
 )
 from engram.cli.interrupt import Interrupt
 from engram.cli.options import Run, RunningFlags
+from engram.cli.tally import Tally
 from engram.cli.text import bold, clock, make_console, make_table, percent
 from engram.config import RunConfig, directory_name
 from engram.data.load import DataConfig, outline_store
@@ -84,19 +85,20 @@ def work_through(
     if flags.threads is None:
         use_threads(threads_begun_with(members))
     command = shlex.join(["engram", *typed])
-    interrupt = Interrupt()
+    interrupt, cache = Interrupt(), shared_stages(flags)
     workers = Workers(
         members,
         at_once=at_once,
         stop=interrupt,
         stop_after_stage=flags.stop_after_stage,
         checkpoint_minutes=flags.checkpoint_minutes,
-        cache=shared_stages(flags),
+        cache=cache,
         command=command,
     )
     if not silent:
         print_line(console, f"{len(members)} runs, at most {workers.at_once} at a time, in {parent}")
-    board = make_board(console, interrupt, members, quiet=flags.quiet, as_json=flags.json)
+    bases = None if cache is None else {entry.key for entry in cache.entries()}
+    board = make_board(console, interrupt, Tally(members, bases), quiet=flags.quiet, as_json=flags.json)
     last: Last = {}
     events = workers.events()
     try:
