@@ -136,6 +136,7 @@ def test_dry_run_says_what_is_left_and_writes_nothing(
     assert (plan["done"], plan["left"], plan["no_recipe"]) == (5, 1, ["unheard-folder"])
     assert [run["run"] for run in plan["runs"] if not run["done"]] == [gone.name]
     assert list(plan["minutes"]) == [plan["hardware"]]
+    assert "at a time: --at-once" not in outcome.out, "as many as were measured"
     empty = engram(*asked(paper, photos, "nowhere", "--dry-run")).out
     assert "6 runs, each counted once: 0 done, 6 to do" in empty
     assert "(here): no measurement of this hardware" in empty
@@ -340,6 +341,53 @@ def test_the_paper_in_the_documentation_is_one(engram: Engram, tmp_path: Path) -
     assert "paper 45.60 ± 4.00" in (tmp_path / "runs/reproduction_files/table1.md").read_text(encoding="utf-8")
 
 
-def test_a_summary_says_how_many_recipes_it_has(engram: Engram, done: Path) -> None:
-    outcome = engram("results", "summary", "summary.json", done)
-    assert outcome.out == "summary.json: 0 recipes as they stand, of 6 runs\n"
+def test_a_summary_is_of_recipes_as_they_stand(engram: Engram, done: Path, tmp_path: Path) -> None:
+    outcome = engram("results", "summary", "summary.json", ROOT / "results" / "mini.jsonl")
+    assert outcome.out == "summary.json: 29 recipes as they stand, of 111 runs\n"
+    before = (tmp_path / "summary.json").read_bytes()
+    assert_refused(engram("results", "summary", "summary.json", done), "no run of a recipe as it stands")
+    assert (tmp_path / "summary.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("what", ["page", "summary"])
+def test_a_file_of_results_is_not_written_over(engram: Engram, done: Path, tmp_path: Path, what: str) -> None:
+    assert engram("results", "merge", "all.jsonl", done).status == 0
+    before = (tmp_path / "all.jsonl").read_bytes()
+    ending = {"page": ".md", "summary": ".json"}[what]
+    assert_refused(engram("results", what, "all.jsonl", done), f"a file that ends in {ending}, got all.jsonl")
+    assert (tmp_path / "all.jsonl").read_bytes() == before
+
+
+def test_the_folder_of_results_may_be_somebody_elses(engram: Engram, tmp_path: Path, done: Path) -> None:
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "answers.jsonl").write_text('{"question": 1}\n')
+    engram("results", "merge", "results/ours.jsonl", done)
+    outcome = engram("reproduce", "table1", "--dry-run")
+    assert outcome.status == 0
+    assert outcome.err.startswith("engram: left out results/answers.jsonl: it holds no results of engram")
+    assert outcome.err.count("\n") == 1
+    assert_refused(engram("reproduce", "table1", "--results", "results", "--dry-run"), "answers.jsonl, line 1,")
+    ours = tmp_path / "results" / "ours.jsonl"
+    ours.write_text(ours.read_text().replace('"format":1', '"format":"x"', 1))
+    (tmp_path / "results" / "answers.jsonl").unlink()
+    assert_refused(engram("reproduce", "table1", "--dry-run"), "ours.jsonl, line 1,")
+
+
+def test_a_place_for_images_that_come_with_the_package_is_refused(engram: Engram, photos: Path, tmp_path: Path) -> None:
+    command = ("reproduce", "mini", "--rows", "AFC", "--data", photos)
+    assert_refused(engram(*command), "come with the package; leave --data out")
+    both = """
+[[experiment]]
+name = "both"
+recipe = "{recipe}-{where}"
+column = "{where}"
+columns = [{ where = "mini-b10-s5" }, { where = "folder" }]
+set = [SMALL]
+rows = [{ method = "AFC" }]
+orders = ["1"]
+"""
+    paper = write_paper(tmp_path / "paper", PAPER + both)
+    stop = ("--stop-after-stage", "0", "--quiet")
+    assert engram("reproduce", "both", "--paper", paper, "--data", photos, *stop).status == 0
+    told = [json.loads(file.read_text())["config"]["data"] for file in (tmp_path / "runs").glob("*/run.json")]
+    assert {data["name"]: data["path"] for data in told} == {"mini": None, "folder": str(photos.resolve())}

@@ -22,7 +22,7 @@ from engram.reproduce import text
 from engram.reproduce.cells import effect, measure, measure_all
 from engram.reproduce.cost import ALONE, costs, work_of
 from engram.reproduce.document import COMMAND, document
-from engram.reproduce.page import headline, write_page
+from engram.reproduce.page import headline, remark, write_page
 from engram.reproduce.paper import Experiment, Published, load_paper
 from engram.reproduce.plan import Asked, Cell, make_plan, run_name
 from engram.reproduce.records import Record, check_record, parse_line
@@ -268,6 +268,10 @@ def test_rows_and_columns_by_name() -> None:
         ("25 stages", Published(63.89, 0.93)),
         ("5 stages", Published(66.49, 0.81)),
     ]
+    of_table3 = make_plan(AFC.find(["table3"]), [], Asked(rows=["AFC"])).cells
+    assert {cell.row.label for cell in of_table3} == {"AFC (CNN)"}, "and not what has the same recipe"
+    by_recipe = make_plan(AFC.find(["table4"]), [], Asked(rows=["uniform"])).cells
+    assert {cell.row.label for cell in by_recipe} == {"Uniform Importance [uniform]"}
     effects = make_plan(AFC.find(["effects"]), [], Asked(rows=["the paper's formulas"])).cells
     assert {cell.row.label for cell in effects} == {"AFC as the recipes have it (released)", "the paper's formulas"}
     with pytest.raises(EngramError, match=r"no row 'AFK \(CNN\)': did you mean 'AFC \(CNN\)'"):
@@ -501,6 +505,40 @@ def test_the_page_does_not_depend_on_what_could_be_run(monkeypatch: pytest.Monke
     assert measured < set(recipe_names())
     monkeypatch.setattr("engram.reproduce.plan.recipe_names", lambda: sorted(measured))
     assert document(AFC, records) == before
+
+
+def test_a_number_that_tables_repeat_counts_once() -> None:
+    """AFC (CNN) with 50 stages stands in six tables, and in Table 1 alone with a standard deviation."""
+    record = make_record("afc-cifar100-b50-s50", accuracy=62.5)
+    cells = measure_all(make_plan(AFC.find(["all"]), [record]))
+    of_accuracy = [cell for cell in cells if cell.n and cell.cell.experiment.measure == "average_incremental_accuracy"]
+    published = [cell for cell in of_accuracy if cell.cell.published is not None]
+    assert len(published) == 6
+    assert headline(published) == (
+        "1 of 1 published numbers have ours beside them: 1 within the paper's standard deviation. "
+        "The tables repeat some: 6 of 6 cells."
+    )
+
+
+def test_a_remark_stands_by_the_numbers_it_is_about() -> None:
+    def said(row: str, column: str, name: str, accuracy: float) -> str:
+        plan = make_plan(
+            AFC.find(["table1"]), [make_record(name, accuracy=accuracy)], Asked(rows=[row], columns=[column])
+        )
+        return remark(AFC, measure_all(plan))
+
+    assert "AFC (CNN) with 50 stages is above" in said("AFC (CNN)", "50 stages", "afc-cifar100-b50-s50", 70.0)
+    assert said("AFC (CNN)", "50 stages", "afc-cifar100-b50-s50", 62.0) == "", "where nothing is off"
+    assert said("AFC (CNN)", "5 stages", "afc-cifar100-b50-s5", 10.0) == ""
+    other = said("iCaRL", "10 stages", "icarl-cifar100-b50-s10", 10.0)
+    assert other.startswith("The other methods have one run each")
+    assert "AFC (NME)" not in other
+
+
+def test_a_remark_on_no_row_of_its_table_is_refused(tmp_path: Path) -> None:
+    spoilt = PAPER.replace('text = "The numbers were made up."', 'rows = ["AFK"]\ntext = "Why."')
+    with pytest.raises(EngramError, match=r"a remark on table1 names 'AFK' among its rows"):
+        load_paper(write_paper(tmp_path, spoilt))
 
 
 def test_what_the_paper_has_no_number_of_is_said_so() -> None:

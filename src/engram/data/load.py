@@ -16,6 +16,7 @@ from engram.errors import EngramError, suggest
 
 DATASETS = ("mini", "cifar100", *IMAGENET, "folder", "arrays")
 FOLDERS = (*IMAGENET, "folder")  # those that are many files
+PLACED = ("cifar100", *FOLDERS)  # those that are where a path says
 
 
 @dataclass(frozen=True)

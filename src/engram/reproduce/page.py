@@ -26,7 +26,7 @@ from engram.reproduce.cells import (
     effect,
     measure,
 )
-from engram.reproduce.paper import MEASURES, Experiment, Paper
+from engram.reproduce.paper import MEASURES, Experiment, Paper, Remark
 from engram.reproduce.plan import Cell, Plan
 from engram.reproduce.records import Record
 from engram.reproduce.text import count, csv_table, grid, markdown, signed, spread
@@ -83,8 +83,9 @@ def write_page(file: Path, paper: Paper, plan: Plan) -> Path:
 
 
 def headline(cells: Sequence[Measured]) -> str:
-    """How many of the paper's numbers were measured, and how near they came, in one sentence."""
-    published = [cell for cell in cells if cell.cell.published is not None]
+    """How many of the paper's numbers were measured, and how near they came; a number that it repeats counts once."""
+    in_tables = [cell for cell in cells if cell.cell.published is not None]
+    published = _each_once(in_tables)
     marks = Counter(cell.mark for cell in published)
     measured = len(published) - marks[NOT_RUN]
     if not published:
@@ -100,8 +101,30 @@ def headline(cells: Sequence[Measured]) -> str:
         )
         if marks[mark]
     ]
-    ours = f"{measured} of {len(published)} published numbers have ours beside them"
-    return f"{ours}: {', '.join(parts)}."
+    text = f"{measured} of {len(published)} published numbers have ours beside them: {', '.join(parts)}."
+    if len(in_tables) > len(published):
+        filled = sum(cell.mark != NOT_RUN for cell in in_tables)
+        text += f" The tables repeat some: {filled} of {len(in_tables)} cells."
+    return text
+
+
+def _each_once(cells: Sequence[Measured]) -> list[Measured]:
+    """Of the cells in which the paper gives the same number of a method, the first that was measured.
+
+    Equal numbers in two columns of one table are two.
+    """
+    found: dict[object, dict[str, Measured]] = {}  # by number, then by the column where it stands first
+    for measured in cells:
+        cell = measured.cell
+        assert cell.published is not None
+        inference = cell.row.inference or cell.column.values.get("inference")
+        number = (cell.experiment.measure, cell.row.method, inference, cell.published.mean)
+        places = found.setdefault(number, {})
+        others = [place for place, other in places.items() if other.cell.experiment is not cell.experiment]
+        place = others[0] if others else cell.column.label
+        if place not in places or places[place].mark == NOT_RUN:
+            places[place] = measured
+    return [measured for places in found.values() for measured in places.values()]
 
 
 def facts(cells: Sequence[Measured]) -> str:
@@ -117,9 +140,17 @@ def facts(cells: Sequence[Measured]) -> str:
 
 
 def remark(paper: Paper, cells: Sequence[Measured]) -> str:
-    """What is known of why an experiment's numbers are off, where some are."""
-    off = [cell.cell.experiment.name for cell in cells if cell.mark == FURTHER]
-    return paper.remarks.get(off[0], "") if off else ""
+    """What is known of why an experiment's numbers are off, of those that are."""
+    off = [cell.cell for cell in cells if cell.mark in (FURTHER, WITHIN_POINT)]
+    return " ".join(remark.text for remark in paper.remarks if any(_is_about(remark, cell) for cell in off))
+
+
+def _is_about(remark: Remark, cell: Cell) -> bool:
+    return (
+        cell.experiment.name == remark.experiment
+        and (not remark.rows or cell.row.label in remark.rows)
+        and (not remark.columns or cell.column.label in remark.columns)
+    )
 
 
 def records_of(cells: Iterable[Cell]) -> list[Record]:

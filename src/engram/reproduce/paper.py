@@ -114,12 +114,22 @@ class Experiment:
 
 
 @dataclass(frozen=True)
+class Remark:
+    """What is known of why numbers of an experiment are off; of these rows and columns, none being all of them."""
+
+    experiment: str
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+    text: str
+
+
+@dataclass(frozen=True)
 class Paper:
-    """Experiments by name, and remarks (text by the name of the experiment it is about)."""
+    """Experiments by name, and remarks on some of their numbers."""
 
     title: str
     experiments: Mapping[str, Experiment]
-    remarks: Mapping[str, str]
+    remarks: tuple[Remark, ...]
 
     def find(self, names: Sequence[str]) -> list[Experiment]:
         """The experiments of those names; "all" is every table and figure."""
@@ -169,13 +179,22 @@ class _Reader:
             if experiment.name in experiments or experiment.name == "all":
                 self.fail(f"the name {experiment.name!r} is taken")
             experiments[experiment.name] = experiment
-        remarks: dict[str, str] = {}
-        for remark in self.data.get("remark", []):
-            about, text = remark.get("experiment"), remark.get("text")
-            if about not in experiments or not isinstance(text, str):
-                self.fail(f"a remark is about {about!r}, which is no experiment of it")
-            remarks[about] = " ".join(text.split())
+        remarks = tuple(self._remark(entry, experiments) for entry in self.data.get("remark", []))
         return Paper(str(self.data.get("title", self.file.stem)), experiments, remarks)
+
+    def _remark(self, entry: dict[str, Any], experiments: Mapping[str, Experiment]) -> Remark:
+        about, text = entry.get("experiment"), entry.get("text")
+        self._check_keys(entry, {"experiment", "rows", "columns", "text"}, f"a remark on {about!r}")
+        if not isinstance(about, str) or about not in experiments or not isinstance(text, str):
+            self.fail(f"a remark is about {about!r}, which is no experiment of it")
+        names: dict[str, tuple[str, ...]] = {}
+        for what in ("rows", "columns"):
+            known = {thing.label for thing in getattr(experiments[about], what)}
+            names[what] = tuple(map(str, entry.get(what, [])))
+            for name in names[what]:
+                if name not in known:
+                    self.fail(f"a remark on {about} names {name!r} among its {what}: {suggest(name, known)}")
+        return Remark(about, names["rows"], names["columns"], " ".join(text.split()))
 
     def _experiment(self, entry: dict[str, Any]) -> Experiment:
         name = entry.get("name")

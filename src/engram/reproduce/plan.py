@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from engram.config import RunConfig, directory_name
+from engram.data.load import PLACED
 from engram.data.stream import check_order
 from engram.errors import EngramError, suggest
 from engram.recipes import recipe, recipe_names
@@ -172,7 +173,7 @@ class _Planner:
 
     def _here(self, config: RunConfig) -> RunConfig:
         """The configuration with the images, device and precision that were asked for."""
-        if self.asked.data_path is not None:
+        if self.asked.data_path is not None and config.data.name in PLACED:
             config = config.with_value("data.path", self.asked.data_path)
         if self.asked.device is not None:
             config = config.with_value("device", self.asked.device)
@@ -205,42 +206,45 @@ def select(
     experiments: Sequence[Experiment], rows: Sequence[str] | None, columns: Sequence[str] | None
 ) -> list[Experiment]:
     """The experiments cut down to the rows and columns of those names; refuses a name that none of them has."""
-    for what, wanted in (("row", rows), ("column", columns)):
-        for name in wanted or ():
-            things = [(e, thing) for e in experiments for thing in (e.rows if what == "row" else e.columns)]
-            if not any(_is_called(thing, name) for _, thing in things):
-                labels = dict.fromkeys(thing.label for _, thing in things)
-                raise EngramError(f"there is no {what} {name!r}: {suggest(name, labels)}")
-    chosen = [_cut(experiment, rows, columns) for experiment in experiments]
+    kept_rows = _named(rows, "row", [row for experiment in experiments for row in experiment.rows])
+    kept_columns = _named(columns, "column", [column for experiment in experiments for column in experiment.columns])
+    chosen = [_cut(experiment, kept_rows, kept_columns) for experiment in experiments]
     kept = [experiment for experiment in chosen if experiment.rows and experiment.columns]
     if not kept:
         raise EngramError("no experiment has those rows and those columns together; leave out --rows or --columns")
     return kept
 
 
-def _cut(experiment: Experiment, rows: Sequence[str] | None, columns: Sequence[str] | None) -> Experiment:
-    places = [i for i, column in enumerate(experiment.columns) if _is_any(column, columns)]
-    # Effects are against the first row, which therefore stays.
-    kept = [
-        row
-        for i, row in enumerate(experiment.rows)
-        if _is_any(row, rows)
-        or (experiment.kind == "effects" and i == 0 and any(_is_any(r, rows) for r in experiment.rows))
-    ]
+def _named(names: Sequence[str] | None, what: str, things: Sequence[Row | Column]) -> set[int]:
+    """The ids of the rows or columns of those names, None being all; a recipe names rows where nothing else does."""
+    if names is None:
+        return {id(thing) for thing in things}
+    found: set[int] = set()
+    for name in names:
+        called = [thing for thing in things if is_called(thing, name)]
+        called = called or [row for row in things if isinstance(row, Row) and row.recipe.casefold() == name.casefold()]
+        if not called:
+            labels = dict.fromkeys(thing.label for thing in things)
+            raise EngramError(f"there is no {what} {name!r}: {suggest(name, labels)}")
+        found |= {id(thing) for thing in called}
+    return found
+
+
+def _cut(experiment: Experiment, rows: set[int], columns: set[int]) -> Experiment:
+    places = [i for i, column in enumerate(experiment.columns) if id(column) in columns]
+    kept = [row for row in experiment.rows if id(row) in rows]
+    if experiment.kind == "effects" and kept and kept[0] is not experiment.rows[0]:
+        kept.insert(0, experiment.rows[0])  # what the others are against
     cut = tuple(
         row if row.values is None else replace(row, values=tuple(row.values[i] for i in places)) for row in kept
     )
     return replace(experiment, rows=cut, columns=tuple(experiment.columns[i] for i in places))
 
 
-def _is_any(thing: Row | Column, names: Sequence[str] | None) -> bool:
-    return names is None or any(_is_called(thing, name) for name in names)
-
-
-def _is_called(thing: Row | Column, name: str) -> bool:
-    """Whether a row or column goes by that name: its label, a row's method or recipe, a word of a column's label."""
+def is_called(thing: Row | Column, name: str) -> bool:
+    """Whether a row or column goes by that name: its label, a row's method, a word of a column's label."""
     if isinstance(thing, Row):
-        names = [thing.label, thing.method, thing.recipe, thing.label.rstrip("*")]
+        names = [thing.label, thing.method, thing.label.rstrip("*")]
     else:
         names = [thing.label, *thing.label.split()]
     return name.casefold() in [text.casefold() for text in names]

@@ -6,6 +6,7 @@ conflict, which is named and never settled here.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,11 +14,12 @@ from pathlib import Path
 
 from engram.errors import EngramError
 from engram.files import write_bytes
-from engram.reproduce.records import Record, is_complete, parse_line, read_run
+from engram.reproduce.records import KIND, Record, is_complete, parse_line, read_run
 from engram.rundir import MANIFEST, find_runs
 
 SUFFIX = ".jsonl"
 _SHOWN = 3
+_LOOKED_AT = 65536  # bytes
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,13 @@ def read_file(file: Path) -> list[Record]:
     if not lines:
         raise EngramError(f"{file} is empty; a file of results has one run a line")
     return [parse_line(line, f"{file}, line {number},") for number, line in enumerate(lines, start=1)]
+
+
+def is_ours(file: Path) -> bool:
+    """Whether a file says that it holds results of engram, be they damaged; an empty one may have held some."""
+    with file.open("rb") as opened:
+        start = opened.read(_LOOKED_AT)
+    return not start or json.dumps(KIND).encode() in start
 
 
 def merge(records: Iterable[Record]) -> list[Record]:

@@ -28,10 +28,11 @@ from engram.reproduce.page import headline, remark, write_page
 from engram.reproduce.paper import MEASURES, Experiment, Paper, load_paper
 from engram.reproduce.plan import Asked, Plan, make_plan
 from engram.reproduce.records import Record
-from engram.reproduce.store import merge, read_results
+from engram.reproduce.store import SUFFIX, is_ours, merge, read_results
 from engram.reproduce.text import LEGEND, caption, grid, lines
-from engram.rundir import find_runs
+from engram.rundir import find_runs, processor_name
 from engram.together import plan_members
+from engram.together.workers import ON_CPU, ON_CUDA
 
 RESULTS = Path("results")
 PAGE = "reproduction.html"
@@ -59,6 +60,8 @@ def reproduce_command(options: Reproduce, typed: Sequence[str]) -> int:
         return make_plan(experiments, records, asked), records
 
     plan, records = plan_now()
+    if asked.data_path is not None and not any(w.config.data.path for w in plan.runs.values()):
+        raise EngramError("the images of these experiments come with the package; leave --data out")
     if options.dry_run:
         print_plan(console, plan, costs(plan, records, runs), options)
         return 0
@@ -127,10 +130,16 @@ def _asked(options: Reproduce) -> Asked:
 
 
 def known_records(results: str | None, runs: Path) -> list[Record]:
-    """Every complete run in the results and in the directory of runs; a damaged file is refused by its name."""
+    """Every complete run in the results and in the directory of runs; a damaged file is refused by its name.
+
+    results: None takes what the folder of that name has; it may be somebody else's, whose files are left out.
+    """
     places = [Path(results).expanduser()] if results is not None else []
-    if results is None and RESULTS.is_dir() and list(RESULTS.glob("*.jsonl")):
-        places = [RESULTS]
+    for file in sorted(RESULTS.glob(f"*{SUFFIX}")) if results is None else ():
+        if is_ours(file):
+            places.append(file)
+        else:
+            print(f"engram: left out {file}: it holds no results of engram (--results names others)", file=sys.stderr)
     if runs.is_dir() and find_runs(runs):
         places.append(runs)
     return merge(read_results(places).records)
@@ -159,7 +168,8 @@ def print_plan(console: Console, plan: Plan, estimates: Sequence[Cost], options:
         print_line(console, f"no recipe yet: {', '.join(missing)}")
     total, left = len(plan.runs), len(plan.left)
     print_line(console, f"{total} runs, each counted once: {total - left} done, {left} to do")
-    for text in cost_lines(estimates, here, left):
+    at_once = options.at_once or (ON_CPU if here == processor_name() else ON_CUDA)
+    for text in cost_lines(estimates, here, left, min(at_once, left)):
         print_line(console, text)
     print_line(console, "this was a dry run: nothing was written")
 
@@ -180,8 +190,11 @@ def _runs_table(plan: Plan) -> Table:
     return table
 
 
-def cost_lines(estimates: Sequence[Cost], here: str, left: int) -> list[str]:
-    """What the runs to do would take, on every kind of hardware that was measured, this one first."""
+def cost_lines(estimates: Sequence[Cost], here: str, left: int, at_once: int) -> list[str]:
+    """What the runs to do would take, on every kind of hardware that was measured, this one first.
+
+    at_once: how many this command would do at a time here.
+    """
     if not left:
         return []
     ordered = sorted(estimates, key=lambda cost: cost.hardware != here)
@@ -192,6 +205,8 @@ def cost_lines(estimates: Sequence[Cost], here: str, left: int) -> list[str]:
         beside = "one at a time" if cost.at_once == 1 else f"up to {cost.at_once} side by side"
         text = f"{cost.hardware}{' (here)' if cost.hardware == here else ''}: about {_long(cost.seconds)}, "
         text += f"from {cost.measured} measured run{'s' if cost.measured > 1 else ''}, {beside}"
+        if cost.hardware == here and at_once != cost.at_once:
+            text += f" (this command would do {at_once} at a time: --at-once)"
         if cost.uncounted:
             text += f"; without {cost.uncounted} runs on other data or networks, of which none was measured"
         if cost.unmeasured:

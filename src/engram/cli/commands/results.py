@@ -14,6 +14,7 @@ from engram.errors import EngramError
 from engram.files import write_bytes
 from engram.reproduce.document import document
 from engram.reproduce.paper import load_paper
+from engram.reproduce.records import Record
 from engram.reproduce.store import SUFFIX, merge, read_file, read_results, write_file
 from engram.reproduce.summary import as_text, summarise
 
@@ -21,28 +22,31 @@ from engram.reproduce.summary import as_text, summarise
 def results_command(options: Results, typed: Sequence[str]) -> int:
     """The exit status of `engram results`."""
     out, inputs = Path(options.out).expanduser(), [Path(name).expanduser() for name in options.inputs]
+    wanted = {"merge": SUFFIX, "page": ".md", "summary": ".json"}[options.what]
+    if out.suffix != wanted:
+        raise EngramError(f"engram results {options.what} writes a file that ends in {wanted}, got {out}")
+    found = read_results(inputs)
+    for run in found.unfinished:
+        print(f"engram: left out {run}: it is not complete", file=sys.stderr)
     if options.what == "merge":
-        return _merge(out, inputs)
-    records = merge(read_results(inputs).records)
+        return _merge(out, found.records)
+    records = merge(found.records)
     if options.what == "page":
         paper = load_paper(None if options.paper is None else Path(options.paper).expanduser())
         text, what = document(paper, records, shlex.join(["engram", *typed]), options.paper), ""
     else:
         summary = summarise(records)
+        if not summary:
+            raise EngramError("there is no run of a recipe as it stands in what was given; nothing was written")
         text, what = as_text(summary), f"{len(summary)} recipes as they stand, of "
     write_bytes(out, text.encode())
     print_line(make_console(), f"{out}: {what}{len(records)} runs")
     return 0
 
 
-def _merge(out: Path, inputs: Sequence[Path]) -> int:
-    if out.suffix != SUFFIX:
-        raise EngramError(f"results are merged into a file that ends in {SUFFIX}, got {out}")
+def _merge(out: Path, records: Sequence[Record]) -> int:
     known = read_file(out) if out.exists() else []
-    found = read_results(inputs)
-    for run in found.unfinished:
-        print(f"engram: left out {run}: it is not complete", file=sys.stderr)
-    merged = merge([*known, *found.records])
+    merged = merge([*known, *records])
     if not merged:
         raise EngramError("there is no complete run in what was given; nothing was written")
     write_file(out, merged)
