@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import inspect
 import os
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +15,12 @@ import pytest
 import torch
 
 from conftest import make_config, make_store
-from engram import EngramError, RunConfig, run
+from engram import EngramError, RunConfig, run, stagecache
 from engram.events import BaseReused, EpochFinished, Event, RunFinished, Warned
 from engram.methods.afc import AFCSettings
+from engram.methods.host import HostSettings
 from engram.session import Session
-from engram.stagecache import StageCache
+from engram.stagecache import StageCache, code_digest
 
 
 def key(config: RunConfig, **store: int) -> str:
@@ -130,10 +135,66 @@ def test_number_of_cpu_threads_is_in_the_key() -> None:
     assert key(make_config()) == one
 
 
-def test_edited_code_changes_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("file", "changes"),
+    [("stagework.py", True), ("session.py", True), ("engine/loop.py", True), ("cli/display.py", False)],
+)
+def test_edited_code_changes_the_key(file: str, changes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = tmp_path / "engram"
+    shutil.copytree(Path(stagecache.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
     before = key(make_config())
-    monkeypatch.setattr("engram.stagecache._package_code", lambda: "edited")
-    assert key(make_config()) != before
+    monkeypatch.setattr(stagecache, "__file__", str(copy / "stagecache.py"))
+    monkeypatch.setattr(stagecache, "_package_code", inspect.unwrap(stagecache._package_code))  # without its memory
+    assert key(make_config()) == before
+    (copy / file).write_text((copy / file).read_text() + "# edited\n")
+    assert (key(make_config()) != before) == changes
+
+
+BASE = """
+from engram.methods.host import HostMethod, HostSettings
+
+class Base(HostMethod[HostSettings]):
+    factor = 1
+"""
+OUTSIDE = """
+from outside_base import Base
+
+def my_loss(step):
+    return {"mine": 1 * step.student.scores.sum()}
+
+class Outside(Base):
+    def phases(self, learner, stage, passes):
+        return [phase_with(my_loss)]
+"""
+
+
+def test_a_method_from_elsewhere_shares_until_its_file_or_its_bases_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {"outside_base": BASE, "outside_method": OUTSIDE}
+    for name, text in files.items():
+        (tmp_path / f"{name}.py").write_text(text)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    method = importlib.import_module("outside_method").Outside(HostSettings())
+    before = code_digest(method)
+    assert before is not None
+    assert before == code_digest(method)
+    for name, text in files.items():
+        (tmp_path / f"{name}.py").write_text(text.replace("1", "2"))  # the helper's factor, outside the class
+        assert code_digest(method) not in (before, None), name
+        (tmp_path / f"{name}.py").write_text(text)
+    assert code_digest(method) == before
+    (tmp_path / "outside_base.py").unlink()
+    assert code_digest(method) is None
+
+
+def test_a_method_without_a_source_file_shares_nothing() -> None:
+    session = Session(make_config(), make_store())
+    typed: dict[str, Any] = {"__name__": "typed_in"}
+    exec("from engram.methods.afc import AFC\nclass Typed(AFC): pass", typed)
+    session.method = typed["Typed"](session.config.settings)
+    assert session.base_key() is None
 
 
 def test_other_images_change_the_key() -> None:

@@ -96,12 +96,12 @@ class Session:
 
         fingerprint: the store's, where it is known already.
         """
-        method_key = self.method.base_key()
-        if method_key is None:
+        method_key, code = self.method.base_key(), code_digest(self.method)
+        if method_key is None or code is None:
             return None
         base = self.stream.sizes[0]
         key = {
-            "code": code_digest(self.method),
+            "code": code,
             "torch": torch.__version__,
             "device": [self.engine.device.type, self.device_name],
             "precision": self.engine.precision,

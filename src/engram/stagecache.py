@@ -24,6 +24,8 @@ from engram.files import remove_temporaries, writing
 
 LIMIT_BYTES = 2**30
 LOCK = ".lock"
+# Of this package, what plays a part in training a base stage.
+_TRAINING = ("data", "models", "methods", "engine", "kernels", "random.py", "learner.py", "session.py", "stagework.py")
 _HELD: dict[Path, int] = {}  # the lock files of this process, and the thread that has each
 
 
@@ -41,24 +43,29 @@ class Entry:
 def _package_code() -> str:
     digest = hashlib.blake2b(digest_size=16)
     root = Path(__file__).parent
-    for name in ("data", "models", "methods", "engine", "kernels", "random.py", "learner.py", "session.py"):
+    for name in _TRAINING:
         paths = sorted((root / name).rglob("*.py")) if (root / name).is_dir() else [root / name]
         for path in paths:
             digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
-def code_digest(method: object) -> str:
+def code_digest(method: object) -> str | None:
     """A digest of the code that trains a base stage: edited code finds no old entry.
 
-    It covers this package and, for a method from elsewhere, the class itself.
+    It covers this package and, for a method from elsewhere, the whole files that its class and its bases are in; None
+    where there is no such file to read, as for a class that was typed in by hand.
     """
     digest = hashlib.blake2b(_package_code().encode(), digest_size=16)
-    if not type(method).__module__.startswith("engram."):
-        try:
-            digest.update(inspect.getsource(type(method)).encode())
-        except (OSError, TypeError):  # typed in by hand, it has no source to tell it apart by
-            digest.update(repr(id(type(method))).encode())
+    classes = type(method).__mro__
+    ours = {base for each in classes if each.__module__.startswith("engram.") for base in each.__mro__}
+    for each in classes:
+        if each not in ours:
+            try:
+                inspect.getsource(each)  # fails for a class that is not in its module's file
+                digest.update(Path(inspect.getfile(each)).read_bytes())
+            except (OSError, TypeError):
+                return None
     return digest.hexdigest()
 
 
