@@ -18,6 +18,7 @@ from safetensors.numpy import load_file
 
 from conftest import make_config, make_store
 from engram import EngramError, ImageStore, RunConfig, events, read_mini, recipe, resume, run, run_together, train
+from engram.data.load import DataConfig, load_store
 from engram.engine import NonFiniteLoss
 from engram.events import (
     EpochFinished,
@@ -29,6 +30,7 @@ from engram.events import (
     StageStarted,
     Warned,
 )
+from engram.reproduce.records import protocol_key
 from engram.runner import settle
 from engram.session import Session
 
@@ -294,6 +296,19 @@ def test_arrays_do_not_pass_for_the_recipes_images(tmp_path: Path) -> None:
     config = make_config().with_value("data.name", "mini")
     train(config, make_store(), tmp_path / "run")
     assert json.loads((tmp_path / "run" / "run.json").read_text())["config"]["data"]["name"] == "arrays"
+
+
+def test_held_out_images_do_not_pass_for_the_test_split() -> None:
+    config, whole = recipe("afc-mini-b10-s5"), read_mini()
+    held = settle(config, whole.holdout(0.2, seed=3))
+    assert (held.data.name, held.data.holdout) == ("mini", 0.2)
+    assert held.recipe == "afc-mini-b10-s5 (holdout=0.2)"
+    assert held.fingerprint() != settle(config, whole).fingerprint()
+    assert protocol_key(held) != protocol_key(settle(config, whole))
+    asked = config.with_value("data.holdout", "0.2")
+    assert settle(asked, load_store(asked.data)) == held
+    assert settle(asked, whole) == settle(config, whole), "nor the test split for held-out ones"
+    assert settle(config, make_store().holdout(0.2, seed=0)).data == DataConfig("arrays", holdout=0.2)
 
 
 def test_a_recipe_changed_in_python_says_so_in_its_name(tmp_path: Path) -> None:

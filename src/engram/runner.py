@@ -106,10 +106,10 @@ def check_config(config: Any) -> None:
 
 def settle(config: RunConfig, store: ImageStore) -> RunConfig:
     """The configuration as a run of these images here has it; its name says what of its recipe was changed."""
-    config = named_by_recipe(config)
-    if store.origin != config.data.name:
-        config = replace(config, data=DataConfig(store.origin))  # run.json must not name images that were not used
-    return config.on_this_machine()
+    # run.json must not name images that were not used, nor pass held-out ones for the test split.
+    data = config.data if store.origin == config.data.name else DataConfig(store.origin)
+    config = replace(config, data=replace(data, holdout=store.held_out))
+    return named_by_recipe(config).on_this_machine()
 
 
 def train(config: RunConfig, store: ImageStore | None = None, directory: str | Path | None = None) -> Result:

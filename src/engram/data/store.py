@@ -62,8 +62,9 @@ class ImageStore:
 
     `mean` and `std` are the normalisation published for the set, for pixels scaled to 0..1; None where
     there is none. `skipped` names the unreadable files that the reader was told to pass over. `origin` is the kind of
-    data set a reader made it from, as configurations name it; "arrays" for images given in Python. `known_fingerprint`
-    spares finding it out from images that lie on disk.
+    data set a reader made it from, as configurations name it; "arrays" for images given in Python. `held_out` is the
+    share of its training images that stands for the test split. `known_fingerprint` spares finding it out from images
+    that lie on disk.
     """
 
     name: str
@@ -74,6 +75,7 @@ class ImageStore:
     std: RGB | None = None
     skipped: tuple[str, ...] = ()
     origin: str = "arrays"
+    held_out: float | None = None
     known_fingerprint: str | None = None
 
     def __repr__(self) -> str:
@@ -135,6 +137,7 @@ class ImageStore:
             name=f"{self.name}:holdout{fraction:g}",
             train=_take(self.train, kept),
             test=_take(self.train, held),
+            held_out=float(fraction),
             known_fingerprint=None,
         )
 
