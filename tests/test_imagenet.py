@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections import namedtuple
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from engram.data.fetch import data_home
 from engram.data.imagecache import ImageCache
 from engram.data.imagenet import CACHE, IMAGENET, MEAN, STD, decode_square, published_wnids, read_imagenet
 from engram.data.load import DataConfig, load_store
+from engram.data.store import Images
 from engram.data.stream import class_order
 from engram.engine import room, space
 from engram.engine.room import check_pool
@@ -189,6 +191,48 @@ def test_an_unreadable_image_is_named_and_nothing_is_left_behind(three: Path) ->
     assert read_three(three, skip_bad=True).skipped == images.skipped
     with pytest.raises(EngramError, match=r"n00000002_1\.JPEG cannot be read"):
         read_three(three)
+
+
+def test_a_set_that_was_decoded_stays_when_its_bad_files_are_not_to_be_skipped(
+    three: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode, refused, tried = imagenet.decode_square, [three / "train/n00000002/n00000002_1.JPEG"], list[Path]()
+
+    def attempt(file: Path, side: int) -> Images:
+        tried.append(file)
+        if file in refused:
+            raise EngramError(f"the image {file} cannot be read (for now)")
+        return decode(file, side)
+
+    monkeypatch.setattr(imagenet, "decode_square", attempt)
+    monkeypatch.setattr(ImageCache.__init__, "__defaults__", (15 * SIDE**2 * 3,))  # room for one set
+    before = read_three(three, skip_bad=True)
+    tried.clear()
+    with pytest.raises(EngramError, match=r"n00000002_1\.JPEG cannot be read \(for now\); mend .*--skip-bad"):
+        read_three(three)
+    assert tried == refused, "no other file is decoded to find that out"
+    assert read_three(three, skip_bad=True).fingerprint() == before.fingerprint()
+    assert tried == refused, "nor is the set decoded anew"
+    bad = refused.pop()
+    assert (len(read_three(three).train), bad in tried) == (9, True), "it can be read now"
+    assert len(list((data_home() / CACHE).iterdir())) == 2
+
+
+def test_a_set_stays_until_it_is_replaced(tmp_path: Path) -> None:
+    cache = ImageCache(tmp_path / "cache", limit_bytes=400)
+    image = np.zeros((8, 8, 3), np.uint8)
+    for key in ("other", "same"):
+        cache.save(key, [image], 192)
+        cache.describe(key, {"images": 1, "side": 8})
+
+    def broken() -> Iterator[Images]:
+        yield image
+        raise EngramError("it broke off")
+
+    with pytest.raises(EngramError, match="broke off"):
+        cache.save("same", broken(), 192)
+    assert cache.about("same") is not None
+    assert cache.about("other") is not None, "there is room for it beside what is to be replaced"
 
 
 def test_the_longest_unused_set_makes_room(tmp_path: Path) -> None:

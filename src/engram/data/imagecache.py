@@ -70,7 +70,7 @@ class ImageCache:
         with writing(path):
             self.folder.mkdir(parents=True, exist_ok=True)
             remove_temporaries(self.folder, older_than=24 * 3600)
-            self._make_room(expected_bytes)
+            self._make_room(key, expected_bytes)
         # Written and not mapped: a full disk is then an error and not the end of the process.
         with replacing(path) as file:
             for image in images:
@@ -91,9 +91,12 @@ class ImageCache:
                 found.append(Entry(path.name.removesuffix(PIXELS), status.st_size, status.st_mtime))
         return sorted(found, key=lambda entry: entry.used)
 
-    def _make_room(self, need: int) -> None:
-        """Removes the longest unused entries that leave no room within the limit; refuses what the disk has not."""
-        entries = self.entries()
+    def _make_room(self, key: str, need: int) -> None:
+        """Removes the longest unused entries that leave no room within the limit; refuses what the disk has not.
+
+        What is under the key itself stays until it is replaced.
+        """
+        entries = [entry for entry in self.entries() if entry.key != key]
         excess = sum(entry.size for entry in entries) + need - self.limit_bytes
         for entry in entries:
             if excess <= 0:

@@ -75,11 +75,12 @@ def read_imagenet(
             f"{error.filename or root} cannot be read ({error.strerror}); check its permissions"
         ) from None
     cache, key = ImageCache(data_home() / CACHE), _key(name, side, files)
-    about = cache.about(key)
+    about, decoder = cache.about(key), _Decoder(root, side, skip_bad, progress)
     if about is not None and about["skipped"] and not skip_bad:
-        about = None  # decoded again, it says what is wrong with the first of them
+        decoder.check(about["skipped"])
+        about = None  # all of them can be read now
     if about is None:
-        about = _Decoder(root, side, skip_bad, progress).decode(cache, key, files)
+        about = decoder.decode(cache, key, files)
         store = _store(name, wnids, about, cache.images(key, about["images"], side))
         about["fingerprint"] = store.fingerprint()
         cache.describe(key, about)
@@ -191,6 +192,13 @@ class _Decoder:
             "source": str(self.root.resolve()),
         }
 
+    def check(self, skipped: Sequence[str]) -> None:
+        """Refuses the first of the files skipped before that still cannot be decoded."""
+        for path in skipped:
+            found = self._attempt(path)
+            if isinstance(found, EngramError):
+                self._pass_over(path, found)
+
     def _images(
         self, files: dict[str, list[_File]], counts: dict[str, list[int]], total: int
     ) -> Generator[Images, None, None]:
@@ -202,9 +210,10 @@ class _Decoder:
             for split in _SPLITS:
                 for start in range(0, len(files[split]), _AT_ONCE):
                     part = files[split][start : start + _AT_ONCE]
-                    for file, image in zip(part, threads.map(self._attempt, part), strict=True):
+                    paths = [file.path for file in part]
+                    for file, image in zip(part, threads.map(self._attempt, paths), strict=True):
                         if isinstance(image, EngramError):
-                            self._pass_over(file, image)
+                            self._pass_over(file.path, image)
                         else:
                             counts[split][file.class_id] += 1
                             yield image
@@ -212,16 +221,16 @@ class _Decoder:
                         if self.progress is not None:
                             self.progress(done, total)
 
-    def _attempt(self, file: _File) -> Images | EngramError:
+    def _attempt(self, path: str) -> Images | EngramError:
         try:
-            return decode_square(self.root / file.path, self.side)
+            return decode_square(self.root / path, self.side)
         except EngramError as error:
             return error
 
-    def _pass_over(self, file: _File, error: EngramError) -> None:
+    def _pass_over(self, path: str, error: EngramError) -> None:
         if not self.skip_bad:
             raise EngramError(f"{error}; mend or remove it, or go on without such files with --skip-bad") from None
-        self.skipped.append(file.path)
+        self.skipped.append(path)
 
 
 def decode_square(file: Path, side: int) -> Images:
