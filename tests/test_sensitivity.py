@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,10 @@ import torch
 from torch import Tensor
 
 import engram.engine.sensitivity
+from engram.data.augment import Augmentation
 from engram.data.memory import MemoryConfig
 from engram.data.stage import Stage
+from engram.methods import Step
 from engram.methods.ewc import EWC, EWCSettings, draw_labels
 from engram.methods.mas import squared_length
 from engram.models.network import Network
@@ -20,9 +23,9 @@ from engram.session import Session
 from helpers import buffers_of, learn_stage, parameters_of, tiny_config, tiny_session
 
 
-def trained() -> tuple[Session, Stage]:
+def trained(**changes: Any) -> tuple[Session, Stage]:
     """A session two stages on, and the second of them; its norms' statistics are not those of any batch."""
-    session = tiny_session(tiny_config("ewc", memory=MemoryConfig(size=3)))
+    session = tiny_session(tiny_config("ewc", memory=MemoryConfig(size=3), **changes))
     return session, [learn_stage(session, index) for index in range(2)][-1]
 
 
@@ -81,6 +84,25 @@ def test_the_sensitivity_does_not_depend_on_the_batches(label: Any, monkeypatch:
     for images in (1, 7):
         for name, value in fisher(images).items():
             torch.testing.assert_close(value, whole[name], rtol=1e-4, atol=1e-6 * float(whole[name].max()), msg=name)
+
+
+def test_of_images_that_are_not_seen_whole_the_centre_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    session, stage = trained(augmentation=Augmentation(pad=0, view=0.5))
+    edge = stage.pool.images.shape[1] // 4
+    cut = stage.pool.images[:, edge:-edge, edge:-edge]
+    assert tuple(cut.shape[1:3]) == session.engine.image_size
+    monkeypatch.setitem(engram.engine.sensitivity.PIXELS, "cpu", 5 * cut.shape[1] * cut.shape[2])
+    batches: list[int] = []
+
+    def objective(step: Step, numbers: Tensor) -> Tensor:
+        batches.append(len(numbers))
+        return squared_length(step, numbers)
+
+    ours = session.engine.sensitivity(session.learner, stage, stage.all_rows, objective, power=1)
+    assert max(batches) == 5, "as many images as their centres leave room for"
+    seen = replace(stage, pool=replace(stage.pool, images=cut))
+    for name, value in slow_sensitivity(session.learner.network, seen, "length").items():
+        torch.testing.assert_close(ours[name].double(), value, rtol=1e-3, atol=1e-5 * float(value.max()), msg=name)
 
 
 def test_the_square_of_the_mean_gradient_is_something_else() -> None:

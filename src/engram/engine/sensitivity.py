@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from engram.data.augment import to_unit
+from engram.data.augment import centre, to_unit
 from engram.data.stage import Stage
 from engram.learner import Learner
 from engram.methods import Step
@@ -49,12 +49,13 @@ def sensitivity(
     draws = torch.rand(len(rows), generator=generator(learner.seed, "sensitivity", stage.index))
     weights = {name: parameter.detach() for name, parameter in network.named_parameters()}
     totals = {name: torch.zeros_like(weight) for name, weight in weights.items()}
-    size = max(1, PIXELS[device.type] // pool.images[0, ..., 0].numel())
+    images = centre(pool.images, engine.image_size)
+    size = max(1, PIXELS[device.type] // images[0, ..., 0].numel())
     was_training = network.training
     network.eval()
     with _watched(network, power, totals):
         for some, numbers in zip(rows.split(size), draws.split(size), strict=True):
-            unit = to_unit(pool.images[some].to(device)).contiguous(memory_format=engine.layout)
+            unit = to_unit(images[some].to(device)).contiguous(memory_format=engine.layout)
             labels, exemplar = pool.labels[some].to(device), pool.exemplar[some].to(device)
             with torch.enable_grad():
                 # Only the images take a gradient: that of the weights over the whole batch is not wanted.

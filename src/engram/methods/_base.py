@@ -232,8 +232,8 @@ class Passes(Protocol):
     ) -> dict[str, Tensor]:
         """For each parameter the mean over the images of |gradient|^power, each image's gradient taken by itself.
 
-        The network is in eval mode, the images are as they are. objective: from a Step and a uniform random number an
-        image (B,), the same whatever the batches, to a value an image (B,).
+        The network is in eval mode, the images are as they are in evaluation. objective: from a Step and a uniform
+        random number an image (B,), the same whatever the batches, to a value an image (B,).
         """
         ...
 
