@@ -17,7 +17,7 @@ from torch import Tensor
 import engram.engine.neighbours as search
 from conftest import make_config, make_store
 from engram import EngramError, recipe, run
-from engram.data.augment import augment
+from engram.data.augment import Draws, augment
 from engram.engine.neighbours import nearest
 from engram.engine.plan import plan_epochs
 from engram.events import BaseReused
@@ -138,8 +138,8 @@ def test_a_step_sees_the_neighbours_that_the_teacher_finds_in_the_epoch(method: 
     used = min(steps * size, len(stage.pool))
     for epoch in range(2):
         part = slice(epoch * steps, (epoch + 1) * steps)
-        rows, draws = plan.rows[part].flatten()[:used], plan.draws[part]
-        flat = type(draws)(*(getattr(draws, name).flatten()[:used] for name in ("top", "left", "mirror", "factor")))
+        rows = plan.rows[part].flatten()[:used]
+        flat = Draws(*(value[part].flatten()[:used] for value in vars(plan.draws).values()))
         images = augment(padded, rows, flat, engine.image_size)
         with torch.no_grad():
             unit = F.normalize(learner.teacher(images).embedding, dim=1).double().numpy()

@@ -387,7 +387,8 @@ def test_augmentation_is_that_of_the_plain_step() -> None:
     images = torch.randint(0, 256, (7, *size, 3), dtype=torch.uint8, generator=draw.generator)
     padded = reference_augment.pad_images(images, pad).to(DEVICE)
     rows = torch.randint(0, 7, (3, 6), generator=draw.generator).to(DEVICE)
-    draws = reference_augment.draw(reference_augment.Augmentation(pad), (3, 6), draw.generator).to(DEVICE)
+    drawn = reference_augment.draw(reference_augment.Augmentation(pad), (3, 6), draw.generator)
+    draws = reference_augment.Draws(*(value.to(DEVICE) for value in vars(drawn).values()))
     assert 0 < draws.mirror[2, :5].sum() < 5
     mean, std = torch.tensor([0.5, 0.4, 0.3], device=DEVICE), torch.tensor([0.3, 0.2, 0.25], device=DEVICE)
     plan = (rows, draws.top, draws.left, draws.mirror, draws.factor)

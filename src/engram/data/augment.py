@@ -62,13 +62,6 @@ class Draws:
     mirror: Tensor
     factor: Tensor
 
-    def __getitem__(self, rows: Tensor | slice) -> Draws:
-        return Draws(self.top[rows], self.left[rows], self.mirror[rows], self.factor[rows])
-
-    def to(self, device: torch.device) -> Draws:
-        """The same draws on a device."""
-        return Draws(self.top.to(device), self.left.to(device), self.mirror.to(device), self.factor.to(device))
-
 
 def draw(augmentation: Augmentation, shape: tuple[int, ...], generator: torch.Generator) -> Draws:
     """The random part of augmenting images laid out as `shape`."""
