@@ -22,7 +22,7 @@ import pytest
 from PIL import Image
 
 from engram import EngramError
-from engram.data import decode, decoders, decoding
+from engram.data import decode, decoders, decoding, room
 from engram.data.decode import choose_size, decode_image
 from engram.data.decoding import decode_files, decode_stream
 
@@ -237,9 +237,14 @@ def test_warnings_are_as_they_were_after_threads_decoded(tmp_path: Path) -> None
     assert decode._Quiet.decoding == 0
 
 
-def test_too_many_images_for_the_machine_are_refused_before_they_are_read() -> None:
-    with pytest.raises(EngramError, match="GB of memory and this machine has"):
+def test_too_many_images_for_the_memory_that_is_free_are_refused_before_they_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(EngramError, match=r"need 6000\.0 GB of memory, and .* GB are free"):
         decode_files(["x.png"] * 2_000_000, 1000)
+    monkeypatch.setattr(room, "free_memory", lambda: 10**9)
+    with pytest.raises(EngramError, match=r"need 1\.2 GB of memory, and 1\.0 GB are free; use fewer or smaller images"):
+        decode_files(["x.png"] * 400, 1000)
 
 
 @pytest.mark.parametrize(("sides", "chosen"), [([28] * 5, 24), ([64] * 4 + [20], 64), ([500] * 3, 64), ([10] * 3, 16)])

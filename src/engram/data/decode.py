@@ -88,16 +88,6 @@ def choose_size(paths: Sequence[str | Path], looked_at: int = 200) -> int:
     return max((size for size in SIZES if size <= middle), default=SIZES[0])
 
 
-def check_room(need: int, what: str) -> None:
-    """Refuses what would need more than most of this machine's memory."""
-    have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if need > 0.8 * have:
-        raise EngramError(
-            f"{what} need {need / 1e9:.1f} GB of memory and this machine has {have / 1e9:.1f} GB; "
-            "use fewer or smaller images"
-        )
-
-
 def _open_regular(file: str | Path) -> IO[bytes]:
     """The file open for reading; a pipe or a device, which could go on for ever, is refused."""
     handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -14,8 +14,8 @@ from typing import Final
 
 import numpy as np
 
-from engram.data.decode import check_room
 from engram.data.decoders import Decoders, Found, decode_here
+from engram.data.room import check_room
 from engram.data.store import Images
 from engram.errors import EngramError
 

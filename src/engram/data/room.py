@@ -1,12 +1,14 @@
-"""How much memory there is."""
+"""How much memory there is, and whether something fits into it."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
+from engram.errors import EngramError
+
 SMALL = 2**30  # bytes that need not be asked about
-SHARE = 0.9  # of what is free that images may take
+SHARE = 0.9  # of what is free that images or weights may take
 
 
 def free_memory() -> int:
@@ -18,3 +20,12 @@ def free_memory() -> int:
     except (OSError, ValueError, IndexError):
         pass
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def check_room(need: int, what: str) -> None:
+    """Refuses what would need more than most of the memory that is free."""
+    free = free_memory()
+    if need > SMALL and need > SHARE * free:
+        raise EngramError(
+            f"{what} need {need / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free; use fewer or smaller images"
+        )

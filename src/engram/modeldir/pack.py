@@ -18,7 +18,8 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from engram.config import Device, Precision
-from engram.data.decode import check_room, quietly
+from engram.data.decode import quietly
+from engram.data.room import check_room
 from engram.errors import EngramError
 from engram.modeldir.config import ModelConfig
 from engram.modeldir.directory import MANIFEST, WEIGHTS, Pointer, Snapshot, read_model
