@@ -120,6 +120,17 @@ def test_every_kind_of_official_file_is_read(mode: str, tmp_path: Path) -> None:
     assert decode_square(path, 9).shape == (9, 9, 3)
 
 
+def test_what_is_no_image_is_refused_at_once(tmp_path: Path) -> None:
+    large, text, pipe = (tmp_path / f"{name}.JPEG" for name in ("large", "text", "pipe"))
+    write_jpeg(large, 1)
+    os.truncate(large, 2 * 2**30)  # of nothing: it takes no space
+    text.write_text("dear reader")
+    os.mkfifo(pipe)
+    for file, reason in ((large, "MiB are more than"), (text, "it is no PNG, JPEG"), (pipe, "it is no ordinary file")):
+        with pytest.raises(EngramError, match=rf"{file.name} cannot be read \(.*{reason}"):
+            decode_square(file, SIDE)
+
+
 def test_imagenet1000_takes_every_class_of_the_folder(three: Path) -> None:
     write_jpeg(three / "train" / "notes" / "x.JPEG", 1)  # no wnid
     images = read_three(three)

@@ -44,12 +44,11 @@ def try_decode(file: str | Path, size: int | None, quick: bool, large: Large | N
     try:
         return _pixels(file, size, quick, large)
     except Exception as error:  # each decoder has its own kinds
-        return _reason(error)
+        return why_unreadable(error)
 
 
 def _pixels(file: str | Path, size: int | None, quick: bool, large: Large | None) -> Images | str:
-    with quietly(), _open_regular(file) as stream, Image.open(stream, formats=_FORMATS) as image:
-        _check_pixels(image)
+    with opened(file) as image:
         if quick and size is not None:
             image.draft(None, (2 * size, 2 * size))
         if large is not None and image.width * image.height > _LARGE_PIXELS:
@@ -62,7 +61,7 @@ def _load_and_close(image: Image.Image, size: int | None) -> Images | str:
     try:
         return _load(image, size)
     except Exception as error:
-        return _reason(error)
+        return why_unreadable(error)
     finally:
         image.close()
 
@@ -70,7 +69,7 @@ def _load_and_close(image: Image.Image, size: int | None) -> Images | str:
 def _load(image: Image.Image, size: int | None) -> Images:
     image.load()
     rgb = to_upright_rgb(image)
-    return np.array(rgb if size is None else _central_square(rgb, size), dtype=np.uint8)
+    return np.array(rgb if size is None else central_square(rgb, size), dtype=np.uint8)
 
 
 def choose_size(paths: Sequence[str | Path], looked_at: int = 200) -> int:
@@ -78,7 +77,7 @@ def choose_size(paths: Sequence[str | Path], looked_at: int = 200) -> int:
     sides: list[int] = []
     for path in paths[:: max(1, len(paths) // looked_at)]:
         try:
-            with quietly(), _open_regular(path) as stream, Image.open(stream, formats=_FORMATS) as image:
+            with opened(path) as image:
                 sides.append(min(image.size))
         except Exception:  # it is refused or skipped when it is decoded
             continue
@@ -86,6 +85,16 @@ def choose_size(paths: Sequence[str | Path], looked_at: int = 200) -> int:
         return 32
     middle = median(sides)
     return max((size for size in SIZES if size <= middle), default=SIZES[0])
+
+
+@contextmanager
+def opened(file: str | Path) -> Iterator[Image.Image]:
+    """An image file whose pixels are still to be read, no more of them than are allowed; no warnings meanwhile."""
+    with quietly(), _open_regular(file) as stream, Image.open(stream, formats=_FORMATS) as image:
+        limit = Image.MAX_IMAGE_PIXELS
+        if limit is not None and image.width * image.height > limit:
+            raise Image.DecompressionBombError
+        yield image
 
 
 def _open_regular(file: str | Path) -> IO[bytes]:
@@ -98,12 +107,6 @@ def _open_regular(file: str | Path) -> IO[bytes]:
             raise OSError(f"its {status.st_size / 2**20:.0f} MiB are more than the {FILE_BYTES // 2**20} allowed")
         raise OSError("it is a folder" if stat.S_ISDIR(status.st_mode) else "it is no ordinary file")
     return os.fdopen(handle, "rb")
-
-
-def _check_pixels(image: Image.Image) -> None:
-    limit = Image.MAX_IMAGE_PIXELS
-    if limit is not None and image.width * image.height > limit:
-        raise Image.DecompressionBombError
 
 
 class _Quiet:
@@ -136,7 +139,8 @@ def quietly() -> Iterator[None]:
                 _Quiet.filters = None
 
 
-def _reason(error: Exception) -> str:
+def why_unreadable(error: Exception) -> str:
+    """What is wrong with an image file, from the error that reading it ended with."""
     if isinstance(error, Image.UnidentifiedImageError):
         return "it is no PNG, JPEG, WebP or BMP file"
     if isinstance(error, Image.DecompressionBombWarning | Image.DecompressionBombError):
@@ -161,9 +165,9 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def _central_square(image: Image.Image, size: int) -> Image.Image:
-    # The same as resizing the shorter side and cropping the centre, without ever making the long side.
+def central_square(image: Image.Image, size: int, how: Image.Resampling = Image.Resampling.BICUBIC) -> Image.Image:
+    """The central square resized: as resizing the shorter side and cropping, without ever making the long side."""
     side = min(image.size)
     left, top = (image.width - side) / 2, (image.height - side) / 2
     box = (left, top, left + side, top + side)
-    return image.resize((size, size), Image.Resampling.BICUBIC, box=box)
+    return image.resize((size, size), how, box=box)

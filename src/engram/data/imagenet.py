@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import re
-import warnings
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -23,6 +22,7 @@ from typing import Any, Final
 import numpy as np
 from PIL import Image
 
+from engram.data.decode import central_square, opened, why_unreadable
 from engram.data.fetch import data_home
 from engram.data.folder import EXTENSIONS
 from engram.data.imagecache import ImageCache
@@ -36,7 +36,6 @@ STD: Final[RGB] = (0.229, 0.224, 0.225)
 CACHE: Final = "images"
 
 _SPLITS: Final = ("train", "val")
-_FORMATS: Final = ("JPEG", "PNG")  # one of the official files is a PNG in spite of its name
 _DECODING: Final = 1  # changes when the same files become other pixels
 _AT_ONCE: Final = 512  # files handed to the threads
 
@@ -204,9 +203,7 @@ class _Decoder:
     ) -> Generator[Images, None, None]:
         """The images that can be decoded, one after the other; counts them by split and class."""
         done = 0
-        with warnings.catch_warnings(), ThreadPoolExecutor(os.cpu_count()) as threads:
-            # Once for all threads, which share the filters: damaged EXIF data, say, does not make the pixels wrong.
-            warnings.simplefilter("ignore")
+        with ThreadPoolExecutor(os.cpu_count()) as threads:
             for split in _SPLITS:
                 for start in range(0, len(files[split]), _AT_ONCE):
                     part = files[split][start : start + _AT_ONCE]
@@ -236,15 +233,8 @@ class _Decoder:
 def decode_square(file: Path, side: int) -> Images:
     """The central square of an image file, resized to (side, side, 3): as resizing its shorter side and cropping."""
     try:
-        with file.open("rb") as stream, Image.open(stream, formats=_FORMATS) as image:
-            limit = Image.MAX_IMAGE_PIXELS
-            if limit is not None and image.width * image.height > limit:
-                raise EngramError(f"it claims more pixels than the {limit} allowed")
+        with opened(file) as image:
             rgb = image.convert("RGB")
     except Exception as error:  # each decoder has its own kinds
-        reason = (str(error).splitlines() or [""])[0].rstrip(".") or type(error).__name__
-        raise EngramError(f"the image {file} cannot be read ({reason})") from None
-    square = min(rgb.size)
-    left, top = (rgb.width - square) / 2, (rgb.height - square) / 2
-    box = (left, top, left + square, top + square)
-    return np.asarray(rgb.resize((side, side), Image.Resampling.BILINEAR, box=box))
+        raise EngramError(f"the image {file} cannot be read ({why_unreadable(error)})") from None
+    return np.asarray(central_square(rgb, side, Image.Resampling.BILINEAR))
