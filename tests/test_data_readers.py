@@ -878,9 +878,10 @@ def test_folder_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
             raise PermissionError(13, "Permission denied", str(path))
         return real_scandir(path)
 
-    monkeypatch.setattr(folder.os, "scandir", refuse)
-    with pytest.raises(EngramError, match=r"bee cannot be read \(Permission denied\)"):
-        read_folder(tmp_path)
+    with monkeypatch.context() as patch:  # pytest removes the folder while monkeypatch still holds
+        patch.setattr(folder.os, "scandir", refuse)
+        with pytest.raises(EngramError, match=r"bee cannot be read \(Permission denied\)"):
+            read_folder(tmp_path)
 
 
 def test_real_photographs_in_folders(tmp_path: Path) -> None:
