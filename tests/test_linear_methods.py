@@ -12,8 +12,10 @@ import torch
 from engram.config import RunConfig
 from engram.engine.plan import learning_rates
 from engram.errors import EngramError
+from engram.events import Warned
 from engram.methods import METHODS, Training, find_method
 from engram.recipes import recipe
+from engram.runner import run
 from engram.session import Session
 from helpers import (
     assert_resumes_to,
@@ -145,7 +147,19 @@ def test_lwf_says_once_that_single_classes_are_not_learned() -> None:
     for index in range(3):
         learn_stage(session, index)
     (note,) = session.learner.notes
-    assert "one new class a stage is not learned" in note
+    assert "such a class is not learned" in note
+
+
+@pytest.mark.parametrize("method", ["lwf", "lwm", "ssil", "ewc", "si", "mas"])
+def test_a_later_stage_of_one_class_is_said_not_to_be_learned(method: str) -> None:
+    config = tiny_config(method, increment=3, epochs=1)
+    said = {}
+    for classes in (6, 8):  # stages of 2, 3, 1 and of 2, 3, 3
+        events = run(config, toy_store(classes, per_class=6))
+        said[classes] = [event.message for event in events if isinstance(event, Warned)]
+    (note,) = said[6]
+    assert note.startswith("stage 2 has one new class, and ")
+    assert said[8] == []
 
 
 @pytest.mark.parametrize("change", [{"temperature": 0.0}, {"temperature": -2.0}, {"lambda_kd": -1.0}])

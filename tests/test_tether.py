@@ -334,7 +334,7 @@ def test_one_class_at_a_time_is_said_to_need_a_memory(method: str) -> None:
         return session.learner.notes
 
     (note,) = notes()
-    assert "one new class a stage is not learned" in note
+    assert "such a class is not learned" in note
     assert notes(memory=MEMORY) == []
 
 

@@ -50,6 +50,12 @@ def main_phase(
     return Phase("main", len(rows), lambda: rows, loss, train, training, teacher, weights or {}, after_step=after_step)
 
 
+def note_single_class(learner: Learner, stage: Stage, meaning: str) -> None:
+    """Has the user told what a single new class means to the method, at the first stage after the base that has one."""
+    if not stage.is_base and stage.num_new == 1 and 1 not in stage.sizes[1:-1]:
+        learner.notes.append(f"stage {stage.index} has one new class, and {meaning}")
+
+
 def convex_weights(stage: Stage) -> dict[str, float]:
     """The weights of the two terms of the old and the new: the distillation's is the share of old classes."""
     share = stage.num_old / stage.num_seen

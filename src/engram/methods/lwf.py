@@ -13,9 +13,14 @@ from engram.data.stage import Stage
 from engram.learner import Learner
 from engram.methods._base import Passes, Phase, Settings, Step, Terms, Training, register
 from engram.methods.distillation import distillation
-from engram.methods.linear import LinearMethod, classify, classify_new, main_phase
+from engram.methods.linear import LinearMethod, classify, classify_new, main_phase, note_single_class
 from engram.methods.settings import AFTER_BASE, check_temperature, refuse_negative
 from engram.models.network import Part
+
+SINGLE_CLASS = (
+    "without a memory new classes are told apart among themselves alone: such a class is not learned; bring two or "
+    "more at a time, or choose a method with a memory"
+)
 
 
 def lwf_training() -> Training:
@@ -49,6 +54,10 @@ class LwF(LinearMethod[LwFSettings]):
 
     predictors = ("cnn",)
 
+    def grow(self, learner: Learner, stage: Stage, passes: Passes) -> None:
+        super().grow(learner, stage, passes)
+        note_single_class(learner, stage, SINGLE_CLASS)
+
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
         if stage.is_base:
             return [main_phase(stage, self.settings.train, classify)]
@@ -63,11 +72,3 @@ class LwF(LinearMethod[LwFSettings]):
             **classify_new(step),
             "distillation": step.weights["distillation"] * distillation(ours, theirs, step.old, temperature).mean(),
         }
-
-    def finish(self, learner: Learner, stage: Stage, passes: Passes) -> None:
-        """Says once what one new class at a time means here."""
-        if stage.index == 1 and stage.num_new == 1:
-            learner.notes.append(
-                "LwF tells new classes apart among themselves alone, so one new class a stage is not learned: "
-                "give stages more classes, or choose a method with a memory"
-            )

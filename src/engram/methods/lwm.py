@@ -19,8 +19,8 @@ from engram.learner import Learner
 from engram.methods import losses
 from engram.methods._base import Passes, Phase, Settings, Step, Terms, Training, register
 from engram.methods.distillation import distillation
-from engram.methods.linear import LinearMethod, classify_new, main_phase
-from engram.methods.lwf import lwf_training
+from engram.methods.linear import LinearMethod, classify_new, main_phase, note_single_class
+from engram.methods.lwf import SINGLE_CLASS, lwf_training
 from engram.methods.settings import AFTER_BASE, check_temperature, refuse_negative
 from engram.models.heads import LinearHead
 from engram.models.network import Part
@@ -66,13 +66,9 @@ class LwM(LinearMethod[LwMSettings]):
 
     def grow(self, learner: Learner, stage: Stage, passes: Passes) -> None:
         super().grow(learner, stage, passes)
+        note_single_class(learner, stage, SINGLE_CLASS)
         if stage.is_base:
             return
-        if stage.num_new == 1 and 1 not in stage.sizes[1:-1]:  # said once
-            learner.notes.append(
-                f"stage {stage.index} has one new class, and lwm, without a memory, only tells new classes apart from "
-                "each other: such a class is not learned; bring two or more at a time"
-            )
         head = learner.network.head
         assert isinstance(head, LinearHead)
         learner.store(ROWS, head.weight)  # those of old classes stay so for the stage, in student and teacher

@@ -20,11 +20,15 @@ from engram.learner import Learner
 from engram.methods._base import Passes, Phase, Settings, Step, Terms, Training, register
 from engram.methods.batches import Beside
 from engram.methods.distillation import cross_entropy, distillation_by_group
-from engram.methods.linear import LinearMethod, classify, main_phase, seen_columns
+from engram.methods.linear import LinearMethod, classify, main_phase, note_single_class, seen_columns
 from engram.methods.settings import AFTER_BASE, check_temperature
 from engram.models.heads import LinearHead
 
 NEWEST, GROUPS = "ssil.newest", "ssil.groups"
+SINGLE_CLASS = (
+    "new classes are told apart among themselves alone: such a class is learned only later, from its exemplars; bring "
+    "two or more at a time (min_group joins stages, at a price that the card names)"
+)
 
 
 def ssil_training() -> Training:
@@ -107,6 +111,8 @@ class SSIL(LinearMethod[SSILSettings]):
         groups[: stage.num_old] = _by_class(grouped(sizes[:-1], least), sizes[:-1])
         learner.store(NEWEST, newest.to(head.seen.device))
         learner.store(GROUPS, groups.to(head.seen.device))
+        if least == 1:
+            note_single_class(learner, stage, SINGLE_CLASS)
 
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
         training = self.settings.train
@@ -130,14 +136,6 @@ class SSIL(LinearMethod[SSILSettings]):
             "classification": cross_entropy(ours, step.labels, columns).mean(),
             "distillation": temperature**2 * distilled.mean(),
         }
-
-    def finish(self, learner: Learner, stage: Stage, passes: Passes) -> None:
-        """Says once what one new class at a time means here."""
-        if stage.index == 1 and stage.num_new == 1 and self.settings.min_group == 1:
-            learner.notes.append(
-                "SS-IL tells new classes apart among themselves alone, so one new class a stage is learned only later, "
-                "from its exemplars: give stages more classes (min_group joins stages, at a price that the card names)"
-            )
 
 
 def _by_class(groups: Sequence[int], sizes: Sequence[int]) -> Tensor:

@@ -20,11 +20,16 @@ from engram.data.stage import Stage
 from engram.errors import EngramError
 from engram.learner import Learner
 from engram.methods._base import ANCHOR, OMEGA, PATH, Passes, Phase, Settings, SettingsT, Tether, Training
-from engram.methods.linear import EVERYTHING, LinearMethod, classify, classify_new
+from engram.methods.linear import EVERYTHING, LinearMethod, classify, classify_new, note_single_class
 from engram.methods.settings import AFTER_BASE
 from engram.models.network import Part
 from engram.plain import to_plain
 from engram.random import generator
+
+SINGLE_CLASS = (
+    "without a memory new classes are told apart among themselves alone: such a class is not learned; bring two or "
+    "more at a time, or keep exemplars (--memory per_class=20)"
+)
 
 
 def tethered_training() -> Training:
@@ -127,11 +132,8 @@ class TetheredMethod(LinearMethod[SettingsT]):
     def grow(self, learner: Learner, stage: Stage, passes: Passes) -> None:
         super().grow(learner, stage, passes)
         hold(learner)
-        if stage.index == 1 and stage.num_new == 1 and learner.memory.config.budget == "none":
-            learner.notes.append(
-                "without a memory new classes are told apart among themselves alone, so one new class a stage is not "
-                "learned: give stages more classes, or keep exemplars (--memory per_class=20)"
-            )
+        if learner.memory.config.budget == "none":
+            note_single_class(learner, stage, SINGLE_CLASS)
 
 
 MeasuredSettingsT = TypeVar("MeasuredSettingsT", bound=MeasuredSettings)
