@@ -21,7 +21,7 @@ from engram.engine.loop import Epoch
 from engram.engine.space import TERMS
 from engram.methods import Phase, Step
 from engram.models.network import Network, Part
-from engram.models.resnet import build_backbone
+from engram.models.resnet import BACKBONES, build_backbone
 from engram.random import generator
 from engram.session import Session
 
@@ -279,3 +279,31 @@ def test_threads_do_not_wait_busily_for_long_unless_somebody_said_how(given: dic
     code = "import engram, os, sys; print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules)"
     told = subprocess.run([sys.executable, "-c", code], env={**environment, **given}, capture_output=True, check=True)
     assert told.stdout.decode().split() == [expected, "False"]
+
+
+@pytest.mark.parametrize(("backbone", "steps"), [("resnet18-small", 3), ("resnet10", 4)])
+def test_a_last_batch_of_one_image_is_left_out_where_it_cannot_be_normalised(backbone: str, steps: int) -> None:
+    """28 images of 8x8 pixels in batches of 9: of an image one backbone leaves a map of 1x1, the other 2x2."""
+    config = make_config(backbone=backbone, settings__train__batch_size=9, settings__train__epochs=1)
+    session = Session(config, make_store())
+    learner, method, engine, stage = session.learner, session.method, session.engine, session.stage(0)
+    method.grow(learner, stage, engine)
+    (phase,) = method.phases(learner, stage, engine)
+    loop = engine.start(learner, stage, phase, 0)
+    assert len(list(loop)) == loop.steps == steps
+    (seen,) = engine.sweep(learner, stage, stage.all_rows, lambda step: [torch.ones_like(step.labels).sum()], 9)
+    assert seen == (27 if steps == 3 else 28)
+    learn(session, 0)
+
+
+def test_batches_that_are_all_of_one_image_are_refused_where_none_can_be_normalised() -> None:
+    session = Session(make_config(backbone="resnet18", settings__train__batch_size=1), make_store(size=16))
+    with pytest.raises(EngramError, match=r"16x16 pixels .* take larger batches, larger images or another backbone"):
+        learn(session, 0)
+
+
+@pytest.mark.parametrize("name", sorted(BACKBONES))
+@pytest.mark.parametrize("size", [(8, 8), (9, 16), (17, 33), (32, 32)])
+def test_the_size_of_the_last_map_is_told_beforehand(name: str, size: tuple[int, int]) -> None:
+    backbone = build_backbone(name, generator(0, "backbone"))
+    assert backbone.last_map(size) == backbone(torch.zeros(2, 3, *size))[0][-1].shape[2:]

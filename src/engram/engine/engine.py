@@ -18,6 +18,7 @@ from engram.engine.sensitivity import sensitivity
 from engram.engine.space import Space
 from engram.engine.sweep import sweep
 from engram.engine.tune import tune
+from engram.errors import EngramError
 from engram.learner import Learner
 from engram.methods import Phase, Step, Training
 from engram.methods.look import Look
@@ -83,6 +84,23 @@ class Engine:
 
         return unsupported(backbone, self.image_size)
 
+    def leaves_out(self, network: Network, size: int, last: int) -> bool:
+        """Whether a last batch of one image, after batches of `size`, has to be left out.
+
+        So it is where one number a channel is all that the backbone leaves of an image: a norm in training has nothing
+        to compare it with. Refuses batches that are all of one image then.
+        """
+        height, width = self.image_size
+        if last > 1 or network.backbone.last_map(self.image_size) != (1, 1):
+            return False
+        if size == 1:
+            raise EngramError(
+                f"a batch of one image cannot be trained on here: of {width}x{height} pixels the backbone leaves one "
+                "number a channel, and a norm has nothing to compare it with; take larger batches, larger images or "
+                "another backbone"
+            )
+        return True
+
     def record(
         self, slot: Hashable, key: object, step: Callable[[], T], learner: Learner, what: str
     ) -> Callable[[], T]:
@@ -144,8 +162,8 @@ class Engine:
     ) -> list[Tensor]:
         """The sums of what `visit` returns over one augmented pass in train mode; no parameter moves.
 
-        Every image counts once, the last batch being as small as it must. Batch statistics do move, as in the
-        released code.
+        Every image counts once, the last batch being as small as it must, but for one that `leaves_out` says. Batch
+        statistics do move, as in the released code.
         """
         return sweep(self, learner, stage, rows, visit, batch_size)
 

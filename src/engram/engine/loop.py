@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -78,12 +78,15 @@ class PhaseLoop:
         index: int,
         resume: PhaseState | None,
     ) -> None:
-        self.phase = phase
         if resume is None and phase.start is not None:
             phase.start()
         self.rows = phase.rows() if resume is None else resume.rows
         if len(self.rows) == 0:
             raise EngramError(f"stage {stage.index} has no image to train on in its {phase.name} phase")
+        _, size, last = phase.batches(len(self.rows))
+        if not phase.frozen and engine.leaves_out(learner.network, size, last):
+            phase = replace(phase, training=replace(phase.training, remainder="drop"))
+        self.phase = phase
         self.steps, self.batch_size, self._last = phase.batches(len(self.rows))
         self.epoch, self.step = (0, 0) if resume is None else (resume.epoch, resume.step)
         self._first = self.step  # of the epoch in progress, the first step taken here

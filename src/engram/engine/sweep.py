@@ -33,6 +33,8 @@ def sweep(
     assert len(rows) > 0, "a sweep over no rows"
     size = min(batch_size, len(rows))
     full, rest = divmod(len(rows), size)
+    if engine.leaves_out(learner.network, size, rest or size):
+        rest = 0
     forward = engine.bind(learner, size)
     forward.refresh()
     space = engine.space

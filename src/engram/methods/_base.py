@@ -39,7 +39,8 @@ class Training:
     it, over 1, 2, 4, 8 ... epochs (so that it ends low after 16, 32, 64 ...); "rise" is a warm-up, epoch by epoch in
     equal steps up to the rate, which the last epoch has.
     remainder: what is left of an epoch after the full batches is dropped (a fresh permutation each epoch) or kept as a
-    smaller batch. A phase with fewer images than batch_size trains on batches of what there is.
+    smaller batch, unless it is one image of which the backbone leaves but one number a channel. A phase with fewer
+    images than batch_size trains on batches of what there is.
     clip_norm: gradients longer than that, all that train taken as one vector, are brought to that length.
     """
 

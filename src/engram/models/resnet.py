@@ -7,6 +7,7 @@ always before a ReLU; the embedding is the spatial mean of the last one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -103,6 +104,11 @@ class ResNet(nn.Module):
         for module in self.modules():
             if isinstance(module, Block):
                 nn.init.zeros_(module.bn2.weight)
+
+    def last_map(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Height and width of the last map of images of that size; each halving rounds up."""
+        shrunk = math.prod(group.stride * (2 if group.pooled else 1) for group in self.specification)
+        return -(-size[0] // shrunk), -(-size[1] // shrunk)
 
     def forward(self, x: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
         x = F.relu(self.bn(self.conv(x)), inplace=True)
