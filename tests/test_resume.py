@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import shutil
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from conftest import make_config, make_store
 from engram import EngramError, resume, run
 from engram.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from engram.config import config_hash
+from engram.engine.loop import Epoch, PhaseLoop
 from engram.events import Checkpointed, RunFinished, Stopped
 from engram.rundir import read_result
 from engram.runner import settle
@@ -49,6 +52,19 @@ def finish(directory: Path) -> dict[str, Any]:
     return timeless(directory)
 
 
+def epochs(directory: Path) -> list[tuple[Any, ...]]:
+    """The epochs that were logged, in their order, without their times."""
+    lines = map(json.loads, (directory / "events.jsonl").read_text().splitlines())
+    told = [line for line in lines if line["event"] == "epoch_finished"]
+    return [(line["stage"], line["phase"], line["epoch"], line["lr"], tuple(line["terms"].items())) for line in told]
+
+
+def stop_after(steps: int) -> Callable[[], bool]:
+    """Asks a run to stop after so many steps."""
+    counter = itertools.count(1)
+    return lambda: next(counter) == steps
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("runs") / "whole"
@@ -64,6 +80,7 @@ def test_killed_run_resumes_to_the_same_result(event: int, tmp_path: Path, unint
     assert start(directory, event=event).wait() == -signal.SIGKILL
     assert not (directory / "result.json").exists() or len(timeless(directory)["stages"]) < 3
     assert finish(directory) == timeless(uninterrupted)
+    assert list(dict.fromkeys(epochs(directory))) == epochs(uninterrupted)  # some twice, and then alike
     for stage in ("000", "001", "002"):
         theirs = (uninterrupted / "stages" / f"{stage}.safetensors").read_bytes()
         assert (directory / "stages" / f"{stage}.safetensors").read_bytes() == theirs
@@ -106,6 +123,42 @@ def test_every_method_stopped_inside_a_stage_resumes_exactly(method: str, tmp_pa
     resumed = finish(directory)
     assert resumed["average_incremental_accuracy"] == whole["average_incremental_accuracy"]
     assert [s["accuracy_by_stage"] for s in resumed["stages"]] == [s["accuracy_by_stage"] for s in whole["stages"]]
+
+
+@pytest.mark.parametrize("steps", [3, 12, 17, 29])  # in the middle of an epoch, at its end, in the balanced phase
+def test_the_epoch_it_was_stopped_in_is_logged_whole(steps: int, tmp_path: Path, uninterrupted: Path) -> None:
+    directory = tmp_path / "run"
+    assert isinstance(list(run(make_config(), make_store(), directory, stop=stop_after(steps)))[-1], Stopped)
+    assert isinstance(list(resume(directory, make_store(), stop=stop_after(2)))[-1], Stopped)
+    assert finish(directory) == timeless(uninterrupted)
+    assert epochs(directory) == epochs(uninterrupted)
+
+
+def test_a_checkpoint_without_the_terms_of_its_epoch_resumes(tmp_path: Path, uninterrupted: Path) -> None:
+    directory = tmp_path / "run"
+    list(run(make_config(), make_store(), directory, stop=stop_after(3)))
+    path = directory / "checkpoint" / "state.safetensors"
+    state = load_checkpoint(path)
+    tensors = {name: value for name, value in state.tensors.items() if name != "phase.terms"}
+    assert len(tensors) == len(state.tensors) - 1
+    save_checkpoint(path, Checkpoint(tensors, {name: state.data[name] for name in state.data if name != "digest"}))
+    assert finish(directory) == timeless(uninterrupted)
+    assert [epoch[:4] for epoch in epochs(directory)] == [epoch[:4] for epoch in epochs(uninterrupted)]
+
+
+def test_an_epoch_that_the_device_is_behind_with_is_logged_before_a_checkpoint(
+    tmp_path: Path, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finished = PhaseLoop.finished
+
+    def behind(loop: PhaseLoop, wait: bool = False) -> Iterator[Epoch]:
+        return finished(loop, wait) if wait else iter(())
+
+    monkeypatch.setattr(PhaseLoop, "finished", behind)
+    directory = tmp_path / "run"
+    list(run(make_config(), make_store(), directory, stop=stop_after(10)))
+    assert finish(directory) == timeless(uninterrupted)
+    assert epochs(directory) == epochs(uninterrupted)
 
 
 def test_resuming_a_finished_run_changes_nothing(uninterrupted: Path) -> None:

@@ -155,14 +155,18 @@ class Execution:
         if taken.meter.due():
             yield self.outlook.progress(index, len(self.session.stream), taken)
         if self.files is not None and time.monotonic() - self.saved_at > self.checkpoint_seconds:
-            self._save(taken.state())
-            yield Checkpointed(index, taken.loop.phase.name, taken.loop.epoch)
+            yield from self._checkpoint(taken)
         if not self.stop():
             return False
         if self.files is not None:
-            self._save(taken.state())
-            yield Checkpointed(index, taken.loop.phase.name, taken.loop.epoch)
+            yield from self._checkpoint(taken)
         return True
+
+    def _checkpoint(self, taken: Taken) -> Iterator[Event]:
+        """Saves where training stands, once what came before is told."""
+        yield from taken.ended()
+        self._save(taken.state())
+        yield Checkpointed(taken.stage, taken.loop.phase.name, taken.loop.epoch)
 
     def _result(self) -> Result:
         config = self.session.config

@@ -27,7 +27,7 @@ TEACHER_COST, FROZEN_COST, NEIGHBOUR_COST = 1.5, 0.3, 0.08
 # (GDumb's against the others' in results/methods-h200-1.json).
 STEP_COST = 210
 AFTER = 2.0  # what follows a stage's training (importance, exemplars, test images), in epochs
-ROWS, MOMENTUM, PATH = "phase.rows", "phase.momentum.", "phase.path."
+ROWS, TERMS, MOMENTUM, PATH = "phase.rows", "phase.terms", "phase.momentum.", "phase.path."
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,22 @@ class PhasePlan:
 
 @dataclass(frozen=True, eq=False)
 class Taken:
-    """A step was taken in the phase of that number: the moment to save where it stands, or to stop."""
+    """A step was taken in the stage's phase of that number: the moment to save where it stands, or to stop."""
 
+    stage: int
     number: int
     loop: PhaseLoop
     meter: Meter
     seconds: float
+
+    def ended(self, wait: bool = True) -> Iterator[EpochFinished]:
+        """The epochs that ended and were not told yet; all of them, if to wait for the device.
+
+        They are told before a checkpoint: whoever goes on from it does not come by them again.
+        """
+        name = self.loop.phase.name
+        for epoch in self.loop.finished(wait):
+            yield EpochFinished(self.stage, name, epoch.number + 1, epoch.terms, epoch.lr, self.meter.epoch())
 
     def state(self) -> tuple[int, PhaseState]:
         """Where training stands, to go on from with `StageWork.train`."""
@@ -71,12 +81,13 @@ def pack_phase(number: int, state: PhaseState) -> tuple[dict[str, Tensor], dict[
     """Where a phase stands as tensors and plain data, for a checkpoint."""
     tensors = {ROWS: state.rows} | {f"{MOMENTUM}{name}": value for name, value in state.momentum.items()}
     tensors |= {f"{PATH}{name}": value for name, value in state.path.items()}
+    tensors |= {} if state.terms is None else {TERMS: state.terms}
     return tensors, {"number": number, "epoch": state.epoch, "step": state.step}
 
 
 def unpack_phase(tensors: dict[str, Tensor], data: dict[str, Any] | None) -> tuple[int, PhaseState] | None:
     """What `pack_phase` packed, taken out of the tensors; None where the checkpoint stood inside no phase."""
-    rows = tensors.pop(ROWS, None)
+    rows, terms = tensors.pop(ROWS, None), tensors.pop(TERMS, None)
     momentum, path = (
         {name.removeprefix(kind): tensors.pop(name) for name in list(tensors) if name.startswith(kind)}
         for kind in (MOMENTUM, PATH)
@@ -84,7 +95,7 @@ def unpack_phase(tensors: dict[str, Tensor], data: dict[str, Any] | None) -> tup
     if data is None:
         return None
     assert rows is not None
-    return data["number"], PhaseState(rows, momentum, data["epoch"], data["step"], path)
+    return data["number"], PhaseState(rows, momentum, data["epoch"], data["step"], path, terms)
 
 
 class StageWork:
@@ -136,9 +147,9 @@ class StageWork:
         for _ in loop:
             seconds = meter.step()
             self._add("train", seconds)
-            for epoch in loop.finished():
-                yield EpochFinished(index, phase.name, epoch.number + 1, epoch.terms, epoch.lr, meter.epoch())
-            yield Taken(number, loop, meter, seconds)
+            taken = Taken(index, number, loop, meter, seconds)
+            yield from taken.ended(wait=False)
+            yield taken
         for epoch in loop.finished(wait=True):
             self._add("train", meter.step())
             yield EpochFinished(index, phase.name, epoch.number + 1, epoch.terms, epoch.lr, meter.epoch())

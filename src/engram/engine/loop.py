@@ -42,7 +42,8 @@ class PhaseState:
     """Where a phase stands: enough, with the learner, to go on exactly.
 
     rows: the rows of the pool it trains on. momentum: by parameter. epoch, step: the next step to take. path: by
-    parameter, what a traced tether has summed up.
+    parameter, what a traced tether has summed up. terms: the loss terms (S, K) of the epoch's steps so far; None where
+    they are not known.
     """
 
     rows: Tensor
@@ -50,6 +51,7 @@ class PhaseState:
     epoch: int
     step: int
     path: dict[str, Tensor] = field(default_factory=dict)
+    terms: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ class PhaseLoop:
         self.phase = phase
         self.steps, self.batch_size, self._last = phase.batches(len(self.rows))
         self.epoch, self.step = (0, 0) if resume is None else (resume.epoch, resume.step)
-        self._first = self.step  # of the epoch in progress, the first step taken here
+        self._first = self.step  # of the epoch in progress, the first step whose loss is known
         self._engine, self._learner, self._stage, self._index = engine, learner, stage, index
         self._forward = engine.bind(learner, self.batch_size)
         masks = learner.network.trainable(phase.train, stage.num_old)
@@ -102,6 +104,9 @@ class PhaseLoop:
         self._mixing = None if phase.mix is None else space.mixing(len(self._plan), self.batch_size)
         self._weights, self._counter = space.weights(phase.weights), space.counter
         self._history = space.history
+        if resume is not None and resume.terms is not None:
+            self._first = self.step - len(resume.terms)
+            self._history[self._first : self.step, : resume.terms.shape[1]] = resume.terms.to(self._history.device)
         self._arrival = space.arrival(stage, learner.network.head.capacity)
         self._around = None
         if phase.neighbours is not None:
@@ -141,9 +146,10 @@ class PhaseLoop:
             if copied is not None:
                 copied.synchronize()
             self._check(number, first, values)
-        self._check(self.epoch, self._first, self._values())
+        terms = self._values().clone()
+        self._check(self.epoch, self._first, terms)
         path = {} if self._pull is None else self._pull.path()
-        return PhaseState(self.rows, self._forward.optimiser.momentum_by_name(), self.epoch, self.step, path)
+        return PhaseState(self.rows, self._forward.optimiser.momentum_by_name(), self.epoch, self.step, path, terms)
 
     def terms(self) -> dict[str, float]:
         """The mean of each loss term over this epoch's steps so far. Waits for the device."""

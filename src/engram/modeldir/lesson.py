@@ -215,6 +215,7 @@ class Lesson:
                 yield outlook.progress(stage.index, stage.index + 1, event)
             stopping = keeping.stop()
             if keeping.save is not None and (stopping or keeping.is_due()):
+                yield from event.ended()
                 keeping.save(_checkpoint(learner, event, clock))
                 keeping.saved_at = time.monotonic()
                 yield Checkpointed(stage.index, event.loop.phase.name, event.loop.epoch)
