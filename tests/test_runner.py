@@ -359,3 +359,9 @@ def test_what_a_method_has_to_say_is_said_after_a_stop_too(tmp_path: Path) -> No
     for event in resume(tmp_path / "run", make_store()):
         heard += [event.message] if isinstance(event, Warned) else []
     assert heard == said
+
+
+def test_what_was_said_of_a_stage_is_not_said_again_by_a_resumed_run(tmp_path: Path) -> None:
+    config, store = make_config("lwf", base=2, increment=1), make_store()
+    events = [*run(config, store, tmp_path / "run", stop_after_stage=1), *resume(tmp_path / "run", store)]
+    assert sum(isinstance(event, Warned) for event in events) == 1

@@ -115,6 +115,9 @@ class Execution:
         yield Working(index, stages, "evaluate")
         with work.clocked("evaluate"):
             accuracy, by_stage, arrays = session.evaluate(index)
+        for note in session.learner.notes:
+            yield Warned(note)
+        session.learner.notes.clear()  # before it is saved, or a resumed run would say them again
         record = StageRecord(index, stage.num_seen, accuracy, sum(self.clock.values()), by_stage, dict(self.clock))
         self.records.append(record)
         self.outlook.stage(index, self.clock)
@@ -124,9 +127,6 @@ class Execution:
             self.files.write_stage(index, arrays)
             self._save(None)
             self.files.write_result(dict(self._result()))
-        for note in session.learner.notes:
-            yield Warned(note)
-        session.learner.notes.clear()
         average = self._result()["average_incremental_accuracy"]
         yield StageFinished(index, stages, stage.num_seen, accuracy, by_stage, average, record.seconds)
         return False
