@@ -18,9 +18,11 @@ from safetensors.numpy import load_file
 
 from conftest import make_config, make_store
 from engram import EngramError, ImageStore, RunConfig, events, read_mini, recipe, resume, run, run_together, train
+from engram.cli import display, tally
 from engram.data.load import DataConfig, load_store
 from engram.engine import NonFiniteLoss
 from engram.events import (
+    Checkpointed,
     EpochFinished,
     PhaseStarted,
     Progress,
@@ -340,6 +342,19 @@ def test_the_events_of_a_run_are_all_in_the_documentation() -> None:
         if kind not in of_lessons:
             name = re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
             assert told[name] == [field.name for field in fields(kind)], name
+
+
+def test_the_work_that_is_displayed_is_documented() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "run-directory.md").read_text(encoding="utf-8")
+    (listed,) = re.findall(r"^\| `working` \| .*`what` \((.*)\) \|$", page, re.MULTILINE)
+    assert listed.split(", ") == list(display.WORK) == list(tally.WORK)
+
+
+def test_epochs_count_from_one_in_every_event(tmp_path: Path) -> None:
+    events = run(make_config("naive", base=6), make_store(), tmp_path / "run", checkpoint_minutes=0)
+    at = [event.epoch for event in events if isinstance(event, (EpochFinished, Checkpointed))]
+    steps = 11  # 84 images in batches of 8
+    assert at == [epoch for epoch in (1, 2, 3) for _ in range(steps + 1)]
 
 
 def test_what_a_method_has_to_say_is_said_after_a_stop_too(tmp_path: Path) -> None:

@@ -258,7 +258,7 @@ def test_a_phase_stopped_after_its_last_step_still_hands_over_its_path(tmp_path:
     config = tiny_config("si", epochs=1)
     whole = run_whole(config, toy_store(), tmp_path / "whole")
     saved = run_stopped(config, toy_store(), tmp_path / "stopped", 3)  # the last step of the base stage
-    assert (saved.stage, saved.epoch) == (0, 0)
+    assert (saved.stage, saved.epoch) == (0, 1)
     assert_resumes_to(whole, tmp_path / "stopped", toy_store())
 
 

@@ -92,7 +92,7 @@ class Progress(Event):
 
 @dataclass(frozen=True)
 class EpochFinished(Event):
-    """terms: the mean of each loss term over the epoch's steps."""
+    """epoch counts from 1. terms: the mean of each loss term over the epoch's steps."""
 
     stage: int
     phase: str
@@ -104,7 +104,11 @@ class EpochFinished(Event):
 
 @dataclass(frozen=True)
 class Working(Event):
-    """A piece of work between training and evaluation has begun: importance, exemplars, evaluate."""
+    """A piece of work beside the steps of training has begun.
+
+    what: "kernels" (compiled before the first step on a GPU), "importance" (whatever the method does once a stage is
+    trained: AFC's importance, WA's aligned weights), "exemplars", "evaluate".
+    """
 
     stage: int
     stages: int
@@ -126,10 +130,10 @@ class StageFinished(Event):
 
 @dataclass(frozen=True)
 class Checkpointed(Event):
-    """The run can be resumed from here; phase is None between stages."""
+    """The run can be resumed from here, inside a phase; epoch counts from 1. Saving after a stage has no event."""
 
     stage: int
-    phase: str | None
+    phase: str
     epoch: int
 
 

@@ -166,7 +166,7 @@ class Execution:
         """Saves where training stands, once what came before is told."""
         yield from taken.ended()
         self._save(taken.state())
-        yield Checkpointed(taken.stage, taken.loop.phase.name, taken.loop.epoch)
+        yield Checkpointed(taken.stage, taken.loop.phase.name, taken.loop.epoch + 1)
 
     def _result(self) -> Result:
         config = self.session.config

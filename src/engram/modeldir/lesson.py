@@ -218,7 +218,7 @@ class Lesson:
                 yield from event.ended()
                 keeping.save(_checkpoint(learner, event, clock))
                 keeping.saved_at = time.monotonic()
-                yield Checkpointed(stage.index, event.loop.phase.name, event.loop.epoch)
+                yield Checkpointed(stage.index, event.loop.phase.name, event.loop.epoch + 1)
             if stopping:
                 return None
         yield from work.finish()
