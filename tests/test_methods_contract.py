@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,16 @@ from engram.methods import METHODS, Method, Phase, Step, Training, find_method
 from engram.methods.batches import Mixed
 from engram.runner import run
 from engram.session import Session
-from helpers import learn_stage, parameters_of, tiny_config, tiny_session, toy_store
+from helpers import (
+    assert_resumes_to,
+    learn_stage,
+    parameters_of,
+    run_stopped,
+    starts,
+    tiny_config,
+    tiny_session,
+    toy_store,
+)
 
 # Beyond what every tiny run has; a method that needs nothing more is not listed.
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -316,6 +326,14 @@ def test_its_state_comes_back(method: str) -> None:
     accuracy, by_stage, _ = other.evaluate(2)
     assert accuracy == run_.result["stages"][2]["accuracy"]
     assert by_stage == run_.result["stages"][2]["accuracy_by_stage"]
+
+
+@methods
+def test_stopped_inside_a_stage_with_a_past_it_resumes_exactly(method: str, tmp_path: Path) -> None:
+    config = played(method).session.config
+    saved = run_stopped(config, toy_store(), tmp_path / "run", 2, starts(stage=1))
+    assert (saved.stage, saved.epoch) == (1, 1)
+    assert_resumes_to(played(method).state, tmp_path / "run", toy_store())
 
 
 @methods

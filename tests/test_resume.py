@@ -21,7 +21,7 @@ from engram import EngramError, resume, run
 from engram.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from engram.config import config_hash
 from engram.engine.loop import Epoch, PhaseLoop
-from engram.events import Checkpointed, RunFinished, Stopped
+from engram.events import RunFinished, Stopped
 from engram.rundir import read_result
 from engram.runner import settle
 from engram.together.members import standing
@@ -96,33 +96,6 @@ def test_run_killed_from_outside_at_random_moments(tmp_path: Path, uninterrupted
     process.kill()
     process.wait()
     assert finish(directory) == timeless(uninterrupted)
-
-
-RESUMED = ["replay", "naive", "uniform", "joint", "ucir", "geodl", "lwm", "gdumb", "mnemonics", "ucir-dde"]
-
-
-@pytest.mark.parametrize("method", RESUMED)
-def test_every_method_stopped_inside_a_stage_resumes_exactly(method: str, tmp_path: Path) -> None:
-    whole = None
-    for event in run(make_config(method), make_store()):
-        if isinstance(event, RunFinished):
-            whole = event.result
-    assert whole is not None
-    steps = 0
-
-    def stop() -> bool:
-        nonlocal steps
-        steps += 1
-        return steps == 29  # in stage 1
-
-    directory = tmp_path / method
-    events = list(run(make_config(method), make_store(), directory, stop=stop))
-    assert isinstance(events[-1], Stopped)
-    assert isinstance(events[-2], Checkpointed)
-    assert events[-2].phase is not None
-    resumed = finish(directory)
-    assert resumed["average_incremental_accuracy"] == whole["average_incremental_accuracy"]
-    assert [s["accuracy_by_stage"] for s in resumed["stages"]] == [s["accuracy_by_stage"] for s in whole["stages"]]
 
 
 @pytest.mark.parametrize("steps", [3, 12, 17, 29])  # in the middle of an epoch, at its end, in the balanced phase
