@@ -16,7 +16,7 @@ from engram import EngramError, recipe, run
 from engram.data.stage import NEVER
 from engram.events import Warned
 from engram.methods import Step, Training, find_method
-from engram.methods.lwm import ROWS, LwM, LwMSettings, attention_distance
+from engram.methods.lwm import ROWS, LwM, LwMSettings, attention_loss
 from engram.models.heads import LinearHead
 from engram.models.network import Output
 from engram.session import Session
@@ -125,7 +125,7 @@ def test_attention_is_gradcam_of_the_class_s_score() -> None:
         return F.normalize((channels * activations).sum(dim=1).relu().flatten(1), dim=1)
 
     expected = (gradcam(ours) - gradcam(theirs)).abs().sum(dim=1).mean()
-    assert torch.allclose(attention_distance(ours, theirs, head.weight[classes]), expected, atol=1e-6)
+    assert torch.allclose(attention_loss(ours, theirs, head.weight[classes]), expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -134,7 +134,7 @@ def test_attention_moves_the_student_s_map_and_nothing_else(seed: int) -> None:
     case = random_case(seed)
     ours, theirs, rows = (torch.tensor(value, requires_grad=True) for value in (case.ours, case.theirs, case.rows))
     weights = rows.detach()[:BATCH]
-    attention_distance(ours, theirs, weights).backward()
+    attention_loss(ours, theirs, weights).backward()
     assert ours.grad is not None
     assert theirs.grad is None
     gradient = ours.grad.numpy()

@@ -32,9 +32,11 @@ from engram.events import (
     StageStarted,
     Warned,
 )
+from engram.methods.lwm import LwM
 from engram.reproduce.records import protocol_key
 from engram.runner import settle
 from engram.session import Session
+from helpers import learn_stage, tiny_config, tiny_session
 
 
 def test_result_is_the_contract(config: RunConfig, store: ImageStore, tmp_path: Path) -> None:
@@ -342,6 +344,21 @@ def test_the_events_of_a_run_are_all_in_the_documentation() -> None:
         if kind not in of_lessons:
             name = re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
             assert told[name] == [field.name for field in fields(kind)], name
+
+
+@pytest.mark.parametrize(
+    ("method", "told"),
+    [("afc", {f"importance.{i}" for i in range(4)}), ("mnemonics", {"exemplars.changed"}), ("lwm", {"head.rows"})],
+)
+def test_a_stage_keeps_the_tensors_that_its_method_tells_of(
+    method: str, told: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LwM, "told_buffers", ("head.",), raising=False)
+    session = tiny_session(tiny_config(method, epochs=1))
+    for index in range(2):
+        learn_stage(session, index)
+    arrays = session.evaluate(1)[2]
+    assert {name for name in arrays if name != "targets" and not name.startswith("predictions.")} == told
 
 
 def test_the_work_that_is_displayed_is_documented() -> None:

@@ -158,7 +158,7 @@ class Session:
         predictions = {name: predictions[name] for name in self.method.predictors}
         sizes = self.stream.sizes[: index + 1]
         arrays = {"targets": targets} | {f"predictions.{name}": labels for name, labels in predictions.items()}
-        told = ("importance.", "exemplars.")  # of the method's own tensors
+        told = self.method.told_buffers
         buffers = {name: value for name, value in self.learner.buffers.items() if name.startswith(told)}
         arrays |= {name: value.float().cpu().numpy() for name, value in buffers.items()}
         accuracy = {name: metrics.accuracy(targets, labels) for name, labels in predictions.items()}

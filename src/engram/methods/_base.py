@@ -264,12 +264,13 @@ class Method(ABC, Generic[SettingsT]):
 
     predictors: how it predicts; the first is the one its recipes report. taught: whether any of its phases has a
     teacher; where not, none is kept. class_buffers: those of its tensors in the learner whose first dimension is the
-    class, for a class that is removed.
+    class, for a class that is removed. told_buffers: how the names of those begin that go into the file of a stage.
     """
 
     predictors: tuple[str, ...] = ("cnn", "nme")
     taught: bool = True
     class_buffers: tuple[str, ...] = ()
+    told_buffers: tuple[str, ...] = ()
 
     def __init__(self, settings: SettingsT) -> None:
         self.settings = settings

@@ -76,6 +76,8 @@ def read_importance(step: Step) -> list[Tensor]:
 class AFC(HostMethod[AFCSettings]):
     """Distils feature maps, each channel weighted by its importance."""
 
+    told_buffers = ("importance.",)
+
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
         weights = {"discrepancy": stage_weight(self.settings.lambda_disc, stage)}
         return host_phases(self.settings, learner, stage, passes, self.loss, weights)

@@ -45,7 +45,7 @@ class LwMSettings(Settings):
         refuse_negative(self, "lambda_kd", "lambda_attention")
 
 
-def attention_distance(ours: Tensor, theirs: Tensor, rows: Tensor) -> Tensor:
+def attention_loss(ours: Tensor, theirs: Tensor, rows: Tensor) -> Tensor:
     """How far apart student and teacher look, from their last maps (B, C, H, W) and the class's row of the head (B, C).
 
     The head is linear in the mean of the map's positive part, so the gradient of a class's score there is its row, the
@@ -85,7 +85,7 @@ class LwM(LinearMethod[LwMSettings]):
         settings, student, teacher = self.settings, step.student, step.teacher
         top = teacher.scores.masked_fill(~step.old, -torch.inf).argmax(dim=1)
         distilled = distillation(student.logits, teacher.logits, step.old, settings.temperature).mean()
-        looked = attention_distance(student.maps[-1], teacher.maps[-1], step.buffers[ROWS][top])
+        looked = attention_loss(student.maps[-1], teacher.maps[-1], step.buffers[ROWS][top])
         return {
             **classify_new(step),
             "distillation": settings.lambda_kd * distilled,

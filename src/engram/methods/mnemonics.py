@@ -137,6 +137,8 @@ def give_weights(network: Network) -> None:
 class Mnemonics(CosineMethod[MnemonicsSettings]):
     """UCIR with exemplars that learn, and convolutions that move by factors."""
 
+    told_buffers = ("exemplars.changed",)
+
     def grow(self, learner: Learner, stage: Stage, passes: Passes) -> None:
         super().grow(learner, stage, passes)
         if self.settings.factors and not stage.is_base and learner.network.factors is None:
