@@ -98,9 +98,13 @@ def test_learn_makes_a_model_and_teaches_it_more(engram: Engram, photos: Path) -
 
 
 def test_learn_tells_programs_what_it_tells_people(engram: Engram, photos: Path, model: Path) -> None:
-    folder(photos.parent / "sixth", ("falcon",))
+    folder(photos.parent / "sixth", ("apple", "falcon"), count=4)
     outcome = engram("learn", model, photos.parent / "sixth", *QUICK, "--json")
     assert outcome.status == 0
+    assert outcome.err == (
+        "engram: left out what the model knows already: apple (--more-of-known)\n"
+        "engram: fewer than 5 images of a class teach little: falcon (4)\n"
+    )
     last = outcome.events()[-1]
     assert (last["event"], last["new"], last["num_classes"]) == ("learned", ["falcon"], 6)
     assert last["before"].keys() == last["after"].keys() == last["new_accuracy"].keys() == {"cnn", "nme"}

@@ -88,7 +88,7 @@ class Learn:
     quiet: Annotated[bool, arg(help_behavior_hint="")] = False
     """Print one line at the end, and errors."""
     json: Annotated[bool, arg(help_behavior_hint="")] = False
-    """Print every event as one line of JSON, and nothing else."""
+    """Print every event as one line of JSON, and nothing else; notices go to stderr."""
 
 
 @dataclass(frozen=True)

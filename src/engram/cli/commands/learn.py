@@ -77,8 +77,7 @@ def learn_command(options: Learn, typed: Sequence[str]) -> int:
         epochs = fitting_epochs(trained, (size, size), options.place.device)
     if not silent:
         _tell_beginning(console, place, config, labels, read)
-    if not options.json:
-        _tell_doubts(labels, [] if manifest is None else [known["label"] for known in manifest["classes"]])
+    _tell_doubts(labels, [] if manifest is None else [known["label"] for known in manifest["classes"]])
     interrupt = Interrupt()
     events = learn_into(
         place,
@@ -184,8 +183,7 @@ def _leave_out_known(
             f"there is nothing to learn: the model knows {names} already; --more-of-known learns known classes again, "
             "from these images and those it kept"
         )
-    if not options.json:
-        print(f"engram: left out what the model knows already: {names} (--more-of-known)", file=sys.stderr)
+    print(f"engram: left out what the model knows already: {names} (--more-of-known)", file=sys.stderr)
     return [path for path, _ in rest], [label for _, label in rest]
 
 
