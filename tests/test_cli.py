@@ -598,7 +598,10 @@ def test_a_second_run_says_what_the_first_came_to(
     assert engram(*run, "--dry-run").err == ""
     place = Path("runs") / directory_name(configure(parse([*map(str, run)])[1], "afc-folder"))
     shutil.copytree(finished, tmp_path / place)
-    assert engram(*run, "--dry-run").err == f"engram: the run in {place} is finished; this one goes to {place}-2\n"
+    for orders in ((), ("--orders", "1")):
+        said = engram(*run, *orders, "--dry-run").err
+        assert said == f"engram: the run in {place} is finished; this one goes to {place}-2\n"
+    assert "A single run is made anew beside the first" in engram("run", "--help").out
     assert_refused(engram(*run, "--dry-run", "--memory", "total=1"), "a memory of 1")  # and not where it would go
     shutil.copytree(stopped, tmp_path / f"{place}-2")
     said = f"engram: the run in {place}-2 stopped after stage 1 ('engram resume {place}-2' goes on with it); "

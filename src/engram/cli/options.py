@@ -106,8 +106,9 @@ class RunningFlags:
 class Run:
     """Train a recipe, stage by stage, into a run directory; or several, side by side.
 
-    Every combination of the recipes, --orders and --seeds is one run. The same command again skips what is done and
-    goes on with what is not.
+    Every combination of the recipes, --orders and --seeds is one run. Of several runs, the same command again skips
+    what is done and goes on with what is not. A single run is made anew beside the first, with which 'engram resume
+    DIR' goes on.
 
     For example:
         engram run afc-mini-b10-s5
