@@ -217,7 +217,8 @@ def test_nothing_typed_prints_the_help(engram: Engram) -> None:
         (["run", "afc-mini-b10-s5", "--set", "settings.train.epochs=0"], ["settings.train.epochs must be", "got 0"]),
         (["run", "afc-mini-b10-s5", "--epochs", "0"], ["settings.train.epochs must be at least 1, got 0"]),
         (["run", "gdumb-mini-b10-s5", "--set", "settings.rehearse.epochs=0"], ["settings.rehearse.epochs", "got 0"]),
-        (["run", "afc-mini-b10-s5", "--set", "augmentation.pad"], ["KEY=VALUE"]),
+        (["run", "afc-mini-b10-s5", "--set", "augmentation.pad"], ["--set", "KEY=VALUE"]),
+        (["run", "afc-mini-b10-s5", "--set", "memory=3"], ["'3'", "per_class=K"]),
         (["run", "afc-mini-b10-s5", "--set", "method=naive"], ["cannot change the method", "recipe's name"]),
         (["run", "afc-mini-b10-s5", "--set", " recipe = mine"], ["cannot change the recipe", "engram list"]),
         (["run", "afc-mini-b10-s5", "--set", "augmentation.pad=wide"], ["augmentation.pad", "'wide'"]),
@@ -523,6 +524,12 @@ def test_flags_reach_the_configuration(engram: Engram, photos: Path) -> None:
             "--memory per_class=10",
             " (memory=per_class=10)",
             "afc-mini-b10-s5-memory-per_class-10-order1-seed1",
+        ),
+        (
+            "afc-mini-b10-s5",
+            "--set memory=per_class=3 --set memory.selection=random",
+            " (memory=per_class=3, selection=random)",
+            "afc-mini-b10-s5-memory-per_class-3-selection-random-order1-seed1",
         ),
         ("afc-mini-b10-s5", "--order 2 --seed 4 --device cpu --precision float32", "", "afc-mini-b10-s5-order2-seed4"),
         (

@@ -13,7 +13,7 @@ from engram.data.memory import MemoryConfig
 from engram.errors import EngramError
 from engram.methods import find_method
 from engram.recipes import recipe
-from engram.recipes.changes import named_after_changes
+from engram.recipes.changes import apply_changes, named_after_changes
 
 
 def configure_all(options: Run) -> list[RunConfig]:
@@ -66,16 +66,7 @@ def configure(options: Run, name: str) -> RunConfig:
     config = _with_data(original, options.data)
     config = _with_stream(config, options.stream)
     config = _with_training(config, options.training)
-    for setting in options.training.set:
-        key, equals, value = setting.partition("=")
-        if not equals or not key:
-            raise EngramError(f"--set takes KEY=VALUE, such as augmentation.pad=2, got {setting!r}")
-        if key.strip() in ("method", "recipe"):
-            raise EngramError(
-                f"--set cannot change the {key.strip()}, got {setting!r}: the recipe's name decides the method; "
-                "'engram list' has the recipes"
-            )
-        config = config.with_value(key.strip(), value.strip())
+    config = apply_changes(config, options.training.set)
     refuse_no_epochs(config.settings, "settings.")
     return named_after_changes(original, config)
 

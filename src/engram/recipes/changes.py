@@ -19,13 +19,19 @@ _FREE = ("recipe", "order", "seed", "data.path", "device", "precision")
 def apply_changes(config: RunConfig, settings: Sequence[str]) -> RunConfig:
     """The configuration with each `key=value` in place; `memory=total=2000` sets budget and size as one."""
     for setting in settings:
-        key, equals, value = setting.partition("=")
-        if not equals or not key.strip():
-            raise EngramError(f"a change of a recipe is KEY=VALUE, such as augmentation.pad=2, got {setting!r}")
-        if key.strip() == "memory":
-            config = replace(config, memory=MemoryConfig.parse(value.strip(), config.memory.selection))
+        name, equals, text = setting.partition("=")
+        key, value = name.strip(), text.strip()
+        if not equals or not key:
+            raise EngramError(f"a change of a recipe (--set) is KEY=VALUE, such as augmentation.pad=2, got {setting!r}")
+        if key in ("method", "recipe"):
+            raise EngramError(
+                f"--set cannot change the {key}, got {setting!r}: the recipe's name decides the method; "
+                "'engram list' has the recipes"
+            )
+        if key == "memory":
+            config = replace(config, memory=MemoryConfig.parse(value, config.memory.selection))
         else:
-            config = config.with_value(key.strip(), value.strip())
+            config = config.with_value(key, value)
     return config
 
 
