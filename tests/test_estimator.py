@@ -252,6 +252,29 @@ def test_labels_of_any_hashable_kind(labels: Any, kind: str) -> None:
     assert 0 <= classifier.score(images, y) <= 1
 
 
+def test_epochs_are_chosen_for_each_lesson(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def choose(images: int, size: tuple[int, int], device: str) -> int:
+        assert (size, device) == ((8, 8), "cpu")
+        return images
+
+    def epochs(classifier: IncrementalClassifier) -> list[int]:
+        return [entry.epochs for entry in classifier.model_.history]
+
+    for module in ("engram.modeldir.config", "engram.estimator"):
+        monkeypatch.setattr(f"{module}.fitting_epochs", choose, raising=False)
+    first, second, third = pictures(NAMES[:2], 2), pictures(NAMES[2:3], 3), pictures(NAMES[3:4], 4)
+    chosen = quick(epochs=None, memory=1).fit(*first).partial_fit(*second)
+    assert epochs(chosen) == [4, 3 + 2]  # and an exemplar of each class known
+    chosen.save(tmp_path / "m")
+    assert epochs(chosen.partial_fit(*third)) == [4, 5, 4 + 3]
+    loaded = IncrementalClassifier.load(tmp_path / "m", device="cpu").partial_fit(*third)
+    assert epochs(loaded) == [4, 5, 4 + 3]
+    assert epochs(quick(epochs=1).fit(*first).partial_fit(*second)) == [1, 1]
+    whole = chosen.model_.config.with_epochs(3).settings
+    for settings in ({"train__epochs": 3}, whole):
+        assert epochs(quick(epochs=None, settings=settings).fit(*first).partial_fit(*second)) == [3, 3]
+
+
 # Files
 
 

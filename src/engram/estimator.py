@@ -19,7 +19,7 @@ from engram.errors import EngramError, suggest
 from engram.events import Event
 from engram.methods import Settings
 from engram.modeldir import Model, ModelConfig, open_model, save_model
-from engram.modeldir.config import as_size, short
+from engram.modeldir.config import as_size, fitting_epochs, short
 from engram.modeldir.directory import Pointer
 from engram.modeldir.inputs import read_batches, read_images
 from engram.modeldir.labels import label_array, plain_labels
@@ -33,13 +33,15 @@ class IncrementalClassifier:
 
     method: any of engram's (`engram list methods`). memory: exemplars kept of each class, or as on the command line
     ("total=2000", "all", "none"), or a MemoryConfig; a number says nothing to methods defined with none or all. epochs:
-    of each lesson; None chooses by the number of images. backbone, image_size: None chooses by the first images.
-    settings: the method's own, or some of them by dotted path: {"train.lr": 0.05}. augmentation: None crops, mirrors
-    and brightens at random; `Augmentation(flip=False)` where left and right differ. validation: the share of each
-    class's images held out to measure accuracy on, now and after later lessons.
+    of each lesson; None chooses by its number of images, unless settings have them. backbone, image_size: None chooses
+    by the first images. settings: the method's own, or some of them by dotted path: {"train.lr": 0.05}. augmentation:
+    None crops, mirrors and brightens at random; `Augmentation(flip=False)` where left and right differ. validation: the
+    share of each class's images held out to measure accuracy on, now and after later lessons.
 
     The constructor only stores its arguments. After fit: classes_ (in order of arrival), n_classes_, model_.
     """
+
+    _has_own_epochs = False  # whether the settings that it was fitted with say how many
 
     def __init__(
         self,
@@ -103,19 +105,31 @@ class IncrementalClassifier:
         if y is None:
             raise EngramError("requires y to be passed, but the target y is None")
         labels = plain_labels(y)
+        is_first = model is None
         if model is None:
             images = self._first_images(X)
             model = Model(self._configure(images), self.device, self.precision)
         else:
             images = read_images(X, model.config.image_size)
-        options = Options("refresh" if refresh else "refuse", self.epochs if model.classes else None)
+        options = Options("refresh" if refresh else "refuse", self._lesson_epochs(model, len(images)))
         lesson = Lesson(model, images, labels, options)
         learned = _consume(lesson.take(Keeping()), progress)
         assert learned is not None
         if progress is not None:
             progress(lesson.learned(None))
         self._adopt(learned)
+        if is_first:
+            self._has_own_epochs = _names_epochs(self.settings)
         return self
+
+    def _lesson_epochs(self, model: Model, images: int) -> int | None:
+        """The epochs of a lesson of so many images; None: those of the model's configuration."""
+        if not model.classes:
+            return None  # the configuration was made for these images
+        if self.epochs is not None or self._has_own_epochs:
+            return self.epochs
+        kept = 0 if model.learner is None else len(model.learner.memory)
+        return fitting_epochs(images + kept, model.config.image_size, self.device)
 
     def _first_images(self, given: Any) -> Images:
         return read_images(given, None if self.image_size is None else as_size(self.image_size))
@@ -243,6 +257,13 @@ class IncrementalClassifier:
             classifier_tags=sklearn.ClassifierTags(),
             input_tags=sklearn.InputTags(two_d_array=False, three_d_array=True),
         )
+
+
+def _names_epochs(settings: Settings | Mapping[str, Any] | None) -> bool:
+    """Whether the settings say how long to train: all of them do, and some of them where the epochs are among them."""
+    if isinstance(settings, Mapping):
+        return any(str(path).replace("__", ".") == "train.epochs" for path in settings)
+    return settings is not None
 
 
 def _consume(events: Any, progress: Progress | None) -> Model | None:
