@@ -327,8 +327,9 @@ def change_config(place: Path) -> None:
         (cut_checkpoint, ["checkpoint", "damaged"]),
         (change_config, ["changed after the run began"]),
         (lambda place: edit_manifest(place, config_hash="0" * 16), ["configuration"]),
+        (lambda place: edit_manifest(place, stage_sizes=None), ["run.json has no usable stage_sizes", "damaged"]),
     ],
-    ids=["other version", "half-written", "no manifest", "flipped byte", "cut off", "edited", "other recipe"],
+    ids=["other version", "half-written", "no manifest", "flipped byte", "cut off", "edited", "other recipe", "null"],
 )
 def test_resume_refuses_a_spoilt_directory_and_leaves_it_alone(
     spoil: Callable[[Path], object], words: list[str], engram: Engram, stopped_copy: Path

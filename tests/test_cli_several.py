@@ -216,6 +216,20 @@ def test_a_failing_run_is_named_at_the_end(engram: Engram, photos: Path, done: P
     assert quiet.err == outcome.err
 
 
+def test_a_run_whose_result_lost_its_metrics_is_gone_on_with(
+    engram: Engram, photos: Path, done: Path, tmp_path: Path
+) -> None:
+    parent = Path(shutil.copytree(done, tmp_path / "runs"))
+    spoilt = parent / names(1)[0]
+    result = json.loads((spoilt / "result.json").read_text())
+    del result["average_incremental_accuracy"]
+    (spoilt / "result.json").write_text(json.dumps(result))
+    outcome = engram(*several(photos, "--out", parent))
+    assert (outcome.status, outcome.err) == (0, "")
+    assert timeless(spoilt) == timeless(done / spoilt.name)
+    assert engram("resume", spoilt).out.startswith(f"{spoilt} is finished already; nothing to do\n")
+
+
 def test_another_run_in_the_way_stops_all_before_they_begin(
     engram: Engram, photos: Path, done: Path, tmp_path: Path
 ) -> None:

@@ -155,6 +155,18 @@ def test_a_damaged_result_is_written_anew_from_the_checkpoint(
     assert standing(directory, settle(make_config(), make_store()), make_store().fingerprint()).state == "done"
 
 
+@pytest.mark.parametrize("key", ["average_incremental_accuracy", "final_accuracy", "forgetting", "seconds", "recipe"])
+def test_so_is_a_result_that_lacks_something(uninterrupted: Path, tmp_path: Path, key: str) -> None:
+    result = json.loads((uninterrupted / "result.json").read_text())
+    empty = {} if isinstance(result[key], dict) else None
+    for damaged in ({name: value for name, value in result.items() if name != key}, result | {key: empty}):
+        (tmp_path / "result.json").write_text(json.dumps(damaged))
+        assert read_result(tmp_path) == {"stages": []}
+    directory = Path(shutil.copytree(uninterrupted, tmp_path / "run"))
+    shutil.copy(tmp_path / "result.json", directory)
+    assert finish(directory) == timeless(uninterrupted)
+
+
 def test_stop_after_stage_then_resume(tmp_path: Path, uninterrupted: Path) -> None:
     directory = tmp_path / "run"
     events = list(run(make_config(), make_store(), directory, stop_after_stage=1))
@@ -235,6 +247,18 @@ class TestRefusals:
     def test_changed_configuration(self, stopped: Path) -> None:
         self.edit_manifest(stopped, config=make_config(seed=7).to_plain())
         self.refused(stopped, "was changed after the run began")
+
+    @pytest.mark.parametrize(
+        ("key", "value"),
+        [("config", []), ("config_hash", 7), ("order", "1"), ("stage_sizes", None), ("stage_sizes", 3), ("data", None)],
+    )
+    def test_manifest_of_another_form(self, stopped: Path, key: str, value: Any) -> None:
+        self.edit_manifest(stopped, **{key: value})
+        self.refused(stopped, rf"stopped/run\.json has no usable {key}: it is damaged")
+
+    def test_images_without_a_fingerprint(self, stopped: Path) -> None:
+        self.edit_manifest(stopped, data={})
+        self.refused(stopped, "not those that the run")
 
     def test_half_written_manifest(self, stopped: Path) -> None:
         path = stopped / "run.json"

@@ -24,6 +24,8 @@ from engram.files import TEMPORARY, read_json, remove_temporaries, write_bytes, 
 
 FORMAT = 1
 MANIFEST, RESULT, EVENTS, LOCK = "run.json", "result.json", "events.jsonl", ".lock"
+_KINDS = {"config": dict, "config_hash": str, "order": dict, "stage_sizes": list, "data": dict}  # of run.json
+_METRICS = ("average_incremental_accuracy", "final_accuracy", "backward_transfer", "forgetting")  # of result.json
 
 
 class RunDirectory:
@@ -135,9 +137,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
             f"{path} was written by engram {manifest.get('engram', '?')} in format {manifest.get('format')}, "
             f"and this is engram {version()}, which reads format {FORMAT}; use the version that wrote it"
         )
-    missing = [key for key in ("config", "config_hash", "order", "stage_sizes", "data") if key not in manifest]
-    if missing:
-        raise EngramError(f"{path / MANIFEST} lacks {', '.join(missing)}: it is damaged; start the run again")
+    wrong = [key for key, kind in _KINDS.items() if not isinstance(manifest.get(key), kind)]
+    if wrong:
+        raise EngramError(f"{path / MANIFEST} has no usable {', '.join(wrong)}: it is damaged; start the run again")
     return manifest
 
 
@@ -150,7 +152,19 @@ def read_result(path: Path) -> dict[str, Any]:
         result = read_json(path / RESULT)
     except EngramError:
         result = {}
-    return result if isinstance(result.get("stages"), list) else {"stages": []}
+    return result if _is_result(result) else {"stages": []}
+
+
+def _is_result(result: Mapping[str, Any]) -> bool:
+    """Whether all is there that a result is read for."""
+    metrics: list[Any] = [result.get(key) for key in _METRICS]
+    return (
+        isinstance(result.get("stages"), list)
+        and isinstance(result.get("recipe"), str)
+        and isinstance(result.get("seconds"), int | float)
+        and all(isinstance(metric, dict) and metric.keys() == metrics[0].keys() for metric in metrics)
+        and all(isinstance(value, int | float) for metric in metrics[:2] for value in metric.values())
+    )
 
 
 def find_runs(root: Path) -> list[Path]:

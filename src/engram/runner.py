@@ -79,7 +79,7 @@ def resume(
             checkpoint = load_checkpoint(files.checkpoint)
         if checkpoint is not None and checkpoint.data.get("config_hash") != manifest["config_hash"]:
             raise EngramError(f"the checkpoint in {path} belongs to another configuration than its run.json")
-        if store.fingerprint() != manifest["data"]["fingerprint"]:
+        if store.fingerprint() != manifest["data"].get("fingerprint"):
             raise EngramError(
                 f"the images are not those that the run in {path} began with; give the same data with --data"
             )
