@@ -297,9 +297,12 @@ def test_a_signal_says_how_to_go_on(photos: Path, tmp_path: Path, engram: Engram
     text = cut.out.splitlines()
     assert text[-2] == "3 stopped and saved, 1 not begun; to go on, the same command again:"
     assert text[-1] == shlex.join(["engram", *map(str, command)])
-    stopped = engram(*several(photos, "--stop-after-stage", "0"))
-    assert stopped.status == 0
-    assert "4 stopped and saved; to go on, the same command again without --stop-after-stage:" in stopped.out
+    for parent, flag in (("one", ("--stop-after-stage", "0")), ("other", ("--stop_after_stage=0",))):
+        stopped = engram(*several(photos), *flag, "--out", parent)
+        assert stopped.status == 0
+        text = stopped.out.splitlines()
+        assert text[-2] == "4 stopped and saved; to go on, the same command again without --stop-after-stage:"
+        assert text[-1] == shlex.join(["engram", *map(str, several(photos)), "--out", parent])
 
 
 # Runs that never hear that they should stop.

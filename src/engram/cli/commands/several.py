@@ -38,6 +38,8 @@ from engram.events import Event, RunFailed, RunFinished, RunSkipped, Stopped
 from engram.stagecache import StageCache
 from engram.together import ERROR, Member, Workers, plan_members
 
+STOP = "--stop-after-stage"
+
 Last = dict[str, Event]  # the last event of each run that began, by its name
 
 
@@ -113,9 +115,25 @@ def work_through(
     tell(last)
     tell_failures(last, len(members))
     if not flags.json:
-        without = "" if interrupt() or flags.stop_after_stage is None else " without --stop-after-stage"
-        tell_unfinished(console, members, last, f"the same command again{without}:", command)
+        how = "the same command again"
+        if flags.stop_after_stage is not None and not interrupt():
+            how += f" without {STOP}"
+            command = shlex.join(["engram", *without_flag(typed, STOP)])
+        tell_unfinished(console, members, last, f"{how}:", command)
     return exit_status(last, len(members), interrupt)
+
+
+def without_flag(typed: Sequence[str], flag: str) -> list[str]:
+    """What was typed, less a flag and its value."""
+    kept: list[str] = []
+    words = iter(typed)
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if name.replace("_", "-") != flag:
+            kept.append(word)
+        elif not equals:
+            next(words, None)
+    return kept
 
 
 def threads_begun_with(members: Sequence[Member]) -> int | None:
