@@ -6,6 +6,7 @@ import copy
 import pickle
 import sys
 import warnings
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from engram import Augmentation, EngramError, IncrementalClassifier, MemoryConfi
 from engram.events import EpochFinished, Learned
 from engram.methods import METHODS
 from engram.modeldir import ModelConfig
+from engram.modeldir.labels import plain_labels
 from model_helpers import NAMES, memory_of, pictures
 
 QUICK: dict[str, Any] = {"epochs": 3, "memory": 3, "backbone": "resnet10", "device": "cpu"}
@@ -67,6 +69,20 @@ def test_partial_fit_may_come_first_and_fit_forgets() -> None:
     assert classifier.classes_.tolist() == list(NAMES[:2])
     classifier.fit(*pictures(NAMES[2:4]))
     assert classifier.classes_.tolist() == list(NAMES[2:4])
+
+
+def test_the_classes_given_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+
+    def counted(values: Any, what: str = "y") -> list[Hashable]:
+        read.append(what)
+        return plain_labels(values, what)
+
+    monkeypatch.setattr("engram.estimator.plain_labels", counted)
+    images, labels = pictures(NAMES[:2], 4)
+    with pytest.raises(EngramError, match="the label 'boat' of y is not among the classes given"):
+        quick().partial_fit(images, labels, classes=["apple"])
+    assert read.count("classes") == 1
 
 
 def test_known_classes_are_refused_or_learned_again(fitted: IncrementalClassifier) -> None:

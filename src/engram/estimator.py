@@ -94,7 +94,8 @@ class IncrementalClassifier:
         be among them where they are given.
         """
         if classes is not None:
-            odd = [label for label in plain_labels(y) if label not in set(plain_labels(classes, "classes"))]
+            given = set(plain_labels(classes, "classes"))
+            odd = [label for label in plain_labels(y) if label not in given]
             if odd:
                 raise EngramError(f"the label {odd[0]!r} of y is not among the classes given")
         return self._learn(getattr(self, "model_", None), X, y, more_of_known, progress)
