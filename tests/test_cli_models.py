@@ -779,10 +779,16 @@ def test_names_that_begin_with_a_dash_can_be_typed(engram: Engram, tmp_path: Pat
 
 
 def test_classes_that_are_no_text_can_be_typed(engram: Engram, tmp_path: Path) -> None:
-    images, _ = pictures(FIRST, 4, size=16)
-    IncrementalClassifier(epochs=1, memory=2, device="cpu").fit(images, [1] * 4 + [2] * 4 + [None] * 4).save("m")
+    images, _ = pictures(NAMES[:4], 4, size=16)
+    labels = [label for label in (1, 2, None, ("x", 3)) for _ in range(4)]
+    IncrementalClassifier(epochs=1, memory=2, device="cpu").fit(images, labels).save("m")
     assert engram("remove", "m", "2").status == 0
-    assert opened(tmp_path / "m").labels == [1, None]
-    folder(tmp_path / "test", ("apple",), count=2)
+    assert opened(tmp_path / "m").labels == [1, None, ("x", 3)]
+    folder(tmp_path / "test", ("apple", "boat"), count=2)
     (tmp_path / "test" / "apple").rename(tmp_path / "test" / "1")
-    assert json.loads(engram("evaluate", "m", "test", "--json").out)["images"] == 2
+    (tmp_path / "test" / "boat").rename(tmp_path / "test" / "('x', 3)")
+    found = json.loads(engram("evaluate", "m", "test", "--json", "--report", "page.html").out)
+    assert found["images"] == 4
+    assert [entry["class"] for entry in found["classes"]] == [1, None, ["x", 3]]
+    assert "(&#39;x&#39;, 3)" in (tmp_path / "page.html").read_text()
+    assert "('x', 3)" in engram("evaluate", "m", "test").out

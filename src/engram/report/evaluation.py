@@ -30,7 +30,7 @@ def render(found: dict[str, Any]) -> str:
     from engram.rundir import version
 
     tested = [entry for entry in found["classes"] if entry["images"]]
-    names = [entry["class"] for entry in found["classes"]]
+    names = [str(entry["class"]) for entry in found["classes"]]
     counts = np.array(found["confusion"])
     by = predictor_name(found["by"])
     with drawing_style():

@@ -97,11 +97,10 @@ def _evaluate(model: Model, paths: Sequence[str], places: Sequence[int], options
 
 
 def summary(model: Model, done: Evaluated, unknown: Mapping[str, int], options: Evaluate) -> dict[str, Any]:
-    """What came out as plain data; percent, unrounded. unknown: images of each class that was left out."""
-    names = [str(label) for label in model.labels]
+    """What came out: labels as the model has them, percent unrounded. unknown: images of each class left out."""
     classes = [
-        {"class": name, "images": images, "right": right, "accuracy": 100 * right / images if images else None}
-        for name, (images, right) in zip(names, done.by_class(), strict=True)
+        {"class": label, "images": images, "right": right, "accuracy": 100 * right / images if images else None}
+        for label, (images, right) in zip(model.labels, done.by_class(), strict=True)
     ]
     return {
         "model": options.model,
