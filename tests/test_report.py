@@ -20,6 +20,7 @@ from safetensors.numpy import load_file, save_file
 
 from engram.errors import EngramError
 from engram.report import write_report
+from engram.report.html import template
 from fake_runs import edit_json, fake_run
 
 SHAPE: dict[str, Any] = {"stage_sizes": (4, 2, 2), "images_per_class": 15, "epochs": 2}
@@ -499,3 +500,8 @@ def test_wrong_requests(tmp_path: Path) -> None:
     blocker.write_text("", encoding="utf-8")
     with pytest.raises(EngramError, match="cannot write"):
         write_report([run], blocker / "report.html")
+
+
+def test_a_template_of_another_folder_may_include_the_reports_own(tmp_path: Path) -> None:
+    (tmp_path / "page.jinja").write_text("{{ name }}\n{% include 'style.css' %}", encoding="utf-8")
+    assert template("page.jinja", tmp_path).render(name="<b>").startswith("&lt;b&gt;\n:root")

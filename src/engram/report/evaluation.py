@@ -21,10 +21,10 @@ def write_evaluation(found: dict[str, Any], out: Path) -> Path:
 
 def render(found: dict[str, Any]) -> str:
     """The page."""
-    import jinja2  # these take a second to import, and most commands do not need them
-    import numpy as np
+    import numpy as np  # these take a second to import, and most commands do not need them
 
     from engram.report.figures import confusion_matrix, needs_width
+    from engram.report.html import template
     from engram.report.svg import drawing_style
     from engram.report.tables import most_confused, predictor_name
     from engram.rundir import version
@@ -37,13 +37,7 @@ def render(found: dict[str, Any]) -> str:
         title = f"{by}, {found['images']} images"
         alt = "Confusion matrix: rows true classes, columns predicted."
         drawing = confusion_matrix(counts, names, "in order of arrival", title, "confusion", alt)
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        keep_trailing_newline=True,
-    )
-    return environment.get_template("evaluation.html.jinja").render(
+    return template("evaluation.html.jinja").render(
         found=found,
         named=_NAMED,
         tested=sorted(tested, key=lambda entry: entry["accuracy"]),

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import jinja2
-
 from engram.errors import EngramError
 from engram.files import write_bytes
 from engram.report import FILES, figures, words
 from engram.report.groups import Group, make_groups, without_repeats
+from engram.report.html import template
 from engram.report.load import METRICS, load_runs
 from engram.report.svg import SERIES, Drawing, drawing_style
 from engram.report.tables import confused_pairs, csv_files, duration, number, predictor_name
@@ -38,15 +37,7 @@ def write_report(directories: Sequence[Path], out: Path | None, tell: Callable[[
     folder = target.with_name(f"{target.stem}_files")
     with drawing_style():
         context, drawings = _context(groups, len(repeats))
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        keep_trailing_newline=True,
-    )
-    page = environment.get_template("report.html.jinja").render(
-        **context, folder=quote(folder.name), folder_name=folder.name
-    )
+    page = template("report.html.jinja").render(**context, folder=quote(folder.name), folder_name=folder.name)
     files = {f"{drawing.name}.svg": drawing.svg for drawing in drawings} | csv_files(groups)
     write_folder(folder, files)
     write_bytes(target, page.encode())
