@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import jinja2
-
 from engram.errors import EngramError
 from engram.files import write_bytes
+from engram.report.html import template
 from engram.report.page import write_folder
 from engram.report.svg import drawing_style
 from engram.reproduce import figures
@@ -55,15 +54,8 @@ def write_page(file: Path, paper: Paper, plan: Plan) -> Path:
         parts = [
             _part(paper, experiment, [measure(cell) for cell in plan.of(experiment)]) for experiment in plan.experiments
         ]
-    here = Path(__file__).parent
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader([here / "templates", here.parent / "report" / "templates"]),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        keep_trailing_newline=True,
-    )
     cells = [cell for part in parts for cell in part["measured"]]
-    text = environment.get_template("reproduction.html.jinja").render(
+    text = template("reproduction.html.jinja", Path(__file__).parent / "templates").render(
         title=paper.title,
         headline=headline(cells),
         facts=facts(cells),
