@@ -122,7 +122,7 @@ def test_moving_lines_say_where_how_far_and_how_fast() -> None:
     display.show(StageStarted(0, 11, ["a"], 1, 5, 0))
     assert lines_of(display)[1:] == ["base  1 new class", ""]
     display.show(Working(0, 11, "importance"))
-    assert lines_of(display)[1] == "base  measuring the importance of channels"
+    assert lines_of(display)[1] == "base  finishing the stage (importance and the like)"
 
 
 def test_a_lesson_is_called_one_and_its_phases_as_people_do() -> None:

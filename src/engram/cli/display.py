@@ -36,7 +36,7 @@ from engram.events import (
 PLAIN_SECONDS = 30.0
 WORK = {
     "kernels": "compiling kernels for these images (kept for the next time)",
-    "importance": "measuring the importance of channels",
+    "importance": "finishing the stage (importance and the like)",
     "exemplars": "choosing exemplars",
     "evaluate": "evaluating on images it has not learned from",
 }

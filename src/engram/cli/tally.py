@@ -24,7 +24,7 @@ from engram.events import (
 )
 from engram.together import Member
 
-WORK = {"kernels": "compiling kernels", "importance": "importance", "exemplars": "exemplars", "evaluate": "evaluating"}
+WORK = {"kernels": "compiling kernels", "importance": "finishing", "exemplars": "exemplars", "evaluate": "evaluating"}
 
 
 @dataclass
