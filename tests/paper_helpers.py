@@ -101,6 +101,21 @@ NUMBERS = {
 }
 
 
+def experiment_on(name: str, *recipes: str, small: bool = True) -> str:
+    """An experiment of the paper in miniature: AFC in one class order, a column for each end of a recipe's name."""
+    columns = ", ".join(f'{{ where = "{recipe}" }}' for recipe in recipes)
+    return f"""
+[[experiment]]
+name = "{name}"
+recipe = "{{recipe}}-{{where}}"
+column = "{{where}}"
+columns = [{columns}]
+set = [{"SMALL" if small else ""}]
+rows = [{{ method = "AFC" }}]
+orders = ["1"]
+"""
+
+
 def write_paper(folder: Path, text: str = PAPER, numbers: Any = NUMBERS) -> Path:
     """The file of the paper in miniature."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ import pytest
 
 from engram.cli import main
 from helpers import Engram, timeless
-from paper_helpers import PAPER, write_paper
+from paper_helpers import PAPER, experiment_on, write_paper
 from test_cli import assert_refused, contents, one_thread, photos, start
 
 ROOT = Path(__file__).parents[1]
@@ -210,16 +210,7 @@ def test_a_wrong_input_gets_one_sentence(
 
 def test_runs_whose_images_are_not_here_are_left_out(engram: Engram, tmp_path: Path, photos: Path) -> None:
     """The recipe of CIFAR-100 cannot read a folder of photos; the other can, and is done."""
-    mixed = """
-[[experiment]]
-name = "mixed"
-recipe = "{recipe}-{where}"
-column = "{where}"
-columns = [{ where = "cifar100-b50-s5" }, { where = "folder" }]
-set = [SMALL]
-rows = [{ method = "AFC" }]
-orders = ["1"]
-"""
+    mixed = experiment_on("mixed", "cifar100-b50-s5", "folder")
     paper = write_paper(tmp_path / "paper", PAPER + mixed)
     outcome = engram("reproduce", "mixed", "--paper", paper, "--data", photos, "--quiet")
     assert outcome.status == 0
@@ -371,22 +362,15 @@ def test_the_folder_of_results_may_be_somebody_elses(engram: Engram, tmp_path: P
     ours.write_text(ours.read_text().replace('"format":1', '"format":"x"', 1))
     (tmp_path / "results" / "answers.jsonl").unlink()
     assert_refused(engram("reproduce", "table1", "--dry-run"), "ours.jsonl, line 1,")
+    ours.unlink()
+    ours.mkdir()
+    assert_refused(engram("reproduce", "table1", "--dry-run"), "ours.jsonl")
 
 
 def test_a_place_for_images_that_come_with_the_package_is_refused(engram: Engram, photos: Path, tmp_path: Path) -> None:
     command = ("reproduce", "mini", "--rows", "AFC", "--data", photos)
     assert_refused(engram(*command), "come with the package; leave --data out")
-    both = """
-[[experiment]]
-name = "both"
-recipe = "{recipe}-{where}"
-column = "{where}"
-columns = [{ where = "mini-b10-s5" }, { where = "folder" }]
-set = [SMALL]
-rows = [{ method = "AFC" }]
-orders = ["1"]
-"""
-    paper = write_paper(tmp_path / "paper", PAPER + both)
+    paper = write_paper(tmp_path / "paper", PAPER + experiment_on("both", "mini-b10-s5", "folder"))
     stop = ("--stop-after-stage", "0", "--quiet")
     assert engram("reproduce", "both", "--paper", paper, "--data", photos, *stop).status == 0
     told = [json.loads(file.read_text())["config"]["data"] for file in (tmp_path / "runs").glob("*/run.json")]

@@ -27,17 +27,8 @@ from engram.reproduce.paper import Experiment, Published, load_paper
 from engram.reproduce.plan import Asked, Cell, make_plan, run_name
 from engram.reproduce.records import Record, check_record, parse_line
 from engram.reproduce.store import merge, read_file, read_results, write_file
-from paper_helpers import NUMBERS, PAPER, make_record, write_paper
+from paper_helpers import NUMBERS, PAPER, experiment_on, make_record, write_paper
 
-COMPARED = """
-[[experiment]]
-name = "mixed"
-recipe = "{recipe}-{where}"
-column = "{where}"
-columns = [{ where = "cifar100-b50-s5" }, { where = "folder" }]
-rows = [{ method = "AFC" }]
-orders = ["1"]
-"""
 ROOT = Path(__file__).parents[1]
 AFC = load_paper()
 
@@ -472,7 +463,7 @@ def test_no_measurement_is_no_cost(tmp_path: Path) -> None:
 
 
 def test_runs_like_none_that_was_measured_are_not_counted(tmp_path: Path) -> None:
-    folder = write_paper(tmp_path, PAPER + COMPARED)
+    folder = write_paper(tmp_path, PAPER + experiment_on("mixed", "cifar100-b50-s5", "folder", small=False))
     plan = make_plan(load_paper(folder).find(["mixed"]), [])
     assert len(plan.left) == 2
     (cost,) = costs(plan, [make_record(seconds=50.0)], tmp_path)

@@ -221,7 +221,7 @@ def _named(names: Sequence[str] | None, what: str, things: Sequence[Row | Column
         return {id(thing) for thing in things}
     found: set[int] = set()
     for name in names:
-        called = [thing for thing in things if is_called(thing, name)]
+        called = [thing for thing in things if _is_called(thing, name)]
         called = called or [row for row in things if isinstance(row, Row) and row.recipe.casefold() == name.casefold()]
         if not called:
             labels = dict.fromkeys(thing.label for thing in things)
@@ -241,7 +241,7 @@ def _cut(experiment: Experiment, rows: set[int], columns: set[int]) -> Experimen
     return replace(experiment, rows=cut, columns=tuple(experiment.columns[i] for i in places))
 
 
-def is_called(thing: Row | Column, name: str) -> bool:
+def _is_called(thing: Row | Column, name: str) -> bool:
     """Whether a row or column goes by that name: its label, a row's method, a word of a column's label."""
     if isinstance(thing, Row):
         names = [thing.label, thing.method, thing.label.rstrip("*")]

@@ -68,8 +68,11 @@ def read_file(file: Path) -> list[Record]:
 
 def is_ours(file: Path) -> bool:
     """Whether a file says that it holds results of engram, be they damaged; an empty one may have held some."""
-    with file.open("rb") as opened:
-        start = opened.read(_LOOKED_AT)
+    try:
+        with file.open("rb") as opened:
+            start = opened.read(_LOOKED_AT)
+    except OSError:
+        return True  # whoever reads it says what is wrong
     return not start or json.dumps(KIND).encode() in start
 
 
