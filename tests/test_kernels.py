@@ -23,13 +23,12 @@ if INTERPRETED:
 pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
 
 from engram.data import augment as reference_augment  # noqa: E402
+from engram.engine.fused import FoldedBackbone, FusedBackbone, layout, unsupported  # noqa: E402
 from engram.engine.mixing import Cut  # noqa: E402
+from engram.engine.older import FoldedOlder  # noqa: E402
 from engram.engine.sgd import FlatSGD  # noqa: E402
 from engram.kernels import launch  # noqa: E402
-from engram.kernels.distance import BLOCK_C, ELEMENTS, channel_distance  # noqa: E402
-from engram.kernels.fused import FoldedBackbone, FusedBackbone, layout, unsupported  # noqa: E402
 from engram.kernels.launch import Conv, Norm, NormGradient, Scratch  # noqa: E402
-from engram.kernels.older import FoldedOlder  # noqa: E402
 from engram.models.expanding import ExpandingBackbone  # noqa: E402
 from engram.models.heads import CosineHead  # noqa: E402
 from engram.models.network import Network  # noqa: E402
@@ -439,46 +438,6 @@ def test_the_update_keeps_what_is_not_a_number() -> None:
     launch.update(values, gradients, velocity, mask, shadow, rate, 0.9, 0.0, 2.0)
     assert values.isnan().tolist() == [True, False, False, False]
     assert values[1:].tolist() == [0.0, 2.0, 1.0]
-
-
-# The distance of maps
-
-
-@pytest.mark.parametrize("square", [True, False], ids=["squares", "values"])
-@pytest.mark.parametrize(
-    ("batch", "channels", "height", "width"),
-    [(3, 16, 4, 4), (2, 24, 3, 5), (1, 7, 33, 32)],
-    ids=["full blocks", "part of a block", "two blocks of pixels"],
-)
-def test_the_distance_of_channels(batch: int, channels: int, height: int, width: int, square: bool) -> None:
-    draw = Draw()
-    theirs = draw.map(batch, channels, height, width)
-    near = (theirs + 0.1 * draw.normal(*theirs.shape)).bfloat16()
-    near[0, 0] = 0  # of no length
-    near[0, 1] = theirs[0, 1]  # the same
-    near[0, 2], theirs[0, 2] = 0, 0  # neither has a length
-    ours, exact_ours = near.clone().requires_grad_(), near.double().requires_grad_()
-    got = channel_distance(ours, theirs, square)
-
-    def unit(maps: Tensor) -> Tensor:
-        return F.normalize((maps.square() if square else maps).flatten(2), dim=2)
-
-    exact = torch.linalg.vector_norm(unit(exact_ours) - unit(theirs.double()), dim=2)
-    torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-6)
-    upstream = draw.normal(batch, channels)
-    got.backward(upstream)
-    exact.backward(upstream.double())
-    assert ours.grad is not None
-    assert exact_ours.grad is not None
-    assert (ours.grad[0, 1] == 0).all()
-    assert (ours.grad[0, 2] == 0).all()
-    reach = exact_ours.grad.abs().flatten(2).amax(dim=2)[:, :, None, None]
-    assert_stored(ours.grad, exact_ours.grad, reach.expand_as(exact_ours.grad))
-
-
-def test_the_distance_tests_reach_a_second_block() -> None:
-    assert ELEMENTS // BLOCK_C < 33 * 32
-    assert 24 % BLOCK_C
 
 
 # Backbones

@@ -80,7 +80,7 @@ class Engine:
             return "they are for bf16 on a GPU"
         if self.augmentation.view is not None:
             return "they crop images, but do not resize them"
-        from engram.kernels.fused import unsupported
+        from engram.engine.fused import unsupported
 
         return unsupported(backbone, self.image_size)
 

@@ -119,8 +119,8 @@ class FusedForward:
     height_at = 1
 
     def __init__(self, engine: Engine, learner: Learner, batch_size: int) -> None:
-        from engram.kernels.fused import FoldedBackbone, FusedBackbone
-        from engram.kernels.older import FoldedOlder
+        from engram.engine.fused import FoldedBackbone, FusedBackbone
+        from engram.engine.older import FoldedOlder
 
         self._learner, self._size = learner, engine.image_size
         self.optimiser = FlatSGD(learner.network, torch.channels_last)
@@ -183,4 +183,4 @@ class FusedForward:
 
 def pooled(network: Network, maps: tuple[Tensor, ...], older: Tensor | None = None) -> Output:
     """What the network's head says of the maps; older: as `Network.classify` has it."""
-    return network.classify(maps, maps[-1].float().mean(dim=(2, 3)), older)
+    return network.classify(maps, maps[-1].mean(dim=(2, 3), dtype=torch.float32), older)

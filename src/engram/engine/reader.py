@@ -56,8 +56,8 @@ def _by_modules(network: Network, engine: Engine) -> Callable[[Tensor], Output]:
 @torch.no_grad()
 def _folded(network: Network, size: tuple[int, int]) -> Callable[[Tensor], Output]:
     """The network's passes by our own kernels, its norms folded in."""
-    from engram.kernels.fused import FoldedBackbone
-    from engram.kernels.older import FoldedOlder
+    from engram.engine.fused import FoldedBackbone
+    from engram.engine.older import FoldedOlder
 
     backbone, older = FoldedBackbone(network.backbone, size), FoldedOlder(network.backbone, size)
 

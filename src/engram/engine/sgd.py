@@ -15,11 +15,12 @@ class FlatSGD:
 
     The parameters become views of one buffer and so do their gradients; the mask says, element by element, what a
     phase trains. The arithmetic is that of torch.optim.SGD after clamping each gradient. The buffer holds the
-    convolutions' weights first, in the memory order of `layout`, then the other parameters in the modules' order.
+    convolutions' weights first, in the memory order of `layout`, then the other parameters in the modules' order, and
+    single numbers last: before it, one would have all that follows begin where loads are slow.
     """
 
     def __init__(self, network: Network, layout: torch.memory_format = torch.contiguous_format) -> None:
-        named = sorted(network.named_parameters(), key=lambda item: item[1].ndim != 4)
+        named = sorted(network.named_parameters(), key=lambda item: (item[1].ndim != 4, item[1].ndim == 0))
         sizes = [parameter.numel() for _, parameter in named]
         device = named[0][1].device
         self.layout = layout

@@ -1,4 +1,4 @@
-"""How far apart two feature maps are, channel by channel: forward and backward, one kernel each.
+"""How far apart feature maps are, channel by channel and each with its weight: one kernel a map each way.
 
 Legend: B batch, C channels, P pixels of a map. A program takes BLOCK_C channels of one image.
 """
@@ -8,12 +8,15 @@ Legend: B batch, C channels, P pixels of a map. A program takes BLOCK_C channels
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-SMALLEST = 1e-12  # as in torch.nn.functional.normalize
+from engram.kernels.blocks import EXACT, SMALLEST, blocks_of, power_of_two
+
 ELEMENTS = 16384  # of a map that a program holds at once
 BLOCK_C = 16
 
@@ -31,22 +34,26 @@ def signal(values, SQUARE: tl.constexpr):
 def engram_distance_forward(
     ours,  # (B, P, C)
     theirs,  # (B, P, C)
+    weight,  # (C,)
     norms,  # (2, B, C): the length of each channel of either
     distance,  # (B, C)
+    shares,  # (blocks of channels, B)
+    factor,
     smallest,
     B,
     P: tl.constexpr,
     C: tl.constexpr,
     SQUARE: tl.constexpr,
+    POWER: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """The distance of each channel of ours to theirs, both brought to length 1."""
+    """The distance of each channel of ours to theirs, both brought to length 1, and the block's share of their sum."""
     image = tl.program_id(0)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     a_sum = tl.zeros((BLOCK_C,), dtype=tl.float32)
     b_sum = tl.zeros((BLOCK_C,), dtype=tl.float32)
-    for start in tl.static_range(0, P, BLOCK_P):
+    for start in range(0, P, BLOCK_P):
         p = start + tl.arange(0, BLOCK_P)
         here = (image * P + p)[:, None] * C + c[None, :]
         inside = (p < P)[:, None] & (c < C)[None, :]
@@ -57,7 +64,7 @@ def engram_distance_forward(
     a_norm = tl.maximum(tl.sqrt(a_sum), smallest)
     b_norm = tl.maximum(tl.sqrt(b_sum), smallest)
     apart = tl.zeros((BLOCK_C,), dtype=tl.float32)
-    for start in tl.static_range(0, P, BLOCK_P):
+    for start in range(0, P, BLOCK_P):
         p = start + tl.arange(0, BLOCK_P)
         here = (image * P + p)[:, None] * C + c[None, :]
         inside = (p < P)[:, None] & (c < C)[None, :]
@@ -68,21 +75,26 @@ def engram_distance_forward(
     tl.store(norms + at, a_norm, mask=c < C)
     tl.store(norms + B * C + at, b_norm, mask=c < C)
     tl.store(distance + at, tl.sqrt(apart), mask=c < C)
+    share = factor * tl.load(weight + c, mask=c < C, other=0.0) * (tl.sqrt(apart) if POWER == 1 else apart)
+    tl.store(shares + tl.program_id(1) * B + image, tl.sum(share, axis=0))
 
 
 @triton.jit(do_not_specialize=["B"])
 def engram_distance_backward(
     ours,
     theirs,
+    weight,
     norms,
     distance,
-    gradient,  # (B, C): at the distance
+    gradient,  # (B,): at the sum
     out,  # (B, P, C): at ours
+    factor,
     smallest,
     B,
     P: tl.constexpr,
     C: tl.constexpr,
     SQUARE: tl.constexpr,
+    POWER: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
@@ -94,11 +106,13 @@ def engram_distance_backward(
     a_norm = tl.load(norms + at, mask=there, other=1.0)
     b_norm = tl.load(norms + B * C + at, mask=there, other=1.0)
     apart = tl.load(distance + at, mask=there, other=1.0)
-    upstream = tl.load(gradient + at, mask=there, other=0.0)
+    upstream = factor * tl.load(weight + c, mask=there, other=0.0) * tl.load(gradient + image)
+    if POWER == 2:
+        upstream = 2 * apart * upstream
     # The distance has no gradient where it is zero; it is taken to be zero there.
-    factor = tl.where(apart > 0, upstream / tl.where(apart > 0, apart, 1.0), 0.0)
+    upstream = tl.where(apart > 0, upstream / tl.where(apart > 0, apart, 1.0), 0.0)
     along = tl.zeros((BLOCK_C,), dtype=tl.float32)
-    for start in tl.static_range(0, P, BLOCK_P):
+    for start in range(0, P, BLOCK_P):
         p = start + tl.arange(0, BLOCK_P)
         here = (image * P + p)[:, None] * C + c[None, :]
         inside = (p < P)[:, None] & there[None, :]
@@ -106,56 +120,80 @@ def engram_distance_backward(
         b = signal(tl.load(theirs + here, mask=inside, other=0.0), SQUARE) / b_norm[None, :]
         along += tl.sum(a * (a - b), axis=0)
     along = tl.where(a_norm > smallest, along, 0.0)  # a length that was clamped does not change
-    for start in tl.static_range(0, P, BLOCK_P):
+    for start in range(0, P, BLOCK_P):
         p = start + tl.arange(0, BLOCK_P)
         here = (image * P + p)[:, None] * C + c[None, :]
         inside = (p < P)[:, None] & there[None, :]
         value = tl.load(ours + here, mask=inside, other=0.0).to(tl.float32)
         a = signal(value, SQUARE) / a_norm[None, :]
         b = signal(tl.load(theirs + here, mask=inside, other=0.0), SQUARE) / b_norm[None, :]
-        result = (a - b - a * along[None, :]) * (factor / a_norm)[None, :]
+        result = (a - b - a * along[None, :]) * (upstream / a_norm)[None, :]
         if SQUARE:
             result = 2 * value * result
         tl.store(out + here, result.to(tl.bfloat16), mask=inside)
 
 
-class ChannelDistance(torch.autograd.Function):
-    """See `channel_distance`."""
-
+class _Weighted(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, ours: Tensor, theirs: Tensor, square: bool) -> Tensor:
-        ours, theirs = (maps.detach().permute(0, 2, 3, 1).contiguous() for maps in (ours, theirs))
-        batch, height, width, channels = ours.shape
-        norms = torch.empty(2, batch, channels, device=ours.device)
-        distance = torch.empty(batch, channels, device=ours.device)
-        grid, shapes = _shapes(batch, height * width, channels, square)
-        engram_distance_forward[grid](ours, theirs, norms, distance, SMALLEST, batch, **shapes)
-        ctx.save_for_backward(ours, theirs, norms, distance)
-        ctx.square = square
-        return distance
+    def forward(ctx, square: bool, power: int, factors: Sequence[float], *tensors: Tensor) -> Tensor:
+        count = len(tensors) // 3
+        plain = [maps.detach().permute(0, 2, 3, 1).contiguous() for maps in tensors[: 2 * count]]
+        weights = [  # one number may stand for all channels
+            weight.detach().expand(maps.shape[3]).contiguous()
+            for weight, maps in zip(tensors[2 * count :], plain[:count], strict=True)
+        ]
+        batch, device = len(plain[0]), plain[0].device
+        blocks = [blocks_of(maps.shape[3], BLOCK_C) for maps in plain[:count]]
+        shares = torch.empty(sum(blocks), batch, device=device)
+        kept: list[Tensor] = []
+        for ours, theirs, weight, factor, share in zip(
+            *(plain[:count], plain[count:], weights, factors, shares.split(blocks)), strict=True
+        ):
+            norms = torch.empty(2, batch, ours.shape[3], device=device)
+            distance = torch.empty_like(norms[0])
+            grid, shapes = _shapes(ours, square, power)
+            places = (ours, theirs, weight, norms, distance, share)
+            engram_distance_forward[grid](*places, factor, SMALLEST, batch, **shapes)
+            kept.extend((ours, theirs, weight, norms, distance))
+        ctx.save_for_backward(*kept)
+        ctx.square, ctx.power, ctx.factors = square, power, factors
+        return shares.sum(dim=0)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, gradient: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        ours, theirs, norms, distance = ctx.saved_tensors
-        batch, height, width, channels = ours.shape
-        out = torch.empty_like(ours)
-        grid, shapes = _shapes(batch, height * width, channels, ctx.square)
-        engram_distance_backward[grid](
-            *(ours, theirs, norms, distance, gradient.contiguous(), out, SMALLEST, batch), **shapes
-        )
-        return out.permute(0, 3, 1, 2), None, None
+        saved, gradient = ctx.saved_tensors, gradient.contiguous()
+        found: list[Tensor | None] = []
+        for number, factor in enumerate(ctx.factors):
+            ours, theirs, weight, norms, distance = saved[5 * number : 5 * number + 5]
+            out = torch.empty_like(ours)
+            grid, shapes = _shapes(ours, ctx.square, ctx.power)
+            places = (ours, theirs, weight, norms, distance, gradient, out)
+            engram_distance_backward[grid](*places, factor, SMALLEST, len(ours), **shapes)
+            found.append(out.permute(0, 3, 1, 2))
+        return (None, None, None, *found, *(2 * len(found) * [None]))
 
 
-def channel_distance(ours: Tensor, theirs: Tensor, square: bool) -> Tensor:
-    """The distance (B, C) of the channels of two bf16 maps (B, C, H, W), each brought to length 1 over its pixels.
+def weighted_distance(
+    student: Sequence[Tensor],
+    teacher: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    factors: Sequence[float],
+    *,
+    square: bool,
+    power: int,
+) -> Tensor:
+    """For each sample (B,) the sum over maps and channels of factor * weight * distance^power, power being 1 or 2.
 
-    square: of the maps' squares. Only ours gets a gradient.
+    The distance is that of the channels of two bf16 maps (B, C, H, W), each brought to length 1 over its pixels;
+    square: of the maps' squares. weights: (C,) or () a map; factors: one a map. Only the student's maps get gradients.
     """
-    return ChannelDistance.apply(ours, theirs, square)
+    return _Weighted.apply(square, power, tuple(factors), *student, *teacher, *weights)
 
 
-def _shapes(batch: int, pixels: int, channels: int, square: bool) -> tuple[tuple[int, int], dict[str, int]]:
-    block = min(1 << (pixels - 1).bit_length(), ELEMENTS // BLOCK_C)
-    shapes = {"P": pixels, "C": channels, "SQUARE": square, "BLOCK_P": block, "BLOCK_C": BLOCK_C}
-    return (batch, -(-channels // BLOCK_C)), {**shapes, "num_warps": 8 if block >= 512 else 4}
+def _shapes(maps: Tensor, square: bool, power: int) -> tuple[tuple[int, int], dict[str, int]]:
+    batch, height, width, channels = maps.shape
+    block = min(power_of_two(height * width), ELEMENTS // BLOCK_C)
+    shapes = {"P": height * width, "C": channels, "SQUARE": square, "POWER": power}
+    blocks = {"BLOCK_P": block, "BLOCK_C": BLOCK_C, "num_warps": 8 if block >= 512 else 4}
+    return (batch, blocks_of(channels, BLOCK_C)), {**shapes, **blocks, **EXACT}

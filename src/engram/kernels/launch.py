@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engram.kernels.blocks import blocks_of
 from engram.kernels.conv import engram_conv_data_gradient, engram_conv_forward, engram_conv_weight_gradient
 from engram.kernels.norm import engram_norm_apply, engram_norm_backward, engram_norm_gradient
 from engram.kernels.simple import engram_augment, engram_sum_splits, engram_update
@@ -27,11 +28,6 @@ TILES = {16: (256, 4, 3), 32: (256, 4, 3), 64: (64, 4, 3)}
 # (pixels in a block, blocks in a split, warps, pipeline stages) by channels out.
 WEIGHT_GRADIENT = {16: (128, 4, 1, 2), 32: (64, 4, 2, 2), 64: (64, 4, 4, 3)}
 NORM_TILE = {16: 256, 32: 128, 64: 64}
-
-
-def blocks_of(items: int, block: int) -> int:
-    """How many blocks so many items fill."""
-    return -(-items // block)
 
 
 @dataclass(frozen=True)

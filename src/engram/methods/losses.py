@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engram import kernels
+
 # Stands for minus infinity where a whole row may be masked: its exponential is zero and its gradient is not NaN.
 MASKED = -1e30
 
@@ -27,6 +29,10 @@ def nca_released(logits: Tensor, labels: Tensor) -> Tensor:
     counts twice. The maximum carries its gradient; detached, the learned scale turns negative and the classifier dies.
     A margin taken from every score, as in the released configuration, cancels.
     """
+    if kernels.usable(logits):
+        from engram.kernels import rows
+
+        return rows.nca(logits, labels)
     shifted = logits - logits.amax(dim=1, keepdim=True)
     target = shifted.gather(1, labels[:, None]).squeeze(1)
     is_target = _one_hot(labels, logits.shape[1])
@@ -54,15 +60,16 @@ def _mean_over(per_sample: Tensor, counted: Tensor | None) -> Tensor:
     return (per_sample * counted).sum() / counted.sum().clamp(min=1)
 
 
+def _for_kernels(maps: Sequence[Tensor]) -> bool:
+    """Whether our own kernels take these maps."""
+    return all(kernels.usable(each) and each.dtype is torch.bfloat16 for each in maps)
+
+
 def channel_distance(ours: Tensor, theirs: Tensor, square: bool) -> Tensor:
     """The distance (B, C) of the channels of two maps (B, C, H, W), each brought to length 1 over its pixels.
 
     square: of the maps' squares. Only ours gets a gradient.
     """
-    if ours.is_cuda and ours.dtype is torch.bfloat16:
-        from engram.kernels import distance
-
-        return distance.channel_distance(ours, theirs, square)
 
     def unit(maps: Tensor) -> Tensor:
         maps = maps.float().flatten(2)
@@ -81,8 +88,14 @@ def discrepancy_released(
 
     Each map is squared element-wise and each channel brought to unit length over its pixels; the distance of student
     and teacher (not squared), times the channel's importance, is averaged over batch, channels and maps.
-    student, teacher: (B, C, H, W) per map; importance: (C,) per map; counted: (B,) bool, the samples that take part.
+    student, teacher: (B, C, H, W) per map; importance: (C,) or () per map; counted: (B,) bool, the samples that take
+    part.
     """
+    if _for_kernels(student):
+        from engram.kernels.distance import weighted_distance
+
+        factors = [1 / (len(student) * maps.shape[1]) for maps in student]
+        return _mean_over(weighted_distance(student, teacher, importance, factors, square=True, power=1), counted)
     per_map: list[Tensor] = []
     for ours, theirs, weight in zip(student, teacher, importance, strict=True):
         distance = channel_distance(ours, theirs, square=True)
@@ -101,6 +114,11 @@ def discrepancy_paper(
     The squared Frobenius distance of each feature map, itself divided by its Frobenius norm, times its importance,
     summed over channels and maps and averaged over the batch. Arguments as for the released form.
     """
+    if _for_kernels(student):
+        from engram.kernels.distance import weighted_distance
+
+        factors = len(student) * [1.0]
+        return _mean_over(weighted_distance(student, teacher, importance, factors, square=False, power=2), counted)
     total = student[0].new_zeros((), dtype=torch.float32)
     for ours, theirs, weight in zip(student, teacher, importance, strict=True):
         distance = channel_distance(ours, theirs, square=False)
@@ -129,6 +147,11 @@ def pooled_distance(student: Sequence[Tensor], teacher: Sequence[Tensor], pool: 
     Each map (B, C, H, W) is squared element-wise and pooled to a vector a sample, which is brought to length 1; the
     distance of student and teacher (not squared) is averaged over batch and maps.
     """
+    if pool is over_rows_and_columns and _for_kernels(student):
+        from engram.kernels import pod
+
+        if pod.fits(student):
+            return pod.pod_distances(student, teacher).mean()
 
     def unit(maps: Tensor) -> Tensor:
         return F.normalize(pool(maps.float().square()), dim=1)
@@ -172,6 +195,10 @@ def gram_distance(student: Sequence[Tensor], teacher: Sequence[Tensor]) -> Tenso
 
 def cosine_distance(student: Tensor, teacher: Tensor) -> Tensor:
     """1 minus the cosine of two embeddings (B, D), averaged over the batch; only the student gets a gradient."""
+    if kernels.usable(student):
+        from engram.kernels import rows
+
+        return (1 - rows.cosine(student.float(), teacher.float())).mean()
     cosine = (F.normalize(student.float(), dim=1) * F.normalize(teacher.detach().float(), dim=1)).sum(dim=1)
     return (1 - cosine).mean()
 

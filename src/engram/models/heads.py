@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engram import kernels
 from engram.models.effect import MomentumEffect
 
 Similarity = Literal["distance", "cosine"]
@@ -140,9 +141,15 @@ class LSCHead(Head):
         return torch.randn(shape, generator=generator) / math.sqrt(shape[-1])
 
     def forward(self, embedding: Tensor) -> Tensor:
+        factor = self.sharpness**2
+        if kernels.usable(embedding):
+            from engram.kernels.proxies import fits, proxy_scores
+
+            if fits(*self.weight.shape[1:]):
+                how = (2 * factor, 1.0) if self.similarity == "distance" else (factor, 0.0)
+                return proxy_scores(embedding, self.weight, *how)
         unit, proxies = F.normalize(embedding, dim=1), F.normalize(self.weight, dim=2)
         cosine = (unit @ proxies.flatten(0, 1).T).unflatten(1, self.weight.shape[:2])  # (B, K, P)
-        factor = self.sharpness**2
         similarity = 2 * factor * (cosine - 1) if self.similarity == "distance" else factor * cosine
         return (similarity.softmax(dim=2) * similarity).sum(dim=2)
 

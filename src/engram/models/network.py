@@ -72,7 +72,9 @@ class Network(nn.Module):
         # The head is small and its softmaxes are sensitive: always in float32.
         with torch.autocast(embedding.device.type, enabled=False):
             embedding = embedding.float()
-            features = maps[-1].float().relu().mean(dim=(2, 3)) if self.head.rectified else embedding
+            features = embedding
+            if self.head.rectified:
+                features = maps[-1].relu().mean(dim=(2, 3), dtype=torch.float32)
             auxiliary = self.head.aside(features) if isinstance(self.head, ExpandingHead) else None
             if older is not None:
                 features = torch.cat([older[int(self.head.rectified)], features], dim=1)
@@ -81,9 +83,11 @@ class Network(nn.Module):
             if self.head.effect is not None and not self.training:
                 scores = scores - self.head.effect(features, self.head)
             # Masked after scaling: the gradient of the scale must not see infinity times zero.
-            scale = scores.new_ones(()) if self.head.scale is None else self.head.scale
-            logits = (scale * scores).masked_fill(~self.head.seen, -torch.inf)
-            scores = scores.masked_fill(~self.head.seen, -torch.inf)
+            scale, unseen = self.head.scale, ~self.head.seen
+            logits = None if scale is None else (scale * scores).masked_fill(unseen, -torch.inf)
+            scores = scores.masked_fill(unseen, -torch.inf)
+            if scale is None or logits is None:
+                scale, logits = scores.new_ones(()), scores
         return Output(maps, embedding, scores, logits, scale, self.head.correction, auxiliary)
 
     def make_room(self, state: Mapping[str, Tensor]) -> None:

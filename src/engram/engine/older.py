@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engram.kernels.fused import FoldedBackbone
+from engram.engine.fused import FoldedBackbone
 from engram.models.expanding import ExpandingBackbone, both_means
 from engram.models.resnet import ResNet
 
