@@ -12,6 +12,8 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from engram.engine.branch import FIRST, forget_streams
+
 WARM_UP = 2
 # One recording at a time in the process: what the others do meanwhile is not recorded, but compiling kernels and
 # collecting garbage are no one's own.
@@ -31,7 +33,7 @@ def _recording_stream() -> torch.cuda.Stream:
     if current != torch.cuda.default_stream():
         return current
     if not _SPARE:
-        _SPARE.append(torch.cuda.Stream())
+        _SPARE.append(torch.cuda.Stream(priority=FIRST))
     return _SPARE[0]
 
 
@@ -100,6 +102,7 @@ class CapturedStep(Generic[T]):
         with suppress(RuntimeError):  # where capture_end came that far
             torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
         _SPOILT.append(self._graph)
+        forget_streams()
 
     def __call__(self) -> T:
         self._graph.replay()

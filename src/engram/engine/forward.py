@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from engram.data.augment import apply
+from engram.engine.branch import Branch
 from engram.engine.plan import Plan
 from engram.engine.sgd import FlatSGD
 from engram.engine.space import Pool
@@ -44,6 +46,10 @@ class Forward(Protocol):
 
     def teacher(self, images: Tensor) -> Output:
         """What the teacher says."""
+        ...
+
+    def with_teacher(self, images: Tensor, look: Callable[[], Output]) -> tuple[Output, Output]:
+        """What `look` gives and what the teacher says; neither waits for the other where that can be."""
         ...
 
     def aside(self, images: Tensor) -> Output:
@@ -92,6 +98,9 @@ class PlainForward:
     def teacher(self, images: Tensor) -> Output:
         with torch.no_grad(), self._engine.autocast():
             return self._learner.teacher(images)
+
+    def with_teacher(self, images: Tensor, look: Callable[[], Output]) -> tuple[Output, Output]:
+        return look(), self.teacher(images)
 
     def aside(self, images: Tensor) -> Output:
         network = self._learner.network
@@ -159,6 +168,16 @@ class FusedForward:
     def teacher(self, images: Tensor) -> Output:
         with torch.no_grad():
             return pooled(self._learner.teacher, self._folded(images))
+
+    def with_teacher(self, images: Tensor, look: Callable[[], Output]) -> tuple[Output, Output]:
+        # Our own kernels alone go aside: a library's may keep room for what they do by stream, and this one is shared.
+        beside = Branch()
+        with torch.no_grad(), beside.launching():
+            maps = self._folded(images)
+        student = look()
+        beside.join()
+        with torch.no_grad():
+            return student, pooled(self._learner.teacher, maps)
 
     def aside(self, images: Tensor) -> Output:
         with torch.no_grad():

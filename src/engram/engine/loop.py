@@ -285,10 +285,10 @@ class PhaseLoop:
         if cut is not None:
             images = cut.paste(images, forward.height_at)
         if phase.frozen:
-            student = forward.frozen(images)
+            look = partial(forward.frozen, images)
         else:
-            student = forward.student(images, train_backbone=Part.BACKBONE in phase.train)
-        teacher = forward.teacher(images) if phase.teacher else None
+            look = partial(forward.student, images, train_backbone=Part.BACKBONE in phase.train)
+        student, teacher = forward.with_teacher(images, look) if phase.teacher else (look(), None)
         rows = self._plan.rows.index_select(0, counter)[0, :size]
         labels, exemplar = self._pool.labels[rows], self._pool.exemplar[rows]
         mixed = None if cut is None else Mixed(labels[cut.partner], cut.share)

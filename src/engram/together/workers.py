@@ -11,6 +11,7 @@ from queue import Full, Queue
 
 import torch
 
+from engram.engine.branch import FIRST
 from engram.errors import EngramError, explain
 from engram.events import BaseReused, Event, RunFailed, RunFinished, RunSkipped, StageFinished
 from engram.files import write_bytes
@@ -194,7 +195,7 @@ class Workers:
         try:
             stream = self._streams.pop()
         except IndexError:
-            stream = torch.cuda.Stream()
+            stream = torch.cuda.Stream(priority=FIRST)
         try:
             with torch.cuda.stream(stream):
                 yield
