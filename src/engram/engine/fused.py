@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engram.engine.branch import Branch
 from engram.kernels.launch import (
     EPSILON,
     Conv,
@@ -214,6 +215,8 @@ class _Backward:
             d_gamma, d_beta = self.d_norms[gamma:beta], self.d_norms[beta : beta + conv.channels_out]
             coefficients = torch.empty(3, conv.channels_out, device=norms.device)
             self.norms.append(NormGradient(y, state, norms[gamma:beta], d_gamma, d_beta, coefficients, after_relu))
+        self.beside = Branch()
+        self.used: list[Tensor] = []  # by what runs beside
         if want_values:
             splits = weight_splits(group.convs[0], len(kept[0]))
             self.partial = backbone.partial[: splits * weights].view(splits, weights)
@@ -236,7 +239,9 @@ class _Backward:
         if self.group.stem is not None:
             self._weights(0, norm_backward(g, self.norms[0]))
         if self.d_weights is not None:
-            sum_splits(self.partial, self.d_weights)
+            with self.beside.launching():
+                sum_splits(self.partial, self.d_weights)
+            self.beside.join()
         return g if self.want_input else None
 
     def _weight(self, number: int) -> Tensor:
@@ -248,7 +253,9 @@ class _Backward:
             return
         conv = self.group.convs[number]
         assert weight_splits(conv, len(d)) == len(self.partial)
-        conv_weight_gradient(conv, self.inputs[number], d, self.partial, conv.weight - self.group.weights.start)
+        self.used.append(d)
+        with self.beside.launching():
+            conv_weight_gradient(conv, self.inputs[number], d, self.partial, conv.weight - self.group.weights.start)
 
 
 class FoldedBackbone:
