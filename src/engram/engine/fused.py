@@ -108,7 +108,9 @@ def layout(backbone: ResNet, size: tuple[int, int]) -> list[Group]:
 class FusedBackbone:
     """A backbone in training, on flat buffers: values and gradients float32, weights also in bf16.
 
-    values and gradients begin with all weights in (C_out, 3, 3, C_in) order, then all norms' gamma and beta.
+    values and gradients begin with all weights in (C_out, 3, 3, C_in) order, then all norms' gamma and beta. The way
+    back writes the gradients where they belong, and does not add to what is there: one backward pass a step. Asked for
+    gradients at the maps alone it writes them too, in vain.
     """
 
     def __init__(self, backbone: ResNet, size: tuple[int, int], values: Tensor, gradients: Tensor, batch: int) -> None:
@@ -122,21 +124,15 @@ class FusedBackbone:
         self.scratch = Scratch.on(values.device, statistics_floats(convs, batch))
         room = max(_room(group, batch) for group in self.groups)
         self.partial = torch.empty(room, device=values.device)
-        self.leaves: list[tuple[Tensor, Tensor]] = []
-        for group in self.groups:
-            pair: list[Tensor] = []
-            for of, part in ((values[:weights], group.weights), (values[weights : weights + norms], group.norm_values)):
-                leaf = of[part].detach().requires_grad_()
-                first = (leaf.data_ptr() - values.data_ptr()) // values.element_size()
-                leaf.grad = gradients[first : first + len(leaf)]
-                pair.append(leaf)
-            self.leaves.append((pair[0], pair[1]))
+        self.d_weights, self.d_norms = gradients[:weights], gradients[weights : weights + norms]
 
     def __call__(self, images: Tensor) -> tuple[Tensor, ...]:
         """The maps (N, C, H, W) of images (N, H, W, 4) in bf16, with batch statistics."""
         assert len(images) <= self.batch, (len(images), self.batch)
         x, maps = images, []
-        for number, (weights, norms) in enumerate(self.leaves):
+        for number, group in enumerate(self.groups):
+            weights = self.weights[group.weights].detach().requires_grad_()  # for autograd to come back for
+            norms = self.norms[group.norm_values].detach()
             maps.append(_Group.apply(x, weights, norms, self, number).permute(0, 3, 1, 2))
             x = maps[-1].permute(0, 2, 3, 1)  # through the map, so that the gradient at it is all of it
         return tuple(maps)
@@ -186,8 +182,7 @@ class _Group(torch.autograd.Function):
         norms, *kept = ctx.saved_tensors
         want_input, want_values = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         backward = _Backward(ctx.backbone, ctx.backbone.groups[ctx.number], norms, kept, want_input, want_values)
-        gradient = backward.run(g.contiguous())
-        return gradient, backward.d_weights, backward.d_norms, None, None
+        return backward.run(g.contiguous()), None, None, None, None
 
 
 class _Backward:
@@ -204,15 +199,14 @@ class _Backward:
     ) -> None:
         self.backbone, self.group, self.want_input, self.want_values = backbone, group, want_input, want_values
         weights = group.weights.stop - group.weights.start
-        self.d_weights = torch.empty(weights, device=norms.device) if want_values else None
-        self.d_norms = torch.empty_like(norms)
+        d_norms = backbone.d_norms[group.norm_values]
         self.inputs = list(kept[0::3])
         self.norms: list[NormGradient] = []
         for number, (conv, y, state) in enumerate(zip(group.convs, kept[1::3], kept[2::3], strict=True)):
             gamma = conv.norm - group.norm_values.start
             beta = gamma + conv.channels_out
             after_relu = number % 2 == 0 if group.stem is None else number % 2 == 1 or number == 0
-            d_gamma, d_beta = self.d_norms[gamma:beta], self.d_norms[beta : beta + conv.channels_out]
+            d_gamma, d_beta = d_norms[gamma:beta], d_norms[beta : beta + conv.channels_out]
             coefficients = torch.empty(3, conv.channels_out, device=norms.device)
             self.norms.append(NormGradient(y, state, norms[gamma:beta], d_gamma, d_beta, coefficients, after_relu))
         self.beside = Branch()
@@ -238,9 +232,9 @@ class _Backward:
             g = conv_data_gradient(convs[first], d, self._weight(first), g, below, scratch)
         if self.group.stem is not None:
             self._weights(0, norm_backward(g, self.norms[0]))
-        if self.d_weights is not None:
+        if self.want_values:
             with self.beside.launching():
-                sum_splits(self.partial, self.d_weights)
+                sum_splits(self.partial, self.backbone.d_weights[self.group.weights])
             self.beside.join()
         return g if self.want_input else None
 
