@@ -367,6 +367,25 @@ def test_the_folder_of_results_may_be_somebody_elses(engram: Engram, tmp_path: P
     assert_refused(engram("reproduce", "table1", "--dry-run"), "ours.jsonl")
 
 
+def test_runs_that_were_measured_before_are_told_from_those_of_out(
+    engram: Engram, paper: Path, photos: Path, done: Path, tmp_path: Path
+) -> None:
+    here, *before = sorted(runs_of(done).values())
+    (tmp_path / "results").mkdir()
+    shutil.copytree(here, tmp_path / "runs" / here.name)
+    assert "\ndone: 1 in runs\n" in engram(*asked(paper, photos, "runs", "--dry-run")).out
+    assert engram("results", "merge", "results/ours.jsonl", *before).status == 0
+    both = "\ndone: 5 measured before (results/ours.jsonl), 1 in runs; --results none counts the latter alone\n"
+    dry = engram(*asked(paper, photos, "runs", "--dry-run")).out
+    assert both in dry
+    assert "6 done, 0 to do" in dry
+    assert both in engram(*asked(paper, photos)).out, "in what is printed at the end, too"
+    alone = engram(*asked(paper, photos, "runs", "--dry-run", "--results", "none")).out
+    assert "1 done, 5 to do\ndone: 1 in runs\n" in alone
+    plan = json.loads(engram(*asked(paper, photos, "runs", "--dry-run", "--json")).out)
+    assert plan["done_in"] == {"results/ours.jsonl": 5, "runs": 1}
+
+
 def test_a_place_for_images_that_come_with_the_package_is_refused(engram: Engram, photos: Path, tmp_path: Path) -> None:
     command = ("reproduce", "mini", "--rows", "AFC", "--data", photos)
     assert_refused(engram(*command), "come with the package; leave --data out")

@@ -238,7 +238,7 @@ class Reproduce:
     results: Annotated[str | None, arg(metavar="PATH", help_behavior_hint="(default: results, where there is one)")] = (
         None
     )
-    """Results measured before: a file of 'engram results merge', or a folder of them."""
+    """Results measured before: a file of 'engram results merge', a folder of them, or none to count --out alone."""
     out: Annotated[str, arg(metavar="DIR", help_behavior_hint="(default: runs)")] = "runs"
     """The directory that holds the runs."""
     page: Annotated[str | None, arg(metavar="FILE", help_behavior_hint="(default: reproduction.html in --out)")] = None

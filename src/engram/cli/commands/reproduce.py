@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,7 @@ from engram.together import plan_members
 from engram.together.workers import ON_CPU, ON_CUDA
 
 RESULTS = Path("results")
+NO_RESULTS = "none"  # --results: the runs of --out alone
 PAGE = "reproduction.html"
 GAP = 3  # columns of the console between two of a table
 _STYLES = {WITHIN_STD: "green", WITHIN_POINT: "cyan", FURTHER: "yellow", NOT_RUN: "dim"}
@@ -55,31 +58,31 @@ def reproduce_command(options: Reproduce, typed: Sequence[str]) -> int:
     paper = load_paper(None if options.paper is None else Path(options.paper).expanduser())
     experiments, asked = paper.find(options.what), _asked(options)
 
-    def plan_now() -> tuple[Plan, list[Record]]:
-        records = known_records(options.results, runs)
-        return make_plan(experiments, records, asked), records
+    def plan_now() -> tuple[Plan, Known]:
+        known = known_records(options.results, runs)
+        return make_plan(experiments, known.records, asked), known
 
-    plan, records = plan_now()
+    plan, known = plan_now()
     if asked.data_path is not None and not any(w.config.data.path for w in plan.runs.values()):
         raise EngramError("the images of these experiments come with the package; leave --data out")
     if options.dry_run:
-        print_plan(console, plan, costs(plan, records, runs), options)
+        print_plan(console, plan, costs(plan, known.records, runs), known, options)
         return 0
 
-    def show(plan: Plan) -> None:
+    def show(plan: Plan, known: Known) -> None:
         write_page(page, paper, plan)
         if not flags.json:
-            print_results(console, paper, plan, page, flags.quiet)
+            print_results(console, paper, plan, known, page, flags.quiet)
 
     if options.no_run or not plan.left:
         if flags.json:
             print_line(console, json.dumps(cells_json(plan)))
-        show(plan)
+        show(plan, known)
         return 0
 
     def tell(last: Last) -> None:
         del last
-        show(plan_now()[0])
+        show(*plan_now())
 
     use_threads(flags.threads)
     configs, stores = with_images(plan, lambda data: read_images(data, console, silent=flags.quiet or flags.json))
@@ -129,12 +132,21 @@ def _asked(options: Reproduce) -> Asked:
     )
 
 
-def known_records(results: str | None, runs: Path) -> list[Record]:
-    """Every complete run in the results and in the directory of runs; a damaged file is refused by its name.
+@dataclass(frozen=True)
+class Known:
+    """Every complete run that counts. places: by a record's source, where it was looked for; runs: that of --out."""
+
+    records: list[Record]
+    places: dict[str, Path]
+    runs: Path
+
+
+def known_records(results: str | None, runs: Path) -> Known:
+    """The complete runs in the results and in the directory of runs; a damaged file is refused by its name.
 
     results: None takes what the folder of that name has; it may be somebody else's, whose files are left out.
     """
-    places = [Path(results).expanduser()] if results is not None else []
+    places = [Path(results).expanduser()] if results not in (None, NO_RESULTS) else []
     for file in sorted(RESULTS.glob(f"*{SUFFIX}")) if results is None else ():
         if is_ours(file):
             places.append(file)
@@ -142,17 +154,39 @@ def known_records(results: str | None, runs: Path) -> list[Record]:
             print(f"engram: left out {file}: it holds no results of engram (--results names others)", file=sys.stderr)
     if runs.is_dir() and find_runs(runs):
         places.append(runs)
-    return merge(read_results(places).records)
+    found = [(record, place) for place in places for record in read_results([place]).records]
+    return Known(merge(record for record, _ in found), {record.source: place for record, place in found}, runs)
+
+
+def origins(plan: Plan, known: Known) -> dict[Path, int]:
+    """How many of the runs that are done come from which place."""
+    done = {
+        wanted.name: known.places[record.source]
+        for cell in plan.cells
+        for wanted, record in zip(cell.wanted, cell.found, strict=True)
+        if record is not None and wanted.name not in plan.left
+    }
+    return dict(Counter(done.values()))
+
+
+def origin_line(plan: Plan, known: Known) -> str:
+    """Where the runs that are done come from; empty where none is."""
+    counts = origins(plan, known)
+    here = counts.pop(known.runs, 0)
+    if not counts:
+        return f"done: {here} in {known.runs}" if here else ""
+    before = f"{sum(counts.values())} measured before ({', '.join(map(str, counts))})"
+    return f"done: {before}, {here} in {known.runs}; --results none counts the latter alone"
 
 
 # What there is to do.
 
 
-def print_plan(console: Console, plan: Plan, estimates: Sequence[Cost], options: Reproduce) -> None:
+def print_plan(console: Console, plan: Plan, estimates: Sequence[Cost], known: Known, options: Reproduce) -> None:
     """Prints which runs the experiments need, how many are done, and what the rest would take."""
     here = this_hardware(options.device)
     if options.running.json:
-        print_line(console, json.dumps(plan_json(plan, estimates, here)))
+        print_line(console, json.dumps(plan_json(plan, estimates, known, here)))
         return
     table = make_table(["", "cells", "runs", "done", "no recipe yet"], ["cells", "runs", "done", "no recipe yet"])
     for experiment in plan.experiments:
@@ -168,6 +202,8 @@ def print_plan(console: Console, plan: Plan, estimates: Sequence[Cost], options:
         print_line(console, f"no recipe yet: {', '.join(missing)}")
     total, left = len(plan.runs), len(plan.left)
     print_line(console, f"{total} runs, each counted once: {total - left} done, {left} to do")
+    if origin := origin_line(plan, known):
+        print_line(console, origin)
     at_once = options.at_once or (ON_CPU if here == processor_name() else ON_CUDA)
     for text in cost_lines(estimates, here, left, min(at_once, left)):
         print_line(console, text)
@@ -220,7 +256,7 @@ def _long(seconds: float) -> str:
     return f"{minutes} min" if minutes < 120 else f"{minutes} min ({minutes / 60:.1f} h)"
 
 
-def plan_json(plan: Plan, estimates: Sequence[Cost], here: str) -> dict[str, Any]:
+def plan_json(plan: Plan, estimates: Sequence[Cost], known: Known, here: str) -> dict[str, Any]:
     """The plan for programs."""
     return {
         "runs": [
@@ -229,6 +265,7 @@ def plan_json(plan: Plan, estimates: Sequence[Cost], here: str) -> dict[str, Any
             for name, wanted in plan.runs.items()
         ],
         "done": len(plan.runs) - len(plan.left),
+        "done_in": {str(place): count for place, count in origins(plan, known).items()},
         "left": len(plan.left),
         "no_recipe": list(dict.fromkeys(cell.missing for cell in plan.cells if cell.missing)),
         "hardware": here,
@@ -239,8 +276,8 @@ def plan_json(plan: Plan, estimates: Sequence[Cost], here: str) -> dict[str, Any
 # What came of it.
 
 
-def print_results(console: Console, paper: Paper, plan: Plan, page: Path, quiet: bool) -> None:
-    """Prints each table with ours beside the paper's, and where the page is; quietly one line."""
+def print_results(console: Console, paper: Paper, plan: Plan, known: Known, page: Path, quiet: bool) -> None:
+    """Prints each table with ours beside the paper's, where the runs are from, and where the page is."""
     cells = {id(experiment): [measure(cell) for cell in plan.of(experiment)] for experiment in plan.experiments}
     if not quiet:
         for experiment in plan.experiments:
@@ -249,6 +286,8 @@ def print_results(console: Console, paper: Paper, plan: Plan, page: Path, quiet:
             for text in filter(None, (experiment.note, remark(paper, cells[id(experiment)]))):
                 console.print(text, style="dim")
         console.print(LEGEND, style="dim")
+    if origin := origin_line(plan, known):
+        print_line(console, origin)
     print_line(console, headline([cell for group in cells.values() for cell in group]))
     print_line(console, str(page))
 
