@@ -121,6 +121,14 @@ def test_settings_of_the_tables() -> None:
         ('kind = "curves"', 'kind = "curve"', ["no kind 'curve'", "did you mean 'curves'"]),
         ('experiment = "table1"', 'experiment = "table9"', ["'table9'"]),
         ("[methods]", "[methods", ["cannot be read as a paper"]),
+        ("orders = [1, 2]", 'orders = "12"', ["orders of table1 should be a list of class orders, got '12'"]),
+        ("orders = [1, 2]", "orders = 2", ["orders of table1", "got 2"]),
+        ("columns = [{}]", "columns = [5, 10]", ["columns of figure1 should be a list of tables, got [5, 10]"]),
+        ("columns = [{}]", "columns = [{}]\nvalues = 3", ["values of figure1", "got 3"]),
+        ('rows = [{ method = "AFC", inference = "CNN" }]', 'rows = "AFC"', ["rows of figure2", "got 'AFC'"]),
+        ('set = ["memory=per_class=2", SMALL]', 'set = "memory=all"', ["set of figure1 should be a list of texts"]),
+        ('recipe = "afc" }', 'recipe = "afc", set = "memory=all" }', ["set of AFC (CNN)", "got 'memory=all'"]),
+        ("[[remark]]", "[remark]", ["[[remark]] should be a list of tables"]),
     ],
 )
 def test_a_paper_that_is_wrong_is_refused_with_its_name(tmp_path: Path, old: str, new: str, words: list[str]) -> None:
@@ -136,6 +144,9 @@ def test_numbers_that_are_wrong_are_refused(tmp_path: Path) -> None:
     numbers = json.loads(json.dumps(NUMBERS))
     numbers["tables"][0]["rows"][0]["values"][0] = {"mean": "many"}
     with pytest.raises(EngramError, match=r"a number of table1 is \{'mean': 'many'\}"):
+        load_paper(write_paper(tmp_path, numbers=numbers))
+    numbers["tables"][0]["rows"][0]["values"] = 50.0
+    with pytest.raises(EngramError, match=r"values of AFC \(CNN\) in table1 should be a list of numbers, got 50"):
         load_paper(write_paper(tmp_path, numbers=numbers))
     with pytest.raises(EngramError, match="there is no paper at"):
         load_paper(tmp_path / "none.toml")

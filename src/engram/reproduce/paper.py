@@ -31,6 +31,7 @@ _COMMON_KEYS = ("name", "title", "kind", "published", "recipe", "set", "measure"
 _KEYS = frozenset((*_COMMON_KEYS, "column", "values", "columns", "rows", "methods"))
 _ROW_KEYS = frozenset(("method", "inference", "label", "set"))
 _METHOD_KEYS = frozenset(("recipe", "nme", "predictor", "set", "label"))
+_LISTED = {"texts": str, "class orders": str | int, "tables": dict, "numbers": object}  # what a list may hold
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,8 @@ class _Reader:
     def __init__(self, file: Path, data: dict[str, Any]) -> None:
         self.file, self.data = file, data
         numbers = read_json(file.parent / data["published"]) if isinstance(data.get("published"), str) else {}
-        self.tables = {table.get("id"): table for table in numbers.get("tables", [])}
+        tables = self._list(numbers.get("tables", []), "tables", "tables of the published numbers")
+        self.tables = {table.get("id"): table for table in tables}
 
     def fail(self, what: str) -> NoReturn:
         raise EngramError(f"{self.file} is not a usable paper: {what}")
@@ -170,8 +172,8 @@ class _Reader:
     def paper(self) -> Paper:
         known = {"title", "published", "methods", "experiment", "remark"}
         self._check_keys(self.data, known, "the file")
-        entries = self.data.get("experiment")
-        if not isinstance(entries, list) or not entries:
+        entries = self._list(self.data.get("experiment", []), "tables", "[[experiment]]")
+        if not entries:
             self.fail("it has no [[experiment]]")
         experiments: dict[str, Experiment] = {}
         for entry in entries:
@@ -179,8 +181,9 @@ class _Reader:
             if experiment.name in experiments or experiment.name == "all":
                 self.fail(f"the name {experiment.name!r} is taken")
             experiments[experiment.name] = experiment
-        remarks = tuple(self._remark(entry, experiments) for entry in self.data.get("remark", []))
-        return Paper(str(self.data.get("title", self.file.stem)), experiments, remarks)
+        remarks = self._list(self.data.get("remark", []), "tables", "[[remark]]")
+        told = tuple(self._remark(entry, experiments) for entry in remarks)
+        return Paper(str(self.data.get("title", self.file.stem)), experiments, told)
 
     def _remark(self, entry: dict[str, Any], experiments: Mapping[str, Experiment]) -> Remark:
         about, text = entry.get("experiment"), entry.get("text")
@@ -190,7 +193,7 @@ class _Reader:
         names: dict[str, tuple[str, ...]] = {}
         for what in ("rows", "columns"):
             known = {thing.label for thing in getattr(experiments[about], what)}
-            names[what] = tuple(map(str, entry.get(what, [])))
+            names[what] = tuple(self._list(entry.get(what, []), "texts", f"{what} of a remark on {about}"))
             for name in names[what]:
                 if name not in known:
                     self.fail(f"a remark on {about} names {name!r} among its {what}: {suggest(name, known)}")
@@ -215,10 +218,10 @@ class _Reader:
             kind=kind,
             measure=measure,
             recipe=str(entry.get("recipe", "")),
-            set=tuple(map(str, entry.get("set", []))),
+            set=tuple(self._list(entry.get("set", []), "texts", f"set of {name}")),
             rows=rows,
             columns=columns,
-            orders=tuple(map(str, entry.get("orders", ["1", "2", "3"]))),
+            orders=tuple(map(str, self._list(entry.get("orders", [1, 2, 3]), "class orders", f"orders of {name}"))),
             note=str(entry.get("note", "")),
             opening=" ".join(str(entry.get("opening", "")).split()),
             beside=bool(entry.get("beside", False)),
@@ -233,7 +236,7 @@ class _Reader:
                 self.fail(f"{experiment.name} needs one {what} or more, each with another name")
         for row in experiment.rows:
             if row.values is not None and len(row.values) != len(experiment.columns):
-                self.fail(f"{row.label} of {experiment.name} has {len(row.values)} numbers for as many columns")
+                self.fail(f"{row.label} of {experiment.name} has {len(row.values)} numbers, not one for each column")
             for column in experiment.columns:
                 try:
                     experiment.spec(row, column)
@@ -248,8 +251,8 @@ class _Reader:
         return self.tables[published]
 
     def _columns(self, name: str, entry: dict[str, Any], table: dict[str, Any]) -> tuple[Column, ...]:
-        given = entry.get("columns", table.get("columns", []))
-        more = entry.get("values", [{}] * len(given))
+        given = self._list(entry.get("columns", table.get("columns", [])), "tables", f"columns of {name}")
+        more = self._list(entry.get("values", [{}] * len(given)), "tables", f"values of {name}")
         if len(more) != len(given):
             self.fail(f"{name} has {len(given)} columns and values for {len(more)}")
         columns: list[Column] = []
@@ -264,7 +267,7 @@ class _Reader:
     def _rows(self, name: str, entry: dict[str, Any], table: dict[str, Any]) -> tuple[Row, ...]:
         methods = {**self.data.get("methods", {}), **entry.get("methods", {})}
         rows: list[Row] = []
-        for given in entry.get("rows", table.get("rows", [])):
+        for given in self._list(entry.get("rows", table.get("rows", [])), "tables", f"rows of {name}"):
             if "values" not in given:
                 self._check_keys(given, _ROW_KEYS, name)
             if given.get("method") not in methods:
@@ -283,6 +286,8 @@ class _Reader:
         label = method.get("label", given["method"]) + (f" ({inference})" if inference else "")
         label += "*" if given.get("rerun_by_afc_authors") else ""
         values = given.get("values")
+        values = None if values is None else self._list(values, "numbers", f"values of {label} in {name}")
+        changes = [each for of in (method, given) for each in self._list(of.get("set", []), "texts", f"set of {label}")]
         return Row(
             label=given.get("label", label),
             method=given["method"],
@@ -290,7 +295,7 @@ class _Reader:
             nme=method.get("nme", method["recipe"]),
             inference=inference,
             predictor=method.get("predictor"),
-            set=tuple(map(str, (*method.get("set", []), *given.get("set", [])))),
+            set=tuple(changes),
             values=None if values is None else tuple(self._published(name, value) for value in values),
         )
 
@@ -301,6 +306,12 @@ class _Reader:
         if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
             self.fail(f"a number of {name} is {value!r}; it should be a mean and, where there is one, a std")
         return Published(float(value["mean"]), None if "std" not in value else float(value["std"]))
+
+    def _list(self, found: Any, of: str, what: str) -> list[Any]:
+        """What was found, which must be a list. of: what it may hold, one of _LISTED; what: its name."""
+        if not isinstance(found, list) or not all(isinstance(each, _LISTED[of]) for each in found):
+            self.fail(f"{what} should be a list of {of}, got {found!r}")
+        return found
 
     def _check_keys(self, data: Any, known: frozenset[str] | set[str], where: str) -> None:
         if not isinstance(data, dict):
