@@ -22,7 +22,7 @@ from engram.reproduce import text
 from engram.reproduce.cells import effect, measure, measure_all
 from engram.reproduce.cost import ALONE, costs, work_of
 from engram.reproduce.document import COMMAND, document
-from engram.reproduce.page import headline, remark, write_page
+from engram.reproduce.page import headline, remarks, write_page
 from engram.reproduce.paper import Experiment, Published, load_paper
 from engram.reproduce.plan import Asked, Cell, make_plan, run_name
 from engram.reproduce.records import Record, check_record, parse_line
@@ -517,9 +517,34 @@ def test_a_number_that_tables_repeat_counts_once() -> None:
     published = [cell for cell in of_accuracy if cell.cell.published is not None]
     assert len(published) == 6
     assert headline(published) == (
-        "1 of 1 published numbers have ours beside them: 1 within the paper's standard deviation. "
+        "1 of 1 published numbers have ours beside them: 1 within the paper's standard deviation; "
+        "1 of these from one run of one class order, where the paper has means of 3. "
         "The tables repeat some: 6 of 6 cells."
     )
+    assert {cell.mark for cell in published} == {"within one standard deviation"}, "in the other five, too"
+    (table4,) = make_plan(AFC.find(["table4"]), [record], Asked(rows=["AFC"], columns=["CNN"])).cells
+    assert text.lines(measure(table4))[1:] == ["paper 62.18", "+0.32 ●"], "by itself, and as the table has it"
+
+
+def test_the_headline_tells_single_runs_from_means() -> None:
+    single = [make_record("afc-cifar100-b50-s5", 66.0), make_record("afc-cifar100-b50-s10", 50.0)]
+    whole = [make_record("afc-cifar100-b50-s25", 63.5, order=order) for order in "123"]
+    cells = measure_all(make_plan(AFC.find(["table1"]), [*single, *whole], Asked(rows=["AFC (CNN)"])))
+    assert headline(cells) == (
+        "3 of 4 published numbers have ours beside them: 2 within the paper's standard deviation, 1 further off; "
+        "1 and 1 of these from one run of one class order, where the paper has means of 3."
+    )
+    assert "one run" not in headline([cell for cell in cells if cell.n == 3])
+
+
+def test_the_page_says_everything_once() -> None:
+    page = document(AFC, [make_record("afc-cifar100-b50-s50", accuracy=70.0, order=order) for order in "123"])
+    (line,) = [line for line in page.splitlines() if line.startswith("- ") and "+7.82" in line]
+    assert line == "- Table 1, AFC (CNN): 50 stages +7.82 (n = 3; also in Tables 3, 4, 5, 6 and 7)"
+    assert page.count("AFC (CNN) with 50 stages is above the paper.") == 1
+    _, _, table3 = page.partition("## Table 3")
+    assert "\nNot run: iCaRL, BiC, UCIR (CNN), PODNet (CNN), AFC exemplars only (CNN).\n" in table3
+    assert "Not run. `engram reproduce table10` would run it." in page
 
 
 def test_a_remark_stands_by_the_numbers_it_is_about() -> None:
@@ -527,7 +552,7 @@ def test_a_remark_stands_by_the_numbers_it_is_about() -> None:
         plan = make_plan(
             AFC.find(["table1"]), [make_record(name, accuracy=accuracy)], Asked(rows=[row], columns=[column])
         )
-        return remark(AFC, measure_all(plan))
+        return " ".join(remarks(AFC, measure_all(plan)))
 
     assert "AFC (CNN) with 50 stages is above" in said("AFC (CNN)", "50 stages", "afc-cifar100-b50-s50", 70.0)
     assert said("AFC (CNN)", "50 stages", "afc-cifar100-b50-s50", 62.0) == "", "where nothing is off"

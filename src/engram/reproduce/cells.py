@@ -5,6 +5,7 @@ A cell without runs has no numbers; the paper's is never put in their place.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -65,7 +66,7 @@ def measure(cell: Cell) -> Measured:
     if cell.published is None:
         return Measured(cell, ours, None, UNPUBLISHED)
     difference = ours.mean - cell.published.mean
-    return Measured(cell, ours, difference, _mark(abs(difference), cell.published.std))
+    return Measured(cell, ours, difference, _mark(abs(difference), cell.published.deviation))
 
 
 def measure_all(plan: Plan) -> list[Measured]:
@@ -77,6 +78,23 @@ def _mark(difference: float, std: float | None) -> Mark:
     if std is not None and difference <= std + _SLACK:
         return WITHIN_STD
     return WITHIN_POINT if difference <= POINT + _SLACK else FURTHER
+
+
+def each_once(cells: Sequence[Measured]) -> list[list[Measured]]:
+    """The cells by the paper's numbers of them: those that give the same one, the first that was measured before all.
+
+    Equal numbers in two columns of one table are two. Cells without a published number are in none.
+    """
+    found: dict[object, dict[str, list[Measured]]] = {}  # by number, then by the column where it stands first
+    for measured in cells:
+        cell = measured.cell
+        if cell.published is None:
+            continue
+        places = found.setdefault(cell.experiment.number(cell.row, cell.column, cell.published), {})
+        others = [place for place, (one, *_) in places.items() if one.cell.experiment is not cell.experiment]
+        places.setdefault(others[0] if others else cell.column.label, []).append(measured)
+    groups = [group for places in found.values() for group in places.values()]
+    return [sorted(group, key=lambda measured: measured.mark == NOT_RUN) for group in groups]
 
 
 def effect(base: Cell, cell: Cell) -> Estimate | None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
-from engram.reproduce.cells import FURTHER, MARKS, NOT_RUN, WITHIN_POINT, WITHIN_STD, Measured, measure_all
-from engram.reproduce.page import headline, records_of, remark
+from engram.reproduce.cells import FURTHER, MARKS, NOT_RUN, WITHIN_POINT, WITHIN_STD, Measured, each_once, measure_all
+from engram.reproduce.page import headline, records_of, remarks
 from engram.reproduce.paper import MEASURES, Experiment, Paper
 from engram.reproduce.plan import Asked, make_plan
 from engram.reproduce.records import Record
-from engram.reproduce.text import LEGEND, caption, markdown, markdown_effects, number, signed
+from engram.reproduce.text import LEGEND, caption, joined, markdown, markdown_effects, number, signed
 
 COMMAND = "engram results page docs/reproduction.md results"
 
@@ -29,10 +30,10 @@ def document(paper: Paper, records: Sequence[Record], command: str = COMMAND, fi
     parts = [
         _opening(paper, cells, command, file),
         _overview(tables, cells),
-        _reproduces(tables, cells),
+        _reproduces(cells),
         _does_not(paper, tables, cells),
         *(_effects(experiment, cells, file) for experiment in effects),
-        *(_section(paper, experiment, cells) for experiment in tables),
+        *(_section(experiment, cells, file) for experiment in tables),
         _provenance(records_of(plan.cells), records),
     ]
     return "\n".join(part for part in parts if part)
@@ -56,7 +57,8 @@ Made by `{command}`{checked}.
 A number of ours stands beside the paper's and never in its place: what was not run says so.
 
 {LEGEND}.
-{star}Where the paper gives no standard deviation, one point is the measure.
+{star}Where a table repeats a number without its standard deviation, that of the other table counts;
+where there is none, one point is the measure.
 """
 
 
@@ -82,34 +84,41 @@ def _overview(tables: Sequence[Experiment], cells: Sequence[Measured]) -> str:
     return "\n".join(rows) + "\n"
 
 
-def _reproduces(tables: Sequence[Experiment], cells: Sequence[Measured]) -> str:
-    near = _named(tables, cells, (WITHIN_STD, WITHIN_POINT))
-    text = "\n".join(near) or "Nothing was measured that is."
+def _reproduces(cells: Sequence[Measured]) -> str:
+    text = "\n".join(_named(cells, (WITHIN_STD, WITHIN_POINT))) or "Nothing was measured that is."
     return f"## What reproduces\n\nWithin the paper's standard deviation, or one point:\n\n{text}\n"
 
 
 def _does_not(paper: Paper, tables: Sequence[Experiment], cells: Sequence[Measured]) -> str:
-    far = _named(tables, cells, (FURTHER,))
-    remarks = {experiment.heading: remark(paper, _of(experiment, cells)) for experiment in tables}
-    why = [f"- {heading}: {text}" for heading, text in remarks.items() if text]
+    why = [
+        f"- {experiment.heading}: {text}" for experiment in tables for text in remarks(paper, _of(experiment, cells))
+    ]
     known = f"\nWhy, as far as known:\n\n{chr(10).join(why)}\n" if why else ""
-    text = "\n".join(far) or "Nothing that was measured."
+    text = "\n".join(_named(cells, (FURTHER,))) or "Nothing that was measured."
     return f"## What does not\n\nFurther off than one point and the paper's standard deviation:\n\n{text}\n{known}"
 
 
-def _named(tables: Sequence[Experiment], cells: Sequence[Measured], marks: Sequence[str]) -> list[str]:
-    """A line for each row of a table that has cells so marked."""
-    found: list[str] = []
-    for experiment in tables:
-        for row in experiment.rows:
-            those = [
-                c for c in _of(experiment, cells) if c.cell.row is row and c.mark in marks and c.difference is not None
-            ]
-            texts = [f"{c.cell.column.label} {signed(c.difference or 0.0)} (n = {c.n})" for c in those]
-            if texts:
-                label = row.label.replace("*", "\\*")
-                found.append(f"- {experiment.heading}, {label}: {', '.join(texts)}")
-    return found
+def _named(cells: Sequence[Measured], marks: Sequence[str]) -> list[str]:
+    """A line for each row of a table that has cells so marked; a number that other tables repeat stands once."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for group in each_once(cells):
+        results: dict[str, list[Measured]] = {}  # one, unless the tables have other runs beside the number
+        for measured in group:
+            if measured.difference is not None and measured.mark in marks:
+                results.setdefault(signed(measured.difference), []).append(measured)
+        for difference, (first, *others) in results.items():
+            where = (first.cell.experiment.heading, first.cell.row.label.replace("*", "\\*"))
+            also = dict.fromkeys(other.cell.experiment.heading for other in others)
+            text = f"{first.cell.column.label} {difference} (n = {first.n}{_also(list(also))})"
+            found.setdefault(where, []).append(text)
+    return [f"- {heading}, {label}: {', '.join(texts)}" for (heading, label), texts in found.items()]
+
+
+def _also(headings: Sequence[str]) -> str:
+    """'; also in Table 3', '; also in Tables 3 and 4'."""
+    if len(headings) > 1 and all(heading.startswith("Table ") for heading in headings):
+        return f"; also in Tables {joined([heading.removeprefix('Table ') for heading in headings])}"
+    return f"; also in {joined(headings)}" if headings else ""
 
 
 def _effects(experiment: Experiment, cells: Sequence[Measured], file: str | None) -> str:
@@ -124,9 +133,17 @@ of the same class order and seed. {_reproduce(experiment.name, file)} measures w
 {table}{note}"""
 
 
-def _section(paper: Paper, experiment: Experiment, cells: Sequence[Measured]) -> str:
-    about = remark(paper, _of(experiment, cells))
-    return markdown(experiment, _of(experiment, cells)) + (f"\n{about}\n" if about else "")
+def _section(experiment: Experiment, cells: Sequence[Measured], file: str | None) -> str:
+    """The rows that something was measured of; the others by name."""
+    rows = [
+        row for row in experiment.rows if any(c.n or c.cell.bare for c in _of(experiment, cells) if c.cell.row is row)
+    ]
+    if not rows:
+        return f"## {caption(experiment)}\n\nNot run. {_reproduce(experiment.name, file)} would run it.\n"
+    mine = [cell for cell in _of(experiment, cells) if cell.cell.row in rows]
+    text = markdown(replace(experiment, rows=tuple(rows)), mine)
+    others = [row.label.replace("*", "\\*") for row in experiment.rows if row not in rows]
+    return text + (f"\nNot run: {', '.join(others)}.\n" if others else "")
 
 
 def _provenance(used: Sequence[Record], records: Sequence[Record]) -> str:

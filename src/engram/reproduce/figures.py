@@ -118,10 +118,9 @@ def differences(experiment: Experiment, cells: Sequence[Measured]) -> Drawing | 
         assert cell.difference is not None
         assert cell.ours is not None
         spread, paper = cell.ours.std, cell.cell.published
-        within = paper is not None and paper.std is not None
-        if within:
-            assert paper is not None
-            axes.plot([-(paper.std or 0), paper.std or 0], [place, place], color=MUTED, linewidth=5, alpha=0.28)
+        within = None if paper is None else paper.deviation
+        if within is not None:
+            axes.plot([-within, within], [place, place], color=MUTED, linewidth=5, alpha=0.28)
         axes.errorbar(
             cell.difference, place, xerr=spread, fmt="o", color=colour(0), markeredgecolor=CARD, elinewidth=1.4
         )

@@ -22,13 +22,14 @@ from engram.reproduce.cells import (
     WITHIN_POINT,
     WITHIN_STD,
     Measured,
+    each_once,
     effect,
     measure,
 )
 from engram.reproduce.paper import MEASURES, Experiment, Paper, Remark
 from engram.reproduce.plan import Cell, Plan
 from engram.reproduce.records import Record
-from engram.reproduce.text import count, csv_table, grid, markdown, signed, spread
+from engram.reproduce.text import count, csv_table, grid, joined, markdown, signed, spread
 from engram.rundir import version
 
 _KINDS = {WITHIN_STD: "std", WITHIN_POINT: "point", FURTHER: "far", NOT_RUN: "", UNPUBLISHED: ""}
@@ -36,6 +37,11 @@ _WORDS = {
     "std": "within one standard deviation of the paper's mean",
     "point": "within one point of it",
     "far": "further off",
+}
+_NEAR = {  # in the order that a sentence counts them
+    WITHIN_STD: "within the paper's standard deviation",
+    WITHIN_POINT: "within one point",
+    FURTHER: "further off",
 }
 _CAPTIONS = {
     "table": "Dots: ours less the paper's mean, with our standard deviation; grey: the paper's; shaded: one point.",
@@ -77,46 +83,25 @@ def write_page(file: Path, paper: Paper, plan: Plan) -> Path:
 def headline(cells: Sequence[Measured]) -> str:
     """How many of the paper's numbers were measured, and how near they came; a number that it repeats counts once."""
     in_tables = [cell for cell in cells if cell.cell.published is not None]
-    published = _each_once(in_tables)
-    marks = Counter(cell.mark for cell in published)
-    measured = len(published) - marks[NOT_RUN]
+    published = [group[0] for group in each_once(cells)]
+    measured = [cell for cell in published if cell.mark != NOT_RUN]
     if not published:
         return f"The paper has no number of these; {sum(cell.n > 0 for cell in cells)} of {len(cells)} were measured."
     if not measured:
         return f"None of the {len(published)} published numbers asked for was measured yet."
-    parts = [
-        f"{marks[mark]} {text}"
-        for mark, text in (
-            (WITHIN_STD, "within the paper's standard deviation"),
-            (WITHIN_POINT, "within one point"),
-            (FURTHER, "further off"),
-        )
-        if marks[mark]
-    ]
-    text = f"{measured} of {len(published)} published numbers have ours beside them: {', '.join(parts)}."
+    marks = Counter(cell.mark for cell in measured)
+    parts = [f"{marks[mark]} {text}" for mark, text in _NEAR.items() if marks[mark]]
+    text = f"{len(measured)} of {len(published)} published numbers have ours beside them: {', '.join(parts)}"
+    single = [cell for cell in measured if cell.n == 1 and len(cell.cell.experiment.orders) > 1]
+    if single:
+        of = Counter(cell.mark for cell in single)
+        counts = joined([str(of[mark]) for mark in _NEAR if marks[mark]])
+        orders = joined(sorted({str(len(cell.cell.experiment.orders)) for cell in single}))
+        text += f"; {counts} of these from one run of one class order, where the paper has means of {orders}"
     if len(in_tables) > len(published):
         filled = sum(cell.mark != NOT_RUN for cell in in_tables)
-        text += f" The tables repeat some: {filled} of {len(in_tables)} cells."
-    return text
-
-
-def _each_once(cells: Sequence[Measured]) -> list[Measured]:
-    """Of the cells in which the paper gives the same number of a method, the first that was measured.
-
-    Equal numbers in two columns of one table are two.
-    """
-    found: dict[object, dict[str, Measured]] = {}  # by number, then by the column where it stands first
-    for measured in cells:
-        cell = measured.cell
-        assert cell.published is not None
-        inference = cell.row.inference or cell.column.values.get("inference")
-        number = (cell.experiment.measure, cell.row.method, inference, cell.published.mean)
-        places = found.setdefault(number, {})
-        others = [place for place, other in places.items() if other.cell.experiment is not cell.experiment]
-        place = others[0] if others else cell.column.label
-        if place not in places or places[place].mark == NOT_RUN:
-            places[place] = measured
-    return [measured for places in found.values() for measured in places.values()]
+        text += f". The tables repeat some: {filled} of {len(in_tables)} cells"
+    return f"{text}."
 
 
 def facts(cells: Sequence[Measured]) -> str:
@@ -131,10 +116,10 @@ def facts(cells: Sequence[Measured]) -> str:
     )
 
 
-def remark(paper: Paper, cells: Sequence[Measured]) -> str:
+def remarks(paper: Paper, cells: Sequence[Measured]) -> list[str]:
     """What is known of why an experiment's numbers are off, of those that are."""
     off = [cell.cell for cell in cells if cell.mark in (FURTHER, WITHIN_POINT)]
-    return " ".join(remark.text for remark in paper.remarks if any(_is_about(remark, cell) for cell in off))
+    return [remark.text for remark in paper.remarks if any(_is_about(remark, cell) for cell in off)]
 
 
 def _is_about(remark: Remark, cell: Cell) -> bool:
@@ -162,7 +147,7 @@ def _part(paper: Paper, experiment: Experiment, measured: list[Measured]) -> dic
         "title": experiment.title,
         "measure": MEASURES[experiment.measure].capitalize() + ".",
         "note": experiment.note,
-        "remark": remark(paper, measured),
+        "remark": " ".join(remarks(paper, measured)),
         "columns": [column.label for column in experiment.columns],
         "rows": [
             {"label": label, "cells": [_cell(cell, base) for cell, base in zip(row, bases, strict=True)]}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -36,10 +36,16 @@ _LISTED = {"texts": str, "class orders": str | int, "tables": dict, "numbers": o
 
 @dataclass(frozen=True)
 class Published:
-    """A number of the paper; std is None where it gives none."""
+    """A number of the paper; std is None where it gives none. repeated: that of the same number in another table."""
 
     mean: float
     std: float | None = None
+    repeated: float | None = None
+
+    @property
+    def deviation(self) -> float | None:
+        """The standard deviation that the paper gives of the number, here or in another table."""
+        return self.repeated if self.std is None else self.std
 
 
 @dataclass(frozen=True)
@@ -108,6 +114,10 @@ class Experiment:
         predictor = row.predictor if inference is None else PREDICTORS[inference]
         changes = tuple(text.format(**words) for text in (*self.set, *row.set))
         return Spec(self.recipe.format(**words), changes, predictor)
+
+    def number(self, row: Row, column: Column, published: Published) -> tuple[object, ...]:
+        """What a number has in common with itself in another table that repeats it."""
+        return self.measure, row.method, row.inference or column.values.get("inference"), published.mean
 
     def published(self, row: Row, column: Column) -> Published | None:
         """The paper's number there, if it has one."""
@@ -183,7 +193,7 @@ class _Reader:
             experiments[experiment.name] = experiment
         remarks = self._list(self.data.get("remark", []), "tables", "[[remark]]")
         told = tuple(self._remark(entry, experiments) for entry in remarks)
-        return Paper(str(self.data.get("title", self.file.stem)), experiments, told)
+        return Paper(str(self.data.get("title", self.file.stem)), _with_deviations(experiments), told)
 
     def _remark(self, entry: dict[str, Any], experiments: Mapping[str, Experiment]) -> Remark:
         about, text = entry.get("experiment"), entry.get("text")
@@ -319,6 +329,32 @@ class _Reader:
         for key in data:
             if key not in known:
                 self.fail(f"{where} has no key {key!r}: {suggest(key, known)}")
+
+
+def _with_deviations(experiments: Mapping[str, Experiment]) -> dict[str, Experiment]:
+    """The experiments, in which a number that is repeated without its standard deviation knows it."""
+    known: dict[tuple[object, ...], set[float]] = {}
+    for experiment in experiments.values():
+        for row in experiment.rows:
+            for column, value in zip(experiment.columns, row.values or (), strict=False):
+                if value is not None and value.std is not None:
+                    known.setdefault(experiment.number(row, column, value), set()).add(value.std)
+
+    def told(experiment: Experiment, row: Row) -> Row:
+        def knowing(column: Column, value: Published | None) -> Published | None:
+            if value is None or value.std is not None:
+                return value
+            stds = known.get(experiment.number(row, column, value), set())
+            return replace(value, repeated=next(iter(stds))) if len(stds) == 1 else value
+
+        if row.values is None:
+            return row
+        return replace(row, values=tuple(map(knowing, experiment.columns, row.values)))
+
+    return {
+        name: replace(experiment, rows=tuple(told(experiment, row) for row in experiment.rows))
+        for name, experiment in experiments.items()
+    }
 
 
 def _number_text(value: Any) -> Any:

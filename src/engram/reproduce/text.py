@@ -45,6 +45,11 @@ def spread(value: Estimate | Published | None) -> str:
     return number(value.mean) if value.std is None else f"{number(value.mean)} ± {number(value.std)}"
 
 
+def joined(words: Sequence[str]) -> str:
+    """'3', '3 and 4', '3, 4 and 5'."""
+    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+
+
 def count(measured: Measured) -> str:
     """'n = 3', or 'n = 2 of 3' where there are fewer runs than the experiment has class orders."""
     orders = len(measured.cell.experiment.orders)

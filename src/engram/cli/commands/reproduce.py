@@ -26,7 +26,7 @@ from engram.data.store import ImageStore
 from engram.errors import EngramError
 from engram.reproduce.cells import FURTHER, NOT_RUN, WITHIN_POINT, WITHIN_STD, Measured, measure
 from engram.reproduce.cost import Cost, costs, this_hardware
-from engram.reproduce.page import headline, remark, write_page
+from engram.reproduce.page import headline, remarks, write_page
 from engram.reproduce.paper import MEASURES, Experiment, Paper, load_paper
 from engram.reproduce.plan import Asked, Plan, make_plan
 from engram.reproduce.records import Record
@@ -283,7 +283,7 @@ def print_results(console: Console, paper: Paper, plan: Plan, known: Known, page
         for experiment in plan.experiments:
             for table in results_tables(experiment, cells[id(experiment)], console.width):
                 console.print(table)
-            for text in filter(None, (experiment.note, remark(paper, cells[id(experiment)]))):
+            for text in filter(None, (experiment.note, *remarks(paper, cells[id(experiment)]))):
                 console.print(text, style="dim")
         console.print(LEGEND, style="dim")
     if origin := origin_line(plan, known):
