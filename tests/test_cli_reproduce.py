@@ -139,7 +139,7 @@ def test_dry_run_says_what_is_left_and_writes_nothing(
     assert "at a time: --at-once" not in outcome.out, "as many as were measured"
     empty = engram(*asked(paper, photos, "nowhere", "--dry-run")).out
     assert "6 runs, each counted once: 0 done, 6 to do" in empty
-    assert "(here): no measurement of this hardware" in empty
+    assert "(here): no measurement of such runs on this hardware" in empty
     assert contents(some) == before
     assert not (tmp_path / "nowhere").exists()
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from engram.cli.commands.reproduce import results_tables
+from engram.cli.commands.reproduce import cost_lines, results_tables
 from engram.errors import EngramError
 from engram.methods import METHODS
 from engram.recipes import recipe, recipe_names
@@ -478,8 +478,35 @@ def test_runs_like_none_that_was_measured_are_not_counted(tmp_path: Path) -> Non
     plan = make_plan(load_paper(folder).find(["mixed"]), [])
     assert len(plan.left) == 2
     (cost,) = costs(plan, [make_record(seconds=50.0)], tmp_path)
-    assert cost.uncounted == 1
+    assert cost.uncounted == {"on other data or networks, of which none was measured": 1}
     assert cost.seconds == pytest.approx(50.0), "the one on CIFAR-100; the folder's images are not even here"
+    folder_too = [make_record(seconds=50.0), make_record("afc-folder", seconds=50.0)]
+    (cost,) = costs(plan, folder_too, tmp_path)
+    assert (cost.seconds, cost.uncounted) == (pytest.approx(50.0), {"whose images are not here": 1})
+
+
+def test_a_run_is_told_from_those_of_its_precision(tmp_path: Path) -> None:
+    """Base stages are not shared by two precisions, and a processor's own precision is float32."""
+    name, rows = "afc-cifar100-b50-s10", ["float32 instead of bf16"]
+    asked = Asked(rows=rows, columns=["10 stages"], orders=["1"])
+    fast = make_record(name, seconds=50.0, order="2")
+    plan = make_plan(AFC.find(["effects"]), [make_record(name)], asked)
+    assert [wanted.config.precision for wanted in plan.left.values()] == ["float32"]
+    (cost,) = costs(plan, [fast], tmp_path)
+    assert (cost.seconds, cost.uncounted) == (None, {"in float32, of which none was measured": 1})
+    (line,) = cost_lines([cost], "Example GPU", 1, 1)
+    assert line == "Example GPU (here): no estimate of 1 run in float32, of which none was measured"
+    slow = make_record(name, seconds=300.0, order="2", precision="float32")
+    (cost,) = costs(plan, [fast, slow], tmp_path)
+    assert (cost.seconds, cost.measured, cost.uncounted) == (pytest.approx(300.0), 1, {})
+    both = make_plan(AFC.find(["effects"]), [], asked)
+    (cost,) = costs(both, [fast], tmp_path)
+    assert cost.seconds == pytest.approx(50.0)
+    assert "without 1 run in float32, of which none was measured" in cost_lines([cost], "", 2, 1)[1]
+    (cost,) = costs(both, [fast, slow], tmp_path)
+    assert cost.seconds == pytest.approx(350.0)
+    (cost,) = costs(both, [make_record(name, seconds=90.0, order="2", device="cpu", precision="float32")], tmp_path)
+    assert cost.uncounted == {}
 
 
 # What is committed.

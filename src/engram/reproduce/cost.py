@@ -8,8 +8,8 @@ began and ended.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -22,7 +22,7 @@ from engram.errors import EngramError
 from engram.methods import find_method
 from engram.plain import to_plain
 from engram.reproduce.plan import Plan, Wanted, stages_done
-from engram.reproduce.records import Record
+from engram.reproduce.records import DEFAULT_PRECISION, Record
 from engram.rundir import processor_name
 from engram.session import Session
 
@@ -34,16 +34,16 @@ ALONE = 2.0
 class Cost:
     """What is left on one kind of hardware. measured: the runs it was taken from; at_once: how many went side by side.
 
-    unmeasured: the methods that have no run there, and are taken to cost what the others do. uncounted: the runs left
-    that are like none of the measured ones (another data set or network), and not in the seconds.
+    unmeasured: the methods that have no run there, and are taken to cost what the others do. uncounted: how many of the
+    runs left are not in the seconds, by why; where no run is, the seconds are None.
     """
 
     hardware: str
-    seconds: float
+    seconds: float | None
     measured: int
     at_once: int
     unmeasured: tuple[str, ...]
-    uncounted: int
+    uncounted: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -59,22 +59,44 @@ def costs(plan: Plan, records: Sequence[Record], runs: Path) -> list[Cost]:
     left = list(plan.left.values())
     groups: dict[str, list[Record]] = {}
     for record in records:
-        if record.config and record.has_default_precision and _kind(record.config) in {_kind(w.config) for w in left}:
+        if record.config and _images(record.config) in {_images(wanted.config) for wanted in left}:
             groups.setdefault(record.hardware, []).append(record)
-    found: list[Cost] = []
-    for hardware, measured in groups.items():
-        kinds = {_kind(record.config) for record in measured if record.config}
-        alike: list[tuple[Wanted, Work]] = []
-        with suppress(EngramError):  # images that are not here cannot be counted
-            alike += [(w, _left(w, stages_done(runs, w))) for w in left if _kind(w.config) in kinds]
-        if alike:
-            found.append(_cost(hardware, measured, alike, len(left) - len(alike)))
-    return found
+    return [_on(hardware, measured, left, runs) for hardware, measured in groups.items()]
 
 
-def _kind(config: RunConfig) -> tuple[str, str]:
-    """What a run must have in common with a measured one for its time to be told from it."""
+def _on(hardware: str, measured: Sequence[Record], left: Sequence[Wanted], runs: Path) -> Cost:
+    """What can be told of the runs left from those that were measured on that hardware."""
+    device = measured[0].device
+    kinds = {_kind(record.config, device) for record in measured if record.config}
+    counted: list[tuple[Wanted, Work]] = []
+    uncounted: Counter[str] = Counter()
+    for wanted in left:
+        kind = _kind(wanted.config, device)
+        if _images(wanted.config) not in {(data, backbone) for data, backbone, _ in kinds}:
+            uncounted["on other data or networks, of which none was measured"] += 1
+        elif kind not in kinds:
+            uncounted[f"in {kind[-1]}, of which none was measured"] += 1
+        else:
+            try:
+                counted.append((wanted, _left(wanted, stages_done(runs, wanted))))
+            except EngramError:
+                uncounted["whose images are not here"] += 1
+    used = {_kind(wanted.config, device) for wanted, _ in counted}
+    alike = [record for record in measured if record.config and _kind(record.config, device) in used]
+    if not counted:
+        return Cost(hardware, None, 0, 1, (), dict(uncounted))
+    return _cost(hardware, alike, counted, dict(uncounted))
+
+
+def _images(config: RunConfig) -> tuple[str, str]:
+    """The data set and the network."""
     return config.data.name, config.backbone
+
+
+def _kind(config: RunConfig, device: str) -> tuple[str, str, str]:
+    """What a run on such a device must have in common with a measured one for its time to be told from it."""
+    precision = DEFAULT_PRECISION.get(device, "auto") if config.precision == "auto" else config.precision
+    return *_images(config), precision
 
 
 def this_hardware(device: str | None = None) -> str:
@@ -91,27 +113,34 @@ def _left(wanted: Wanted, finished: int) -> Work:
     return Work(work.stages[finished:], None if finished else work.base)
 
 
-def _cost(hardware: str, measured: Sequence[Record], left: Sequence[tuple[Wanted, Work]], uncounted: int) -> Cost:
+def _cost(
+    hardware: str, measured: Sequence[Record], left: Sequence[tuple[Wanted, Work]], uncounted: dict[str, int]
+) -> Cost:
+    device = measured[0].device
     images = {wanted.config.data.name: wanted.config.data for wanted, _ in left}  # a record does not say where they are
-    spent: dict[str, list[tuple[float, float]]] = {}
+    spent: dict[object, list[tuple[float, float]]] = {}
     for record in measured:
         assert record.config is not None
         config = replace(record.config, data=images[record.config.data.name])
         stages = work_of(config).stages[1 if record.data["reused_base"] else 0 :]
-        spent.setdefault(record.config.method, []).append((record.result["seconds"], sum(stages)))
-    rates = {method: _rate(pairs) for method, pairs in spent.items()}
-    overall = _rate([pair for pairs in spent.values() for pair in pairs])
-    trained: set[str] = set()
+        kind = _kind(config, device)
+        for key in (kind, (kind, config.method)):
+            spent.setdefault(key, []).append((record.result["seconds"], sum(stages)))
+    rates = {key: _rate(pairs) for key, pairs in spent.items()}
+    trained: set[object] = set()
+    unmeasured: dict[str, None] = {}
     total = longest = 0.0
     for wanted, work in left:
-        shared = work.base is not None and work.base in trained
-        seconds = sum(work.stages[1:] if shared else work.stages) * rates.get(wanted.config.method, overall)
+        kind, method = _kind(wanted.config, device), wanted.config.method
+        if (kind, method) not in rates:
+            unmeasured[method] = None
+        shared = work.base is not None and (kind, work.base) in trained
+        seconds = sum(work.stages[1:] if shared else work.stages) * rates.get((kind, method), rates[kind])
         total, longest = total + seconds, max(longest, seconds)
-        trained |= {work.base} if work.base is not None else set()
+        trained.add((kind, work.base))
     share, at_once = _side_by_side(measured)
-    methods = dict.fromkeys(wanted.config.method for wanted, _ in left if wanted.config.method not in rates)
     alone = min(longest, longest * share * ALONE)  # the longest run cannot be shared out
-    return Cost(hardware, max(total * share, alone), len(measured), at_once, tuple(methods), uncounted)
+    return Cost(hardware, max(total * share, alone), len(measured), at_once, tuple(unmeasured), uncounted)
 
 
 def _rate(pairs: Iterable[tuple[float, float]]) -> float:

@@ -235,16 +235,22 @@ def cost_lines(estimates: Sequence[Cost], here: str, left: int, at_once: int) ->
         return []
     ordered = sorted(estimates, key=lambda cost: cost.hardware != here)
     lines = (
-        [] if any(cost.hardware == here for cost in estimates) else [f"{here} (here): no measurement of this hardware"]
+        []
+        if any(cost.hardware == here for cost in estimates)
+        else [f"{here} (here): no measurement of such runs on this hardware"]
     )
     for cost in ordered:
+        name = f"{cost.hardware}{' (here)' if cost.hardware == here else ''}"
+        lacking = [f"{count} run{'s' if count > 1 else ''} {why}" for why, count in cost.uncounted.items()]
+        if cost.seconds is None:
+            lines.append(f"{name}: no estimate of {', '.join(lacking)}")
+            continue
         beside = "one at a time" if cost.at_once == 1 else f"up to {cost.at_once} side by side"
-        text = f"{cost.hardware}{' (here)' if cost.hardware == here else ''}: about {_long(cost.seconds)}, "
+        text = f"{name}: about {_long(cost.seconds)}, "
         text += f"from {cost.measured} measured run{'s' if cost.measured > 1 else ''}, {beside}"
         if cost.hardware == here and at_once != cost.at_once:
             text += f" (this command would do {at_once} at a time: --at-once)"
-        if cost.uncounted:
-            text += f"; without {cost.uncounted} runs on other data or networks, of which none was measured"
+        text += "".join(f"; without {runs}" for runs in lacking)
         if cost.unmeasured:
             text += f"; not measured there and taken to cost the same: {', '.join(cost.unmeasured)}"
         lines.append(text)
@@ -269,7 +275,7 @@ def plan_json(plan: Plan, estimates: Sequence[Cost], known: Known, here: str) ->
         "left": len(plan.left),
         "no_recipe": list(dict.fromkeys(cell.missing for cell in plan.cells if cell.missing)),
         "hardware": here,
-        "minutes": {cost.hardware: cost.seconds / 60 for cost in estimates},
+        "minutes": {cost.hardware: cost.seconds / 60 for cost in estimates if cost.seconds is not None},
     }
 
 
