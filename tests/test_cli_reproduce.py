@@ -367,6 +367,21 @@ def test_the_folder_of_results_may_be_somebody_elses(engram: Engram, tmp_path: P
     assert_refused(engram("reproduce", "table1", "--dry-run"), "ours.jsonl")
 
 
+def test_runs_without_their_importance_are_to_do_and_said_to_be(
+    engram: Engram, paper: Path, photos: Path, done: Path, tmp_path: Path
+) -> None:
+    """Table 1 counts them as done and Figure 2 does not, which needs what they did not keep."""
+    some = Path(shutil.copytree(done, tmp_path / "some"))
+    for name in "1", "2":
+        shutil.rmtree(runs_of(some)["afc", 2, name] / "stages")
+    outcome = engram(*asked(paper, photos, some, "--dry-run"))
+    assert (
+        "4 done, 2 to do\n2 of those to do were run before and kept no importance, which Figure 2 shows\n"
+        in outcome.out
+    )
+    assert "kept no importance" not in engram(*asked(paper, photos, done, "--dry-run")).out
+
+
 def test_runs_that_were_measured_before_are_told_from_those_of_out(
     engram: Engram, paper: Path, photos: Path, done: Path, tmp_path: Path
 ) -> None:

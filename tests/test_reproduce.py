@@ -338,6 +338,7 @@ def test_an_importance_is_needed_where_it_is_drawn() -> None:
     found = measure(cell_of("figure3", "AFC (CNN)", "cifar100 50 stages", [record]))
     assert (found.why, found.mark) == ("run, but no importance was kept", "not run")
     assert text.lines(found) == [found.why]
+    assert [wanted.name for wanted in found.cell.bare] == ["afc-cifar100-b50-s50-order1-seed1"]
     assert measure(cell_of("figure3", "AFC (CNN)", "cifar100 50 stages", [])).why == "not run"
     whole = measure(cell_of("figure3", "AFC (CNN)", "cifar100 50 stages", [record, kept]))
     assert whole.cell.records == (kept,)

@@ -39,8 +39,8 @@ class Wanted:
 class Cell:
     """A cell: its runs, and for each the record of it, None where it was not measured.
 
-    reason: why it has no runs, where it can have none; missing: the recipe that there is not yet; bare: how many of
-    its runs were measured and do not count, for they kept no importance and the cell is about it.
+    reason: why it has no runs, where it can have none; missing: the recipe that there is not yet; bare: those of its
+    runs that were measured and do not count, for they kept no importance and the cell is about it.
     """
 
     experiment: Experiment
@@ -52,7 +52,7 @@ class Cell:
     found: tuple[Record | None, ...] = ()
     reason: str = ""
     missing: str = ""
-    bare: int = 0
+    bare: tuple[Wanted, ...] = ()
 
     @property
     def records(self) -> tuple[Record, ...]:
@@ -168,7 +168,7 @@ class _Planner:
         wanted = tuple(self._wanted(replace(config, order=order, seed=seed)) for order in orders for seed in seeds)
         found = tuple(self.found(run, importance=experiment.kind == "importance") for run in wanted)
         pairs = zip(wanted, found, strict=True)
-        bare = sum(record is None and self.found(run, importance=False) is not None for run, record in pairs)
+        bare = tuple(run for run, record in pairs if record is None and self.found(run, importance=False) is not None)
         return replace(cell, predictor=spec.predictor or config.predictor, wanted=wanted, found=found, bare=bare)
 
     def _here(self, config: RunConfig) -> RunConfig:

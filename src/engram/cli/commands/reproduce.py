@@ -31,7 +31,7 @@ from engram.reproduce.paper import MEASURES, Experiment, Paper, load_paper
 from engram.reproduce.plan import Asked, Plan, make_plan
 from engram.reproduce.records import Record
 from engram.reproduce.store import SUFFIX, is_ours, merge, read_results
-from engram.reproduce.text import LEGEND, caption, grid, lines
+from engram.reproduce.text import LEGEND, caption, grid, joined, lines
 from engram.rundir import find_runs, processor_name
 from engram.together import plan_members
 from engram.together.workers import ON_CPU, ON_CUDA
@@ -202,12 +202,22 @@ def print_plan(console: Console, plan: Plan, estimates: Sequence[Cost], known: K
         print_line(console, f"no recipe yet: {', '.join(missing)}")
     total, left = len(plan.runs), len(plan.left)
     print_line(console, f"{total} runs, each counted once: {total - left} done, {left} to do")
-    if origin := origin_line(plan, known):
-        print_line(console, origin)
+    for text in filter(None, (_bare_line(plan), origin_line(plan, known))):
+        print_line(console, text)
     at_once = options.at_once or (ON_CPU if here == processor_name() else ON_CUDA)
     for text in cost_lines(estimates, here, left, min(at_once, left)):
         print_line(console, text)
     print_line(console, "this was a dry run: nothing was written")
+
+
+def _bare_line(plan: Plan) -> str:
+    """Which of the runs to do count as done in other tables; empty where none does."""
+    cells = [cell for cell in plan.cells if cell.bare]
+    if not cells:
+        return ""
+    names = {wanted.name for cell in cells for wanted in cell.bare}
+    shown = joined(list(dict.fromkeys(cell.experiment.heading for cell in cells)))
+    return f"{len(names)} of those to do were run before and kept no importance, which {shown} shows"
 
 
 def _runs_table(plan: Plan) -> Table:
