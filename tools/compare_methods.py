@@ -20,13 +20,13 @@ from engram.errors import EngramError
 from engram.files import read_json, write_bytes
 from engram.recipes import recipe, recipe_names
 from engram.report.svg import Drawing
-from engram.report.tables import predictor_name
+from engram.report.tables import decimal, predictor_name
 from engram.reproduce.cells import Measured, measure, predictor_of
 from engram.reproduce.paper import load_paper
 from engram.reproduce.plan import Asked, make_plan
 from engram.reproduce.records import Record, protocol_key
 from engram.reproduce.store import merge, read_results
-from engram.reproduce.text import NOTHING, number, signed, spread
+from engram.reproduce.text import NOTHING, signed, spread
 from fill_cards import METHODS
 
 COMMAND = "python tools/compare_methods.py docs/methods/compared.md results"
@@ -176,7 +176,7 @@ def _orders(records: Sequence[Record]) -> Iterator[str]:
             yield f"How far {cell.row.label} on order {ORDER} is from its mean is unknown: not all orders were run."
             continue
         yield (
-            f"{cell.row.label} has {number(one)} on order {ORDER} and {spread(whole)} over orders {', '.join(orders)} "
+            f"{cell.row.label} has {decimal(one)} on order {ORDER} and {spread(whole)} over orders {', '.join(orders)} "
             f"(n = {whole.n}), so this order is {signed(one - whole.mean)} from the mean."
         )
 
@@ -252,8 +252,8 @@ def _found(row: Row) -> list[str]:
         for by in row.records[0].result[AVERAGE]
         if by != row.predictor
     }
-    beside = ", ".join(f"{number(value)} ({predictor_name(by)})" for by, value in others.items())
-    return [number(last), f"{number(base, 1)} and {number(later, 1)}", beside or NOTHING]
+    beside = ", ".join(f"{decimal(value)} ({predictor_name(by)})" for by, value in others.items())
+    return [decimal(last), f"{decimal(base, 1)} and {decimal(later, 1)}", beside or NOTHING]
 
 
 def _cells(row: Row) -> list[str]:
@@ -264,7 +264,11 @@ def _cells(row: Row) -> list[str]:
     if row.cost is None:
         return [*found, "not measured", "not measured"]
     mark = " †" if row.borrowed else ""
-    return [*found, NOTHING if row.cost.step is None else number(row.cost.step) + mark, number(row.cost.run, 0) + mark]
+    return [
+        *found,
+        NOTHING if row.cost.step is None else decimal(row.cost.step) + mark,
+        decimal(row.cost.run, 0) + mark,
+    ]
 
 
 def _base_and_later(record: Record, predictor: str) -> tuple[float, float]:
@@ -283,8 +287,8 @@ def _still(rows: Sequence[Row]) -> str:
     sizes = runs[0].records[0].data["stage_sizes"]
     average = fmean(base * sizes[0] / sum(sizes[: number + 1]) for number in range(len(sizes)))
     return (
-        f"A network that kept the best base stage of these runs ({number(base)}) and never learned another class\n"
-        f"would have an average of {number(average)}. "
+        f"A network that kept the best base stage of these runs ({decimal(base)}) and never learned another class\n"
+        f"would have an average of {decimal(average)}. "
     )
 
 

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 
 Matrix = Sequence[Sequence[float]]
+# The names in result.json; of one stage the last two are null.
+METRICS = ("average_incremental_accuracy", "final_accuracy", "forgetting", "backward_transfer")
 
 
 def accuracy(targets: np.ndarray, predictions: np.ndarray) -> float:

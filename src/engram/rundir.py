@@ -21,11 +21,11 @@ from safetensors.numpy import save
 from engram.errors import EngramError
 from engram.events import Event
 from engram.files import TEMPORARY, read_json, remove_temporaries, write_bytes, write_json, writing
+from engram.metrics import METRICS
 
 FORMAT = 1
 MANIFEST, RESULT, EVENTS, LOCK = "run.json", "result.json", "events.jsonl", ".lock"
 _KINDS = {"config": dict, "config_hash": str, "order": dict, "stage_sizes": list, "data": dict}  # of run.json
-_METRICS = ("average_incremental_accuracy", "final_accuracy", "backward_transfer", "forgetting")  # of result.json
 
 
 class RunDirectory:
@@ -157,7 +157,7 @@ def read_result(path: Path) -> dict[str, Any]:
 
 def _is_result(result: Mapping[str, Any]) -> bool:
     """Whether all is there that a result is read for."""
-    metrics: list[Any] = [result.get(key) for key in _METRICS]
+    metrics: list[Any] = [result.get(key) for key in METRICS]
     return (
         isinstance(result.get("stages"), list)
         and isinstance(result.get("recipe"), str)

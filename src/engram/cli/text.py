@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from engram.metrics import METRICS
+
 PIPE_WIDTH = 200  # a pipe has no width; tables are as wide as they need to be
 NARROWEST = 20  # columns; a smaller number is no width that anyone wants
 
@@ -105,21 +107,13 @@ def card_table(card: Mapping[str, str]) -> Table:
     return table
 
 
-MEASURES = {
-    "average_incremental_accuracy": "average incremental accuracy",
-    "final_accuracy": "final accuracy",
-    "forgetting": "forgetting",
-    "backward_transfer": "backward transfer",
-}
-
-
 def summary_table(result: Mapping[str, Any]) -> Table:
     """What the run came to, by predictor, in percent."""
     predictors = list(result["average_incremental_accuracy"])
     columns = [f"{name} %" for name in predictors]
     table = make_table(["", *columns], right=columns)
-    for key, label in MEASURES.items():
-        table.add_row(label, *[percent(result[key].get(name)) for name in predictors])
+    for key in METRICS:
+        table.add_row(key.replace("_", " "), *[percent(result[key].get(name)) for name in predictors])
     return table
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from engram import metrics
+from engram.plain import dotted
 from engram.report.load import Run
 
 # What repetitions of a run may differ in. Where the images lay is no matter: their fingerprint says which they were.
@@ -203,7 +204,7 @@ def leaders(groups: Sequence[Group]) -> list[Group]:
 
 def _shared(run: Run) -> list[Any]:
     """All that repetitions of a run have in common."""
-    config = {key: value for key, value in _flatten(run.config) if key not in _VARYING}
+    config = {key: value for key, value in _flatten(run.config).items() if key not in _VARYING}
     return [run.recipe, run.method, config, run.fingerprint, run.class_names, run.stage_sizes, run.predictors]
 
 
@@ -246,8 +247,8 @@ def _changes(recipe: str) -> tuple[str, list[str]]:
 
 
 def _with_settings(run: Run, others: list[Run]) -> str:
-    flat = [dict(_flatten(other.config)) for other in others if other.recipe == run.recipe]
-    mine = dict(_flatten(run.config))
+    flat = [_flatten(other.config) for other in others if other.recipe == run.recipe]
+    mine = _flatten(run.config)
     differing = [
         f"{key.rsplit('.', 1)[-1]}={value}"
         for key, value in mine.items()
@@ -256,14 +257,9 @@ def _with_settings(run: Run, others: list[Run]) -> str:
     return f"{_short_recipe(run, others)} {', '.join(differing[:3])}".strip()
 
 
-def _flatten(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    pairs: list[tuple[str, str]] = []
-    for key, value in config.items():
-        if isinstance(value, dict):
-            pairs += _flatten(value, f"{prefix}{key}.")
-        else:
-            pairs.append((f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value)))
-    return pairs
+def _flatten(config: Mapping[str, Any]) -> dict[str, str]:
+    """Every setting as text, by its dotted path."""
+    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in dotted(config).items()}
 
 
 def _natural(text: str) -> list[tuple[int, int, str]]:

@@ -23,8 +23,6 @@ from engram.errors import EngramError
 from engram.result import SECONDS
 from engram.rundir import EVENTS, FORMAT, MANIFEST, RESULT
 
-METRICS = ("average_incremental_accuracy", "final_accuracy", "forgetting", "backward_transfer")
-
 # Accuracy is recomputed from the stored predictions; anything above rounding means the files are not of one run.
 _ACCURACY_TOLERANCE = 0.05
 
@@ -32,7 +30,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class StageResult:
+class StageRow:
     """One evaluation: `classes` seen, accuracy in percent by predictor, and R[t][0..t] by predictor."""
 
     classes: int
@@ -70,7 +68,7 @@ class Run:
     stage_sizes: tuple[int, ...]
     predictors: tuple[str, ...]
     reported: str
-    stages: tuple[StageResult, ...]
+    stages: tuple[StageRow, ...]
     metrics: Mapping[str, Mapping[str, float | None]]
     seconds: float
     seconds_by: Mapping[str, float]
@@ -213,7 +211,7 @@ def _assemble(directory: Path, info: _Record, result: _Record) -> Run:
         predictors=predictors,
         reported=_reported(config, predictors),
         stages=stages,
-        metrics={metric: _metric(result.sub(metric), predictors) for metric in METRICS},
+        metrics={metric: _metric(result.sub(metric), predictors) for metric in metrics.METRICS},
         seconds=result.get("seconds", float),
         seconds_by={part: times.get(part, float, 0.0) for part in [*SECONDS, *sorted(set(times.data))]},
         targets=targets,
@@ -238,7 +236,7 @@ def _protocol(info: _Record) -> tuple[tuple[str, ...], tuple[int, ...], tuple[in
     return names, class_order, sizes
 
 
-def _stages(result: _Record, sizes: tuple[int, ...], predictors: tuple[str, ...]) -> tuple[StageResult, ...]:
+def _stages(result: _Record, sizes: tuple[int, ...], predictors: tuple[str, ...]) -> tuple[StageRow, ...]:
     entries = result.get("stages", list)
     if not entries:
         raise EngramError(f"{result.file.parent} has no finished stage yet; let its first stage finish first.")
@@ -260,12 +258,12 @@ def _stages(result: _Record, sizes: tuple[int, ...], predictors: tuple[str, ...]
             )
             rows[predictor] = tuple(numbers.percent(str(i)) for i in range(index + 1))
         percents = {predictor: accuracy.percent(predictor) for predictor in predictors}
-        stages.append(StageResult(seen, percents, rows, record.get("seconds", float)))
+        stages.append(StageRow(seen, percents, rows, record.get("seconds", float)))
     return tuple(stages)
 
 
 def _tensors(
-    file: Path, stage: StageResult, predictors: tuple[str, ...]
+    file: Path, stage: StageRow, predictors: tuple[str, ...]
 ) -> tuple[np.ndarray, dict[str, np.ndarray], tuple[np.ndarray, ...]]:
     try:
         tensors = load_tensors(file.read_bytes())

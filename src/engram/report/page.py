@@ -10,10 +10,11 @@ from urllib.parse import quote
 
 from engram.errors import EngramError
 from engram.files import write_bytes
+from engram.metrics import METRICS
 from engram.report import FILES, figures, words
 from engram.report.groups import Group, make_groups, without_repeats
 from engram.report.html import template
-from engram.report.load import METRICS, load_runs
+from engram.report.load import load_runs
 from engram.report.svg import SERIES, Drawing, drawing_style
 from engram.report.tables import confused_pairs, csv_files, duration, number, predictor_name
 from engram.rundir import version

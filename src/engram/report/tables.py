@@ -9,11 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from engram.metrics import METRICS
 from engram.report.groups import Estimate, Group, row_percent
-from engram.report.load import METRICS
 from engram.result import SECONDS
 
 PREDICTOR_NAMES = {"cnn": "CNN", "nme": "NME"}
+MINUS = "\N{MINUS SIGN}"
 _CONFUSED_PAIRS = 10
 _GLUE = "\N{NO-BREAK SPACE}"
 
@@ -37,15 +38,14 @@ def number(value: Estimate | None, digits: int = 2) -> str:
     """'43.21 ± 0.40', '43.21' for a single run, or a dash where there is no such number."""
     if value is None:
         return "–"
-    text = _signed(value.mean, digits)
+    text = decimal(value.mean, digits)
     return text if value.std is None else f"{text}{_GLUE}±{_GLUE}{value.std:.{digits}f}"
 
 
-def _signed(value: float, digits: int) -> str:
+def decimal(value: float, digits: int = 2) -> str:
+    """A number with a proper minus; a rounded zero has no sign."""
     text = f"{value:.{digits}f}"
-    if float(text) == 0:
-        return text.lstrip("-")  # a rounded zero has no sign
-    return text.replace("-", "\N{MINUS SIGN}")
+    return text.lstrip("-") if float(text) == 0 else text.replace("-", MINUS)
 
 
 def duration(value: Estimate) -> str:

@@ -10,12 +10,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+from engram.report.tables import decimal
+from engram.report.words import join
 from engram.reproduce.cells import FURTHER, MARKS, NOT_RUN, WITHIN_POINT, WITHIN_STD, Measured, each_once, measure_all
 from engram.reproduce.page import headline, records_of, remarks
 from engram.reproduce.paper import MEASURES, Experiment, Paper
 from engram.reproduce.plan import Asked, make_plan
 from engram.reproduce.records import Record
-from engram.reproduce.text import LEGEND, caption, joined, markdown, markdown_effects, number, signed
+from engram.reproduce.text import LEGEND, caption, markdown, markdown_effects, signed
 
 COMMAND = "engram results page docs/reproduction.md results"
 
@@ -117,8 +119,8 @@ def _named(cells: Sequence[Measured], marks: Sequence[str]) -> list[str]:
 def _also(headings: Sequence[str]) -> str:
     """'; also in Table 3', '; also in Tables 3 and 4'."""
     if len(headings) > 1 and all(heading.startswith("Table ") for heading in headings):
-        return f"; also in Tables {joined([heading.removeprefix('Table ') for heading in headings])}"
-    return f"; also in {joined(headings)}" if headings else ""
+        return f"; also in Tables {join([heading.removeprefix('Table ') for heading in headings])}"
+    return f"; also in {join(headings)}" if headings else ""
 
 
 def _effects(experiment: Experiment, cells: Sequence[Measured], file: str | None) -> str:
@@ -163,7 +165,7 @@ def _provenance(used: Sequence[Record], records: Sequence[Record]) -> str:
     ]
     for (recipe, hardware, torch, commit), runs in groups.items():
         seconds = [run.result["seconds"] for run in runs]
-        took = number(seconds[0], 0) if len(runs) == 1 else f"{number(min(seconds), 0)} to {number(max(seconds), 0)}"
+        took = decimal(seconds[0], 0) if len(runs) == 1 else f"{decimal(min(seconds), 0)} to {decimal(max(seconds), 0)}"
         which = ", ".join(f"{run.order}/{run.seed}" for run in runs)
         rows.append(f"| {recipe} | {which} | {took} | {hardware} | {torch} | {commit} |")
     others = len(records) - len(used)

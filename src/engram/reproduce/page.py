@@ -13,6 +13,7 @@ from engram.files import write_bytes
 from engram.report.html import template
 from engram.report.page import write_folder
 from engram.report.svg import drawing_style
+from engram.report.words import join
 from engram.reproduce import figures
 from engram.reproduce.cells import (
     FURTHER,
@@ -29,7 +30,7 @@ from engram.reproduce.cells import (
 from engram.reproduce.paper import MEASURES, Experiment, Paper, Remark
 from engram.reproduce.plan import Cell, Plan
 from engram.reproduce.records import Record
-from engram.reproduce.text import count, csv_table, grid, joined, markdown, signed, spread
+from engram.reproduce.text import count, csv_table, grid, markdown, signed, spread
 from engram.rundir import version
 
 _KINDS = {WITHIN_STD: "std", WITHIN_POINT: "point", FURTHER: "far", NOT_RUN: "", UNPUBLISHED: ""}
@@ -95,8 +96,8 @@ def headline(cells: Sequence[Measured]) -> str:
     single = [cell for cell in measured if cell.n == 1 and len(cell.cell.experiment.orders) > 1]
     if single:
         of = Counter(cell.mark for cell in single)
-        counts = joined([str(of[mark]) for mark in _NEAR if marks[mark]])
-        orders = joined(sorted({str(len(cell.cell.experiment.orders)) for cell in single}))
+        counts = join([str(of[mark]) for mark in _NEAR if marks[mark]])
+        orders = join(sorted({str(len(cell.cell.experiment.orders)) for cell in single}))
         text += f"; {counts} of these from one run of one class order, where the paper has means of {orders}"
     if len(in_tables) > len(published):
         filled = sum(cell.mark != NOT_RUN for cell in in_tables)

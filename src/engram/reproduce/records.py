@@ -22,7 +22,6 @@ from safetensors.numpy import load as load_tensors
 from engram import metrics
 from engram.config import RunConfig, config_hash
 from engram.errors import EngramError
-from engram.report.load import METRICS
 from engram.rundir import EVENTS, read_manifest, read_result
 
 KIND, FORMAT = "engram run", 1
@@ -87,7 +86,7 @@ class Record:
 
     def value(self, measure: str, predictor: str) -> float | None:
         """A measure of an experiment; None where the run has no such number."""
-        if measure in METRICS:
+        if measure in metrics.METRICS:
             return self.result[measure].get(predictor)
         if measure == "importance_spread":
             maps = self.data.get("importance")
@@ -241,13 +240,13 @@ def _wrong_result(data: Mapping[str, Any]) -> str:
             return f"its {name} accuracies by stage are not one for each stage so far"
         if not all(_is_percent(value) for value in [*values, *(value for row in matrix for value in row)]):
             return f"a {name} accuracy of it is no percentage"
-        measured = (
-            metrics.average_incremental_accuracy(values),
-            values[-1],
-            metrics.forgetting(matrix),
-            metrics.backward_transfer(matrix),
-        )
-        for metric, again in zip(METRICS, measured, strict=True):
+        measured = {
+            "average_incremental_accuracy": metrics.average_incremental_accuracy(values),
+            "final_accuracy": values[-1],
+            "forgetting": metrics.forgetting(matrix),
+            "backward_transfer": metrics.backward_transfer(matrix),
+        }
+        for metric, again in measured.items():
             told = result[metric][name]
             if (told is None) != (again is None) or (again is not None and abs(told - again) > _TOLERANCE):
                 return f"its {metric} ({name}) is {told} and its stages give {again}"

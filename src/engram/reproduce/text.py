@@ -7,6 +7,7 @@ import io
 from collections.abc import Sequence
 
 from engram.report.groups import Estimate
+from engram.report.tables import MINUS, decimal
 from engram.reproduce.cells import (
     FURTHER,
     MARKS,
@@ -19,22 +20,16 @@ from engram.reproduce.cells import (
 )
 from engram.reproduce.paper import MEASURES, Experiment, Published
 
-MINUS, NOTHING = "\N{MINUS SIGN}", "–"
+NOTHING = "–"
 LEGEND = (
     f"{MARKS[WITHIN_STD]} {WITHIN_STD} of the paper's mean, {MARKS[WITHIN_POINT]} {WITHIN_POINT} of it, "
     f"{MARKS[FURTHER]} {FURTHER}; ours is mean ± sample standard deviation over n runs (class orders and seeds)"
 )
 
 
-def number(value: float, digits: int = 2) -> str:
-    """A number with a proper minus."""
-    text = f"{value:.{digits}f}"
-    return text.lstrip("-") if float(text) == 0 else text.replace("-", MINUS)
-
-
 def signed(value: float) -> str:
     """A difference with its sign."""
-    text = number(value)
+    text = decimal(value)
     return text if text.startswith(MINUS) or float(text) == 0 else f"+{text}"
 
 
@@ -42,12 +37,7 @@ def spread(value: Estimate | Published | None) -> str:
     """'62.18 ± 0.57', '62.18' where there is no spread, or a dash."""
     if value is None:
         return NOTHING
-    return number(value.mean) if value.std is None else f"{number(value.mean)} ± {number(value.std)}"
-
-
-def joined(words: Sequence[str]) -> str:
-    """'3', '3 and 4', '3, 4 and 5'."""
-    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+    return decimal(value.mean) if value.std is None else f"{decimal(value.mean)} ± {decimal(value.std)}"
 
 
 def count(measured: Measured) -> str:
@@ -104,7 +94,7 @@ def _absolute(cell: Measured) -> str:
 
 
 def _effect(value: Estimate) -> str:
-    text = signed(value.mean) if value.std is None else f"{signed(value.mean)} ± {number(value.std)}"
+    text = signed(value.mean) if value.std is None else f"{signed(value.mean)} ± {decimal(value.std)}"
     return f"{text} points (n = {value.n})"
 
 

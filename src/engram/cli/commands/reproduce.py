@@ -24,6 +24,7 @@ from engram.config import RunConfig
 from engram.data.load import DataConfig
 from engram.data.store import ImageStore
 from engram.errors import EngramError
+from engram.report.words import join
 from engram.reproduce.cells import FURTHER, NOT_RUN, WITHIN_POINT, WITHIN_STD, Measured, measure
 from engram.reproduce.cost import Cost, costs, this_hardware
 from engram.reproduce.page import headline, remarks, write_page
@@ -31,7 +32,7 @@ from engram.reproduce.paper import MEASURES, Experiment, Paper, load_paper
 from engram.reproduce.plan import Asked, Plan, make_plan
 from engram.reproduce.records import Record
 from engram.reproduce.store import SUFFIX, is_ours, merge, read_results
-from engram.reproduce.text import LEGEND, caption, grid, joined, lines
+from engram.reproduce.text import LEGEND, caption, grid, lines
 from engram.rundir import find_runs, processor_name
 from engram.together import plan_members
 from engram.together.workers import ON_CPU, ON_CUDA
@@ -216,7 +217,7 @@ def _bare_line(plan: Plan) -> str:
     if not cells:
         return ""
     names = {wanted.name for cell in cells for wanted in cell.bare}
-    shown = joined(list(dict.fromkeys(cell.experiment.heading for cell in cells)))
+    shown = join(dict.fromkeys(cell.experiment.heading for cell in cells))
     return f"{len(names)} of those to do were run before and kept no importance, which {shown} shows"
 
 
