@@ -590,6 +590,21 @@ def test_a_remark_stands_by_the_numbers_it_is_about() -> None:
     assert "AFC (NME)" not in other
 
 
+def test_a_remark_on_effects_stands_on_the_pages_once_one_is_measured(tmp_path: Path) -> None:
+    original = recipe("afc-cifar100-b50-s10")
+    config = named_after_changes(original, apply_changes(original, ["settings.exemplars_only=true"]))
+    base, changed = make_record(original, 64.0), make_record(config, 65.0)
+    said = "How much a run moves by rounding alone"
+    assert said not in document(AFC, [base])
+    assert document(AFC, [base, changed]).count(said) == 1
+    plan = make_plan(AFC.find(["effects"]), [base, changed])
+    page = write_page(tmp_path / "page.html", AFC, plan).read_text(encoding="utf-8")
+    assert said in page
+    assert '<span class="paper" title="nothing published">+1.00 against the first row</span>' in page, (
+        "no mark: the paper has none"
+    )
+
+
 def test_a_remark_on_no_row_of_its_table_is_refused(tmp_path: Path) -> None:
     spoilt = PAPER.replace('text = "The numbers were made up."', 'rows = ["AFK"]\ntext = "Why."')
     with pytest.raises(EngramError, match=r"a remark on table1 names 'AFK' among its rows"):

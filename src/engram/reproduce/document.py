@@ -34,7 +34,7 @@ def document(paper: Paper, records: Sequence[Record], command: str = COMMAND, fi
         _overview(tables, cells),
         _reproduces(cells),
         _does_not(paper, tables, cells),
-        *(_effects(experiment, cells, file) for experiment in effects),
+        *(_effects(paper, experiment, cells, file) for experiment in effects),
         *(_section(experiment, cells, file) for experiment in tables),
         _provenance(records_of(plan.cells), records),
     ]
@@ -123,9 +123,10 @@ def _also(headings: Sequence[str]) -> str:
     return f"; also in {join(headings)}" if headings else ""
 
 
-def _effects(experiment: Experiment, cells: Sequence[Measured], file: str | None) -> str:
-    table = markdown_effects(experiment, _of(experiment, cells))
-    note = f"\n{experiment.note}\n" if experiment.note else ""
+def _effects(paper: Paper, experiment: Experiment, cells: Sequence[Measured], file: str | None) -> str:
+    mine = _of(experiment, cells)
+    table = markdown_effects(experiment, mine)
+    note = "".join(f"\n{text}\n" for text in (experiment.note, *remarks(paper, mine)) if text)
     opening = f"{experiment.opening}\n" if experiment.opening else ""
     return f"""## {caption(experiment)}
 

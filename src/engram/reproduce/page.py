@@ -118,8 +118,8 @@ def facts(cells: Sequence[Measured]) -> str:
 
 
 def remarks(paper: Paper, cells: Sequence[Measured]) -> list[str]:
-    """What is known of why an experiment's numbers are off, of those that are."""
-    off = [cell.cell for cell in cells if cell.mark in (FURTHER, WITHIN_POINT)]
+    """What is known of why an experiment's numbers are off, of those that are, or of numbers the paper has not."""
+    off = [cell.cell for cell in cells if cell.mark in (FURTHER, WITHIN_POINT) or (cell.n and not cell.cell.published)]
     return [remark.text for remark in paper.remarks if any(_is_about(remark, cell) for cell in off)]
 
 
