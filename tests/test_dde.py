@@ -556,25 +556,6 @@ def test_an_unknown_removal_is_refused_with_the_nearest() -> None:
         DDESettings(removal="fix")  # pyright: ignore[reportArgumentType]
 
 
-OTHER: dict[str, Any] = {"neighbours": 3, "removal": "learned", "strength": 0.1, "fit_epochs": 3, "fit_rate": 0.1}
-
-
-@hosts
-def test_the_base_stage_is_shared_by_all_settings_of_the_add_on_and_not_with_the_host(method: str) -> None:
-    config = make_config(method)
-    one = Session(config, make_store())
-    learn_stage(one, 0)
-    state = one.learner.state_dict()
-    assert OTHER.keys() == {field.name for field in fields(DDESettings)}
-    for name, value in OTHER.items():
-        other = Session(config.with_value(f"settings.dde.{name}", value), make_store())
-        assert one.base_key() == other.base_key()
-        learn_stage(other, 0)
-        assert all(torch.equal(each, state[key]) for key, each in other.learner.state_dict().items()), name
-    assert one.base_key() != Session(make_config(method.removesuffix("-dde")), make_store()).base_key()
-    assert one.base_key() != Session(config.with_settings(train__epochs=2), make_store()).base_key()
-
-
 @hosts
 def test_a_base_stage_out_of_the_cache_brings_its_direction(method: str, tmp_path: Path) -> None:
     cache, config = StageCache(tmp_path), make_config(method).with_settings(dde__removal="learned")

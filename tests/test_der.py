@@ -14,13 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engram import recipe, run
-from engram.config import RunConfig
 from engram.engine.plan import learning_rates
 from engram.errors import EngramError
 from engram.evaluation import predict
 from engram.events import BaseReused, EpochFinished
 from engram.learner import Learner
-from engram.methods import METHODS, Phase, Step, Training, find_method
+from engram.methods import Phase, Step, Training, find_method
 from engram.methods.der import DERSettings, auxiliary_loss
 from engram.models.expanding import ExpandingBackbone, ExpandingHead, both_means, count_older
 from engram.models.network import Output
@@ -451,33 +450,6 @@ def test_stopped_in_any_phase_it_resumes_exactly(phase: str, whole: dict[str, Te
 
 
 # The base stage that runs share
-
-
-def trained_base(config: RunConfig) -> Tensor:
-    session = tiny_session(config)
-    stage, phases = phases_of(session, 0)
-    for number, phase in enumerate(phases.values()):
-        train_phase(session, stage, phase, number)
-    return torch.cat([value.float().flatten() for value in session.learner.network.state_dict().values()])
-
-
-def key(config: RunConfig) -> str | None:
-    return Session(config, toy_store()).base_key()
-
-
-def test_every_setting_is_in_the_base_key_or_plays_no_part() -> None:
-    config = tiny_config("der").with_settings(warmup=0.5)
-    assert key(config) is not None
-    others = {"warmup": 1.0, "lambda_aux": 0.5, "temperature": 2.0}
-    shared: list[str] = []
-    for name, value in vars(config.settings).items():
-        other = dataclasses.replace(value, epochs=1, lr=0.02) if isinstance(value, Training) else others[name]
-        changed = config.with_value(f"settings.{name}", other)
-        if key(changed) == key(config):
-            shared.append(name)
-            assert torch.equal(trained_base(changed), trained_base(config)), name
-    assert shared == ["lambda_aux", "temperature", "finetune"]
-    assert key(config) not in [key(tiny_config(each)) for each in METHODS if each != "der"]
 
 
 def test_a_run_with_a_base_stage_from_the_cache_is_the_run_without(tmp_path: Path) -> None:

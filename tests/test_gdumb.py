@@ -197,11 +197,6 @@ def test_one_class_a_stage_trains() -> None:
 def test_the_base_is_shared_whatever_the_later_stages_do(tmp_path: Path) -> None:
     config = tiny_config("gdumb").with_settings(rehearse=REHEARSE)
     other = config.with_settings(rehearse__epochs=1)
-    keys = {Session(each, toy_store()).base_key() for each in (config, other)}
-    assert len(keys) == 1
-    assert None not in keys
-    for change in ({"train__lr": 0.01}, {"cutmix__probability": 0.1}):
-        assert Session(config.with_settings(**change), toy_store()).base_key() not in keys
     cache = StageCache(tmp_path)
     list(run(config, toy_store(), cache=cache))
     shared = list(run(other, toy_store(), cache=cache))

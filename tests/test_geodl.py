@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from conftest import make_config, make_store
-from engram import EngramError, recipe, run
-from engram.events import BaseReused
+from engram import EngramError, recipe
 from engram.methods.geodesic import features, flow, geodesic_distance, geodesic_similarity, orthonormal
 from engram.methods.geodl import GeoDLSettings
-from engram.session import Session
-from engram.stagecache import StageCache
 from helpers import drift, learn_stage, parameters_of, tiny_config, tiny_session
 
 
@@ -190,24 +185,6 @@ def test_one_class_a_stage_and_batches_of_two_train_to_finite_numbers() -> None:
     for index in range(3):
         learn_stage(session, index)
     assert all(bool(value.isfinite().all()) for value in parameters_of(session.learner.network).values())
-
-
-def test_it_shares_its_base_stage_with_ucir(tmp_path: Path) -> None:
-    cache = StageCache(tmp_path)
-    list(run(make_config("ucir"), make_store(), cache=cache))
-    shared = list(run(make_config("geodl"), make_store(), cache=cache))
-    assert any(isinstance(event, BaseReused) for event in shared)
-
-
-@pytest.mark.parametrize(("name", "value"), [("lambda_geodesic", 1.0), ("distance", "paper"), ("centre", "sample")])
-def test_what_is_not_in_the_base_key_leaves_the_trained_base_alone(name: str, value: object) -> None:
-    config = make_config("geodl")
-    one, other = (Session(each, make_store()) for each in (config, config.with_settings(**{name: value})))
-    assert one.base_key() == other.base_key()
-    for session in (one, other):
-        learn_stage(session, 0)
-    state = other.learner.state_dict()
-    assert all(torch.equal(tensor, state[key]) for key, tensor in one.learner.state_dict().items())
 
 
 def test_bad_settings_are_refused() -> None:

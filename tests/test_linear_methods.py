@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from engram.config import RunConfig
 from engram.engine.plan import learning_rates
 from engram.errors import EngramError
 from engram.events import Warned
-from engram.methods import METHODS, Training, find_method
+from engram.methods import find_method
 from engram.recipes import recipe
 from engram.runner import run
-from engram.session import Session
 from helpers import (
     assert_resumes_to,
     learn_stage,
@@ -33,13 +29,6 @@ from helpers import (
 FAMILY = ["icarl", "wa", "lwf", "bic", "eeil", "ssil"]
 PHASES = [*((method, "main") for method in FAMILY), ("bic", "correct"), ("eeil", "balance")]
 ROWS = ("head.weight", "head.bias")
-OTHER: dict[str, Any] = {
-    "temperature": 3.0,
-    "lambda_kd": 2.0,
-    "replay": 2,
-    "min_group": 2,
-    "divided": False,
-}  # another value for every setting of one of them that is not a training
 
 
 def test_icarl_trains_by_its_own_schedule() -> None:
@@ -65,33 +54,6 @@ def test_short_recipes_keep_the_methods_own_rate(method: str) -> None:
     for name, epochs in ((f"{method}-mini-b10-s5", 16), (f"{method}-folder", 60)):
         train = recipe(name).settings.train  # pyright: ignore[reportAttributeAccessIssue]
         assert (train.epochs, train.lr, train.milestones) == (epochs, own.lr, own.milestones)
-
-
-def trained_base(config: RunConfig) -> torch.Tensor:
-    session = tiny_session(config)
-    stage = session.stage(0)
-    session.method.grow(session.learner, stage, session.engine)
-    for number, phase in enumerate(session.method.phases(session.learner, stage, session.engine)):
-        train_phase(session, stage, phase, number)
-    return torch.cat([value.float().flatten() for value in session.learner.network.state_dict().values()])
-
-
-def key(config: RunConfig) -> str | None:
-    return Session(config, toy_store()).base_key()
-
-
-@pytest.mark.parametrize("method", FAMILY)
-def test_every_setting_is_in_the_base_key_or_plays_no_part(method: str) -> None:
-    """The guard against stale entries: what is left out of the key must not change the trained base by one bit."""
-    config = tiny_config(method)
-    if key(config) is None:
-        pytest.skip(f"{method} does not share its base stage")
-    for name, value in vars(config.settings).items():
-        other = dataclasses.replace(value, epochs=1, lr=0.02) if isinstance(value, Training) else OTHER[name]
-        changed = config.with_value(f"settings.{name}", other)
-        if key(changed) == key(config):
-            assert torch.equal(trained_base(changed), trained_base(config)), name
-    assert key(config) not in [key(tiny_config(each)) for each in METHODS if each != method]
 
 
 def test_wa_keeps_the_head_from_turning_negative_and_aligns_the_new_classes() -> None:

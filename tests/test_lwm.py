@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from torch import Tensor
 from engram import EngramError, recipe, run
 from engram.data.stage import NEVER
 from engram.events import Warned
-from engram.methods import Step, Training, find_method
+from engram.methods import Step, find_method
 from engram.methods.lwm import ROWS, LwM, LwMSettings, attention_loss
 from engram.models.heads import LinearHead
 from engram.models.network import Output
@@ -214,22 +213,6 @@ def test_stages_of_one_class_are_finite_and_said_once() -> None:
     said = [event.message for event in events if isinstance(event, Warned)]
     assert len(said) == 1
     assert "stage 1 has one new class" in said[0]
-
-
-OTHER: dict[str, Any] = {"lambda_kd": 0.5, "lambda_attention": 0.5, "temperature": 1.0}
-
-
-def test_what_is_not_in_the_base_key_leaves_the_trained_base_alone() -> None:
-    config = tiny_config("lwm")
-    base = tiny_session(config)
-    learn_stage(base, 0)
-    for name, value in vars(config.settings).items():
-        other = dataclasses.replace(value, epochs=1) if isinstance(value, Training) else OTHER[name]
-        session = tiny_session(config.with_settings(**{name: other}))
-        assert (session.base_key() == base.base_key()) == (name != "train")
-        if name != "train":
-            learn_stage(session, 0)
-            assert torch.equal(head_of(session), head_of(base))
 
 
 def test_bad_settings_are_refused() -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pytest
@@ -18,6 +18,8 @@ from torch._subclasses.fake_tensor import (
 )
 
 import engram.runner
+from engram.config import RunConfig
+from engram.data.memory import MemoryConfig
 from engram.data.stage import Stage
 from engram.data.store import ImageStore, Split
 from engram.events import EpochFinished, RunFinished, StageFinished, StageStarted
@@ -34,6 +36,7 @@ from helpers import (
     tiny_config,
     tiny_session,
     toy_store,
+    train_phase,
 )
 
 # Beyond what every tiny run has; a method that needs nothing more is not listed.
@@ -42,6 +45,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "gdumb": {"rehearse": Training(epochs=12, batch_size=4, lr=0.05, remainder="keep")},
     "icarl": {"train__lr": 1.0},
     "bic": {"correction__epochs": 4},
+    "der": {"warmup": 0.5},
     "ssil": {"replay": 4},
     "ucir-dde": {"dde__neighbours": 3, "dde__removal": "learned"},
     "podnet-dde": {"dde__neighbours": 3},
@@ -358,3 +362,60 @@ def test_no_epochs_still_ends_in_a_result(method: str) -> None:
     events = list(run(config, toy_store(num_classes=4)))
     assert isinstance(events[-1], RunFinished)
     assert len(events[-1].result["stages"]) == 2
+
+
+def another(value: Any, hint: Any) -> Any:
+    """A value that a setting of this type can have instead; of settings in settings, every one is another."""
+    if is_dataclass(value):
+        hints = get_type_hints(type(value))
+        inner = {field.name: another(getattr(value, field.name), hints[field.name]) for field in fields(value)}
+        return replace(value, **inner)  # pyright: ignore[reportArgumentType]
+    kinds = get_args(hint) if type(None) in get_args(hint) else (hint,)
+    for kind in kinds:
+        if get_origin(kind) is Literal:
+            return next(choice for choice in reversed(get_args(kind)) if choice != value)
+    if bool in kinds:
+        return value is False
+    if isinstance(value, tuple):
+        return (0.5,)
+    return (value or 0) + 1 if int in kinds else (value or 0.5) / 2
+
+
+def base_config(method: str) -> RunConfig:
+    return tiny_config(method).with_settings(**SETTINGS.get(method, {}))
+
+
+@cache
+def base_key(config: RunConfig) -> str | None:
+    return tiny_session(config).base_key()
+
+
+@cache
+def trained_base(config: RunConfig) -> dict[str, Tensor]:
+    """The network after the base stage, as the cache keeps it."""
+    session = tiny_session(config)
+    stage = session.stage(0)
+    session.method.grow(session.learner, stage, session.engine)
+    for number, phase in enumerate(session.method.phases(session.learner, stage, session.engine)):
+        train_phase(session, stage, phase, number)
+    return session.learner.network.state_dict()
+
+
+@methods
+def test_its_base_stage_is_that_of_all_that_share_its_key(method: str) -> None:
+    """The guard against a wrong base stage: neither what is left out of the key nor the method changes it by a bit."""
+    config = base_config(method)
+    key = base_key(config)
+    if key is None:
+        pytest.skip(f"{method} does not share its base stage")
+    hints = get_type_hints(type(config.settings))
+    others = {name: another(value, hints[name]) for name, value in vars(config.settings).items()}
+    left_out = {name: other for name, other in others.items() if base_key(config.with_settings(**{name: other})) == key}
+    assert "train" not in left_out
+    memory = {"needed": MemoryConfig(size=5), "optional": MemoryConfig(size=3)}.get(find_method(method).memory)
+    changed = replace(config.with_settings(**left_out), memory=memory or config.memory)
+    assert base_key(changed) == key
+    assert_same_state(trained_base(changed), trained_base(config))
+    for other in sorted(METHODS):
+        if base_key(base_config(other)) == key:
+            assert_same_state(trained_base(base_config(other)), trained_base(config))

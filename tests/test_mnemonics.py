@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -502,41 +502,6 @@ def test_a_stopped_run_resumes_to_the_same_images_bit_for_bit(variant: str, step
     assert "memory.images" in whole
     run_stopped(config, make_store(), tmp_path / "stopped", steps)
     assert_resumes_to(whole, tmp_path / "stopped", make_store())
-
-
-OTHER: dict[str, Any] = {
-    "lambda_embedding": 1.0,
-    "lambda_ranking": 0.2,
-    "margin": 0.1,
-    "rivals": 1,
-    "variant": "paper",
-    "tune.lr": 20.0,
-    "storage": "round",
-    "inner": "head",
-    "inner_steps": 2,
-    "inner_lr": 0.5,
-    "factors": False,
-}
-
-
-@pytest.mark.parametrize("name", sorted(OTHER))
-def test_what_is_not_in_the_base_key_leaves_the_trained_base_alone(name: str) -> None:
-    config = make_config("mnemonics")
-    one, other = (Session(each, make_store()) for each in (config, config.with_value(f"settings.{name}", OTHER[name])))
-    assert one.base_key() == other.base_key() == Session(make_config("ucir"), make_store()).base_key()
-    for session in (one, other):
-        learn_stage(session, 0)
-    for key, value in one.learner.network.state_dict().items():
-        assert torch.equal(value, other.learner.network.state_dict()[key]), key
-
-
-def test_every_setting_is_guarded() -> None:
-    assert {name.partition(".")[0] for name in OTHER} | {"train"} == {field.name for field in fields(MnemonicsSettings)}
-    keys = {
-        Session(make_config("mnemonics", **change), make_store()).base_key()
-        for change in ({}, {"settings__train__epochs": 2})
-    }
-    assert len(keys) == 2
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from conftest import make_config, make_store
-from engram import EngramError, RunConfig, run, stagecache
+from engram import EngramError, RunConfig, Training, run, stagecache
 from engram.events import BaseReused, EpochFinished, Event, RunFinished, Warned
-from engram.methods.afc import AFCSettings
+from engram.methods import METHODS, _base
 from engram.methods.host import HostSettings
 from engram.session import Session
 from engram.stagecache import StageCache, code_digest
@@ -49,34 +49,29 @@ def test_reused_base_gives_the_same_run(tmp_path: Path) -> None:
     assert curve(alone) == curve(first) == curve(second)
 
 
-@pytest.mark.parametrize("method", ["replay", "uniform", "naive", "podnet", "gradcam"])
-def test_methods_on_one_host_share_their_base(method: str, tmp_path: Path) -> None:
+def test_methods_on_one_host_share_their_base(tmp_path: Path) -> None:
     cache = StageCache(tmp_path)
     events_of(make_config("afc"), cache)
-    shared = events_of(make_config(method), cache)
+    shared = events_of(make_config("podnet"), cache)
     assert any(isinstance(event, BaseReused) for event in shared)
-    assert curve(shared) == curve(events_of(make_config(method), None))
+    assert curve(shared) == curve(events_of(make_config("podnet"), None))
+
+
+def test_which_methods_share_their_base() -> None:
+    families = (
+        "afc replay naive uniform podnet gap gram pod pixels channel gradcam",
+        "ucir mnemonics geodl",
+        "ewc mas",
+    )
+    keys = [{key(make_config(method)) for method in family.split()} for family in families]
+    assert [len(each) for each in keys] == [1, 1, 1]
+    assert len(set.union(*keys)) == 3
 
 
 def test_joint_training_shares_nothing() -> None:
     assert Session(make_config("joint"), make_store()).base_key() is None
 
 
-# A changed value for every setting of AFC; a setting missing here fails the test below.
-OTHER: dict[str, Any] = {
-    "variant": "paper",
-    "similarity": "cosine",
-    "classification": "paper",
-    "balanced": False,
-    "discrepancy": "paper",
-    "proxies": 4,
-    "sharpness": 3.0,
-    "learned_scale": False,
-    "margin": 0.1,
-    "lambda_disc": 1.0,
-    "exemplars_only": True,
-    "importance_samples": 5,
-}
 TRAINING: dict[str, Any] = {
     "epochs": 2,
     "batch_size": 4,
@@ -92,29 +87,10 @@ TRAINING: dict[str, Any] = {
 }
 
 
-def trained_base(config: RunConfig) -> torch.Tensor:
-    session = Session(config, make_store())
-    stage = session.stage(0)
-    session.method.grow(session.learner, stage, session.engine)
-    for number, phase in enumerate(session.method.phases(session.learner, stage, session.engine)):
-        for _ in session.engine.start(session.learner, stage, phase, number):
-            pass
-    return torch.cat([value.float().flatten() for value in session.learner.network.state_dict().values()])
-
-
-@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(AFCSettings)])
-def test_every_setting_is_in_the_key_or_plays_no_part(name: str) -> None:
-    """The guard against stale entries: what is left out of the key must not change the trained base by one bit."""
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Training)])
+def test_every_part_of_the_training_is_in_the_key(name: str) -> None:
     config = make_config()
-    if name in ("train", "finetune"):
-        changed = [config.with_value(f"settings.{name}.{inner}", value) for inner, value in TRAINING.items()]
-        assert TRAINING.keys() == {field.name for field in dataclasses.fields(config.settings.train)}  # pyright: ignore[reportAttributeAccessIssue]
-    else:
-        changed = [config.with_value(f"settings.{name}", OTHER[name])]
-    for other in changed:
-        if key(other) == key(config):
-            assert any(field.name == name and field.metadata["after_base"] for field in dataclasses.fields(AFCSettings))
-            assert torch.equal(trained_base(other), trained_base(config))
+    assert key(config.with_value(f"settings.train.{name}", TRAINING[name])) != key(config)
 
 
 @pytest.mark.parametrize(
@@ -187,6 +163,38 @@ def test_a_method_from_elsewhere_shares_until_its_file_or_its_bases_change(
     assert code_digest(method) == before
     (tmp_path / "outside_base.py").unlink()
     assert code_digest(method) is None
+
+
+TWINS = """
+from dataclasses import replace
+import torch.nn.functional as F
+from engram.methods import register
+from engram.methods.host import HostMethod, HostSettings, host_phases
+
+@register("one", settings=HostSettings, title="Trains as its host does")
+class One(HostMethod[HostSettings]):
+    def phases(self, learner, stage, passes):
+        return host_phases(self.settings, learner, stage, passes)
+
+def entropy(step):
+    return {"classification": F.cross_entropy(step.student.logits, step.labels)}
+
+@register("two", settings=HostSettings, title="Has a base stage of its own")
+class Two(HostMethod[HostSettings]):
+    def phases(self, learner, stage, passes):
+        return [replace(phase, loss=entropy) for phase in host_phases(self.settings, learner, stage, passes)]
+"""
+
+
+def test_a_method_has_no_base_of_another_unless_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_base, "METHODS", METHODS.copy())
+    (tmp_path / "twins.py").write_text(TWINS)
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("twins")
+    cache = StageCache(tmp_path / "cache")
+    one, two, again = (events_of(make_config(name), cache) for name in ("one", "two", "two"))
+    assert [sum(isinstance(event, BaseReused) for event in events) for events in (one, two, again)] == [0, 0, 1]
+    assert curve(again) == curve(two) == curve(events_of(make_config("two"), None))
 
 
 def test_a_method_without_a_source_file_shares_nothing() -> None:

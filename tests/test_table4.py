@@ -14,10 +14,8 @@ from torch import Tensor
 from engram.data.stage import Stage
 from engram.errors import EngramError
 from engram.events import EpochFinished, RunFinished
-from engram.methods import METHODS, Phase, Step, find_method
-from engram.methods.afc import AFCSettings
+from engram.methods import METHODS, Phase, Step
 from engram.methods.gradcam import Attention, GradCAMSettings
-from engram.methods.host import host_base_key
 from engram.methods.losses import (
     cosine_distance,
     gram_distance,
@@ -249,16 +247,6 @@ def test_one_class_a_stage(method: str, base: int) -> None:
 def test_impossible_settings_are_refused(settings: Any, values: dict[str, Any], sentence: str) -> None:
     with pytest.raises(EngramError, match=sentence):
         settings(**values)
-
-
-@every
-def test_it_shares_the_base_stage_of_afc(method: str) -> None:
-    settings = find_method(method).settings()
-    other = {"pod": {"lambda_maps": 1.0}, "gram": {"growing": True}, "gradcam": {"summed": True}}
-    other["podnet"] = {"lambda_flat": 2.0, "lambda_spatial": 2.0}
-    afc = host_base_key(AFCSettings())
-    for each in (settings, replace(settings, **other.get(method, {}))):
-        assert host_base_key(each) == afc  # pyright: ignore[reportArgumentType]
 
 
 @every

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from conftest import make_config, make_store
 from engram import EngramError, recipe
 from engram.data.stage import NEVER
-from engram.methods import Step, Training, find_method
+from engram.methods import Step, find_method
 from engram.methods.cosine import old_weight
 from engram.methods.losses import cosine_distance, ranking
 from engram.methods.ucir import UCIR, UCIRSettings
@@ -246,31 +245,6 @@ def test_one_loss_serves_all_stages() -> None:
         losses += [phase.loss for phase in session.method.phases(session.learner, stage, session.engine)]
     assert losses[0] != losses[1]
     assert losses[1] == losses[2]
-
-
-OTHER: dict[str, Any] = {"lambda_embedding": 1.0, "lambda_ranking": 0.2, "margin": 0.1, "rivals": 1}
-OTHER["finetune"] = Training(epochs=3)
-
-
-@pytest.mark.parametrize("name", [field.name for field in fields(UCIRSettings) if field.name != "train"])
-def test_what_is_not_in_the_base_key_leaves_the_trained_base_alone(name: str) -> None:
-    config = make_config("ucir")
-    other = config.with_value(f"settings.{name}", OTHER[name])
-    one, another = (Session(each, make_store()) for each in (config, other))
-    assert one.base_key() == another.base_key()
-    for session in (one, another):
-        learn_stage(session, 0)
-    assert torch.equal(weights_of(one), weights_of(another))
-    assert all(torch.equal(value, another.learner.state_dict()[key]) for key, value in one.learner.state_dict().items())
-
-
-def test_training_is_in_the_base_key_and_no_other_host_shares_it() -> None:
-    keys = [
-        Session(config, make_store()).base_key()
-        for config in (make_config("ucir"), make_config("ucir", settings__train__epochs=2), make_config("afc"))
-    ]
-    assert None not in keys
-    assert len(set(keys)) == 3
 
 
 @pytest.mark.parametrize("name", ["lambda_embedding", "lambda_ranking", "margin"])

@@ -96,7 +96,7 @@ class Session:
 
         fingerprint: the store's, where it is known already.
         """
-        method_key, code = self.method.base_key(), code_digest(self.method)
+        method_key, code = find_method(self.config.method).base_key(self.method), code_digest(self.method)
         if method_key is None or code is None:
             return None
         base = self.stream.sizes[0]

@@ -294,7 +294,7 @@ class Method(ABC, Generic[SettingsT]):
     def base_key(self) -> dict[str, Any] | None:
         """What of the settings determines how the base stage trains, so that runs that agree in it can share one.
 
-        None: the base stage is not shared.
+        None: the base stage is not shared. Among methods it is by those alone that `register` is told `shares_base` of.
         """
         return None
 
@@ -322,6 +322,12 @@ class MethodInfo:
     make: Callable[..., Method]
     selection: Selection = "herding"
     brightened: bool = True
+    shares_base: bool = False
+
+    def base_key(self, method: Method) -> dict[str, Any] | None:
+        """The method's base_key, with this name in it unless methods share it; None: the base stage is not shared."""
+        key = method.base_key()
+        return key if key is None or self.shares_base else {**key, "method": self.name}
 
 
 METHODS: dict[str, MethodInfo] = {}
@@ -338,18 +344,22 @@ def register(
     memory: Literal["needed", "none", "all", "optional"] = "needed",
     selection: Selection = "herding",
     brightened: bool = True,
+    shares_base: bool = False,
 ) -> Callable[[type[MethodT]], type[MethodT]]:
     """A class decorator that makes a method known by name.
 
     memory says what the method is defined with: a budget of exemplars, none, every image, or ("optional") a budget or
     none, with none in its recipes; selection, how its recipes choose them; brightened, whether they change the
-    brightness of images, as AFC's do.
+    brightness of images, as AFC's do; shares_base, that head, growth and training are its host's in the base stage,
+    which may then be one that another such method trained.
     """
 
     def decorate(cls: type[MethodT]) -> type[MethodT]:
         if name in METHODS:
             raise EngramError(f"a method named {name!r} is registered already ({METHODS[name].make.__qualname__})")
-        METHODS[name] = MethodInfo(name, title, paper, memory, cls.predictors, settings, cls, selection, brightened)
+        METHODS[name] = MethodInfo(
+            name, title, paper, memory, cls.predictors, settings, cls, selection, brightened, shares_base
+        )
         return cls
 
     return decorate

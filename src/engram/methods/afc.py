@@ -72,6 +72,7 @@ def read_importance(step: Step) -> list[Tensor]:
     settings=AFCSettings,
     title="Adaptive Feature Consolidation",
     paper="Kang, Park, Han, CVPR 2022",
+    shares_base=True,
 )
 class AFC(HostMethod[AFCSettings]):
     """Distils feature maps, each channel weighted by its importance."""

@@ -30,6 +30,7 @@ class ChannelSettings(MapsSettings):
     settings=ChannelSettings,
     title="Preserves the sum over the channels",
     paper="Douillard et al., ECCV 2020; AFC's Table 4: channel",
+    shares_base=True,
 )
 class Channel(MapsMethod[ChannelSettings]):
     """Distils the maps pooled over their channels."""

@@ -52,6 +52,7 @@ def draw_labels(logits: Tensor, columns: Tensor, numbers: Tensor) -> Tensor:
     title="Elastic weight consolidation",
     paper="Kirkpatrick et al., PNAS 2017",
     memory="optional",
+    shares_base=True,
 )
 class EWC(MeasuredMethod[EWCSettings]):
     """Ties each parameter by its Fisher information."""

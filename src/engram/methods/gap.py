@@ -30,6 +30,7 @@ class GAPSettings(MapsSettings):
     settings=GAPSettings,
     title="Preserves the mean of each channel",
     paper="Douillard et al., ECCV 2020; AFC's Table 4: GAP",
+    shares_base=True,
 )
 class GAP(MapsMethod[GAPSettings]):
     """Distils the maps pooled over all pixels."""

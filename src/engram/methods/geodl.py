@@ -46,6 +46,7 @@ class GeoDLSettings(CosineSettings):
     title="Geodesic-flow distillation",
     paper="Simon et al., CVPR 2021",
     brightened=False,
+    shares_base=True,
 )
 class GeoDL(CosineMethod[GeoDLSettings]):
     """Keeps the features of a batch near to what they were, along the geodesic between their subspaces."""

@@ -58,6 +58,7 @@ class Attention:
     settings=GradCAMSettings,
     title="Preserves the attention on the top old class",
     paper="Dhar et al., CVPR 2019; AFC's Table 4: GradCam",
+    shares_base=True,
 )
 class GradCAM(HostMethod[GradCAMSettings]):
     """Distils where in the last map the student's best old class is seen."""

@@ -31,6 +31,7 @@ class GramSettings(MapsSettings):
     settings=GramSettings,
     title="Preserves the Gram matrix of each map",
     paper="Johnson et al., ECCV 2016; AFC's Table 4: Gram matrix",
+    shares_base=True,
 )
 class Gram(MapsMethod[GramSettings]):
     """Distils the Gram matrices of the maps."""

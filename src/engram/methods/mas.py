@@ -30,6 +30,7 @@ def squared_length(step: Step, numbers: Tensor) -> Tensor:
     title="Memory aware synapses",
     paper="Aljundi et al., ECCV 2018",
     memory="optional",
+    shares_base=True,
 )
 class MAS(MeasuredMethod[MeasuredSettings]):
     """Ties each parameter by how much the scores depend on it."""

@@ -133,6 +133,7 @@ def give_weights(network: Network) -> None:
     title="Mnemonics: learned exemplars",
     paper="Liu, Su, Liu, Schiele, Sun, CVPR 2020",
     brightened=False,
+    shares_base=True,
 )
 class Mnemonics(CosineMethod[MnemonicsSettings]):
     """UCIR with exemplars that learn, and convolutions that move by factors."""

@@ -11,7 +11,9 @@ from engram.methods.host import Classify, HostMethod, HostSettings, main_phase
 
 
 @final
-@register("naive", settings=HostSettings, title="No memory, no distillation (lower bound)", memory="none")
+@register(
+    "naive", settings=HostSettings, title="No memory, no distillation (lower bound)", memory="none", shares_base=True
+)
 class Naive(HostMethod[HostSettings]):
     """Trains on the new images alone. Without exemplars there are no class means, so CNN is its only predictor."""
 

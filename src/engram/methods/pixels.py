@@ -31,6 +31,7 @@ class PixelsSettings(MapsSettings):
     settings=PixelsSettings,
     title="Uniform importance, weak reading",
     paper="Kang, Park, Han, CVPR 2022 (Table 4: uniform)",
+    shares_base=True,
 )
 class Pixels(MapsMethod[PixelsSettings]):
     """Distils the maps as they are."""

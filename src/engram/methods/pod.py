@@ -31,6 +31,7 @@ class PODSettings(MapsSettings):
     settings=PODSettings,
     title="PODNet's spatial term alone",
     paper="Douillard et al., ECCV 2020; AFC's Table 4: PODNet",
+    shares_base=True,
 )
 class POD(MapsMethod[PODSettings]):
     """Distils the maps pooled over rows and over columns."""

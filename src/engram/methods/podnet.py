@@ -54,7 +54,11 @@ def pod_distances(step: Step) -> dict[str, Tensor]:
 
 @final
 @register(
-    "podnet", settings=PODNetSettings, title="PODNet: embedding and pooled maps", paper="Douillard et al., ECCV 2020"
+    "podnet",
+    settings=PODNetSettings,
+    title="PODNet: embedding and pooled maps",
+    paper="Douillard et al., ECCV 2020",
+    shares_base=True,
 )
 class PODNet(HostMethod[PODNetSettings]):
     """Distils the embedding and the maps pooled over rows and over columns."""

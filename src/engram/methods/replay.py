@@ -16,6 +16,7 @@ from engram.methods.host import HostMethod, HostSettings, host_phases
     settings=HostSettings,
     title="Memory, no distillation",
     paper="Kang, Park, Han, CVPR 2022 (Table 4: fine-tuning)",
+    shares_base=True,
 )
 class Replay(HostMethod[HostSettings]):
     """Trains on the new images and the exemplars together, then balances the head."""

@@ -80,6 +80,7 @@ def rebalanced(settings: RebalancingSettings, step: Step) -> Terms:
     title="Unified classifier by rebalancing",
     paper="Hou et al., CVPR 2019",
     brightened=False,
+    shares_base=True,
 )
 class UCIR(CosineMethod[UCIRSettings]):
     """Keeps the direction of embeddings, and old images nearer to their class than to the new ones."""

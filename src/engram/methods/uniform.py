@@ -17,6 +17,7 @@ from engram.methods.host import HostMethod, distilled, host_phases, stage_weight
     settings=AFCSettings,
     title="AFC with uniform importance",
     paper="Kang, Park, Han, CVPR 2022 (Table 4: uniform)",
+    shares_base=True,
 )
 class Uniform(HostMethod[AFCSettings]):
     """Distils feature maps, all channels alike."""

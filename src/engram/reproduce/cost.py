@@ -172,7 +172,8 @@ def work_of(config: RunConfig) -> Work:
 
 def _base(config: RunConfig) -> str | None:
     """What runs that share a base stage have in common, of all that a session knows: images and machine aside."""
-    method = find_method(config.method).make(config.settings).base_key()
+    info = find_method(config.method)
+    method = info.base_key(info.make(config.settings))
     if method is None:
         return None
     stream = config.stream(_outline(config.data))
