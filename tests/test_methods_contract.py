@@ -22,9 +22,12 @@ from engram.config import RunConfig
 from engram.data.memory import MemoryConfig
 from engram.data.stage import Stage
 from engram.data.store import ImageStore, Split
+from engram.errors import EngramError
 from engram.events import EpochFinished, RunFinished, StageFinished, StageStarted
-from engram.methods import METHODS, Method, Phase, Step, Training, find_method
+from engram.methods import METHODS, Method, Phase, Step, Training, find_method, register
 from engram.methods.batches import Mixed
+from engram.methods.host import HostSettings
+from engram.methods.replay import Replay
 from engram.runner import run
 from engram.session import Session
 from helpers import (
@@ -117,6 +120,14 @@ methods = pytest.mark.parametrize("method", sorted(METHODS))
 def test_the_five_methods_are_registered() -> None:
     assert {"afc", "uniform", "replay", "naive", "joint"} <= set(METHODS)
     assert set(SETTINGS) <= set(METHODS)
+
+
+@pytest.mark.parametrize("memory", ["none", "optional"])
+def test_a_method_without_exemplars_may_not_predict_by_them(memory: Any) -> None:
+    assert "nme" in Replay.predictors
+    with pytest.raises(EngramError, match=r'mine cannot predict by nme.*write predictors = \("cnn",\) in Replay'):
+        register("mine", settings=HostSettings, title="Mine", memory=memory)(Replay)
+    assert "mine" not in METHODS
 
 
 @methods

@@ -262,9 +262,10 @@ SettingsT = TypeVar("SettingsT", bound=Settings)
 class Method(ABC, Generic[SettingsT]):
     """What a method says of itself. Subclasses are final.
 
-    predictors: how it predicts; the first is the one its recipes report. taught: whether any of its phases has a
-    teacher; where not, none is kept. class_buffers: those of its tensors in the learner whose first dimension is the
-    class, for a class that is removed. told_buffers: how the names of those begin that go into the file of a stage.
+    predictors: how it predicts, by "nme" only with exemplars; the first is the one its recipes report. taught: whether
+    any of its phases has a teacher; where not, none is kept. class_buffers: those of its tensors in the learner whose
+    first dimension is the class, for a class that is removed. told_buffers: how the names of those begin that go into
+    the file of a stage.
     """
 
     predictors: tuple[str, ...] = ("cnn", "nme")
@@ -357,6 +358,11 @@ def register(
     def decorate(cls: type[MethodT]) -> type[MethodT]:
         if name in METHODS:
             raise EngramError(f"a method named {name!r} is registered already ({METHODS[name].make.__qualname__})")
+        if memory in ("none", "optional") and "nme" in cls.predictors:
+            raise EngramError(
+                f"{name} cannot predict by nme, the nearest mean of exemplars, with memory={memory!r}; "
+                f'write predictors = ("cnn",) in {cls.__name__}'
+            )
         METHODS[name] = MethodInfo(
             name, title, paper, memory, cls.predictors, settings, cls, selection, brightened, shares_base
         )
