@@ -269,6 +269,18 @@ def test_one_class_at_a_time_trains(method: str) -> None:
 
 
 @methods
+def test_a_teacher_is_kept_where_a_phase_has_one(method: str) -> None:
+    session = tiny_session(played(method).session.config)
+    phases: list[Phase] = []
+    for index in range(2):
+        stage = learn_stage(session, index)
+        phases += session.method.phases(session.learner, stage, session.engine)
+    has_one = any(phase.teacher for phase in phases)
+    assert session.method.taught == has_one
+    assert any(name.startswith("teacher.") for name in session.learner.state_dict()) == has_one
+
+
+@methods
 def test_one_loss_serves_every_stage(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step is recorded once: what changes from stage to stage is in its tensors, not in its loss."""
     session = tiny_session(tiny_config(method, epochs=1).with_settings(**SETTINGS.get(method, {})))

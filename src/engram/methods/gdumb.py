@@ -66,6 +66,8 @@ def classify(step: Step) -> Terms:
 class GDumb(Method[GDumbSettings]):
     """Trains on the memory alone, each time from the base stage's weights."""
 
+    taught = False
+
     def head(self, dim: int, capacity: int) -> Head:
         return NormalisedHead(dim, capacity)
 

@@ -17,6 +17,8 @@ from engram.random import generator
 class Joint(HostMethod[HostSettings]):
     """Forgets its weights, not its data: each stage trains a fresh network on everything."""
 
+    taught = False
+
     def base_key(self) -> None:
         """It is not shared: the base stage here is a restart like any other."""
 

@@ -18,6 +18,7 @@ class Naive(HostMethod[HostSettings]):
     """Trains on the new images alone. Without exemplars there are no class means, so CNN is its only predictor."""
 
     predictors = ("cnn",)
+    taught = False
 
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
         return [main_phase(self.settings, stage, Classify(self.settings))]

@@ -21,5 +21,7 @@ from engram.methods.host import HostMethod, HostSettings, host_phases
 class Replay(HostMethod[HostSettings]):
     """Trains on the new images and the exemplars together, then balances the head."""
 
+    taught = False
+
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
         return host_phases(self.settings, learner, stage, passes)

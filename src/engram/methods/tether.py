@@ -127,6 +127,7 @@ class TetheredMethod(LinearMethod[SettingsT]):
     """A linear head, and an anchor where the stage starts; each method adds its phases and its omega."""
 
     predictors = ("cnn",)
+    taught = False
     class_buffers = tuple(f"{kind}head.{name}" for kind in (OMEGA, ANCHOR, PATH) for name in ("weight", "bias"))
 
     def grow(self, learner: Learner, stage: Stage, passes: Passes) -> None:
