@@ -22,8 +22,9 @@ from engram.events import BaseReused, EpochFinished, RunFinished
 from engram.methods import Step, Training, find_method
 from engram.methods._base import ANCHOR, OMEGA, PATH
 from engram.methods.ewc import EWC, EWCSettings
+from engram.methods.importance import sampled_rows
 from engram.methods.mas import squared_length
-from engram.methods.tether import hold, keep_omega, sampled_rows
+from engram.methods.tether import hold, keep_omega
 from engram.models.network import Output
 from engram.recipes import recipe
 from engram.session import Session

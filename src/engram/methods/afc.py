@@ -11,11 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import final
 
-import torch
 from torch import Tensor
 
 from engram.data.stage import Stage
-from engram.errors import EngramError
 from engram.learner import Learner
 from engram.methods import losses
 from engram.methods._base import Passes, Phase, Step, Terms, register
@@ -28,8 +26,8 @@ from engram.methods.host import (
     host_phases,
     stage_weight,
 )
+from engram.methods.importance import check_finite, check_samples, sampled_rows
 from engram.methods.settings import AFTER_BASE, refuse_negative
-from engram.random import generator
 
 
 @dataclass(frozen=True)
@@ -49,8 +47,7 @@ class AFCSettings(HostSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         refuse_negative(self, "lambda_disc")
-        if self.importance_samples is not None and self.importance_samples < 1:
-            raise EngramError(f"importance_samples must be at least 1, got {self.importance_samples}")
+        check_samples(self.importance_samples)
 
 
 def discrepancy(settings: AFCSettings, step: Step, importance: Sequence[Tensor]) -> Tensor:
@@ -93,14 +90,10 @@ class AFC(HostMethod[AFCSettings]):
 
     def finish(self, learner: Learner, stage: Stage, passes: Passes) -> None:
         """Algorithm 1: the importance of each channel, every sample counting the same."""
-        rows = stage.all_rows
-        if self.settings.importance_samples is not None:
-            shuffled = torch.randperm(len(rows), generator=generator(learner.seed, "importance", stage.index))
-            rows = rows[shuffled[: self.settings.importance_samples]]
-
+        rows = sampled_rows(learner, stage, self.settings.importance_samples)
         sums = passes.sweep(learner, stage, rows, self.importance, self.settings.train.batch_size)
-        if not all(bool(importance.isfinite().all()) for importance in sums):
-            raise EngramError(f"the importance after stage {stage.index} is not finite; try a lower learning rate")
+        for importance in sums:
+            check_finite(importance, stage)
         if any(not bool(importance.any()) for importance in sums):
             learner.notes.append(
                 f"after stage {stage.index} no channel had any importance "

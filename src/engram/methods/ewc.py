@@ -17,10 +17,11 @@ from engram.errors import EngramError, suggest
 from engram.learner import Learner
 from engram.methods._base import Passes, Step, register
 from engram.methods.distillation import cross_entropy
+from engram.methods.importance import sampled_rows
 from engram.methods.linear import seen_columns
 from engram.methods.losses import MASKED
 from engram.methods.settings import AFTER_BASE
-from engram.methods.tether import MeasuredMethod, MeasuredSettings, keep_omega, sampled_rows
+from engram.methods.tether import MeasuredMethod, MeasuredSettings, keep_omega
 
 Label = Literal["true", "predicted", "sampled"]
 LABELS: tuple[Label, ...] = ("true", "predicted", "sampled")

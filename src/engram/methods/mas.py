@@ -14,8 +14,9 @@ from torch import Tensor
 from engram.data.stage import Stage
 from engram.learner import Learner
 from engram.methods._base import Passes, Step, register
+from engram.methods.importance import sampled_rows
 from engram.methods.linear import seen_columns
-from engram.methods.tether import MeasuredMethod, MeasuredSettings, keep_omega, sampled_rows
+from engram.methods.tether import MeasuredMethod, MeasuredSettings, keep_omega
 
 
 def squared_length(step: Step, numbers: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from engram.data.stage import Stage
 from engram.errors import EngramError
 from engram.learner import Learner
 from engram.methods._base import ANCHOR, OMEGA, PATH, Passes, Phase, Settings, Training, register
+from engram.methods.importance import check_finite
 from engram.methods.settings import AFTER_BASE
 from engram.methods.tether import TetheredMethod, refuse_outside, tether, tethered_phase, tethered_training
 
@@ -63,6 +64,5 @@ class SI(TetheredMethod[SISettings]):
             distance = parameter.detach() - buffers[ANCHOR + name]
             # A parameter whose way raised the loss is free; with an omega below 0 it would be driven off.
             grown = buffers[PATH + name].clamp(min=0) / (distance.square() + self.settings.damping)
-            if not bool(grown.isfinite().all()):
-                raise EngramError(f"the importance after stage {stage.index} is not finite; try a lower learning rate")
+            check_finite(grown, stage)
             learner.store(OMEGA + name, buffers[OMEGA + name] + grown)

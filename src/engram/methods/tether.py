@@ -20,11 +20,11 @@ from engram.data.stage import Stage
 from engram.errors import EngramError
 from engram.learner import Learner
 from engram.methods._base import ANCHOR, OMEGA, PATH, Passes, Phase, Settings, SettingsT, Tether, Training
+from engram.methods.importance import check_finite, check_samples
 from engram.methods.linear import EVERYTHING, LinearMethod, classify, classify_new, note_single_class
 from engram.methods.settings import AFTER_BASE
 from engram.models.network import Part
 from engram.plain import to_plain
-from engram.random import generator
 
 SINGLE_CLASS = (
     "without a memory new classes are told apart among themselves alone: such a class is not learned; bring two or "
@@ -86,20 +86,13 @@ def keep_omega(learner: Learner, stage: Stage, fresh: Mapping[str, Tensor], shar
     share = stage.num_old / stage.num_seen if share is None else share
     rows = {f"head.{name}" for name in learner.network.head.class_parameters}
     for name, new in fresh.items():
-        if not bool(new.isfinite().all()):
-            raise EngramError(f"the importance after stage {stage.index} is not finite; try a lower learning rate")
+        check_finite(new, stage)
         merged = new
         if not stage.is_base:
             merged = share * learner.buffers[OMEGA + name] + (1 - share) * new
             if name in rows:
                 merged[stage.num_old :] = new[stage.num_old :]
         learner.store(OMEGA + name, merged)
-
-
-def sampled_rows(learner: Learner, stage: Stage, samples: int | None) -> Tensor:
-    """So many rows of the pool at random; None: all."""
-    shuffled = torch.randperm(len(stage.pool), generator=generator(learner.seed, "importance", stage.index))
-    return stage.all_rows if samples is None else shuffled[:samples]
 
 
 @dataclass(frozen=True)
@@ -119,8 +112,7 @@ class MeasuredSettings(Settings):
 
     def __post_init__(self) -> None:
         refuse_outside(self, strength=None, merge=1, limit=None)
-        if self.importance_samples is not None and self.importance_samples < 1:
-            raise EngramError(f"importance_samples must be at least 1, got {self.importance_samples}")
+        check_samples(self.importance_samples)
 
 
 class TetheredMethod(LinearMethod[SettingsT]):
