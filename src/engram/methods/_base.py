@@ -1,6 +1,7 @@
 """The contract between a method and the engine, and the registry of methods.
 
-A method describes; the engine executes. A method never owns an optimiser, a loader, a device, a file or a progress bar.
+A method describes; the engine executes. A method never owns an optimiser of the network, a loader, a device, a file or
+a progress bar.
 """
 
 from __future__ import annotations
