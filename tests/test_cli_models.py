@@ -183,6 +183,7 @@ def test_flags_reach_a_new_model(engram: Engram, photos: Path) -> None:
         (["learn", "model", "FIRST", "--seed", "99999999999999999999"], ["larger than any number of a model"]),
         (["learn", "model", "FIRST", "--memory", "total=99999999999999999999"], ["larger than any number of a model"]),
         (["learn", "model", "FIRST", "--method", "afd"], ["did you mean 'afc'?"]),
+        (["learn", "model", "FIRST", "--method", "AFC"], ["did you mean 'afc'?"]),
         (["learn", "model", "FIRST", "--backbone", "resnet11"], ["did you mean"]),
         (["learn", "model", "FIRST", "--memory", "lots"], ["per_class=K"]),
         (["learn", "model", "FIRST", "--set", "train.rl=1"], ["'train.rl'", "valid names: ", " train.lr,"]),

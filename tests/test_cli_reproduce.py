@@ -222,6 +222,8 @@ def test_runs_whose_images_are_not_here_are_left_out(engram: Engram, tmp_path: P
 
 def test_no_such_table(engram: Engram) -> None:
     assert_refused(engram("reproduce", "tabel1"), "'tabel1'", "did you mean 'table1'")
+    assert_refused(engram("reproduce", "table 1"), "did you mean 'table1'?")
+    assert_refused(engram("reproduce", "table", "1"), "'table'", "did you mean one of table1, table10, table2,")
     for order, words in (("9", "published class orders 1 to 3, got 9"), ("backwards", "'backwards' is none of")):
         assert_refused(engram("reproduce", "table1", "--orders", order, "--dry-run"), words)
     assert_refused(engram("reproduce"), "needs WHAT")

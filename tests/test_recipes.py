@@ -62,12 +62,18 @@ def test_misspelt_recipe_gets_the_nearest_name() -> None:
         recipe("afc-cifar10-b50-s10")
 
 
+@pytest.mark.parametrize("written", ["AFC-mini-b10-s5", "afc_mini_b10_s5", "afc mini b10 s5", "AFC-Mini-b10s5"])
+def test_a_recipe_that_is_written_otherwise_is_the_one_that_is_meant(written: str) -> None:
+    with pytest.raises(EngramError, match=r"did you mean 'afc-mini-b10-s5'\?"):
+        recipe(written)
+
+
 def test_a_name_that_is_like_no_recipe_does_not_get_all_of_them() -> None:
     with pytest.raises(EngramError) as refused:
         recipe("resnet")
     assert len(str(refused.value)) < 200
     with pytest.raises(EngramError, match=r"valid names: afc-cifar100-b50-s10, .*afc-nme-") as refused:
-        recipe("afc")
+        recipe("AFC")
     assert "podnet" not in str(refused.value)
 
 

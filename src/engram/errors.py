@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import errno
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 
 
 class EngramError(ValueError):
@@ -14,21 +15,40 @@ class EngramError(ValueError):
     """
 
 
-SHOWN_NAMES = 20  # of those that are valid, where none is near
+SHOWN_NAMES = 20  # of those that are valid, where none is near, and of those that begin with what was typed
 
 
 def suggest(name: str, valid: Iterable[str], before: str = "") -> str:
     """The nearest valid name as a clause to append to a message, or the first of the valid names if none is near.
 
-    before: what stands before each of the names where one is typed, such as "settings.train.".
+    Case, spaces and hyphens do not matter. before: what stands before each of the names where one is typed, such as
+    "settings.train.".
     """
     names = sorted(set(valid))
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    if close:
-        return f"did you mean {before + close[0]!r}?"
+    near = _near(name, names)
+    if len(near) == 1:
+        return f"did you mean {before + near[0]!r}?"
+    if near:
+        return f"did you mean one of {', '.join(before + each for each in near)}?"
     more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
     shown = ", ".join(before + each for each in names[:SHOWN_NAMES])
     return f"valid names: {shown}{more}" if names else "there are none"
+
+
+def _near(name: str, names: Sequence[str]) -> list[str]:
+    """Those that are meant but for how they are written, else the few that begin so, else the one most like it."""
+    wanted, keys = _key(name), [_key(each) for each in names]
+    same = [each for each, key in zip(names, keys, strict=True) if key == wanted]
+    beginning = [each for each, key in zip(names, keys, strict=True) if wanted and key.startswith(wanted)]
+    if same or 0 < len(beginning) <= SHOWN_NAMES:
+        return same or beginning
+    like = difflib.get_close_matches(wanted, keys, n=1, cutoff=0.6)
+    return [names[keys.index(key)] for key in like]
+
+
+def _key(name: str) -> str:
+    """The name without what is easily typed otherwise."""
+    return re.sub(r"[\s_-]", "", name.casefold())
 
 
 def explain(error: BaseException) -> tuple[str, bool]:

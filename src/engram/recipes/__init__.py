@@ -153,7 +153,7 @@ def recipe(name: str) -> RunConfig:
 
 def _nearest(name: str, names: list[str]) -> str:
     """What to say of a name that no recipe has: those that begin with it, one like it, or how they are called."""
-    beginning = [each for each in names if each.startswith(f"{name}-")]
+    beginning = [each for each in names if each.startswith(f"{name.casefold()}-")]
     if beginning:
         return suggest("", beginning)
     found = suggest(name, names)
