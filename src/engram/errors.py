@@ -16,6 +16,7 @@ class EngramError(ValueError):
 
 
 SHOWN_NAMES = 20  # of those that are valid, where none is near, and of those that begin with what was typed
+ALSO_CALLED = {"gpu": "cuda"}  # which 'cpu' is more like
 
 
 def suggest(name: str, valid: Iterable[str], before: str = "") -> str:
@@ -38,6 +39,7 @@ def suggest(name: str, valid: Iterable[str], before: str = "") -> str:
 def _near(name: str, names: Sequence[str]) -> list[str]:
     """Those that are meant but for how they are written, else the few that begin so, else the one most like it."""
     wanted, keys = _key(name), [_key(each) for each in names]
+    wanted = ALSO_CALLED[wanted] if ALSO_CALLED.get(wanted) in keys else wanted
     same = [each for each, key in zip(names, keys, strict=True) if key == wanted]
     beginning = [each for each, key in zip(names, keys, strict=True) if wanted and key.startswith(wanted)]
     if same or 0 < len(beginning) <= SHOWN_NAMES:
