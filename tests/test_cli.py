@@ -34,6 +34,7 @@ from engram.cli.text import make_console
 from engram.config import directory_name
 from engram.data.cifar import OFFICIAL_NAMES
 from engram.events import Event, RunStarted
+from engram.session import Session
 from fake_runs import fake_run
 from helpers import Engram, Outcome, timeless
 
@@ -578,7 +579,7 @@ def test_dry_run_shows_card_and_plan_and_writes_nothing(engram: Engram, tmp_path
     outcome = engram("run", "afc-mini-b10-s5", "--dry-run")
     assert outcome.status == 0
     lines = outcome.out.splitlines()
-    for label, text in recipe("afc-mini-b10-s5").card(read_mini()).items():
+    for label, text in Session(recipe("afc-mini-b10-s5"), read_mini()).card().items():
         assert any(line.startswith(label) and text in line for line in lines)
     base = next(line for line in lines if " base " in line)
     assert "2,500" in base

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engram import read_mini, recipe, run
+from engram import recipe, run
 from engram.data.memory import MemoryConfig
 from engram.events import BaseReused
 from engram.methods import Step, Training
@@ -215,5 +215,3 @@ def test_recipes_choose_the_memory_blindly_and_end_their_cycles() -> None:
     epochs = [recipe(f"gdumb-{name}").settings.train.epochs for name in ("cifar100-b50-s5", "mini-b10-s5")]  # pyright: ignore[reportAttributeAccessIssue]
     assert epochs == [256, 16]
     assert recipe("afc-cifar100-b50-s10").memory.selection == "herding"
-    card = recipe("gdumb-mini-b10-s5").card(read_mini())
-    assert card["Epochs"] == "16 for the base, 32 on the memory for each stage after it"

@@ -106,3 +106,20 @@ def test_new_method_has_recipes_and_spoils_none(monkeypatch: pytest.MonkeyPatch)
     assert isinstance(own, OwnSettings)
     assert own.train.epochs == recipe("afc-mini-b10-s5").settings.train.epochs  # pyright: ignore[reportAttributeAccessIssue]
     assert "mine-cifar100-b50-s25" in recipe_names()
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "epochs"),
+    [
+        ("afc", {}, "16 a stage, 10 of balanced fine-tuning"),
+        ("afc", {"variant": "paper"}, "16 a stage"),
+        ("afc", {"balanced": False}, "16 a stage"),
+        ("ucir", {}, "16 a stage"),
+        ("bic", {}, "16 a stage, 200 of correction"),
+        ("der", {}, "16 a stage, 1 of warm-up, 30 of balanced fine-tuning"),
+        ("gdumb", {}, "16 for the base, 32 for each stage after it"),
+    ],
+)
+def test_the_card_says_what_is_trained(name: str, changes: dict[str, object], epochs: str) -> None:
+    config = recipe(f"{name}-mini-b10-s5").with_value("device", "cpu").with_settings(**changes)
+    assert Session(config, read_mini()).card()["Epochs"] == epochs

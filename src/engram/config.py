@@ -138,8 +138,11 @@ class RunConfig:
         self.memory.check(store.num_classes)
         return stream
 
-    def card(self, store: ImageStore) -> dict[str, str]:
-        """The protocol card: what a reader must know to compare this run with another, label to text."""
+    def card(self, store: ImageStore, epochs: str = "-") -> dict[str, str]:
+        """The protocol card: what a reader must know to compare this run with another, label to text.
+
+        epochs: what is trained, which `Session.card` knows; "-" leaves it out.
+        """
         stream = self.stream(store)
         later = stream.sizes[1:]
         increments = "none" if not later else f"{len(later)} of {later[0]}"
@@ -164,23 +167,11 @@ class RunConfig:
             "Variant": variant or "-",
             "Predictor": self.predictor,
             "Backbone": self.backbone,
-            "Epochs": self._describe_epochs(),
+            "Epochs": epochs,
             "Seed": str(self.seed),
             "Device": f"{self.device}, {self.precision}",
         }
         return {label: text for label, text in card.items() if text != "-"}
-
-    def _describe_epochs(self) -> str:
-        train, finetune = getattr(self.settings, "train", None), getattr(self.settings, "finetune", None)
-        if train is None:
-            return "-"
-        rehearse = getattr(self.settings, "rehearse", None)
-        if rehearse is not None:
-            return f"{train.epochs} for the base, {rehearse.epochs} on the memory for each stage after it"
-        text = f"{train.epochs} a stage"
-        if finetune is not None and finetune.epochs and find_method(self.method).memory == "needed":
-            text += f", {finetune.epochs} of balanced fine-tuning"
-        return text
 
 
 def refuse_no_epochs(settings: Settings, where: str = "") -> None:

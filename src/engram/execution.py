@@ -53,6 +53,7 @@ class Execution:
         self.clock: dict[str, float] = {}  # seconds of the stage in progress, by kind of work
         self.phase_at: tuple[int, PhaseState] | None = None  # the phase to go on with, and where it stands
         self.outlook = Outlook([stage.phases for stage in session.plan()])
+        self.card = session.card()
         self.saved_at = time.monotonic()
         self.away = 0.0  # seconds spent by whoever consumes the events; not this run's
 
@@ -81,8 +82,8 @@ class Execution:
     def _events(self, resumed: bool) -> Iterator[Event]:
         session = self.session
         stages = len(session.stream)
-        card = session.config.card(session.store)
-        yield RunStarted(session.config.recipe, session.config.method, self.directory, stages, card, resumed)
+        config = session.config
+        yield RunStarted(config.recipe, config.method, self.directory, stages, self.card, resumed)
         if session.store.skipped:
             shown = ", ".join(session.store.skipped[:3])
             yield Warned(f"{len(session.store.skipped)} unreadable images were left out: {shown}")

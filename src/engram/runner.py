@@ -129,7 +129,7 @@ def _manifest(session: Session) -> dict[str, Any]:
         "recipe": config.recipe,
         "config": config.to_plain(),
         "config_hash": config.fingerprint(),
-        "card": config.card(store),
+        "card": session.card(),
         "data": {
             "name": store.name,
             "class_names": list(store.class_names),

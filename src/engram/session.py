@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -29,6 +30,9 @@ from engram.random import generator
 from engram.rundir import processor_name
 from engram.stagecache import code_digest
 from engram.stagework import PhasePlan
+
+MAIN = "main"
+CALLED = {"balance": "balanced fine-tuning", "correct": "correction"}  # phases, in the protocol card
 
 
 @dataclass(frozen=True)
@@ -149,6 +153,10 @@ class Session:
             plans.append(StagePlan(index, names, new.stop, images, sum(kept), planned))
         return plans
 
+    def card(self) -> dict[str, str]:
+        """The protocol card, with the epochs that the plan has."""
+        return self.config.card(self.store, describe_epochs(self.plan()))
+
     def evaluate(self, index: int) -> tuple[dict[str, float], dict[str, list[float]], dict[str, np.ndarray]]:
         """Accuracy over the classes seen, accuracy by stage, and the arrays to keep (predictions, importance, ...)."""
         rows = np.flatnonzero(self._test_labels < self.stream.num_seen(index))
@@ -164,6 +172,18 @@ class Session:
         accuracy = {name: metrics.accuracy(targets, labels) for name, labels in predictions.items()}
         by_stage = {name: metrics.accuracy_by_stage(targets, labels, sizes) for name, labels in predictions.items()}
         return accuracy, by_stage, arrays
+
+
+def describe_epochs(plans: Sequence[StagePlan]) -> str:
+    """What is trained, in words: the epochs of the main phase, then those of the others, in their order."""
+    base = {phase.name: phase.epochs for phase in plans[0].phases}
+    phases = base | {phase.name: phase.epochs for plan in plans[1:] for phase in plan.phases}
+    parts = [f"{epochs} of {CALLED.get(name, name)}" for name, epochs in phases.items() if name != MAIN]
+    if MAIN in phases:
+        first, later = base.get(MAIN, 0), phases[MAIN]
+        alike = first == later
+        parts.insert(0, f"{later} a stage" if alike else f"{first} for the base, {later} for each stage after it")
+    return ", ".join(parts) or "-"
 
 
 def _outline(index: int, new: range, counts: np.ndarray, kept: list[int]) -> Stage:

@@ -127,13 +127,14 @@ def _finished(place: Path, manifest: dict[str, Any]) -> RunFinished | None:
 
 def _print_plan(config: RunConfig, store: ImageStore, place: Path, console: Console, as_json: bool) -> None:
     """Prints the protocol card and what each stage would do."""
-    plans = Session(config, store).plan()
+    session = Session(config, store)
+    plans, card = session.plan(), session.card()
     phases = [phase for plan in plans for phase in plan.phases]
     epochs, steps = sum(phase.epochs for phase in phases), sum(phase.epochs * phase.steps for phase in phases)
     if as_json:
         plan = {
             "directory": str(place),
-            "card": config.card(store),
+            "card": card,
             "config": config.to_plain(),
             "stages": [asdict(plan) for plan in plans],
             "total_epochs": epochs,
@@ -141,7 +142,7 @@ def _print_plan(config: RunConfig, store: ImageStore, place: Path, console: Cons
         }
         print_line(console, json.dumps(plan))
         return
-    console.print(card_table(config.card(store)))
+    console.print(card_table(card))
     console.print(_plan_table(plans))
     print_line(console, f"in all {epochs:,} epochs and {steps:,} steps")
     print_line(console, f"into {place}")
