@@ -435,6 +435,17 @@ def test_predict_takes_files_folders_patterns_and_standard_input(
     assert_refused(engram("predict", taught, "-"), "standard input named no image")
 
 
+def test_predict_knows_the_home_folder(
+    engram: Engram, taught: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "model").symlink_to(taught)
+    (tmp_path / "a.png").symlink_to(photos / "test" / "apple" / "000.png")
+    outcome = engram("predict", "~/model", "~/a.png", "~/*.png")
+    assert [line.split("\t")[0] for line in outcome.out.splitlines()] == 2 * [str(tmp_path / "a.png")]
+    assert_refused(engram("predict", "~/model", "~/b.png"), f"there is no file or folder {tmp_path / 'b.png'}")
+
+
 def test_a_closed_standard_input_names_nothing(engram: Engram, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", None)
     assert_refused(engram("predict", model, "-"), "standard input named no image")

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from itertools import repeat
+from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
@@ -33,29 +34,30 @@ def predict_command(options: Predict, typed: Sequence[str]) -> int:
     for name, value in (("--top", options.top), ("--batch", options.batch)):
         if value is not None and value < 1:
             raise EngramError(f"{name} must be at least 1, got {value}")
-    check_paths(options.paths)
+    paths = [text if os.path.lexists(text) else os.path.expanduser(text) for text in options.paths]
+    check_paths(paths)
     prepare_place(options.place)
-    model, _ = open_model(options.model, options.place.device, images=False)
+    model, _ = open_model(Path(options.model).expanduser(), options.place.device, images=False)
     model.predictor(options.by)
     # Where lines run down the same terminal, they are the progress.
     hidden = options.quiet or sys.stdout.isatty()
     console = Console(stderr=True, quiet=hidden, markup=False, highlight=False)
-    streamed = STANDARD_INPUT in options.paths
+    streamed = STANDARD_INPUT in paths
     moving = console.is_terminal and not hidden
-    total = sum(1 for _ in expand(options.paths)) if moving and not streamed else None
+    total = sum(1 for _ in expand(paths)) if moving and not streamed else None
     done = unreadable = 0
     with nullcontext() if hidden else bar(console, "predicting") as progress:
         task = None if progress is None else progress.add_task("", total=total)
-        for part in predict_files(model, expand(options.paths), options.by, options.batch):
+        for part in predict_files(model, expand(paths), options.by, options.batch):
             write_lines(sys.stdout, model, part, options.top, options.json)
             tell_unreadable(part.skipped, len(part.skipped))
             done, unreadable = done + len(part.paths), unreadable + len(part.skipped)
             if progress is not None and task is not None:
                 progress.update(task, completed=done + unreadable)
     if not done and not unreadable:
-        if set(options.paths) == {STANDARD_INPUT}:
+        if set(paths) == {STANDARD_INPUT}:
             raise EngramError("standard input named no image; give it the path of an image or a folder on each line")
-        raise EngramError(f"there is no image in {', '.join(options.paths)}")
+        raise EngramError(f"there is no image in {', '.join(paths)}")
     if unreadable:
         print(f"engram: {unreadable} of {done + unreadable} images could not be read", file=sys.stderr)
         return UNREADABLE
@@ -88,7 +90,7 @@ def expand(given: Iterable[str], lines: Iterable[str] | None = None) -> Iterator
 
 
 def _matches(pattern: str) -> Iterator[str]:
-    return glob.iglob(os.path.expanduser(pattern), recursive=True) if glob.has_magic(pattern) else iter(())
+    return glob.iglob(pattern, recursive=True) if glob.has_magic(pattern) else iter(())
 
 
 def write_lines(out: TextIO, model: Model, part: Predicted, top: int, as_json: bool) -> None:
