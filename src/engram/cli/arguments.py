@@ -19,7 +19,8 @@ from tyro.conf import Positional
 from engram.cli.options import COMMANDS
 from engram.errors import EngramError, suggest
 
-ABOUT = """class-incremental learning you can use: a classifier that keeps learning new classes and does not forget.
+ABOUT = """class-incremental learning you can use: a classifier that keeps learning new classes
+and forgets as little as it can.
 
 To begin:
     engram demo                      see it work, in about a minute
