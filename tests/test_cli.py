@@ -154,6 +154,19 @@ def test_every_command_has_help_with_an_example(command: str, engram: Engram) ->
     assert command in engram("--help").out
 
 
+@pytest.mark.parametrize("columns", ["80", "60", "300"])
+def test_the_prose_of_the_help_is_broken_between_words(
+    columns: str, engram: Engram, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    for command in (["--help"], *([name, "--help"] for name in COMMANDS)):
+        prose = [line for line in engram(*command).out.splitlines() if line[:1].isalpha() and "{demo," not in line]
+        assert prose[0].startswith("usage: engram")
+        assert all(len(line) <= min(int(columns), 100) for line in prose)
+    said = " ".join(engram("run", "--help").out.split())
+    assert "Of several runs, the same command again skips what is done" in said
+
+
 def test_version(engram: Engram) -> None:
     assert engram("--version").out.startswith("engram 0.")
 
@@ -614,7 +627,7 @@ def test_a_second_run_says_what_the_first_came_to(
     for orders in ((), ("--orders", "1")):
         said = engram(*run, *orders, "--dry-run").err
         assert said == f"engram: the run in {place} is finished; this one goes to {place}-2\n"
-    assert "A single run is made anew beside the first" in engram("run", "--help").out
+    assert "A single run is made anew beside the first" in " ".join(engram("run", "--help").out.split())
     assert_refused(engram(*run, "--dry-run", "--memory", "total=1"), "a memory of 1")  # and not where it would go
     shutil.copytree(stopped, tmp_path / f"{place}-2")
     said = f"engram: the run in {place}-2 stopped after stage 1 ('engram resume {place}-2' goes on with it); "
@@ -760,6 +773,16 @@ def test_a_list_can_be_cut_down_to_a_text(engram: Engram, monkeypatch: pytest.Mo
     assert max(map(len, engram("list", "methods").out.splitlines()[:-1])) <= 90
     monkeypatch.setenv("COLUMNS", "much")
     assert max(map(len, engram("list", "methods").out.splitlines()[:-1])) > 90
+
+
+def test_a_narrow_list_of_methods_breaks_no_words(engram: Engram, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = engram("list", "methods").out.splitlines()
+    assert max(map(len, lines)) <= 80
+    words = " ".join(" ".join(lines).split())
+    for row in json.loads(engram("list", "methods", "--json").out):
+        assert f"{row['method']}: {row['title']}" in words
+        assert row["paper"] is None or row["paper"] in words
 
 
 def test_list_runs_shows_damaged_ones_too(engram: Engram, stopped: Path, finished: Path, tmp_path: Path) -> None:

@@ -6,12 +6,17 @@ tyro parses and writes the help. What it would refuse is looked for beforehand, 
 from __future__ import annotations
 
 import dataclasses
+import io
 import math
+import shutil
+import sys
+import textwrap
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TextIO
 
 import tyro
 from tyro.conf import Positional
@@ -33,6 +38,7 @@ To begin:
 """
 
 _CONFIG = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes)
+NARROWEST, WIDEST = 40, 100  # columns of prose
 _KINDS = {int: "a whole number", float: "a number"}
 
 
@@ -54,14 +60,43 @@ def parse(arguments: Sequence[str]) -> tuple[str, Any]:
     """The command and its options; SystemExit(0) once help was printed."""
     name = arguments[0]
     if name in ("-h", "--help"):
-        tyro.cli(_all_commands(), prog="engram", description=ABOUT, args=["--help"])
+        with _wrapped_help():
+            tyro.cli(_all_commands(), prog="engram", description=ABOUT, args=["--help"])
     if name not in COMMANDS:
         what = "flag" if name.startswith("-") else "command"
         raise EngramError(f"no {what} {name!r}: {suggest(name, [*COMMANDS, '--help', '--version'])}")
     rest, options = list(arguments[1:]), COMMANDS[name]
     if not {"-h", "--help"} & set(rest):
         rest = check(name, known_arguments(options), rest)
-    return name, tyro.cli(options, prog=f"engram {name}", args=rest, config=_CONFIG)
+    with _wrapped_help():
+        return name, tyro.cli(options, prog=f"engram {name}", args=rest, config=_CONFIG)
+
+
+class _Help(io.StringIO):
+    """What is printed to a stream, kept until it is whole; for tyro it is as that stream is."""
+
+    encoding = "utf-8"
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self.encoding, self.is_terminal = stream.encoding, stream.isatty()
+
+    def isatty(self) -> bool:
+        return self.is_terminal
+
+
+@contextmanager
+def _wrapped_help() -> Iterator[None]:
+    """Has tyro's help printed with its prose broken between words: tyro leaves paragraphs on one line."""
+    shown = _Help(sys.stdout)
+    try:
+        with redirect_stdout(shown):
+            yield
+    finally:
+        width = min(max(shutil.get_terminal_size().columns, NARROWEST), WIDEST)
+        for line in shown.getvalue().splitlines():
+            is_prose = line[:1].isalpha()  # not a frame, nor an indented example
+            print(textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False) if is_prose else line)
 
 
 def _all_commands() -> Any:

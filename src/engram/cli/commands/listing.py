@@ -30,6 +30,7 @@ DATASETS = {
 }
 # The recipes whose results a method is listed with.
 MEASURED_ON = {"measured": "{}-cifar100-b50-s10", "embedded": "{}-mini-b10-s5"}
+METHODS_WIDTH = 120  # columns that their table needs
 # Which entries of a row are shown, in order; --json gives all of them.
 COLUMNS: dict[str, tuple[str, ...]] = {
     "recipes": ("recipe", "base", "increment", "memory", "epochs", "predictor"),
@@ -70,9 +71,9 @@ def list_command(options: List, typed: Sequence[str]) -> int:
     elif options.what == "runs":
         _print_runs(console, rows)
     elif options.what == "methods":
-        _print(console, options.what, rows)
+        _print_methods(console, rows)
         of = "; ".join(f"{column}: of {recipe.format('METHOD')}" for column, recipe in MEASURED_ON.items())
-        print_line(console, f"average incremental accuracy, % (runs), {of}; - where there is none yet")
+        console.print(f"average incremental accuracy, % (runs), {of}; - where there is none yet")
     else:
         _print(console, options.what, rows)
     return 0
@@ -147,6 +148,18 @@ def _print_runs(console: Console, rows: Sequence[dict[str, Any]]) -> None:
         known += [f"{row['stages']} stages" if row["stages"] else "", row["status"]]
         known += [] if row["average"] is None else [f"average {percent(row['average'])} %"]
         console.print(Padding(", ".join(filter(None, known)), (0, 0, 0, 4)))
+
+
+def _print_methods(console: Console, rows: Sequence[dict[str, Any]]) -> None:
+    """Prints the methods as a table, or where words would be broken in it, each on three lines or so."""
+    if console.width >= METHODS_WIDTH:
+        _print(console, "methods", rows)
+        return
+    for row in rows:
+        console.print(f"{row['method']}: {row['title']}")
+        numbers = [f"{column} {row[column] or '-'}" for column in MEASURED_ON]
+        for text in filter(None, (row["paper"], f"memory: {row['memory']}; {', '.join(numbers)}")):
+            console.print(Padding(text, (0, 0, 0, 4)))
 
 
 def _recipes() -> list[dict[str, Any]]:
