@@ -281,6 +281,7 @@ def test_ctrl_c_saves_every_run_and_the_same_command_goes_on(photos: Path, tmp_p
     assert set(last.values()) == {"stopped"}
     dry = engram(*command, "--dry-run").out
     assert dry.count("incomplete") == 3 + 1
+    assert " and in main, epoch " in dry
     again = engram(*command)
     assert (again.status, again.err) == (0, "")
     assert engram(*command, "--out", "whole", "--no-cache", "--quiet").status == 0

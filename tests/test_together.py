@@ -160,6 +160,20 @@ def test_the_same_again_skips_what_is_done_and_goes_on_with_the_rest(alone: Path
     assert results == {name: json.loads((parent / name / "result.json").read_text()) for name in configs()}
 
 
+@pytest.mark.parametrize("steps", [1, 4])
+def test_what_was_trained_of_a_stage_is_not_left(steps: int, tmp_path: Path) -> None:
+    """A checkpoint inside the base stage counts to the step."""
+    (whole,) = plan_members({"afc": configs()["afc"]}, make_store(), tmp_path)
+    asked = iter(range(steps))
+    list(run(configs()["afc"], make_store(), tmp_path / "afc", stop=lambda: next(asked) == steps - 1))
+    (left,) = plan_members({"afc": configs()["afc"]}, make_store(), tmp_path)
+    assert (left.standing.state, left.standing.finished) == ("incomplete", 0)
+    assert left.steps == whole.steps - steps
+    assert 0 < whole.work - left.work < whole.base_work
+    assert left.doing is not None
+    assert left.doing.startswith("main, epoch ")
+
+
 def test_what_is_in_the_way_is_refused_before_anything_starts(tmp_path: Path) -> None:
     def refused(match: str, named: dict[str, RunConfig] | list[RunConfig], parent: Path = tmp_path) -> None:
         before = sorted(tmp_path.rglob("*"))

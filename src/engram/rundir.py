@@ -25,6 +25,7 @@ from engram.metrics import METRICS
 
 FORMAT = 1
 MANIFEST, RESULT, EVENTS, LOCK = "run.json", "result.json", "events.jsonl", ".lock"
+CHECKPOINT = "checkpoint/state.safetensors"
 _KINDS = {"config": dict, "config_hash": str, "order": dict, "stage_sizes": list, "data": dict}  # of run.json
 
 
@@ -78,7 +79,7 @@ class RunDirectory:
     @property
     def checkpoint(self) -> Path:
         """The file that the run resumes from."""
-        return self.path / "checkpoint" / "state.safetensors"
+        return self.path / CHECKPOINT
 
     def has_results(self) -> bool:
         """Whether a stage has been finished: its result is written after its checkpoint."""

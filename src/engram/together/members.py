@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from engram.checkpoint import read_data
 from engram.config import RunConfig, config_hash, directory_name
 from engram.data.load import DataConfig, load_store
 from engram.data.store import ImageStore
@@ -14,7 +15,7 @@ from engram.errors import EngramError
 from engram.files import writing
 from engram.plain import dotted
 from engram.recipes.changes import named_by_recipe
-from engram.rundir import MANIFEST, is_used, read_manifest, read_result
+from engram.rundir import CHECKPOINT, MANIFEST, is_used, read_manifest, read_result
 from engram.runner import check_config, settle
 from engram.session import Session
 
@@ -24,19 +25,24 @@ SHOWN_DIFFERENCES = 3
 
 @dataclass(frozen=True)
 class Standing:
-    """How far the run in a directory is. finished: its stages. result: that of a complete run."""
+    """How far the run in a directory is. finished: its stages. result: that of a complete run.
+
+    inside: where its checkpoint stands in the next stage: the phase's number, and the epoch and the step to take next.
+    """
 
     state: State
     finished: int = 0
     result: dict[str, Any] | None = None
     threads: int | None = None  # of the CPU, that it began with
+    inside: tuple[int, int, int] | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Member:
     """One of several runs. work and steps are what is left to do; base_key is None where no base stage is shared.
 
-    fingerprint: the store's. total_work: of the run from start to end; base_work: of its base stage.
+    fingerprint: the store's. doing: the phase and the epoch to go on with inside a stage, in words. total_work: of the
+    run from start to end; base_work: of its base stage.
     """
 
     name: str
@@ -45,6 +51,7 @@ class Member:
     fingerprint: str
     directory: Path | None
     standing: Standing
+    doing: str | None
     stages: int
     total_work: float
     base_work: float
@@ -134,6 +141,13 @@ def _member(name: str, config: RunConfig, store: ImageStore, fingerprint: str, d
     session = Session(config, store)
     stages = session.plan()
     left = [phase for stage in stages[found.finished :] for phase in stage.phases]
+    doing, work, steps = None, 0.0, 0  # the latter two of the phase in progress, done
+    if found.inside is not None:
+        number, epoch, step = found.inside
+        left = left[number:]
+        phase, steps = left[0], epoch * left[0].steps + step
+        doing = f"{phase.name}, epoch {min(epoch + 1, phase.epochs)} of {phase.epochs}"
+        work = phase.work * steps / (phase.epochs * phase.steps)
     return Member(
         name=name,
         config=config,
@@ -141,11 +155,12 @@ def _member(name: str, config: RunConfig, store: ImageStore, fingerprint: str, d
         fingerprint=fingerprint,
         directory=directory,
         standing=found,
+        doing=doing,
         stages=len(stages),
         total_work=sum(phase.work for stage in stages for phase in stage.phases),
         base_work=sum(phase.work for phase in stages[0].phases),
-        work=sum(phase.work for phase in left),
-        steps=sum(phase.epochs * phase.steps for phase in left),
+        work=sum(phase.work for phase in left) - work,
+        steps=sum(phase.epochs * phase.steps for phase in left) - steps,
         base_key=None if found.finished else session.base_key(fingerprint),
     )
 
@@ -175,7 +190,16 @@ def standing(directory: Path, config: RunConfig, fingerprint: str) -> Standing:
     threads = manifest.get("hardware", {}).get("threads")
     if finished == total:
         return Standing("done", finished, result, threads)
-    return Standing("incomplete", finished, None, threads)
+    return Standing("incomplete", finished, None, threads, _inside(directory, finished))
+
+
+def _inside(directory: Path, finished: int) -> tuple[int, int, int] | None:
+    """Where the checkpoint stands in the stage after those finished; None where it stands in none."""
+    data = read_data(directory / CHECKPOINT)
+    phase = data.get("phase")
+    if phase is None or len(data["records"]) != finished:
+        return None
+    return phase["number"], phase["epoch"], phase["step"]
 
 
 def _differences(theirs: RunConfig, ours: RunConfig) -> str:

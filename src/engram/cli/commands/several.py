@@ -253,11 +253,14 @@ def print_plan(console: Console, members: Sequence[Member], cache: StageCache | 
 
 def _plan_row(member: Member) -> dict[str, Any]:
     standing = member.standing
-    state = f"incomplete, {standing.finished} of {member.stages} stages" if standing.state == "incomplete" else None
+    state = standing.state
+    if state == "incomplete":
+        inside = "" if member.doing is None else f" and in {member.doing}"
+        state = f"incomplete, {standing.finished} of {member.stages} stages{inside}"
     return {
         "run": member.name,
         "directory": member.place,
-        "state": state or standing.state,
+        "state": state,
         "stages": member.stages,
         "stages_finished": standing.finished,
         "steps": member.steps,
