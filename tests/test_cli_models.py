@@ -387,6 +387,18 @@ def test_other_images_are_refused_until_the_lesson_is_finished_or_dropped(
     assert opened(model).labels == [*NAMES[:5], "goose"]
 
 
+def test_a_first_lesson_that_goes_on_with_other_options_is_told_what_it_began_with(
+    engram: Engram, photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as asking:
+        asking.setattr("engram.cli.interrupt.Interrupt.__call__", lambda self: True)
+        assert engram("learn", "fresh", photos / "first", *QUICK).status == 130
+    again = engram("learn", "fresh", photos / "first", *QUICK, "--epochs", "3")
+    assert again.status == 2
+    assert "a new model" not in again.out
+    assert "options (epochs: 2 then, 3 now); give the same" in again.err
+
+
 # predict
 
 

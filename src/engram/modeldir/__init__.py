@@ -39,6 +39,7 @@ __all__ = [
 ]
 
 RESUMED = "learning goes on where it stood"
+SHOWN = 3  # of the differences from the lesson that was begun
 
 
 def learn_into(
@@ -83,9 +84,10 @@ def learn_into(
         identity = {"lesson": lesson.fingerprint(), "base": None if base is None else base.digest}
 
         def save(checkpoint: Checkpoint) -> None:
-            writer.save_learning(Checkpoint(checkpoint.tensors, checkpoint.data | identity | {"epochs": epochs}))
+            begun = identity | {"epochs": epochs, "asked": lesson.asked()}
+            writer.save_learning(Checkpoint(checkpoint.tensors, checkpoint.data | begun))
 
-        resume = _to_resume(writer, identity)
+        resume = _to_resume(writer, identity, lesson)
         if resume is not None:
             yield Warned(RESUMED)
         keeping = Keeping(stop or (lambda: False), save, 60 * checkpoint_minutes)
@@ -124,7 +126,7 @@ def _begun_with(writer: Writer, base: Pointer | None) -> int | None:
     return epochs if isinstance(epochs, int) else None
 
 
-def _to_resume(writer: Writer, identity: dict[str, Any]) -> Checkpoint | None:
+def _to_resume(writer: Writer, identity: dict[str, Any], lesson: Lesson) -> Checkpoint | None:
     checkpoint = writer.learning()
     if checkpoint is None:
         return None
@@ -133,10 +135,19 @@ def _to_resume(writer: Writer, identity: dict[str, Any]) -> Checkpoint | None:
         return None
     if checkpoint.data.get("lesson") != identity["lesson"]:
         raise EngramError(
-            f"learning in {writer.path} was interrupted, and these are not the same images, labels and options; "
+            f"learning in {writer.path} was interrupted, and these are not the same images, labels and options"
+            f"{_differences(checkpoint.data.get('asked'), lesson.asked())}; "
             "give the same to go on with it, or drop it (restart=True) to begin anew"
         )
     return checkpoint
+
+
+def _differences(then: Any, now: dict[str, Any]) -> str:
+    """In what a lesson differs from the one that was begun, in brackets; nothing where that is not known."""
+    if not isinstance(then, dict):
+        return ""
+    keys = [key for key, value in now.items() if key in then and then[key] != value]
+    return f" ({', '.join(f'{key}: {then[key]} then, {now[key]} now' for key in keys[:SHOWN])})" if keys else ""
 
 
 def has_learning(path: str | Path) -> bool:

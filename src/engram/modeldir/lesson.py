@@ -26,6 +26,7 @@ from engram.methods import find_method
 from engram.modeldir.config import VALIDATION_MOST
 from engram.modeldir.labels import in_order
 from engram.modeldir.model import Entry, KnownClass, Model, to_samples
+from engram.plain import dotted
 from engram.stagework import Outlook, PhasePlan, StageWork, Taken, pack_phase, unpack_phase
 
 Known = Literal["refuse", "ignore", "refresh"]
@@ -190,6 +191,19 @@ class Lesson:
         digest.update(np.ascontiguousarray(self.stage.pool.labels.numpy()).data)
         digest.update(np.ascontiguousarray(self._images.numpy()).data)
         return digest.hexdigest()
+
+    def asked(self) -> dict[str, Any]:
+        """What was asked for, by name: for telling in what another lesson differs."""
+        model, training = self.before, getattr(self.model.method.settings, "train", None)
+        return {
+            "epochs": None if training is None else training.epochs,
+            "known": self.options.known,
+            "images": len(self._images),
+            "classes": some(map(str, self.new)),
+            "device": str(model.engine.device),
+            "precision": model.engine.precision,
+            **dotted(model.config.to_plain()),
+        }
 
     def take(self, keeping: Keeping, resume: Checkpoint | None = None) -> Generator[Event, None, Model | None]:
         """The work itself, from the start or a checkpoint; returns the model that has learned, None if it stopped."""

@@ -76,7 +76,8 @@ def learn_command(options: Learn, typed: Sequence[str]) -> int:
         trained = len(images) + sum(known["exemplars"] for known in manifest["classes"])
         epochs = fitting_epochs(trained, (size, size), options.place.device)
     if not silent:
-        _tell_beginning(console, place, config, labels, read)
+        begun = has_learning(place) and not options.lesson.restart
+        _tell_beginning(console, place, None if begun else config, labels, read)
     _tell_doubts(labels, [] if manifest is None else [known["label"] for known in manifest["classes"]])
     interrupt = Interrupt()
     events = learn_into(
