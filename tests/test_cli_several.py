@@ -156,6 +156,7 @@ def test_lines_and_summary_and_the_same_again(engram: Engram, photos: Path, alon
         assert timeless(tmp_path / "runs" / name) == timeless(alone / name), "also with shared base stages"
     assert sum("as another run trained it" in line for line in lines) == 2
     assert sum(line.lstrip().startswith(("afc-folder (", "replay-folder (")) and " ± " in line for line in lines) == 2
+    assert lines[-2] == "time: without the base stage in 2 of 4 runs, which took it over"
     assert lines[-1] == "next: engram report runs"
     before = contents(tmp_path / "runs")
     again = engram(*command)

@@ -257,13 +257,16 @@ def test_run_of_one_stage_has_nothing_to_forget(tmp_path: Path) -> None:
 
 
 def test_reused_base_stage_is_admitted(compared: tuple[list[Path], Path], tmp_path: Path) -> None:
-    assert "took over a base stage" not in Page(compared[1]).text
+    text = Page(compared[1]).text
+    assert "took over a base stage" not in text
+    assert "time is without the base stage" not in text
     directories = [fake_run(tmp_path / method, method=method, **LIGHT) for method in ("replay", "afc")]
     with (tmp_path / "afc" / "events.jsonl").open("a") as file:
         file.write('\n{"event": "base_reused", "time": 1.0, "stage": 0, "path": "elsewhere"}\n')
     text = Page(write_report(directories)).text
     assert "afc took over a base stage" in text
     assert "replay, afc took over" not in text
+    assert "The time is without the base stage where a run took it over from another" in text
 
 
 def test_naive_run_without_nme_importance_and_events(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from engram.config import RunConfig, directory_name
 from engram.data.load import DataConfig, outline_store
 from engram.data.store import ImageStore
 from engram.events import Event, RunFailed, RunFinished, RunSkipped, Stopped
+from engram.rundir import EVENTS
 from engram.stagecache import StageCache
 from engram.together import ERROR, Member, Workers, plan_members
 
@@ -176,7 +177,21 @@ def tell_results(console: Console, last: Last, parent: Path) -> None:
     results = results_of(last)
     if results:
         console.print(results_table(results))
+        reused = sum(_took_over_base(event) for event in last.values() if isinstance(event, (RunFinished, RunSkipped)))
+        if reused:
+            print_line(console, f"time: without the base stage in {reused} of {len(results)} runs, which took it over")
         print_line(console, f"next: engram report {parent}")
+
+
+def _took_over_base(event: RunFinished | RunSkipped) -> bool:
+    """Whether the run's base stage was trained by another, so that its time is not in this one's."""
+    with suppress(OSError), (Path(event.directory or "") / EVENTS).open(encoding="utf-8") as lines:
+        for line in lines:
+            if '"event": "base_reused"' in line:
+                return True
+            if '"event": "stage_finished"' in line:
+                break
+    return False
 
 
 def results_table(results: Sequence[Mapping[str, Any]]) -> Table:
