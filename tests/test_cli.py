@@ -167,6 +167,19 @@ def test_the_prose_of_the_help_is_broken_between_words(
     assert "Of several runs, the same command again skips what is done" in said
 
 
+@pytest.mark.parametrize(
+    ("command", "usage"),
+    [
+        ("run", "engram run [-h] [OPTIONS] RECIPE [RECIPE ...]"),
+        ("list", "engram list [-h] [WHAT] [TEXT]"),
+        ("results", "engram results [-h] WHAT OUT IN [IN ...]"),
+        ("resume", "engram resume [-h] [OPTIONS] DIR\n"),
+    ],
+)
+def test_the_usage_says_what_may_be_left_out_and_what_repeated(command: str, usage: str, engram: Engram) -> None:
+    assert engram(command, "--help").out.startswith(f"usage: {usage}")
+
+
 def test_version(engram: Engram) -> None:
     assert engram("--version").out.startswith("engram 0.")
 

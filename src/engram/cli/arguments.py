@@ -129,7 +129,7 @@ def known_arguments(options: type) -> list[Argument]:
             kind = typing.get_args(kind)
         positional = any(marker in markers for marker in _markers(Positional))
         metavar = next((m.metavar for m in markers if getattr(m, "metavar", None)), field.name)
-        name = metavar if positional else "--" + field.name.replace("_", "-")
+        name = metavar.partition(" ")[0].strip("[]") if positional else "--" + field.name.replace("_", "-")
         required = positional and field.default is dataclasses.MISSING
         found.append(Argument(name, kind, positional, required, many))
     return found

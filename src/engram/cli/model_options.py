@@ -107,7 +107,7 @@ class Predict:
     place: PlaceFlags
     model: Annotated[Positional[str], arg(metavar="MODEL", help_behavior_hint="")]
     """The model directory."""
-    paths: Annotated[Positional[tuple[str, ...]], arg(metavar="PATH", help_behavior_hint="")]
+    paths: Annotated[Positional[tuple[str, ...]], arg(metavar="PATH [PATH ...]", help_behavior_hint="")]
     """Files, folders, patterns such as 'inbox/*.png', or - for a path a line on standard input."""
     top: Annotated[int, arg(metavar="K", help_behavior_hint="(default: 1)")] = 1
     """The K most probable classes of each image."""
@@ -176,7 +176,7 @@ class Remove:
 
     model: Annotated[Positional[str], arg(metavar="MODEL", help_behavior_hint="")]
     """The model directory."""
-    classes: Annotated[Positional[tuple[str, ...]], arg(metavar="CLASS", help_behavior_hint="")]
+    classes: Annotated[Positional[tuple[str, ...]], arg(metavar="CLASS [CLASS ...]", help_behavior_hint="")]
     """The class or classes."""
     drop_learning: Annotated[bool, arg(help_behavior_hint="")] = False
     """Drop learning that was interrupted, which could not go on."""

@@ -122,7 +122,7 @@ class Run:
     stream: StreamFlags
     training: TrainingFlags
     running: RunningFlags
-    recipes: Annotated[Positional[tuple[str, ...]], arg(metavar="RECIPE", help_behavior_hint="")]
+    recipes: Annotated[Positional[tuple[str, ...]], arg(metavar="RECIPE [RECIPE ...]", help_behavior_hint="")]
     """The recipe or recipes, such as afc-mini-b10-s5; 'engram list' has them all."""
     out: Annotated[
         str | None, arg(metavar="DIR", help_behavior_hint="(default: a new one under runs/; of several, runs)")
@@ -181,10 +181,10 @@ class List:
 
     what: Annotated[
         Positional[Literal["recipes", "methods", "datasets", "backbones", "runs", "cache"]],
-        arg(metavar="WHAT", help_behavior_hint="(default: recipes)"),
+        arg(metavar="[WHAT]", help_behavior_hint="(default: recipes)"),
     ] = "recipes"
     """recipes, methods, datasets, backbones, runs, or the cache of trained base stages and decoded images."""
-    text: Annotated[Positional[str | None], arg(metavar="TEXT", help_behavior_hint="(default: all)")] = None
+    text: Annotated[Positional[str | None], arg(metavar="[TEXT]", help_behavior_hint="(default: all)")] = None
     """Only those with this text in them, such as cifar100 or icarl."""
     root: Annotated[str, arg(metavar="DIR", help_behavior_hint="(default: runs)")] = "runs"
     """Where to look for runs."""
@@ -201,7 +201,7 @@ class Report:
         engram report runs/demo --open
     """
 
-    directories: Annotated[Positional[tuple[str, ...]], arg(metavar="DIR", help_behavior_hint="")]
+    directories: Annotated[Positional[tuple[str, ...]], arg(metavar="DIR [DIR ...]", help_behavior_hint="")]
     """Run directories, or directories of run directories."""
     out: Annotated[str | None, arg(metavar="FILE", help_behavior_hint="(default: report.html beside the runs)")] = None
     """The HTML file to write."""
@@ -225,7 +225,7 @@ class Reproduce:
     """
 
     running: RunningFlags
-    what: Annotated[Positional[tuple[str, ...]], arg(metavar="WHAT", help_behavior_hint="")]
+    what: Annotated[Positional[tuple[str, ...]], arg(metavar="WHAT [WHAT ...]", help_behavior_hint="")]
     """The tables and figures, such as table1, or all."""
     rows: Annotated[str | None, arg(metavar="ROW,ROW", help_behavior_hint="(default: all)")] = None
     """Rows, by label or method: AFC, or "AFC (CNN)"."""
@@ -276,7 +276,7 @@ class Results:
     summary: a JSON file with mean and spread of each recipe that was run unchanged."""
     out: Annotated[Positional[str], arg(metavar="OUT", help_behavior_hint="")]
     """The file to write; merge keeps the runs that it has already."""
-    inputs: Annotated[Positional[tuple[str, ...]], arg(metavar="IN", help_behavior_hint="")]
+    inputs: Annotated[Positional[tuple[str, ...]], arg(metavar="IN [IN ...]", help_behavior_hint="")]
     """Run directories, folders of them, or files of results."""
     paper: Annotated[str | None, arg(metavar="FILE", help_behavior_hint="(default: AFC's)")] = None
     """Another paper's experiments and numbers, for the page."""
