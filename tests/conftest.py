@@ -74,8 +74,9 @@ def no_width_of_another_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def private_data_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test reads or writes the user's own data and cache."""
+    """No test reads or writes the user's own data and cache, nor brings in methods of the user's."""
     monkeypatch.setenv("ENGRAM_DATA", str(tmp_path_factory.mktemp("home")))
+    monkeypatch.delenv("ENGRAM_METHODS", raising=False)
 
 
 @pytest.fixture

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from engram.methods import METHODS
+from helpers import Engram
+
 ROOT = Path(__file__).parents[1]
+
+
+def blocks() -> list[str]:
+    """The example's method and its test."""
+    return re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), flags=re.DOTALL)
 
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The package and its contract suite with the example's two files in them."""
     there = tmp_path_factory.mktemp("contributor")
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), flags=re.DOTALL)
-    method, test = blocks
+    method, test = blocks()
     shutil.copytree(ROOT / "src", there / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     (there / "tests").mkdir()
     for name in ("conftest.py", "helpers.py", "test_methods_contract.py"):
@@ -72,3 +81,62 @@ def test_the_example_runs(copy: Path) -> None:
     short = ("--epochs", "1", "--stop-after-stage", "1", "--quiet")
     call(copy, "engram", "run", "steady-mini-b10-s5", *short, "--out", str(copy / "run"))
     assert (copy / "run/result.json").exists()
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The example in a file outside the package, which ENGRAM_METHODS names."""
+    file = tmp_path / "mine" / "steady.py"
+    file.parent.mkdir()
+    file.write_text(blocks()[0])
+    monkeypatch.setenv("ENGRAM_METHODS", f" {file}, ")
+    yield file
+    METHODS.pop("steady", None)
+    sys.modules.pop(str(file), None)
+
+
+SHORT = ("--epochs", "1", "--finetune-epochs", "1", "--quiet", "--out", "run")
+
+
+def test_a_method_outside_the_package_runs_stops_and_resumes(engram: Engram, own: Path) -> None:
+    assert "steady" in engram("list", "methods").out
+    stopped = engram("run", "steady-mini-b10-s5", *SHORT, "--stop-after-stage", "0")
+    assert (stopped.status, stopped.err) == (0, "")
+    resumed = engram("resume", "run", "--stop-after-stage", "1", "--quiet")
+    assert (resumed.status, resumed.err) == (0, "")
+    assert len(json.loads(Path("run/result.json").read_text())["stages"]) == 2
+
+
+def test_an_unknown_method_says_how_ones_own_is_brought_in(
+    engram: Engram, own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert engram("run", "steady-mini-b10-s5", *SHORT, "--stop-after-stage", "0").status == 0
+    monkeypatch.delenv("ENGRAM_METHODS")
+    METHODS.pop("steady")
+    for command in (("run", "steady-mini-b10-s5"), ("resume", "run")):
+        outcome = engram(*command)
+        assert outcome.status == 2
+        assert "ENGRAM_METHODS=FILE.py" in outcome.err
+    assert "ENGRAM_METHODS" not in engram("run", "afc-mini-b10-s6").err, "the method is known"
+
+
+def test_a_module_on_the_path_is_named_as_one(engram: Engram, own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(own.parent)
+    monkeypatch.setenv("ENGRAM_METHODS", "steady")
+    assert "steady" in engram("list", "methods").out
+    sys.modules.pop("steady")
+
+
+def test_what_cannot_be_brought_in_is_named(engram: Engram, own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own.write_text("import nothing_of_that_name")
+    for given, wanted in (
+        ("nowhere.py", ["nowhere.py", "no such file"]),
+        ("no_module.at_all", ["no_module.at_all", "no such module"]),
+        (str(own), [str(own), "nothing_of_that_name", "ENGRAM_DEBUG=1"]),
+    ):
+        monkeypatch.setenv("ENGRAM_METHODS", given)
+        outcome = engram("list", "methods")
+        assert outcome.status == 2
+        assert outcome.err.count("\n") == 1
+        for text in ("ENGRAM_METHODS", *wanted):
+            assert text in outcome.err

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 
+from engram.cli.own_methods import bring_in_methods
 from engram.errors import explain
 
 # Where each command is carried out; imported when it is asked for, because most of them need torch.
@@ -72,6 +73,7 @@ def _dispatch(given: list[str]) -> int:
         except SystemExit:
             return 2
     name, options = parse(given)
+    bring_in_methods()
     module = importlib.import_module(f"engram.cli.commands.{_MODULES[name]}")
     return getattr(module, f"{name}_command")(options, given)
 

@@ -333,6 +333,8 @@ class MethodInfo:
 
 
 METHODS: dict[str, MethodInfo] = {}
+# What an error says of a name that is not among them.
+OWN_METHODS = "(one of your own: import its module first, for a command by ENGRAM_METHODS=FILE.py)"
 
 MethodT = TypeVar("MethodT", bound=Method)
 
@@ -375,5 +377,5 @@ def register(
 def find_method(name: str) -> MethodInfo:
     """The registered method of that name."""
     if name not in METHODS:
-        raise EngramError(f"no method {name!r}: {suggest(name, METHODS)}")
+        raise EngramError(f"no method {name!r}: {suggest(name, METHODS)} {OWN_METHODS}")
     return METHODS[name]

@@ -16,7 +16,7 @@ from engram.data.augment import Augmentation
 from engram.data.load import DataConfig
 from engram.data.memory import MemoryConfig
 from engram.errors import EngramError, suggest
-from engram.methods import METHODS, MethodInfo
+from engram.methods import METHODS, OWN_METHODS, MethodInfo
 from engram.recipes import imagenet
 
 CIFAR100_STAGES = {50: 1, 25: 2, 10: 5, 5: 10}
@@ -147,7 +147,8 @@ def recipe(name: str) -> RunConfig:
     """The configuration of that name."""
     catalogue = _catalogue()
     if name not in catalogue:
-        raise EngramError(f"no recipe {name!r}: {_nearest(name, list(catalogue))}")
+        known = any(f"{name}-".startswith(f"{method}-") for method in METHODS)
+        raise EngramError(f"no recipe {name!r}: {_nearest(name, list(catalogue))}{'' if known else f' {OWN_METHODS}'}")
     return replace(catalogue[name](), recipe=name)
 
 
