@@ -18,7 +18,7 @@ import torch
 import engram.modeldir.writer as writer
 from engram import EngramError
 from engram.data.samples import Samples
-from engram.events import Checkpointed, Learned, Stopped
+from engram.events import Checkpointed, EpochFinished, Learned, Stopped
 from engram.methods import METHODS
 from engram.modeldir import (
     Model,
@@ -34,6 +34,7 @@ from engram.modeldir import (
 from engram.modeldir.config import LATER_LEAST
 from engram.modeldir.files import digest
 from engram.modeldir.lesson import Keeping, Lesson, Options
+from engram.plain import replace_at
 from model_helpers import NAMES, everything, learn, make, memory_of, opened, pictures, png, same, scores, tiny
 
 
@@ -69,6 +70,16 @@ def test_the_phases_after_the_main_one_are_never_too_short_to_matter() -> None:
         assert lesson.train.epochs == (epochs or 3)  # pyright: ignore[reportAttributeAccessIssue]
     without = ModelConfig.choose("afc", image_size=16, images=30, settings={"finetune.epochs": 0})
     assert without.lesson_settings(3).finetune.epochs == 0  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_the_history_has_the_epochs_that_were_trained() -> None:
+    model = in_memory(tiny("gdumb", epochs=5), NAMES[:2], NAMES[2:4])
+    assert [entry.epochs for entry in model.history] == [5, 5]
+    events = list(Lesson(model, *pictures(NAMES[4:5]), Options(epochs=3)).take(Keeping()))
+    assert sum(isinstance(event, EpochFinished) for event in events) == 3, "as many as asked for"
+    own = model.config.with_epochs(2)
+    own = replace(own, settings=replace_at(own.settings, "rehearse.epochs", 4))
+    assert [entry.epochs for entry in in_memory(own, NAMES[:2], NAMES[2:4]).history] == [2, 4]
 
 
 def test_the_epochs_that_fit_are_the_most_that_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -263,7 +263,7 @@ class IncrementalClassifier:
 def _names_epochs(settings: Settings | Mapping[str, Any] | None) -> bool:
     """Whether the settings say how long to train: all of them do, and some of them where the epochs are among them."""
     if isinstance(settings, Mapping):
-        return any(str(path).replace("__", ".") == "train.epochs" for path in settings)
+        return any(str(path).replace("__", ".") in ("train.epochs", "rehearse.epochs") for path in settings)
     return settings is not None
 
 

@@ -21,6 +21,7 @@ LARGEST_SIDE = 1024
 LARGEST_NUMBER = 2**63
 VALIDATION_MOST = 50
 LATER_LEAST = 10
+_MAIN = ("train", "rehearse")  # rehearse: in the place of train, in the lessons after the first
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class ModelConfig:
         settings = self.with_epochs(epochs).settings
         for name in _phases(settings):
             training = getattr(settings, name)
-            if name != "train" and 0 < training.epochs < LATER_LEAST:
+            if name not in _MAIN and 0 < training.epochs < LATER_LEAST:
                 settings = replace(settings, **{name: replace(training, epochs=LATER_LEAST)})
         return settings
 
@@ -263,6 +264,6 @@ def _with_epochs(settings: Settings, epochs: int) -> Settings:
     for name in _phases(settings):
         training = getattr(settings, name)
         share = training.epochs / max(1, main.epochs)
-        count = epochs if name == "train" else math.ceil(epochs * share)
+        count = epochs if name in _MAIN else math.ceil(epochs * share)
         settings = replace(settings, **{name: replace(training, epochs=count)})
     return settings

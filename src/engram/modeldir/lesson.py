@@ -240,21 +240,20 @@ class Lesson:
             yield Warned(note)
         learner.notes.clear()
         yield Working(stage.index, stage.index + 1, "evaluate")
-        self._note(sum(clock.values()))
+        self._note(work.phases[0].training.epochs if work.phases else 0, sum(clock.values()))
         return model
 
-    def _note(self, seconds: float) -> None:
-        """Measures the model on held-out images and writes the lesson into its history."""
+    def _note(self, epochs: int, seconds: float) -> None:
+        """Measures the model on held-out images and writes the lesson into its history; epochs: of its main phase."""
         model = self.model
         model.method = self.before.method
         model.measure()
-        training = getattr(model.config.lesson_settings(self.options.epochs), "train", None)
         old = [known.label for known in model.classes[: self.stage.num_old]]
         entry = Entry(
             what="learned",
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             images=self._given,
-            epochs=0 if training is None else training.epochs,
+            epochs=epochs,
             seconds=seconds,
             device=str(model.engine.device),
             precision=model.engine.precision,
