@@ -82,6 +82,18 @@ def test_the_history_has_the_epochs_that_were_trained() -> None:
     assert [entry.epochs for entry in in_memory(own, NAMES[:2], NAMES[2:4]).history] == [2, 4]
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("running-mean", torch.float32), ("x" * 201, torch.float32), ("moments", torch.complex64)]
+)
+def test_tensors_that_could_not_be_opened_again_are_not_saved(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    model = in_memory(tiny(), NAMES[:2])
+    assert model.learner is not None
+    model.learner.store(name, torch.ones(2, dtype=dtype))
+    with pytest.raises(EngramError, match=f"afc keeps 'buffers.{name[:20]}"):
+        save_model(model, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
 def test_the_epochs_that_fit_are_the_most_that_do(monkeypatch: pytest.MonkeyPatch) -> None:
     model = in_memory(tiny(), NAMES[:3])
     lesson = Lesson(model, *pictures(NAMES[3:5]), Options())

@@ -45,7 +45,8 @@ _NAMES = re.compile(r"(network|teacher|buffers)\.[\w.]{1,200}|class_means")
 
 
 def pack_model(model: Model) -> tuple[dict[str, Any], Iterator[File]]:
-    """What model.json says of the model, and every other file."""
+    """What model.json says of the model, and every other file; what could not be opened again is refused."""
+    state = _weights(model)
     described = model.describe()
     mean, std = model.normalisation
     manifest = {
@@ -58,16 +59,34 @@ def pack_model(model: Model) -> tuple[dict[str, Any], Iterator[File]]:
         "history": [asdict(entry) for entry in model.history],
         "versions": versions(),
     }
-    return manifest, _files(model)
+    return manifest, _files(model, state)
 
 
-def _files(model: Model) -> Iterator[File]:
+def _weights(model: Model) -> dict[str, Tensor]:
+    """The tensors of the model by name, the images of its memory aside."""
     assert model.learner is not None
     state = {name: value for name, value in model.learner.state_dict().items() if not name.startswith("memory.")}
     network = {name: value for name, value in state.items() if name.startswith("network.")}
     # Between lessons the teacher is a copy of the network; where it is not, it is kept.
     if all(_same(value, state.get("teacher." + name.removeprefix("network."))) for name, value in network.items()):
         state = {name: value for name, value in state.items() if not name.startswith("teacher.")}
+    for name, value in state.items():
+        if not _is_ours(name, value):
+            kinds = ", ".join(str(kind).removeprefix("torch.") for kind in _DTYPES)
+            raise EngramError(
+                f"{model.config.method} keeps {name!r:.80} ({value.dtype}), which no model's file can have: a name is "
+                f"at most 200 letters, digits, dots and underscores, and the numbers are {kinds}"
+            )
+    return state
+
+
+def _is_ours(name: str, value: Tensor) -> bool:
+    """Whether a model may have a tensor of that name and kind."""
+    return _NAMES.fullmatch(name) is not None and value.dtype in _DTYPES
+
+
+def _files(model: Model, state: dict[str, Tensor]) -> Iterator[File]:
+    assert model.learner is not None
     weights = save({name: value.detach().cpu().contiguous().clone() for name, value in state.items()})
     yield WEIGHTS, lambda: weights
     for kind, memory in ((EXEMPLARS, model.learner.memory), (HELDOUT, model.heldout)):
@@ -284,7 +303,7 @@ def _tensors(content: bytes, where: Path) -> dict[str, Tensor]:
     except Exception as error:  # safetensors' own kinds, and those of JSON and torch below it
         raise EngramError(f"{where} is no safetensors file ({type(error).__name__}); the model is damaged") from None
     for name, value in state.items():
-        if not _NAMES.fullmatch(name) or value.dtype not in _DTYPES:
+        if not _is_ours(name, value):
             raise EngramError(f"{where} holds {name!r:.80} ({value.dtype}), which is no part of a model")
     return state
 
