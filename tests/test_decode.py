@@ -229,12 +229,26 @@ def test_large_photos_are_decoded_at_a_fraction_of_their_size(tmp_path: Path) ->
     assert np.array_equal(decode_image(small, 32), decode_image(small, 32, quick=True))
 
 
-def test_warnings_are_as_they_were_after_threads_decoded(tmp_path: Path) -> None:
-    files = [save(tmp_path / f"{i}.png") for i in range(40)]
+def test_warnings_are_as_they_were_while_and_after_threads_decode(tmp_path: Path) -> None:
+    files = [save(tmp_path / f"{i}.png", np.tile(RED, (30, 30, 1))) for i in range(40)]
     before = list(warnings.filters)
-    decode_files(files, 8, workers=8)
-    assert list(warnings.filters) == before
-    assert decode._Quiet.decoding == 0
+    for _ in decode_stream(files, 8, batch=10, workers=4):
+        with warnings.catch_warnings():  # begun while others decode, and ended when they have
+            time.sleep(0.2)
+    with pytest.raises(UserWarning, match="of one's own"):
+        warnings.warn("of one's own", stacklevel=1)
+    assert [each for each in warnings.filters if each is not decode._IGNORED] == before
+
+
+@pytest.mark.parametrize("large", [0, 10**6], ids=["by the thread for large images", "where it is opened"])
+def test_what_pillow_warns_of_refuses_no_image(tmp_path: Path, large: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "_LARGE_PIXELS", large)
+    damaged = save(tmp_path / "x.jpg", exif=b"Exif\0\0II*\0\x08\0\0\0\x05\0\x12\x01\x03\0")
+    with pytest.raises(UserWarning, match="Corrupt EXIF"), Image.open(damaged) as image:
+        image.getexif()
+    for _ in range(2):
+        assert len(decode_files([damaged] * 3, 8, workers=2)[0]) == 3
+        warnings.simplefilter("error")  # whoever has the last word of other warnings
 
 
 def test_too_many_images_for_the_memory_that_is_free_are_refused_before_they_are_read(

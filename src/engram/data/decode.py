@@ -7,10 +7,10 @@ import stat
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median
-from typing import IO, Final
+from typing import IO, Any, Final, cast
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -59,7 +59,8 @@ def _pixels(file: str | Path, size: int | None, quick: bool, large: Large | None
 def _load_and_close(image: Image.Image, size: int | None) -> Images | str:
     """The pixels, or why there are none; what was loaded is let go before the next one is."""
     try:
-        return _load(image, size)
+        with quietly():  # it may be another thread than the one that opened it
+            return _load(image, size)
     except Exception as error:
         return why_unreadable(error)
     finally:
@@ -109,34 +110,39 @@ def _open_regular(file: str | Path) -> IO[bytes]:
     return os.fdopen(handle, "rb")
 
 
-class _Quiet:
-    """How many threads are decoding, and the filters of warnings to go back to after the last."""
+class _Decoding(threading.local):
+    """Whether the thread at hand is decoding. In a filter of warnings it stands in a pattern's place."""
 
-    lock = threading.Lock()
-    decoding = 0
-    filters: warnings.catch_warnings | None = None
+    depth = 0
+
+    def match(self, message: str) -> bool:
+        del message
+        return self.depth > 0
+
+
+_DECODING: Final = _Decoding()
+_IGNORED: Final = ("ignore", _DECODING, Warning, None, 0)
+_FILTERS_LOCK: Final = threading.Lock()
 
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """No warnings meanwhile: damaged EXIF data, say, does not make the pixels wrong.
+    """No warnings of this thread meanwhile: damaged EXIF data, say, does not make the pixels wrong.
 
-    `warnings` has one list of filters for all threads, so the first to decode changes it and the last changes it back.
+    `warnings` has one list of filters for all threads, which others may save and restore at any time. So what is put
+    there is not taken away, and says nothing of warnings of threads that are not decoding.
     """
-    with _Quiet.lock:
-        _Quiet.decoding += 1
-        if _Quiet.filters is None:
-            _Quiet.filters = warnings.catch_warnings()
-            _Quiet.filters.__enter__()
-            warnings.simplefilter("ignore")
+    filters = cast("list[Any]", warnings.filters)
+    with _FILTERS_LOCK:
+        if not filters or filters[0] is not _IGNORED:
+            with suppress(ValueError):
+                filters.remove(_IGNORED)
+            filters.insert(0, _IGNORED)
+    _DECODING.depth += 1
     try:
         yield
     finally:
-        with _Quiet.lock:
-            _Quiet.decoding -= 1
-            if not _Quiet.decoding and _Quiet.filters is not None:
-                _Quiet.filters.__exit__(None, None, None)
-                _Quiet.filters = None
+        _DECODING.depth -= 1
 
 
 def why_unreadable(error: Exception) -> str:
