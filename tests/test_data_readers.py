@@ -848,6 +848,29 @@ def test_folder_splits_must_agree(tmp_path: Path) -> None:
         read_folder(tmp_path)
 
 
+def test_images_are_found_by_the_same_rules_whatever_they_are_for(tmp_path: Path) -> None:
+    for name in ("cat/2024/a.png", "cat/b.png", "cat/a/c.png", "dog/d.png", "other/e.png"):
+        save(tmp_path / "set" / name)
+    (tmp_path / "set/cat/2024/notes.txt").touch()
+    (tmp_path / "set/other/more.txt").touch()
+    (tmp_path / "set/cat/newest").symlink_to(tmp_path / "set/cat/2024")
+    (tmp_path / "set/cat/up").symlink_to(tmp_path / "set")
+    (tmp_path / "set/dog/too").symlink_to(tmp_path / "set/other")
+    (tmp_path / "set/dog/circle").symlink_to("circle")
+    images = {
+        "cat": ["cat/2024/a.png", "cat/a/c.png", "cat/b.png"],
+        "dog": ["dog/d.png", "dog/too/e.png"],
+        "other": ["other/e.png"],
+    }
+    listed, classes = folder.list_classes(tmp_path / "set")
+    for name, files in images.items():
+        found = [str(tmp_path / "set" / file) for file in files]
+        assert [file for file, its in zip(listed, classes, strict=True) if its == name] == found
+        assert list(folder.walk_images(tmp_path / "set" / name)) == found
+    others = ["cat/2024/notes.txt", "dog/circle", "dog/too/more.txt", "other/more.txt"]
+    assert folder.passed_over(tmp_path / "set") == (others, [])
+
+
 def test_folder_links(tmp_path: Path) -> None:
     make_folder(tmp_path / "set")
     expected = read_folder(tmp_path / "set").fingerprint()

@@ -96,11 +96,7 @@ def passed_over(path: str | Path) -> tuple[list[str], list[str]]:
     root = Path(path).expanduser()
     others: list[str] = []
     for folder in _folders(root):
-        for place, folders, names in os.walk(folder):
-            folders[:] = sorted(name for name in folders if not name.startswith("."))
-            within = os.path.relpath(place, root)
-            shown = (name for name in sorted(names) if not name.startswith("."))
-            others += [os.path.join(within, name) for name in shown if not name.lower().endswith(EXTENSIONS)]
+        others += [os.path.relpath(file, root) for file in _walk(folder) if not _has_extension(file)]
     return others, [entry.name for entry in _entries(root) if _is_image(entry)]
 
 
@@ -114,8 +110,8 @@ def refuse_nested(path: str | Path, is_new: bool) -> None:
     root = Path(path).expanduser()
     if any(_holds_image(folder) for folder in _folders(root)):
         return
-    folders = [folder for folder in _folders(root) if any(_walk(folder))]
-    within = [len({file.parent for file in _walk(folder)}) for folder in folders]
+    folders = [folder for folder in _folders(root) if any(walk_images(folder))]
+    within = [len({os.path.dirname(file) for file in walk_images(folder)}) for folder in folders]
     if max(within, default=0) < (1 if is_new and len(folders) == 1 else 2):
         return
     names = [folder.name for folder in folders]
@@ -131,7 +127,7 @@ def refuse_nested(path: str | Path, is_new: bool) -> None:
 
 def _class_root(folder: Path) -> Path:
     """The folder at or below this one whose folders are classes, as far as one can tell."""
-    below = [entry for entry in _folders(folder) if any(_walk(entry))]
+    below = [entry for entry in _folders(folder) if any(walk_images(entry))]
     if any(_holds_image(entry) for entry in below) or not below:
         return folder
     train = next((entry for entry in below if entry.name.lower() in _TRAIN_FOLDERS), None)
@@ -147,36 +143,48 @@ def _holds_image(folder: Path) -> bool:
 
 
 def walk_images(folder: str | Path) -> Iterator[str]:
-    """The image files in a folder and its subfolders, by name; links are followed, but never in a circle.
+    """The image files in a folder and its subfolders, by name; see _walk."""
+    return filter(_has_extension, _walk(folder))
 
-    Of each folder on the way down the names are held, and no more.
+
+def _walk(folder: str | Path) -> Iterator[str]:
+    """The files in a folder and its subfolders, by name, hidden ones aside.
+
+    Links are followed, but no folder is gone into twice, nor one that holds the folder at hand: it would bring in the
+    images of other classes. What is held is the names in each folder on the way down, and which folders were seen.
     """
-    waiting: list[Iterator[str]] = [iter([str(folder)])]
-    inside: list[tuple[int, int]] = []  # the folders from the first one down to here
+    seen = {_identity(str(folder))}
+    waiting = [_inside(str(folder), seen)]
     while waiting:
-        path = next(waiting[-1], None)
-        if path is None:
+        path, is_folder = next(waiting[-1], ("", False))
+        if not path:
             waiting.pop()
-            if inside:
-                inside.pop()
-        elif os.path.isdir(path):
-            status = os.stat(path)
-            if (status.st_dev, status.st_ino) not in inside:
-                inside.append((status.st_dev, status.st_ino))
-                waiting.append(iter(sorted(os.path.join(path, name) for name in _shown(path))))
+        elif is_folder:
+            waiting.append(_inside(path, seen))
         else:
             yield path
 
 
-def _shown(folder: str) -> Iterator[str]:
-    """The names of the folders and image files in a folder, hidden ones aside."""
+def _inside(folder: str, seen: set[tuple[int, int]]) -> Iterator[tuple[str, bool]]:
+    """The paths in a folder, by name, and whether each is a folder, which is noted as seen."""
+    found: list[tuple[str, bool]] = []
     with os.scandir(folder) as entries:
-        for entry in entries:
-            # os.path.isdir, unlike the entry's own, takes a link in a circle for what it is: no folder.
-            if not entry.name.startswith(".") and (
-                entry.name.lower().endswith(EXTENSIONS) or os.path.isdir(entry.path)
-            ):
-                yield entry.name
+        shown = sorted((entry for entry in entries if not entry.name.startswith(".")), key=lambda entry: entry.name)
+    for entry in shown:
+        # os.path.isdir, unlike the entry's own, takes a link in a circle for what it is: no folder.
+        is_folder = os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir()
+        if is_folder:
+            leads_up = entry.is_symlink() and Path(folder).resolve().is_relative_to(Path(entry.path).resolve())
+            if leads_up or _identity(entry.path) in seen:
+                continue
+            seen.add(_identity(entry.path))
+        found.append((entry.path, is_folder))
+    return iter(found)
+
+
+def _identity(folder: str) -> tuple[int, int]:
+    status = os.stat(folder)
+    return status.st_dev, status.st_ino
 
 
 def _find_images(root: Path, empty: list[str] | None = None) -> tuple[list[_Folder], tuple[str, ...]]:
@@ -186,7 +194,7 @@ def _find_images(root: Path, empty: list[str] | None = None) -> tuple[list[_Fold
     if not _has_splits(root):
         names = tuple(_class_folders(root))
         if empty is not None:
-            empty += [name for name in names if not any(_walk(root / name))]
+            empty += [name for name in names if not any(walk_images(root / name))]
             names = tuple(name for name in names if name not in empty) or names  # all of them empty is refused
         return [_list_images(root, names)], names
     train, test = root / "train", _test_folder(root)
@@ -242,7 +250,7 @@ def _list_images(folder: Path, class_names: Sequence[str]) -> _Folder:
     files: list[Path] = []
     class_ids: list[int] = []
     for class_id, class_name in enumerate(class_names):
-        found = sorted(_walk(folder / class_name), key=lambda file: file.relative_to(folder).parts)
+        found = [Path(file) for file in walk_images(folder / class_name)]
         if not found:
             raise EngramError(
                 f"the class folder {folder / class_name} has no image; add some ({', '.join(EXTENSIONS)}) or remove it"
@@ -252,22 +260,6 @@ def _list_images(folder: Path, class_names: Sequence[str]) -> _Folder:
     return _Folder(files, class_ids)
 
 
-def _walk(folder: Path) -> Iterator[Path]:
-    """The image files in a folder and its subfolders, following links but never in a circle."""
-    pending, seen = [folder], {folder.resolve()}
-    while pending:
-        current = pending.pop()
-        for entry in _entries(current):
-            if entry.is_dir():
-                real = entry.resolve()
-                # A link to a folder that holds this one would bring in the images of other classes.
-                if real not in seen and not current.resolve().is_relative_to(real):
-                    seen.add(real)
-                    pending.append(entry)
-            elif _is_image(entry):
-                yield entry
-
-
 def _entries(folder: Path) -> list[Path]:
     """What a folder holds, sorted, hidden entries aside."""
     with os.scandir(folder) as entries:
@@ -275,7 +267,11 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _is_image(path: Path) -> bool:
-    return path.suffix.lower() in EXTENSIONS and not path.is_dir()
+    return _has_extension(str(path)) and not path.is_dir()
+
+
+def _has_extension(path: str) -> bool:
+    return path.lower().endswith(EXTENSIONS)
 
 
 class _Reader:
