@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from conftest import make_config, make_store
 from engram import EngramError, resume, run
 from engram.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from engram.config import config_hash
 from engram.engine.loop import Epoch, PhaseLoop
-from engram.events import RunFinished, Stopped
+from engram.events import RunFinished, Stopped, Warned
 from engram.rundir import read_result
 from engram.runner import settle
 from engram.together.members import standing
@@ -305,3 +306,15 @@ class TestRefusals:
             list(resume(stopped, make_store()))
         first.close()
         assert isinstance(list(resume(stopped, make_store()))[-1], RunFinished)
+
+
+def test_another_number_of_cpu_threads_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, config = make_store(), make_config("naive")
+    list(run(config, store, tmp_path / "run", stop_after_stage=0))
+    same = list(resume(tmp_path / "run", store, stop_after_stage=0))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    other = list(resume(tmp_path / "run", store, stop_after_stage=1))
+    assert not any(isinstance(event, Warned) for event in same)
+    (told,) = [event.message for event in other if isinstance(event, Warned)]
+    assert "began with 1 CPU threads and goes on with 7" in told
+    assert told in (tmp_path / "run" / "events.jsonl").read_text()

@@ -7,6 +7,8 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict
 from typing import Any
 
+import torch
+
 from engram.checkpoint import Checkpoint, save_checkpoint
 from engram.engine import PhaseState
 from engram.events import (
@@ -87,6 +89,8 @@ class Execution:
         if session.store.skipped:
             shown = ", ".join(session.store.skipped[:3])
             yield Warned(f"{len(session.store.skipped)} unreadable images were left out: {shown}")
+        if resumed and len(self.records) < stages:
+            yield from self._other_threads()
         if self.files is not None and self.records:
             self.files.write_result(dict(self._result()))
         while len(self.records) < stages:
@@ -99,6 +103,16 @@ class Execution:
                 yield Stopped(index, stages, "interrupted", self.directory)
                 return
         yield RunFinished(dict(self._result()), self.directory)
+
+    def _other_threads(self) -> Iterator[Event]:
+        """Says so where the run goes on with another number of CPU threads, which its sums depend on."""
+        assert self.files is not None
+        begun, now = self.files.manifest.get("hardware", {}).get("threads"), torch.get_num_threads()
+        if self.session.engine.device.type == "cpu" and begun not in (None, now):
+            yield Warned(
+                f"the run began with {begun} CPU threads and goes on with {now}, so that its last bits will differ "
+                f"from a run that was never stopped; torch.set_num_threads({begun}) or --threads {begun} keeps them"
+            )
 
     def _stage(self, index: int) -> Generator[Event, None, bool]:
         """One stage, whole or from where it stood; returns whether it was asked to stop inside."""
