@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -33,6 +34,7 @@ from engram.events import (
 from engram.methods.host import HostMethod
 from engram.rundir import RunDirectory
 from engram.runner import resume
+from engram.sharedbase import user_cache
 from engram.stagecache import StageCache
 from engram.together import Workers, plan_members
 from engram.together.workers import short_turns
@@ -292,7 +294,7 @@ def test_stop_reaches_every_run_and_nothing_new_is_begun(tmp_path: Path) -> None
 
 
 def test_closing_the_generator_has_every_run_save_itself(alone: Path, tmp_path: Path) -> None:
-    events = run_together(configs(), make_store(), tmp_path, at_once=3)
+    events = run_together(configs(), make_store(), tmp_path, at_once=3, cache=False)
     while next(events)[1].name != "epoch_finished":
         pass
     before = threading.active_count()
@@ -358,9 +360,17 @@ def test_a_shared_base_stage_is_trained_once(alone: Path, tmp_path: Path) -> Non
     for name in ("afc", "replay"):
         assert outcome(tmp_path / "runs" / name) == outcome(alone / name)
     assert not list(cache.folder.glob("*.lock"))
-    without = list(run_together(named, make_store(), at_once=4))
+    without = list(run_together(named, make_store(), at_once=4, cache=False))
     assert base_epochs(without) == set(named)
     assert not any(isinstance(event, BaseAwaited) for _, event in without)
+
+
+def test_base_stages_are_shared_as_on_the_command_line_if_nobody_says(tmp_path: Path) -> None:
+    named = {name: make_config(name) for name in ("afc", "replay")}
+    assert len(base_epochs(list(run_together(named, make_store())))) == 1
+    (entry,) = user_cache().entries()
+    assert entry.path.is_relative_to(os.environ["ENGRAM_DATA"])
+    assert not base_epochs(list(run_together(named, make_store(), tmp_path)))
 
 
 def test_if_the_trainer_fails_the_next_one_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

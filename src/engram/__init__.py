@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from engram.report import write_report
     from engram.result import Result
     from engram.runner import resume, run, train
+    from engram.stagecache import StageCache
     from engram.together import run_together
 
 # Before torch is loaded. Its threads wait for each other some hundred times a step, and each does so busily for
@@ -45,6 +46,7 @@ _HOME = {
     "Phase": "engram.methods",
     "Result": "engram.result",
     "RunConfig": "engram.config",
+    "StageCache": "engram.stagecache",
     "Step": "engram.methods",
     "Training": "engram.methods",
     "learn_into": "engram.modeldir",
@@ -75,6 +77,7 @@ __all__ = [
     "Phase",
     "Result",
     "RunConfig",
+    "StageCache",
     "Step",
     "Training",
     "learn_into",

@@ -8,12 +8,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
+from engram.data.fetch import data_home
 from engram.errors import EngramError
 from engram.events import BaseAwaited, BaseReused, Event, Warned
 from engram.session import Session
 from engram.stagecache import Claim, StageCache
 
 WAIT_SECONDS = 0.1
+
+
+def user_cache() -> StageCache:
+    """The cache of trained base stages that a user's runs share, in the data folder."""
+    return StageCache(data_home() / "stages")
 
 
 class SharedBase:

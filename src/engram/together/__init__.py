@@ -10,6 +10,7 @@ from pathlib import Path
 from engram.config import RunConfig
 from engram.data.store import ImageStore
 from engram.events import Event
+from engram.sharedbase import user_cache
 from engram.stagecache import StageCache
 from engram.together.members import Member, plan_members
 from engram.together.workers import ERROR, Workers
@@ -26,17 +27,19 @@ def run_together(
     stop: Callable[[], bool] | None = None,
     stop_after_stage: int | None = None,
     checkpoint_minutes: float = 10.0,
-    cache: StageCache | None = None,
+    cache: StageCache | bool | None = True,
     command: str | None = None,
 ) -> Generator[tuple[str, Event], None, None]:
     """The events of several runs, each with the name of its run, as they come.
 
-    configs: by name, or a list whose names are made of recipe, order and seed. store: the images of all of them;
-    None reads what each configuration names, every set once. directory: each run has the subdirectory of its name
-    there; one that is complete is skipped, one that is not is gone on with. at_once: how many at a time; None is 1 on
-    a CPU and 12 on a GPU. stop is asked by each run after every step, in that run's thread. A run that fails says so
-    in its last event (`RunFailed`), and the others go on; what is wrong with a configuration or a directory is raised
-    before anything starts. Closing the generator stops the runs and waits until each has saved itself.
+    configs: by name, or a list whose names are made of recipe, order and seed. store: the images of all of them; None
+    reads what each configuration names, every set once. directory: each run has the subdirectory of its name there; one
+    that is complete is skipped, one that is not is gone on with. at_once: how many at a time; None is 1 on a CPU and 12
+    on a GPU. cache: where a base stage that several have is trained once and found by later runs, by default that of
+    the commands (`engram list cache`); False has each run train its own. stop is asked by each run after every step, in
+    that run's thread. A run that fails says so in its last event (`RunFailed`), and the others go on; what is wrong
+    with a configuration or a directory is raised before anything starts. Closing the generator stops the runs and waits
+    until each has saved itself.
     """
     workers = Workers(
         plan_members(configs, store, directory),
@@ -44,7 +47,7 @@ def run_together(
         stop=stop,
         stop_after_stage=stop_after_stage,
         checkpoint_minutes=checkpoint_minutes,
-        cache=cache,
+        cache=user_cache() if cache is True else cache or None,
         command=command,
     )
     yield from workers.events()

@@ -13,17 +13,16 @@ from engram.cli.display import follow, make_display
 from engram.cli.interrupt import Interrupt
 from engram.cli.options import RunningFlags
 from engram.cli.text import bold, is_live, stage_name, summary_line, summary_table
-from engram.data.fetch import data_home
 from engram.data.load import FOLDERS, DataConfig, load_store
 from engram.data.store import ImageStore
 from engram.errors import EngramError
 from engram.events import Event, RunFinished, Stopped
 from engram.files import writing
 from engram.rundir import MANIFEST, is_used
+from engram.sharedbase import user_cache
 from engram.stagecache import StageCache
 
 RUNS = Path("runs")
-STAGES = "stages"
 THREADS_MOST = 1024
 
 
@@ -65,7 +64,7 @@ def use_threads(threads: int | None) -> None:
 
 def shared_stages(flags: RunningFlags) -> StageCache | None:
     """The cache of trained base stages, unless it is not wanted."""
-    return None if flags.no_cache else StageCache(data_home() / STAGES)
+    return None if flags.no_cache else user_cache()
 
 
 def refuse_used(path: Path) -> None:

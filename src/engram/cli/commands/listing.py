@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.padding import Padding
 
-from engram.cli.commands.common import STAGES, print_line
+from engram.cli.commands.common import print_line
 from engram.cli.commands.places import run_status
 from engram.cli.options import List
 from engram.cli.text import make_console, make_table, percent
@@ -19,7 +19,7 @@ from engram.data.fetch import data_home
 from engram.errors import EngramError
 from engram.files import read_json
 from engram.rundir import RESULT, find_runs, read_manifest
-from engram.stagecache import StageCache
+from engram.sharedbase import user_cache
 
 DATASETS = {
     "mini": "in the package: 20 classes of CIFAR-100 at 16x16 pixels, 250 training and 100 test images each",
@@ -93,7 +93,7 @@ def _cache() -> list[dict[str, Any]]:
     from engram.data.imagecache import ImageCache
     from engram.data.imagenet import CACHE
 
-    images, cache = ImageCache(data_home() / CACHE), StageCache(data_home() / STAGES)
+    images, cache = ImageCache(data_home() / CACHE), user_cache()
     stages = [("base stage", entry.path, entry, cache.trained_by(entry.key)) for entry in cache.entries()]
     decoded = [("decoded images", images.path(entry.key), entry, None) for entry in images.entries()]
     return [
@@ -112,7 +112,7 @@ def _cache() -> list[dict[str, Any]]:
 def _print_cache(console: Console, rows: Sequence[dict[str, Any]]) -> None:
     """Prints what is kept of each kind, where, and that it can be deleted; decoded images only where there are some."""
     stages, decoded = ([row for row in rows if row["kind"] == kind] for kind in ("base stage", "decoded images"))
-    print_line(console, f"{len(stages)} trained base stages in {data_home() / STAGES}; delete what you like")
+    print_line(console, f"{len(stages)} trained base stages in {user_cache().folder}; delete what you like")
     if stages:
         _print(console, "cache", stages)
     if decoded:
