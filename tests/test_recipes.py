@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engram import EngramError, RunConfig, Training, read_mini, recipe, recipe_names
+from engram import EngramError, MemoryConfig, RunConfig, Training, read_mini, recipe, recipe_names
 from engram.data.augment import Augmentation
 from engram.errors import suggest
 from engram.methods import METHODS, MethodInfo, Settings
@@ -123,3 +123,14 @@ def test_new_method_has_recipes_and_spoils_none(monkeypatch: pytest.MonkeyPatch)
 def test_the_card_says_what_is_trained(name: str, changes: dict[str, object], epochs: str) -> None:
     config = recipe(f"{name}-mini-b10-s5").with_value("device", "cpu").with_settings(**changes)
     assert Session(config, read_mini()).card()["Epochs"] == epochs
+
+
+def test_order_and_memory_are_taken_in_python_as_they_are_typed() -> None:
+    config = recipe("gdumb-mini-b10-s5")
+    assert config.with_value("order", 2) == replace(config, order="2")
+    memory = MemoryConfig("per_class", 7, "random")
+    assert config.with_value("memory", "per_class=7") == config.with_value("memory", memory)
+    with pytest.raises(EngramError, match="order should be text"):
+        config.with_value("order", True)
+    with pytest.raises(EngramError, match="memory"):
+        config.with_value("memory", "lots")

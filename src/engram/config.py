@@ -85,7 +85,14 @@ class RunConfig:
         return config
 
     def with_value(self, path: str, value: Any) -> RunConfig:
-        """A copy with the value at a dotted path changed, such as `settings.train.epochs`."""
+        """A copy with the value at a dotted path changed, such as `settings.train.epochs`.
+
+        An order may be its number, and the memory a text, such as "per_class=7", which keeps its selection.
+        """
+        if path == "memory" and isinstance(value, str):
+            value = MemoryConfig.parse(value, self.memory.selection)
+        if path == "order" and isinstance(value, int) and not isinstance(value, bool):
+            value = str(value)
         if path.startswith("settings."):
             rest = path.removeprefix("settings.")
             return replace(self, settings=replace_at(self.settings, rest, value, "settings"))

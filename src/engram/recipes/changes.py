@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from engram.config import RunConfig
-from engram.data.memory import MemoryConfig
 from engram.errors import EngramError
 from engram.plain import dotted
 from engram.recipes import recipe, recipe_names
@@ -28,10 +27,7 @@ def apply_changes(config: RunConfig, settings: Sequence[str]) -> RunConfig:
                 f"--set cannot change the {key}, got {setting!r}: the recipe's name decides the method; "
                 "'engram list' has the recipes"
             )
-        if key == "memory":
-            config = replace(config, memory=MemoryConfig.parse(value, config.memory.selection))
-        else:
-            config = config.with_value(key, value)
+        config = config.with_value(key, value)
     return config
 
 
