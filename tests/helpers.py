@@ -23,11 +23,13 @@ from torch import Tensor, nn
 from engram.checkpoint import load_checkpoint
 from engram.config import RunConfig
 from engram.data.augment import Augmentation
+from engram.data.decode import try_decode
 from engram.data.memory import MemoryConfig
 from engram.data.samples import Samples
 from engram.data.stage import Stage
-from engram.data.store import ImageStore
+from engram.data.store import Images, ImageStore
 from engram.engine import Engine
+from engram.errors import EngramError
 from engram.events import Checkpointed, Event, PhaseStarted, RunFinished, Stopped
 from engram.methods import Phase, Step, Training, find_method
 from engram.methods.exemplars import class_means
@@ -200,6 +202,14 @@ def timeless(directory: Path) -> dict[str, Any]:
     for stage in result["stages"]:
         del stage["seconds"]
     return result
+
+
+def decode_image(file: str | Path, size: int | None = None, *, quick: bool = False) -> Images:
+    """The pixels of an image file, which must be readable."""
+    found = try_decode(file, size, quick)
+    if isinstance(found, str):
+        raise EngramError(f"the image {file} cannot be read ({found})")
+    return found
 
 
 def parameters_of(network: nn.Module) -> dict[str, Tensor]:

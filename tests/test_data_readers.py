@@ -26,12 +26,11 @@ from PIL import Image
 
 from engram.data import cifar, folder, mini
 from engram.data.cifar import OFFICIAL_NAMES, published_orders, read_cifar100
-from engram.data.decode import decode_image
 from engram.data.folder import read_folder
 from engram.data.mini import read_mini
 from engram.data.store import ImageStore, Split, stratified_split
 from engram.errors import EngramError
-from helpers import SAMPLE, SHARED, unpack_archive
+from helpers import SAMPLE, SHARED, decode_image, unpack_archive
 
 ROOT = Path(__file__).resolve().parent.parent
 

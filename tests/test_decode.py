@@ -23,8 +23,9 @@ from PIL import Image
 
 from engram import EngramError
 from engram.data import decode, decoders, decoding, room
-from engram.data.decode import choose_size, decode_image
+from engram.data.decode import choose_size
 from engram.data.decoding import decode_files, decode_stream
+from helpers import decode_image
 
 RED = np.full((20, 30, 3), (200, 10, 10), np.uint8)
 

@@ -14,8 +14,7 @@ from PIL import Image
 
 from engram import read_manifest
 from engram.cli import main
-from engram.data.decode import decode_image
-from helpers import SAMPLE, SHARED, unpack_archive
+from helpers import SAMPLE, SHARED, decode_image, unpack_archive
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "your-own-images.md"

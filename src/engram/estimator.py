@@ -25,7 +25,7 @@ from engram.modeldir.inputs import read_batches, read_images
 from engram.modeldir.labels import label_array, plain_labels
 from engram.modeldir.lesson import Keeping, Lesson, Options
 
-Progress = Callable[[Event], None]
+Follow = Callable[[Event], None]
 
 
 class IncrementalClassifier:
@@ -70,7 +70,7 @@ class IncrementalClassifier:
         self.device: Device = device
         self.precision: Precision = precision
 
-    def fit(self, X: Any, y: Any, *, progress: Progress | None = None) -> IncrementalClassifier:
+    def fit(self, X: Any, y: Any, *, progress: Follow | None = None) -> IncrementalClassifier:
         """Forgets everything and learns the classes of these images; returns itself.
 
         X: uint8 images (N, H, W, 3), grey (N, H, W), floats from 0 to 1, tensors of these, pictures of Pillow, or a
@@ -85,7 +85,7 @@ class IncrementalClassifier:
         classes: Any = None,
         *,
         more_of_known: bool = False,
-        progress: Progress | None = None,
+        progress: Follow | None = None,
     ) -> IncrementalClassifier:
         """Learns the classes of these images beside those known; returns itself. A failure leaves it as it was.
 
@@ -101,7 +101,7 @@ class IncrementalClassifier:
         return self._learn(getattr(self, "model_", None), X, y, more_of_known, progress)
 
     def _learn(
-        self, model: Model | None, X: Any, y: Any, refresh: bool, progress: Progress | None
+        self, model: Model | None, X: Any, y: Any, refresh: bool, progress: Follow | None
     ) -> IncrementalClassifier:
         if y is None:
             raise EngramError("requires y to be passed, but the target y is None")
@@ -267,7 +267,7 @@ def _names_epochs(settings: Settings | Mapping[str, Any] | None) -> bool:
     return settings is not None
 
 
-def _consume(events: Any, progress: Progress | None) -> Model | None:
+def _consume(events: Any, progress: Follow | None) -> Model | None:
     """Runs a lesson to its end."""
     iterator: Iterator[Event] = iter(events)
     while True:

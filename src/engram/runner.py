@@ -58,11 +58,10 @@ def resume(
     stop_after_stage: int | None = None,
     checkpoint_minutes: float = 10.0,
     cache: StageCache | None = None,
-    data_path: str | None = None,
 ) -> Generator[Event, None, None]:
     """The events of going on with the run in a directory from its last checkpoint.
 
-    data_path: where the images are now, if they moved.
+    store: the images, where the configuration does not name them or they moved.
     """
     path = Path(directory)
     manifest = read_manifest(path)
@@ -70,8 +69,7 @@ def resume(
     if config_hash(manifest["config"]) != manifest["config_hash"]:
         raise EngramError(f"the configuration in {path / 'run.json'} was changed after the run began; start a new run")
     if store is None:
-        data = config.data if data_path is None else config.with_value("data.path", data_path).data
-        store = load_store(data)
+        store = load_store(config.data)
     files = RunDirectory.open(path)
     try:
         checkpoint = None

@@ -16,7 +16,6 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from engram.data.store import Images
-from engram.errors import EngramError
 
 EXTENSIONS: Final = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 FILE_BYTES: Final = 512 * 2**20
@@ -27,20 +26,12 @@ _LARGE_PIXELS: Final = 4_000_000
 Large = Callable[[Callable[[], Images | str]], Images | str]  # how images of more pixels are loaded: one at a time
 
 
-def decode_image(file: str | Path, size: int | None = None, *, quick: bool = False) -> Images:
-    """One image file as upright RGB (H, W, 3), transparency on white; with `size` its central square.
-
-    quick: a JPEG much larger than `size` is decoded at a fraction of its size, at least twice that asked for.
-    """
-    found = try_decode(file, size, quick)
-    if isinstance(found, str):
-        # Raised here, where nothing leads back to the error before: its traceback holds the pixels.
-        raise EngramError(f"the image {Path(file)} cannot be read ({found})")
-    return found
-
-
 def try_decode(file: str | Path, size: int | None, quick: bool, large: Large | None = None) -> Images | str:
-    """See decode_image; the reason where it cannot be read."""
+    """One image file as upright RGB (H, W, 3), transparency on white; the reason where it cannot be read.
+
+    size: its central square of that side. quick: a JPEG much larger than `size` is decoded at a fraction of its size,
+    at least twice that asked for.
+    """
     try:
         return _pixels(file, size, quick, large)
     except Exception as error:  # each decoder has its own kinds

@@ -23,7 +23,7 @@ FEW: Final = 512  # files that are decoded here: starting processes would take a
 _CHUNK: Final = 16  # the most that one thread or process is given at once
 _BATCH: Final = 256
 
-Progress = Callable[[int, int], None]
+Report = Callable[[int, int], None]  # how many are done, of how many
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +114,7 @@ def decode_files(
     *,
     skip_bad: bool = False,
     workers: int | None = None,
-    progress: Progress | None = None,
+    progress: Report | None = None,
 ) -> tuple[Images, list[int], list[tuple[str, str]]]:
     """The images (N, size, size, 3), the positions in `paths` they came from, and those skipped, with the reason.
 

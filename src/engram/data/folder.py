@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NoReturn
@@ -11,14 +11,12 @@ from typing import Final, NoReturn
 import numpy as np
 
 from engram.data.decode import EXTENSIONS, try_decode
-from engram.data.decoding import decode_stream
+from engram.data.decoding import Report, decode_stream
 from engram.data.store import Images, ImageStore, Split, some, stratified_split
 from engram.errors import EngramError
 
 _TEST_FOLDERS: Final = ("test", "val")
 _TRAIN_FOLDERS: Final = ("train", "training")
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,7 @@ def read_folder(
     test_fraction: float = 0.2,
     seed: int = 0,
     skip_bad: bool = False,
-    progress: Progress | None = None,
+    progress: Report | None = None,
 ) -> ImageStore:
     """The images under a folder as RGB; the classes are its folders, sorted by name.
 
@@ -277,7 +275,7 @@ def _has_extension(path: str) -> bool:
 class _Reader:
     """Decodes the files of all splits to one size and keeps account of those passed over."""
 
-    def __init__(self, root: Path, size: int | None, skip_bad: bool, progress: Progress | None) -> None:
+    def __init__(self, root: Path, size: int | None, skip_bad: bool, progress: Report | None) -> None:
         self.root = root
         self.size = size
         self.skip_bad = skip_bad

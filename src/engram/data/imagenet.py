@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -23,6 +23,7 @@ import numpy as np
 from PIL import Image
 
 from engram.data.decode import central_square, opened, why_unreadable
+from engram.data.decoding import Report
 from engram.data.fetch import data_home
 from engram.data.folder import EXTENSIONS
 from engram.data.imagecache import ImageCache
@@ -38,8 +39,6 @@ CACHE: Final = "images"
 _SPLITS: Final = ("train", "val")
 _DECODING: Final = 1  # changes when the same files become other pixels
 _AT_ONCE: Final = 512  # files handed to the threads
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ def read_imagenet(
     *,
     side: int | None = None,
     skip_bad: bool = False,
-    progress: Progress | None = None,
+    progress: Report | None = None,
 ) -> ImageStore:
     """The data set of that name, decoded to squares of `side` pixels in a memory-mapped file that is kept.
 
@@ -170,7 +169,7 @@ def _key(name: str, side: int, files: dict[str, list[_File]]) -> str:
 class _Decoder:
     """Decodes the files of all splits in threads, in their order, and keeps account of those passed over."""
 
-    def __init__(self, root: Path, side: int, skip_bad: bool, progress: Progress | None) -> None:
+    def __init__(self, root: Path, side: int, skip_bad: bool, progress: Report | None) -> None:
         self.root = root
         self.side = side
         self.skip_bad = skip_bad
