@@ -1,4 +1,5 @@
-"""Plots of an experiment: accuracy per stage with its spread, sorted importance, and how far ours is from the paper."""
+"""Plots of an experiment: accuracy per stage with its spread, sorted importance, how far ours is from the paper, and
+what each difference does."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from matplotlib.ticker import MaxNLocator
 from engram.report.figures import WIDTH, colour, line_style
 from engram.report.groups import Estimate
 from engram.report.svg import CARD, INK, MUTED, Drawing, finish, plain, plain_label
-from engram.reproduce.cells import POINT, Measured, curve, last_importance, predictor_of
+from engram.reproduce.cells import POINT, Measured, curve, effect, last_importance, predictor_of
 from engram.reproduce.paper import Column, Experiment
 
 _DARK = 0.16  # of a band
@@ -29,7 +30,7 @@ def drawings(experiment: Experiment, cells: Sequence[Measured]) -> list[Drawing]
     elif experiment.kind == "table":
         found = [differences(experiment, cells)]
     else:
-        found = []
+        found = [effects(experiment, cells)]
     return [drawing for drawing in found if drawing is not None]
 
 
@@ -126,18 +127,48 @@ def differences(experiment: Experiment, cells: Sequence[Measured]) -> Drawing | 
         )
         row = plain_label(cell.cell.row.label, 24)
         labels.append(f"{row}, {plain_label(cell.cell.column.label, 24)}, n = {cell.n}")
+    low, high = axes.get_xlim()
+    reach = max(1.5, abs(low), abs(high))
+    axes.set_xlim(-reach, reach)
+    axes.axvspan(-POINT, POINT, color=MUTED, alpha=0.08, linewidth=0, zorder=0)
     _difference_axis(axes, labels)
     axes.set_title("Ours less the paper's")
     alt = f"Ours less the published number in points, for the cells of {plain(experiment.heading)} that were run."
     return finish(figure, _file(f"{experiment.name}_differences"), alt)
 
 
+def effects(experiment: Experiment, cells: Sequence[Measured]) -> Drawing | None:
+    """What each row is more or less than the first, for each column that both were run in, with its spread."""
+    bases = {id(cell.cell.column): cell.cell for cell in cells if cell.cell.row is experiment.rows[0]}
+    found = [
+        (cell.cell, value)
+        for cell in cells
+        if cell.cell.row is not experiment.rows[0]
+        and (value := effect(bases[id(cell.cell.column)], cell.cell)) is not None
+    ]
+    if not found:
+        return None
+    figure = Figure(figsize=(WIDTH, 1.1 + 0.26 * len(found)), layout="constrained")
+    axes = figure.add_subplot()
+    for place, (cell, value) in enumerate(found):
+        shade = colour(experiment.columns.index(cell.column))
+        axes.plot([0, value.mean], [place, place], color=shade, linewidth=1.4, alpha=0.5)
+        axes.errorbar(value.mean, place, xerr=value.std, fmt="o", color=shade, markeredgecolor=CARD, elinewidth=1.4)
+    named = len({id(cell.column) for cell, _ in found}) > 1
+    columns = [f", {plain_label(cell.column.label, 24)}" if named else "" for cell, _ in found]
+    labels = [
+        f"{plain_label(cell.row.label, 40)}{column}, n = {value.n}"
+        for (cell, value), column in zip(found, columns, strict=True)
+    ]
+    _difference_axis(axes, labels)
+    axes.set_xlabel("points against the first row")
+    axes.set_title("" if named else found[0][0].column.label)
+    alt = f"What each row of {plain(experiment.heading)} is more or less than its first, in points."
+    return finish(figure, _file(f"{experiment.name}_points"), alt)
+
+
 def _difference_axis(axes: Axes, labels: Sequence[str]) -> None:
-    axes.axvspan(-POINT, POINT, color=MUTED, alpha=0.08, linewidth=0, zorder=0)
     axes.axvline(0, color=MUTED, linewidth=1.0, zorder=1)
-    low, high = axes.get_xlim()
-    reach = max(1.5, abs(low), abs(high))
-    axes.set_xlim(-reach, reach)
     axes.set_yticks(range(len(labels)), labels)
     axes.tick_params(axis="y", labelcolor=INK, labelsize=9)
     axes.set_ylim(len(labels) - 0.5, -0.5)

@@ -48,7 +48,7 @@ _CAPTIONS = {
     "table": "Dots: ours less the paper's mean, with our standard deviation; grey: the paper's; shaded: one point.",
     "curves": "Lines are means over n runs; bands show one sample standard deviation to each side.",
     "importance": "Lines are means of the sorted values over n runs; bands reach from the lowest run to the highest.",
-    "effects": "",
+    "effects": "Dots: mean difference over n pairs of runs of one class order and seed, with its standard deviation.",
 }
 
 
@@ -148,7 +148,7 @@ def _part(paper: Paper, experiment: Experiment, measured: list[Measured]) -> dic
         "title": experiment.title,
         "measure": MEASURES[experiment.measure].capitalize() + ".",
         "note": experiment.note,
-        "remark": " ".join(remarks(paper, measured)),
+        "remarks": remarks(paper, measured),
         "columns": [column.label for column in experiment.columns],
         "rows": [
             {"label": label, "cells": [_cell(cell, base) for cell, base in zip(row, bases, strict=True)]}
