@@ -206,6 +206,8 @@ def test_nothing_typed_prints_the_help(engram: Engram) -> None:
         (["run", "afc-mini-b10-s5", "--variant", "papre"], ["--variant", "did you mean 'paper'?"]),
         (["run", "acf-mini-b10-s5"], ["'acf-mini-b10-s5'", "did you mean 'afc-mini-b10-s5'?"]),
         (["run", "afc-mini-b10-s5", "--device", "gpu"], ["--device", "did you mean 'cuda'?"]),
+        (["run", "afc-mini-b10-s5", "--out", "None"], ["--out cannot be 'None'; leave it out"]),
+        (["info", "~nobody-of-that-name/model"], ["~nobody-of-that-name/model"]),
         (["run", "iCaRL-mini-b10-s5"], ["did you mean 'icarl-mini-b10-s5'?"]),
         (["run", "afc-mini-b10-s"], ["did you mean one of afc-mini-b10-s10, afc-mini-b10-s5?"]),
         (["run", "afk"], ["'afk'", "METHOD-DATA", "'engram list' has all"]),

@@ -456,6 +456,9 @@ def test_predict_knows_the_home_folder(
     outcome = engram("predict", "~/model", "~/a.png", "~/*.png")
     assert [line.split("\t")[0] for line in outcome.out.splitlines()] == 2 * [str(tmp_path / "a.png")]
     assert_refused(engram("predict", "~/model", "~/b.png"), f"there is no file or folder {tmp_path / 'b.png'}")
+    Path("~here").symlink_to(taught)
+    assert engram("predict", "~here", "~/a.png").status == 0, "something of that very name"
+    assert_refused(engram("predict", "~nobody-of-that-name", "~/a.png"), "there is no model at ~nobody-of-that-name")
 
 
 def test_a_closed_standard_input_names_nothing(engram: Engram, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

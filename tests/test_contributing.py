@@ -117,7 +117,8 @@ def test_an_unknown_method_says_how_ones_own_is_brought_in(
         outcome = engram(*command)
         assert outcome.status == 2
         assert "ENGRAM_METHODS=FILE.py" in outcome.err
-    assert "ENGRAM_METHODS" not in engram("run", "afc-mini-b10-s6").err, "the method is known"
+    for known in ("afc-mini-b10-s6", "acf-mini-b10-s5", "AFC mini b10 s5"):
+        assert "ENGRAM_METHODS" not in engram("run", known).err, "the method is known, or nearly so"
 
 
 def test_a_module_on_the_path_is_named_as_one(engram: Engram, own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,10 +130,13 @@ def test_a_module_on_the_path_is_named_as_one(engram: Engram, own: Path, monkeyp
 
 def test_what_cannot_be_brought_in_is_named(engram: Engram, own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own.write_text("import nothing_of_that_name")
+    leaving = own.with_name("leaving.py")
+    leaving.write_text("import sys\nsys.exit(0)")
     for given, wanted in (
         ("nowhere.py", ["nowhere.py", "no such file"]),
         ("no_module.at_all", ["no_module.at_all", "no such module"]),
         (str(own), [str(own), "nothing_of_that_name", "ENGRAM_DEBUG=1"]),
+        (str(leaving), [str(leaving), "SystemExit"]),
     ):
         monkeypatch.setenv("ENGRAM_METHODS", given)
         outcome = engram("list", "methods")

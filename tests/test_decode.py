@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import pickle
+import re
 import resource
 import struct
 import subprocess
@@ -239,6 +241,15 @@ def test_warnings_are_as_they_were_while_and_after_threads_decode(tmp_path: Path
     with pytest.raises(UserWarning, match="of one's own"):
         warnings.warn("of one's own", stacklevel=1)
     assert [each for each in warnings.filters if each is not decode._IGNORED] == before
+
+
+def test_what_stays_among_the_filters_can_be_copied_and_taken_for_a_pattern(tmp_path: Path) -> None:
+    """As scikit-learn does with the filters, for each of its jobs."""
+    decode_image(save(tmp_path / "x.png", np.tile(RED, (4, 4, 1))))
+    assert decode._IGNORED in warnings.filters
+    copied = pickle.loads(pickle.dumps(warnings.filters))
+    assert [each[0] for each in copied] == [each[0] for each in warnings.filters]
+    assert re.compile(decode._DECODING.pattern).match("anything") is None
 
 
 @pytest.mark.parametrize("large", [0, 10**6], ids=["by the thread for large images", "where it is opened"])

@@ -117,7 +117,7 @@ def test_new_method_has_recipes_and_spoils_none(monkeypatch: pytest.MonkeyPatch)
         ("ucir", {}, "16 a stage"),
         ("bic", {}, "16 a stage, 200 of correction"),
         ("der", {}, "16 a stage, 1 of warm-up, 30 of balanced fine-tuning"),
-        ("gdumb", {}, "16 for the base, 32 for each stage after it"),
+        ("gdumb", {}, "16 for the base, 32 on the memory for each stage after it"),
     ],
 )
 def test_the_card_says_what_is_trained(name: str, changes: dict[str, object], epochs: str) -> None:

@@ -518,6 +518,14 @@ def test_the_committed_page_is_what_its_command_gives() -> None:
     assert (ROOT / "docs" / "reproduction.md").read_text(encoding="utf-8") == document(AFC, records), COMMAND
 
 
+def test_the_remarks_count_what_the_page_has() -> None:
+    page = (ROOT / "docs" / "reproduction.md").read_text(encoding="utf-8")
+    _, _, table8 = page.partition("## Table 8")
+    near = sum(line.count("●") for line in table8.partition("\n## ")[0].splitlines() if line.startswith("| AFC"))
+    assert near == 5
+    assert "all eight numbers of AFC are within 1.6 points, five within the paper's standard deviation" in page
+
+
 def test_the_committed_results_are_in_order() -> None:
     file = ROOT / "results" / "cifar100.jsonl"
     records = read_file(file)
@@ -586,7 +594,7 @@ def test_a_remark_stands_by_the_numbers_it_is_about() -> None:
     assert said("AFC (CNN)", "50 stages", "afc-cifar100-b50-s50", 62.0) == "", "where nothing is off"
     assert said("AFC (CNN)", "5 stages", "afc-cifar100-b50-s5", 10.0) == ""
     other = said("iCaRL", "10 stages", "icarl-cifar100-b50-s10", 10.0)
-    assert other.startswith("The other methods have one run each")
+    assert other.startswith("iCaRL, BiC, UCIR, Mnemonics, GeoDL and SS-IL have one run each")
     assert "AFC (NME)" not in other
 
 

@@ -15,9 +15,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from conftest import make_config, make_store
 from engram import EngramError, RunConfig, run, run_together
+from engram.checkpoint import read_data
 from engram.config import directory_name
 from engram.events import (
     BaseAwaited,
@@ -32,7 +35,7 @@ from engram.events import (
     Warned,
 )
 from engram.methods.host import HostMethod
-from engram.rundir import RunDirectory
+from engram.rundir import CHECKPOINT, RunDirectory
 from engram.runner import resume
 from engram.sharedbase import user_cache
 from engram.stagecache import StageCache
@@ -174,6 +177,30 @@ def test_what_was_trained_of_a_stage_is_not_left(steps: int, tmp_path: Path) -> 
     assert 0 < whole.work - left.work < whole.base_work
     assert left.doing is not None
     assert left.doing.startswith("main, epoch ")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"phase": {}},
+        {"phase": 3},
+        {"phase": {"number": 99, "epoch": 0, "step": 1}},
+        {"phase": {"number": -1, "epoch": 0, "step": 1}},
+        {"phase": {"number": 0, "epoch": 99, "step": 1}},
+        {"records": None},
+    ],
+    ids=str,
+)
+def test_a_place_that_is_none_in_the_plan_counts_as_none(change: dict[str, object], tmp_path: Path) -> None:
+    (whole,) = plan_members({"afc": configs()["afc"]}, make_store(), tmp_path)
+    asked = iter(range(2))
+    list(run(configs()["afc"], make_store(), tmp_path / "afc", stop=lambda: next(asked) == 1))
+    file = tmp_path / "afc" / CHECKPOINT
+    with safe_open(str(file), framework="pt") as opened:
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  (no mapping)
+    save_file(tensors, file, {"engram": json.dumps(read_data(file) | change)})
+    (left,) = plan_members({"afc": configs()["afc"]}, make_store(), tmp_path)
+    assert (left.standing.state, left.doing, left.steps, left.work) == ("incomplete", None, whole.steps, whole.work)
 
 
 def test_what_is_in_the_way_is_refused_before_anything_starts(tmp_path: Path) -> None:
@@ -371,6 +398,10 @@ def test_base_stages_are_shared_as_on_the_command_line_if_nobody_says(tmp_path: 
     (entry,) = user_cache().entries()
     assert entry.path.is_relative_to(os.environ["ENGRAM_DATA"])
     assert not base_epochs(list(run_together(named, make_store(), tmp_path)))
+    assert not base_epochs([("afc", event) for event in run(named["afc"], make_store(), cache=True)])
+    assert base_epochs([("afc", event) for event in run(named["afc"], make_store(), cache=False)])
+    with pytest.raises(EngramError, match="cache should be True, False or a StageCache, got 'folder'"):
+        list(run_together(named, make_store(), cache="folder"))  # pyright: ignore[reportArgumentType]
 
 
 def test_if_the_trainer_fails_the_next_one_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

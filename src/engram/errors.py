@@ -38,7 +38,7 @@ def suggest(name: str, valid: Iterable[str], before: str = "") -> str:
 
 def _near(name: str, names: Sequence[str]) -> list[str]:
     """Those that are meant but for how they are written, else the few that begin so, else the one most like it."""
-    wanted, keys = _key(name), [_key(each) for each in names]
+    wanted, keys = same_key(name), [same_key(each) for each in names]
     wanted = ALSO_CALLED[wanted] if ALSO_CALLED.get(wanted) in keys else wanted
     same = [each for each, key in zip(names, keys, strict=True) if key == wanted]
     beginning = [each for each, key in zip(names, keys, strict=True) if wanted and key.startswith(wanted)]
@@ -48,7 +48,7 @@ def _near(name: str, names: Sequence[str]) -> list[str]:
     return [names[keys.index(key)] for key in like]
 
 
-def _key(name: str) -> str:
+def same_key(name: str) -> str:
     """The name without what is easily typed otherwise."""
     return re.sub(r"[\s_-]", "", name.casefold())
 

@@ -109,9 +109,10 @@ class Execution:
         assert self.files is not None
         begun, now = self.files.manifest.get("hardware", {}).get("threads"), torch.get_num_threads()
         if self.session.engine.device.type == "cpu" and begun not in (None, now):
+            began = f"{self.directory} began with {begun} CPU thread{'' if begun == 1 else 's'}"
             yield Warned(
-                f"the run began with {begun} CPU threads and goes on with {now}, so that its last bits will differ "
-                f"from a run that was never stopped; torch.set_num_threads({begun}) or --threads {begun} keeps them"
+                f"{began} and goes on with {now}, so that its last bits will differ from a run that was never stopped; "
+                f"torch.set_num_threads({begun}) or --threads {begun} keeps them"
             )
 
     def _stage(self, index: int) -> Generator[Event, None, bool]:

@@ -20,6 +20,11 @@ os.umask(_UMASK)
 FILE_MODE = 0o666 & ~_UMASK  # of new files; temporary ones are their owner's alone
 
 
+def typed_path(text: str | Path) -> Path:
+    """The path that somebody gave: ~ is the home folder, unless there is something of that very name."""
+    return Path(text if os.path.lexists(text) else os.path.expanduser(text))
+
+
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """A context that turns the system's refusals to write into one sentence."""

@@ -20,6 +20,7 @@ from engram.recipes.changes import named_by_recipe
 from engram.result import Result
 from engram.rundir import RunDirectory, hardware, read_manifest
 from engram.session import Session
+from engram.sharedbase import which_cache
 from engram.stagecache import StageCache
 
 
@@ -31,14 +32,14 @@ def run(
     stop: Callable[[], bool] | None = None,
     stop_after_stage: int | None = None,
     checkpoint_minutes: float = 10.0,
-    cache: StageCache | None = None,
+    cache: StageCache | bool | None = None,
     command: str | None = None,
 ) -> Generator[Event, None, None]:
     """The events of a run, which takes place as they are consumed.
 
     directory: where the run keeps its files; None writes nothing. store: the images, where the configuration does not
     name them. stop is asked after every step; when it says yes the run saves itself and ends. cache: where trained base
-    stages are shared with other runs.
+    stages are shared with other runs; True is where the commands and `run_together` have theirs.
     """
     check_config(config)
     if store is None:
@@ -47,7 +48,9 @@ def run(
     files = None
     if directory is not None:
         files = RunDirectory.create(Path(directory), {**_manifest(session), "command": command})
-    yield from Execution(session, files, stop, stop_after_stage, checkpoint_minutes, cache).events(resumed=False)
+    yield from Execution(session, files, stop, stop_after_stage, checkpoint_minutes, which_cache(cache)).events(
+        resumed=False
+    )
 
 
 def resume(
@@ -57,7 +60,7 @@ def resume(
     stop: Callable[[], bool] | None = None,
     stop_after_stage: int | None = None,
     checkpoint_minutes: float = 10.0,
-    cache: StageCache | None = None,
+    cache: StageCache | bool | None = None,
 ) -> Generator[Event, None, None]:
     """The events of going on with the run in a directory from its last checkpoint.
 
@@ -87,7 +90,7 @@ def resume(
             raise EngramError(
                 f"the class order or the stages of the run in {path} are not what its configuration gives"
             )
-        going = Execution(session, files, stop, stop_after_stage, checkpoint_minutes, cache)
+        going = Execution(session, files, stop, stop_after_stage, checkpoint_minutes, which_cache(cache))
         if checkpoint is not None:
             going.restore(checkpoint)
     except BaseException:

@@ -155,7 +155,8 @@ class Session:
 
     def card(self) -> dict[str, str]:
         """The protocol card, with the epochs that the plan has."""
-        return self.config.card(self.store, describe_epochs(self.plan()))
+        on = " on the memory" if hasattr(self.config.settings, "rehearse") else ""
+        return self.config.card(self.store, describe_epochs(self.plan(), on))
 
     def evaluate(self, index: int) -> tuple[dict[str, float], dict[str, list[float]], dict[str, np.ndarray]]:
         """Accuracy over the classes seen, accuracy by stage, and the arrays to keep (predictions, importance, ...)."""
@@ -174,15 +175,18 @@ class Session:
         return accuracy, by_stage, arrays
 
 
-def describe_epochs(plans: Sequence[StagePlan]) -> str:
-    """What is trained, in words: the epochs of the main phase, then those of the others, in their order."""
+def describe_epochs(plans: Sequence[StagePlan], on: str) -> str:
+    """What is trained, in words: the epochs of the main phase, then those of the others, in their order.
+
+    on: what a later stage's main phase trains on, where that is not what the base's does.
+    """
     base = {phase.name: phase.epochs for phase in plans[0].phases}
     phases = base | {phase.name: phase.epochs for plan in plans[1:] for phase in plan.phases}
     parts = [f"{epochs} of {CALLED.get(name, name)}" for name, epochs in phases.items() if name != MAIN]
     if MAIN in phases:
         first, later = base.get(MAIN, 0), phases[MAIN]
         alike = first == later
-        parts.insert(0, f"{later} a stage" if alike else f"{first} for the base, {later} for each stage after it")
+        parts.insert(0, f"{later} a stage" if alike else f"{first} for the base, {later}{on} for each stage after it")
     return ", ".join(parts) or "-"
 
 

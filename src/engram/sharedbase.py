@@ -22,6 +22,15 @@ def user_cache() -> StageCache:
     return StageCache(data_home() / "stages")
 
 
+def which_cache(cache: StageCache | bool | None) -> StageCache | None:
+    """The cache that is meant: True is the user's, False and None are none."""
+    if cache is True:
+        return user_cache()
+    if cache is None or cache is False or isinstance(cache, StageCache):
+        return cache or None
+    raise EngramError(f"cache should be True, False or a StageCache, got {cache!r:.80}")
+
+
 class SharedBase:
     """A run's part in a base stage that others have too; without a cache it shares nothing and waits for nobody.
 

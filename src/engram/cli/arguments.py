@@ -169,6 +169,8 @@ def check(command: str, known: Sequence[Argument], arguments: Sequence[str]) -> 
             if not pending or (pending[0].startswith("-") and not _is_number(pending[0])):
                 raise EngramError(f"{name} needs a value; 'engram {command} --help' says which")
             value = pending.pop(0)
+        if value == "None":  # which would count as none given
+            raise EngramError(f"{name} cannot be 'None'; leave it out, or give what it should be")
         _check_value(name, flags[name].kind, value)
         flagged += [f"{name}={value}"] if equals else [name, value]
     _check_loose(command, [argument for argument in known if argument.positional], loose)

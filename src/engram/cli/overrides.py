@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from engram.cli.options import DataFlags, Run, StreamFlags, TrainingFlags
 from engram.config import RunConfig, refuse_no_epochs
 from engram.data.load import FOLDERS
 from engram.data.memory import MemoryConfig
 from engram.errors import EngramError
+from engram.files import typed_path
 from engram.methods import find_method
 from engram.recipes import recipe
 from engram.recipes.changes import apply_changes, named_after_changes
@@ -74,7 +74,7 @@ def configure(options: Run, name: str) -> RunConfig:
 def _with_data(config: RunConfig, flags: DataFlags) -> RunConfig:
     data = config.data
     if flags.data is not None:
-        path = Path(flags.data).expanduser()
+        path = typed_path(flags.data)
         if not path.exists():
             raise EngramError(f"there is no file or folder {flags.data}; --data should say where the images are")
         # Kept whole, so that the run can be resumed from another directory.

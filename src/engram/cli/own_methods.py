@@ -6,9 +6,9 @@ import importlib
 import importlib.util
 import os
 import sys
-from pathlib import Path
 
 from engram.errors import EngramError
+from engram.files import typed_path
 
 VARIABLE = "ENGRAM_METHODS"
 
@@ -20,7 +20,7 @@ def bring_in_methods() -> None:
             _import_file(name) if name.endswith(".py") else _import_module(name)
         except EngramError as error:
             raise EngramError(f"{VARIABLE} names {name}: {error}") from error
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             reason = f"{type(error).__name__}: {error}"
             raise EngramError(
                 f"{VARIABLE} names {name}, which cannot be imported ({reason}); ENGRAM_DEBUG=1 shows where"
@@ -39,7 +39,7 @@ def _import_module(name: str) -> None:
 
 def _import_file(text: str) -> None:
     """Imports a file under its path as the name, which no other module has; once, as all modules."""
-    path = Path(text).expanduser().resolve()
+    path = typed_path(text).resolve()
     name = str(path)
     if name in sys.modules:
         return

@@ -18,6 +18,7 @@ import numpy as np
 
 from engram.data.store import RGB, ImageStore, Split
 from engram.errors import EngramError
+from engram.files import typed_path
 
 ARCHIVE_NAME: Final = "cifar-100-python.tar.gz"
 FOLDER_NAME: Final = "cifar-100-python"
@@ -77,7 +78,7 @@ def outline_cifar100() -> ImageStore:
 
 def read_batches(path: str | Path) -> dict[str, tuple[str, dict[str, Any]]]:
     """For each of meta, train and test, the place it was read from and its content by key."""
-    place = _locate(Path(path).expanduser())
+    place = _locate(typed_path(path))
     if place.is_dir():
         return {name: _read_member(place / name) for name in _MEMBERS}
     return _read_archive(place)

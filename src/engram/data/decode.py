@@ -102,9 +102,16 @@ def _open_regular(file: str | Path) -> IO[bytes]:
 
 
 class _Decoding(threading.local):
-    """Whether the thread at hand is decoding. In a filter of warnings it stands in a pattern's place."""
+    """Whether the thread at hand is decoding. In a filter of warnings it stands in a pattern's place.
+
+    Others may copy the filters, or take them for patterns, as scikit-learn does for its jobs: then it fits nothing.
+    """
 
     depth = 0
+    pattern = "(?!)"
+
+    def __reduce__(self) -> tuple[type[_Decoding], tuple[()]]:
+        return _Decoding, ()
 
     def match(self, message: str) -> bool:
         del message

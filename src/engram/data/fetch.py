@@ -18,6 +18,7 @@ from typing import Final
 
 from engram.data.cifar import ARCHIVE_NAME
 from engram.errors import EngramError
+from engram.files import typed_path
 
 OFFICIAL_URL: Final = "https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz"
 OFFICIAL_MD5: Final = "eb9058c3a382ffc7106e4002c42a8d85"
@@ -32,7 +33,7 @@ def data_home() -> Path:
     """The folder for downloaded data: $ENGRAM_DATA, else engram in the user's cache folder."""
     given = os.environ.get("ENGRAM_DATA")
     if given:
-        return Path(given).expanduser()
+        return typed_path(given)
     cache = os.environ.get("XDG_CACHE_HOME", "")
     # The XDG specification says to ignore a relative path.
     return (Path(cache) if os.path.isabs(cache) else Path("~/.cache").expanduser()) / "engram"
@@ -54,7 +55,7 @@ def fetch_cifar100(
     """
     if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
         raise EngramError(f"{url!r} is no web address; give one that starts with https://")
-    download = _Download(Path(folder).expanduser() / ARCHIVE_NAME, url, md5, size, report, timeout)
+    download = _Download(typed_path(folder) / ARCHIVE_NAME, url, md5, size, report, timeout)
     try:
         return download.run()
     except OSError as error:

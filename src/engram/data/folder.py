@@ -14,6 +14,7 @@ from engram.data.decode import EXTENSIONS, try_decode
 from engram.data.decoding import Report, decode_stream
 from engram.data.store import Images, ImageStore, Split, some, stratified_split
 from engram.errors import EngramError
+from engram.files import typed_path
 
 _TEST_FOLDERS: Final = ("test", "val")
 _TRAIN_FOLDERS: Final = ("train", "training")
@@ -45,7 +46,7 @@ def read_folder(
     become white. `skip_bad` passes over files that cannot be decoded and lists them in `skipped`.
     `progress` is called with the number of images read and of all images.
     """
-    root = Path(path).expanduser()
+    root = typed_path(path)
     if size is not None and size < 1:
         raise EngramError(f"the image size must be at least 1 pixel, not {size}")
     try:
@@ -74,7 +75,7 @@ def list_classes(path: str | Path, empty: list[str] | None = None) -> tuple[list
 
     With `empty`, class folders without an image are noted there instead of refused.
     """
-    root = Path(path).expanduser()
+    root = typed_path(path)
     try:
         if root.is_dir() and _has_splits(root):
             raise EngramError(
@@ -91,7 +92,7 @@ def list_classes(path: str | Path, empty: list[str] | None = None) -> tuple[list
 
 def passed_over(path: str | Path) -> tuple[list[str], list[str]]:
     """What is not read, hidden entries aside: files of other kinds in class folders, and images beside these."""
-    root = Path(path).expanduser()
+    root = typed_path(path)
     others: list[str] = []
     for folder in _folders(root):
         others += [os.path.relpath(file, root) for file in _walk(folder) if not _has_extension(file)]
@@ -105,7 +106,7 @@ def refuse_nested(path: str | Path, is_new: bool) -> None:
     class or one is called as splits are. A new model's only class is refused for one such folder. Other classes may
     have their images in folders within, by year, say.
     """
-    root = Path(path).expanduser()
+    root = typed_path(path)
     if any(_holds_image(folder) for folder in _folders(root)):
         return
     folders = [folder for folder in _folders(root) if any(walk_images(folder))]

@@ -29,6 +29,7 @@ from engram.data.folder import EXTENSIONS
 from engram.data.imagecache import ImageCache
 from engram.data.store import RGB, Images, ImageStore, Split, some
 from engram.errors import EngramError
+from engram.files import typed_path
 
 IMAGENET: Final = {"imagenet100": 100, "imagenet1000": 1000}
 SIDE: Final = 256
@@ -64,7 +65,7 @@ def read_imagenet(
     The classes are the wnids in sorted order. `skip_bad` passes over files that cannot be decoded and lists them in
     `skipped`. `progress` is called with the number of images decoded and of all images.
     """
-    root, side = Path(path).expanduser(), SIDE if side is None else side
+    root, side = typed_path(path), SIDE if side is None else side
     try:
         wnids = _class_names(name, root)
         files = {split: _list_files(root, split, wnids) for split in _SPLITS}

@@ -15,7 +15,7 @@ from engram.config import RunConfig
 from engram.data.augment import Augmentation
 from engram.data.load import DataConfig
 from engram.data.memory import MemoryConfig
-from engram.errors import EngramError, suggest
+from engram.errors import EngramError, same_key, suggest
 from engram.methods import METHODS, OWN_METHODS, MethodInfo
 from engram.recipes import imagenet
 
@@ -147,7 +147,8 @@ def recipe(name: str) -> RunConfig:
     """The configuration of that name."""
     catalogue = _catalogue()
     if name not in catalogue:
-        known = any(f"{name}-".startswith(f"{method}-") for method in METHODS)
+        known = any(same_key(name).startswith(same_key(method)) for method in METHODS)
+        known = known or suggest(name.partition("-")[0], METHODS).startswith("did you mean")
         raise EngramError(f"no recipe {name!r}: {_nearest(name, list(catalogue))}{'' if known else f' {OWN_METHODS}'}")
     return replace(catalogue[name](), recipe=name)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from engram.config import RunConfig
 from engram.data.store import ImageStore
 from engram.events import Event
-from engram.sharedbase import user_cache
+from engram.sharedbase import which_cache
 from engram.stagecache import StageCache
 from engram.together.members import Member, plan_members
 from engram.together.workers import ERROR, Workers
@@ -47,7 +47,7 @@ def run_together(
         stop=stop,
         stop_after_stage=stop_after_stage,
         checkpoint_minutes=checkpoint_minutes,
-        cache=user_cache() if cache is True else cache or None,
+        cache=which_cache(cache),
         command=command,
     )
     yield from workers.events()

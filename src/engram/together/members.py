@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from engram.checkpoint import read_data
 from engram.config import RunConfig, config_hash, directory_name
@@ -142,8 +142,8 @@ def _member(name: str, config: RunConfig, store: ImageStore, fingerprint: str, d
     stages = session.plan()
     left = [phase for stage in stages[found.finished :] for phase in stage.phases]
     doing, work, steps = None, 0.0, 0  # the latter two of the phase in progress, done
-    if found.inside is not None:
-        number, epoch, step = found.inside
+    number, epoch, step = found.inside or (len(left), 0, 0)
+    if number < len(left) and epoch * left[number].steps + step <= left[number].epochs * left[number].steps:
         left = left[number:]
         phase, steps = left[0], epoch * left[0].steps + step
         doing = f"{phase.name}, epoch {min(epoch + 1, phase.epochs)} of {phase.epochs}"
@@ -196,10 +196,15 @@ def standing(directory: Path, config: RunConfig, fingerprint: str) -> Standing:
 def _inside(directory: Path, finished: int) -> tuple[int, int, int] | None:
     """Where the checkpoint stands in the stage after those finished; None where it stands in none."""
     data = read_data(directory / CHECKPOINT)
-    phase = data.get("phase")
-    if phase is None or len(data["records"]) != finished:
+    phase, records = data.get("phase"), data.get("records")
+    if not isinstance(phase, dict) or not isinstance(records, list) or len(records) != finished:
         return None
-    return phase["number"], phase["epoch"], phase["step"]
+    number, epoch, step = (phase.get(key) for key in ("number", "epoch", "step"))
+    return (number, epoch, step) if _is_count(number) and _is_count(epoch) and _is_count(step) else None
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    return type(value) is int and value >= 0
 
 
 def _differences(theirs: RunConfig, ours: RunConfig) -> str:

@@ -21,6 +21,7 @@ from engram.config import RunConfig
 from engram.data.load import load_store
 from engram.errors import EngramError
 from engram.events import RunFinished
+from engram.files import typed_path
 from engram.recipes import recipe
 from engram.report import write_report
 from engram.runner import run
@@ -46,7 +47,7 @@ def demo_command(options: Demo, typed: Sequence[str]) -> int:
         raise EngramError(f"the seed must be 0 or more, got {options.seed}")
     check_threads(options.threads)
     use_threads(options.threads)
-    place = new_directory("demo", options.quiet) if options.out is None else Path(options.out).expanduser()
+    place = new_directory("demo", options.quiet) if options.out is None else typed_path(options.out)
     refuse_used(place)
     console = make_console()
     if not options.quiet:

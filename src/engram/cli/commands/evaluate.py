@@ -29,6 +29,7 @@ from engram.cli.model_options import Evaluate
 from engram.cli.text import make_console, make_table, percent, shorten
 from engram.data.folder import list_classes
 from engram.errors import EngramError
+from engram.files import typed_path
 from engram.modeldir import Model, open_model
 from engram.modeldir.predict import Evaluated, evaluate_batches
 from engram.report.evaluation import write_evaluation
@@ -41,13 +42,13 @@ def evaluate_command(options: Evaluate, typed: Sequence[str]) -> int:
     """The exit status of `engram evaluate`."""
     del typed
     exclude(options.quiet, options.json)
-    report = None if options.report is None else Path(options.report).expanduser()
+    report = None if options.report is None else typed_path(options.report)
     if report is not None and report.suffix.lower() not in (".html", ".htm"):
         raise EngramError(f"the report must be a file that ends in .html, got {report}")
     prepare_place(options.place)
     refuse_models("evaluate", options.images)
     paths, labels = list_classes(options.images)
-    model, _ = open_model(Path(options.model).expanduser(), options.place.device, images=False)
+    model, _ = open_model(typed_path(options.model), options.place.device, images=False)
     tell_passed_over(options.images)
     paths, places, unknown = known_images(model, paths, labels, options.images)
     console = make_console()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 from engram.cli.commands.common import print_line
 from engram.cli.model_options import Export
 from engram.cli.text import make_console
 from engram.errors import EngramError
+from engram.files import typed_path
 from engram.modeldir import open_model
 from engram.modeldir.export import export_onnx, require_onnx
 
@@ -18,7 +18,7 @@ from engram.modeldir.export import export_onnx, require_onnx
 def export_command(options: Export, typed: Sequence[str]) -> int:
     """The exit status of `engram export`."""
     del typed
-    out = Path(options.out).expanduser()
+    out = typed_path(options.out)
     if out.suffix.lower() != ".onnx":
         raise EngramError(f"the file must end in .onnx, got {out}")
     if out.is_dir():
@@ -26,7 +26,7 @@ def export_command(options: Export, typed: Sequence[str]) -> int:
     if out.exists() and not options.overwrite:
         raise EngramError(f"{out} exists; choose another name, or replace it with --overwrite")
     require_onnx()
-    model, _ = open_model(Path(options.model).expanduser(), "cpu", "float32")
+    model, _ = open_model(typed_path(options.model), "cpu", "float32")
     exported = export_onnx(model, out, options.by)
     console = make_console()
     if options.json:

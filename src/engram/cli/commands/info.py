@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -14,6 +13,7 @@ from engram.cli.commands.common import print_line
 from engram.cli.commands.models import printable
 from engram.cli.model_options import Info
 from engram.cli.text import bold, card_table, count_classes, duration, make_console, make_table, percent, shorten
+from engram.files import typed_path
 from engram.modeldir import has_learning, read_manifest
 from engram.modeldir.labels import encode_label
 
@@ -22,7 +22,7 @@ def info_command(options: Info, typed: Sequence[str]) -> int:
     """The exit status of `engram info`."""
     del typed
     console = make_console()
-    place = Path(options.model).expanduser()
+    place = typed_path(options.model)
     manifest = read_manifest(place)
     manifest["learning_interrupted"] = has_learning(place)
     if options.json:

@@ -38,6 +38,7 @@ from engram.data.folder import list_classes, refuse_nested
 from engram.data.memory import MemoryConfig
 from engram.errors import EngramError
 from engram.events import EpochsChosen, Event, ImagesRead, Learned, Stopped, Warned
+from engram.files import typed_path
 from engram.modeldir import RESUMED, ModelConfig, NoModelYet, has_learning, learn_into, read_manifest
 from engram.modeldir.config import LARGEST_SIDE, fitting_epochs
 from engram.modeldir.directory import POINTER
@@ -56,9 +57,9 @@ def learn_command(options: Learn, typed: Sequence[str]) -> int:
     prepare_place(options.place)
     console = make_console()
     silent = options.quiet or options.json
-    place = Path(options.model).expanduser()
+    place = typed_path(options.model)
     refuse_models("learn", options.images)
-    _refuse_among_images(place, Path(options.images).expanduser())
+    _refuse_among_images(place, typed_path(options.images))
     refuse_others(place)  # before the images are read, and again when it is written
     manifest = known_model(place)
     paths, labels = _listed(options, manifest)
@@ -279,7 +280,7 @@ def _carry_out(
         with interrupt, naming_flags("--restart"):
             last = follow(told, display)
     except KeyboardInterrupt:
-        saved = has_learning(Path(options.model).expanduser())
+        saved = has_learning(typed_path(options.model))
         how = "the same command without --restart" if options.lesson.restart else "the same command"
         rest = f"{how} goes on from the last checkpoint" if saved else "nothing was saved yet"
         raise KeyboardInterrupt(f"quit at once, and the model is what it was; {rest}") from None

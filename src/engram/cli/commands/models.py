@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -19,6 +18,7 @@ from engram.data.decoding import decode_files
 from engram.data.folder import passed_over
 from engram.data.store import Images
 from engram.errors import EngramError, suggest
+from engram.files import typed_path
 from engram.modeldir.directory import looks_like_model
 
 SHOWN = 20  # of the files that cannot be read, by name
@@ -38,7 +38,7 @@ def exclude(quiet: bool, as_json: bool) -> None:
 
 def refuse_models(command: str, images: str) -> None:
     """Refuses a model given for the folder of images, or lying in it, where its pictures would be taken for a class."""
-    root = Path(images).expanduser()
+    root = typed_path(images)
     if looks_like_model(root):
         raise EngramError(f"{root} is a model, not a folder of images; the order is: engram {command} MODEL IMAGES")
     for entry in sorted(root.iterdir()) if root.is_dir() else ():

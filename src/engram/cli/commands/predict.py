@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from itertools import repeat
-from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
@@ -20,6 +19,7 @@ from engram.cli.commands.models import bar, prepare_place, printable, tell_unrea
 from engram.cli.model_options import Predict
 from engram.data.folder import walk_images
 from engram.errors import EngramError
+from engram.files import typed_path
 from engram.modeldir import Model, open_model
 from engram.modeldir.labels import encode_label
 from engram.modeldir.predict import Predicted, predict_files
@@ -34,10 +34,10 @@ def predict_command(options: Predict, typed: Sequence[str]) -> int:
     for name, value in (("--top", options.top), ("--batch", options.batch)):
         if value is not None and value < 1:
             raise EngramError(f"{name} must be at least 1, got {value}")
-    paths = [text if os.path.lexists(text) else os.path.expanduser(text) for text in options.paths]
+    paths = [str(typed_path(text)) for text in options.paths]
     check_paths(paths)
     prepare_place(options.place)
-    model, _ = open_model(Path(options.model).expanduser(), options.place.device, images=False)
+    model, _ = open_model(typed_path(options.model), options.place.device, images=False)
     model.predictor(options.by)
     # Where lines run down the same terminal, they are the progress.
     hidden = options.quiet or sys.stdout.isatty()

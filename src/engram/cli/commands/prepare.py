@@ -16,6 +16,7 @@ from engram.data.cifar import read_cifar100
 from engram.data.fetch import data_home, fetch_cifar100
 from engram.data.imagenet import IMAGENET
 from engram.errors import EngramError, suggest
+from engram.files import typed_path
 
 PREPARED = ("cifar100",)
 PLAIN_SECONDS = 5.0
@@ -33,7 +34,7 @@ def prepare_command(options: Prepare, typed: Sequence[str]) -> int:
         )
     if options.dataset not in PREPARED:
         raise EngramError(f"no data set {options.dataset!r} to prepare: {suggest(options.dataset, PREPARED)}")
-    folder = data_home() if options.out is None else Path(options.out).expanduser()
+    folder = data_home() if options.out is None else typed_path(options.out)
     console = make_console()
     try:
         path = _fetch_live(folder, console) if is_live(console) else _fetch_plain(folder, console)

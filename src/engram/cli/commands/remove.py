@@ -11,6 +11,7 @@ from engram.cli.commands.common import print_line
 from engram.cli.commands.models import exclude, find_label, naming_flags, printable
 from engram.cli.model_options import Remove
 from engram.cli.text import count_classes, make_console, shorten
+from engram.files import typed_path
 from engram.modeldir import read_manifest, remove_class
 from engram.modeldir.labels import encode_label
 
@@ -20,7 +21,7 @@ def remove_command(options: Remove, typed: Sequence[str]) -> int:
     del typed
     exclude(options.quiet, options.json)
     console = make_console()
-    place = Path(options.model).expanduser()
+    place = typed_path(options.model)
     classes = read_manifest(place)["classes"]
     labels = [known["label"] for known in classes]
     asked = [find_label(labels, name) for name in dict.fromkeys(options.classes)]  # all are there, or none goes

@@ -11,6 +11,7 @@ from engram.cli.commands.common import print_line
 from engram.cli.options import Report
 from engram.cli.text import make_console
 from engram.errors import EngramError
+from engram.files import typed_path
 from engram.report import is_report_folder, write_report
 from engram.rundir import MANIFEST, RESULT, find_runs
 
@@ -18,9 +19,9 @@ from engram.rundir import MANIFEST, RESULT, find_runs
 def report_command(options: Report, typed: Sequence[str]) -> int:
     """The exit status of `engram report`."""
     del typed
-    given = [Path(name).expanduser() for name in options.directories]
+    given = [typed_path(name) for name in options.directories]
     directories = expand(given)
-    out = None if options.out is None else Path(options.out).expanduser()
+    out = None if options.out is None else typed_path(options.out)
     if out is None and len(given) == 1:
         out = given[0] / "report.html"  # beside the runs it is about, however many they are
     path = write_report(directories, out, tell=lambda text: print(f"engram: {text}", file=sys.stderr))

@@ -24,6 +24,7 @@ from engram.config import RunConfig
 from engram.data.load import DataConfig
 from engram.data.store import ImageStore
 from engram.errors import EngramError
+from engram.files import typed_path
 from engram.report.words import join
 from engram.reproduce.cells import FURTHER, NOT_RUN, WITHIN_POINT, WITHIN_STD, Measured, measure
 from engram.reproduce.cost import Cost, costs, this_hardware
@@ -52,11 +53,11 @@ def reproduce_command(options: Reproduce, typed: Sequence[str]) -> int:
         raise EngramError("--dry-run and --no-run exclude each other; give one of them")
     if options.at_once is not None and options.at_once < 1:
         raise EngramError(f"--at-once must be at least 1, got {options.at_once}")
-    console, runs = make_console(), Path(options.out).expanduser()
-    page = runs / PAGE if options.page is None else Path(options.page).expanduser()
+    console, runs = make_console(), typed_path(options.out)
+    page = runs / PAGE if options.page is None else typed_path(options.page)
     if page.suffix.lower() not in (".html", ".htm"):
         raise EngramError(f"the page cannot be written to {page}: give --page a file name that ends in .html")
-    paper = load_paper(None if options.paper is None else Path(options.paper).expanduser())
+    paper = load_paper(None if options.paper is None else typed_path(options.paper))
     experiments, asked = paper.find(options.what), _asked(options)
 
     def plan_now() -> tuple[Plan, Known]:
@@ -118,7 +119,7 @@ def with_images(
 def _asked(options: Reproduce) -> Asked:
     path = None
     if options.data is not None:
-        place = Path(options.data).expanduser()
+        place = typed_path(options.data)
         if not place.exists():
             raise EngramError(f"there is no file or folder {options.data}; --data should say where the images are")
         path = str(place.resolve())
@@ -147,7 +148,7 @@ def known_records(results: str | None, runs: Path) -> Known:
 
     results: None takes what the folder of that name has; it may be somebody else's, whose files are left out.
     """
-    places = [Path(results).expanduser()] if results not in (None, NO_RESULTS) else []
+    places = [typed_path(results)] if results not in (None, NO_RESULTS) else []
     for file in sorted(RESULTS.glob(f"*{SUFFIX}")) if results is None else ():
         if is_ours(file):
             places.append(file)

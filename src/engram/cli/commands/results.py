@@ -11,7 +11,7 @@ from engram.cli.commands.common import print_line
 from engram.cli.options import Results
 from engram.cli.text import make_console
 from engram.errors import EngramError
-from engram.files import write_bytes
+from engram.files import typed_path, write_bytes
 from engram.reproduce.document import document
 from engram.reproduce.paper import load_paper
 from engram.reproduce.records import Record
@@ -21,7 +21,7 @@ from engram.reproduce.summary import as_text, summarise
 
 def results_command(options: Results, typed: Sequence[str]) -> int:
     """The exit status of `engram results`."""
-    out, inputs = Path(options.out).expanduser(), [Path(name).expanduser() for name in options.inputs]
+    out, inputs = typed_path(options.out), [typed_path(name) for name in options.inputs]
     wanted = {"merge": SUFFIX, "page": ".md", "summary": ".json"}[options.what]
     if out.suffix != wanted:
         raise EngramError(f"engram results {options.what} writes a file that ends in {wanted}, got {out}")
@@ -32,7 +32,7 @@ def results_command(options: Results, typed: Sequence[str]) -> int:
         return _merge(out, found.records)
     records = merge(found.records)
     if options.what == "page":
-        paper = load_paper(None if options.paper is None else Path(options.paper).expanduser())
+        paper = load_paper(None if options.paper is None else typed_path(options.paper))
         text, what = document(paper, records, shlex.join(["engram", *typed]), options.paper), ""
     else:
         summary = summarise(records)

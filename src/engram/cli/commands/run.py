@@ -35,6 +35,7 @@ from engram.data.load import outline_store
 from engram.data.store import ImageStore
 from engram.errors import EngramError
 from engram.events import RunFinished
+from engram.files import typed_path
 from engram.rundir import read_manifest, read_result
 from engram.runner import resume, run
 from engram.session import Session, StagePlan
@@ -51,7 +52,7 @@ def run_command(options: Run, typed: Sequence[str]) -> int:
         return run_several(options, configs, typed)
     config = configs[0]
     silent = flags.quiet or flags.json
-    given = None if options.out is None else Path(options.out).expanduser()
+    given = None if options.out is None else typed_path(options.out)
     if given is not None:
         refuse_used(given)
     use_threads(flags.threads)
@@ -84,7 +85,7 @@ def resume_command(options: Resume, typed: Sequence[str]) -> int:
     del typed
     flags = options.running
     check_running(flags)
-    place = Path(options.directory).expanduser()
+    place = typed_path(options.directory)
     console = make_console()
     manifest = read_manifest(place)
     finished = _finished(place, manifest)
@@ -99,7 +100,7 @@ def resume_command(options: Resume, typed: Sequence[str]) -> int:
     config = RunConfig.from_plain(manifest["config"])
     data = config.data
     if options.data is not None:
-        path = Path(options.data).expanduser()
+        path = typed_path(options.data)
         if not path.exists():
             raise EngramError(f"there is no file or folder {options.data}; --data should say where the images are")
         data = replace(data, path=str(path.resolve()))

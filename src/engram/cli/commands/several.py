@@ -35,6 +35,7 @@ from engram.config import RunConfig, directory_name
 from engram.data.load import DataConfig, outline_store
 from engram.data.store import ImageStore
 from engram.events import Event, RunFailed, RunFinished, RunSkipped, Stopped
+from engram.files import typed_path
 from engram.rundir import EVENTS
 from engram.stagecache import StageCache
 from engram.together import ERROR, Member, Workers, plan_members
@@ -47,7 +48,7 @@ Last = dict[str, Event]  # the last event of each run that began, by its name
 def run_several(options: Run, configs: Sequence[RunConfig], typed: Sequence[str]) -> int:
     """The exit status of `engram run` with several runs."""
     flags, console = options.running, make_console()
-    parent = RUNS if options.out is None else Path(options.out).expanduser()
+    parent = RUNS if options.out is None else typed_path(options.out)
     silent = flags.quiet or flags.json
     use_threads(flags.threads)
     missing: list[DataConfig] = []
