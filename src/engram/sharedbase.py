@@ -26,8 +26,10 @@ def which_cache(cache: StageCache | bool | None) -> StageCache | None:
     """The cache that is meant: True is the user's, False and None are none."""
     if cache is True:
         return user_cache()
-    if cache is None or cache is False or isinstance(cache, StageCache):
-        return cache or None
+    if cache is None or cache is False:
+        return None
+    if isinstance(cache, StageCache):
+        return cache
     raise EngramError(f"cache should be True, False or a StageCache, got {cache!r:.80}")
 
 

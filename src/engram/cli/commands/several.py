@@ -186,12 +186,12 @@ def tell_results(console: Console, last: Last, parent: Path) -> None:
 
 def _took_over_base(event: RunFinished | RunSkipped) -> bool:
     """Whether the run's base stage was trained by another, so that its time is not in this one's."""
-    with suppress(OSError), (Path(event.directory or "") / EVENTS).open(encoding="utf-8") as lines:
+    with suppress(OSError), (Path(event.directory or "") / EVENTS).open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
-            if '"event": "base_reused"' in line:
-                return True
-            if '"event": "stage_finished"' in line:
-                break
+            with suppress(ValueError, AttributeError):  # torn by a kill
+                kind = json.loads(line).get("event")
+                if kind in ("base_reused", "stage_finished"):
+                    return kind == "base_reused"
     return False
 
 
