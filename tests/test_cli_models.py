@@ -295,6 +295,19 @@ def test_learn_says_what_a_lesson_lacks(engram: Engram, tmp_path: Path) -> None:
     assert "easel (1) and 1 more\n" in six.err
 
 
+def test_a_class_folder_that_was_renamed_is_noticed(engram: Engram, photos: Path, model: Path, tmp_path: Path) -> None:
+    shutil.copytree(photos / "first" / "apple", tmp_path / "more" / "apfel")
+    quiet = engram("learn", model, "more", *QUICK, "--quiet")
+    assert quiet.status == 0
+    assert quiet.err == (
+        "engram: the same pictures in two classes (a folder renamed?): 10 images of 'apfel' also in 'apple'; "
+        "2 held out before and not learned from, 8 learned under each name and not held out\n"
+    )
+    assert "apfel" in engram("info", model).out
+    known = read_manifest(model)["classes"][-1]
+    assert (known["images"], known["heldout"], known["accuracy"]) == (8, 0, {})
+
+
 def test_what_is_passed_over_is_named(engram: Engram, taught: Path, tmp_path: Path) -> None:
     root = folder(tmp_path / "photos", FIRST, count=5)
     for name in ("apple/moving.gif", "boat/deep/phone.HEIC", "camel/.hidden", "notes.txt", "loose.png"):

@@ -18,7 +18,7 @@ import torch
 import engram.modeldir.writer as writer
 from engram import EngramError
 from engram.data.samples import Samples
-from engram.events import Checkpointed, EpochFinished, Learned, Stopped
+from engram.events import Checkpointed, EpochFinished, Learned, Stopped, Warned
 from engram.methods import METHODS
 from engram.modeldir import (
     Model,
@@ -198,7 +198,7 @@ def test_what_was_held_out_is_not_learned_when_the_same_images_come_again(taught
 
 
 def test_a_class_keeps_no_more_held_out_images_than_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engram.modeldir.lesson.VALIDATION_MOST", 3)
+    monkeypatch.setattr("engram.modeldir.holdout.VALIDATION_MOST", 3)
     model = opened(make(tmp_path / "m", NAMES[:2]))
     lesson = Lesson(model, *pictures(NAMES[:1], 8, seed=9), Options("refresh"))
     assert len(model.heldout.of(0)) == 2
@@ -225,6 +225,47 @@ def test_copies_of_an_image_are_all_learned_or_held_out_once() -> None:
     alike = Lesson(model, images[:1].repeat(4, axis=0), ["x"] * 4, Options())
     assert len(alike.stage.pool) == 4
     assert not len(alike.model.heldout)
+
+
+def told(lesson: Lesson) -> str:
+    """What a lesson warns of before it begins."""
+    work = lesson.take(Keeping())
+    next(work)
+    warned = next(work)
+    work.close()
+    return warned.message if isinstance(warned, Warned) else ""
+
+
+def test_a_picture_that_is_held_out_is_not_learned_under_another_name(taught: Path) -> None:
+    before = opened(taught)
+    held = contents(before.heldout.of(0))
+    images, _ = pictures(NAMES[:1])
+    renamed = Lesson(before, images, ["apfel"] * 8, Options())
+    assert not set(trained_on(renamed, 5)) & set(held)
+    assert told(renamed) == (
+        "the same pictures in two classes (a folder renamed?): 5 images of 'apfel' also in 'apple'; "
+        "2 held out before and not learned from, 3 learned under each name and not held out"
+    )
+    others = Lesson(before, *pictures(NAMES[5:6]), Options())
+    assert not told(others)
+    with pytest.raises(EngramError, match="nothing new of the class 'apfel'"):
+        Lesson(before, before.heldout.of(0).images.numpy(), ["apfel"] * 2, Options())
+
+
+def test_pictures_with_two_names_in_one_lesson_are_learned_and_not_held_out() -> None:
+    images, _ = pictures(NAMES[:2])
+    given = np.concatenate([images, images[4:8]])  # the second half of the apples are pears too
+    labels = ["apple"] * 8 + ["boat"] * 8 + ["pear"] * 4
+    lesson = Lesson(Model(tiny(validation=0.5), "cpu"), given, labels, Options())
+    held = [contents(lesson.model.heldout.of(label)) for label in lesson.model.heldout.labels]
+    assert [len(own) for own in held] == [4, 4], "of the pears none"
+    shared = {image.tobytes() for image in images[4:8]}
+    assert not shared & {*held[0], *held[1]}
+    assert shared == set(trained_on(lesson, 0)) == set(trained_on(lesson, 2))
+    assert told(lesson) == (
+        "the same pictures in two classes (a folder renamed?): 4 images of 'pear' also in 'apple'; "
+        "4 learned under each name and not held out"
+    )
 
 
 def test_exemplars_are_pictures_anyone_can_open(taught: Path) -> None:

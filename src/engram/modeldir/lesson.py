@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import time
 from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -18,12 +17,12 @@ from torch import Tensor
 from engram.checkpoint import Checkpoint
 from engram.data.samples import Samples
 from engram.data.stage import Stage
-from engram.data.store import pixel_statistics, some, stable_permutation
+from engram.data.store import pixel_statistics, some
 from engram.errors import EngramError
 from engram.events import Checkpointed, Event, Learned, StageStarted, Warned, Working
 from engram.learner import Learner
 from engram.methods import find_method
-from engram.modeldir.config import VALIDATION_MOST
+from engram.modeldir.holdout import Split
 from engram.modeldir.labels import in_order
 from engram.modeldir.model import Entry, KnownClass, Model, to_samples
 from engram.plain import dotted
@@ -122,10 +121,12 @@ class Lesson:
         first = len(model.classes)
         index = len(model.sizes) if first else 0
         model.config.memory.check(first + len(self.new))
+        split = Split(self.before, self._images, rows)
+        self._notice = split.notice()
         train, held = [], []
         for place, label in enumerate(self.new, start=first):
             exemplars, before = kept.get(label, (self._images[:0], self._images[:0]))
-            learned, out = self._hold_out(label, rows[label], exemplars, before)
+            learned, out = split.rows_of(label)
             if not len(learned) and not len(exemplars):
                 raise EngramError(
                     f"there is nothing new of the class {str(label)!r}: these images are held out already"
@@ -150,30 +151,6 @@ class Lesson:
         exemplars = model.learner.memory.samples()
         everything = pool if exemplars is None else Samples.concatenate([pool, exemplars])
         self.stage = Stage(index, first, len(self.new), everything, model.sizes)
-
-    def _hold_out(
-        self, label: Hashable, rows: np.ndarray, exemplars: Tensor, before: Tensor
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Which rows of a class to learn and which to measure on; one image is learned.
-
-        Copies of an image are on one side, and exemplars and images held out before on neither. Where there are some of
-        these, the others may have been learned before too, and none of them is held out.
-        """
-        share = self.model.config.validation
-        have = {_digest(image) for image in (*exemplars, *before)}
-        if not share and not have:
-            return rows, rows[:0]
-        copies: dict[bytes, list[int]] = {}
-        for row in rows.tolist():
-            copies.setdefault(_digest(self._images[row]), []).append(row)
-        images = [own for digest, own in copies.items() if digest not in have]
-        count = 0
-        if share and len(images) == len(copies):
-            count = min(max(1, math.floor(len(images) * share + 0.5)), VALIDATION_MOST - len(before), len(images) - 1)
-        order = stable_permutation(len(images), f"{self.model.config.seed}/{label!r}/{len(self.before.history)}")
-        held = order[: max(0, count)]
-        learned = [row for number in order[len(held) :] for row in images[number]]
-        return np.array(sorted(learned), dtype=np.int64), np.array(sorted(images[i][0] for i in held), dtype=np.int64)
 
     def fingerprint(self) -> str:
         """32 hex digits that change when the images, their labels or how they are learned do."""
@@ -216,6 +193,8 @@ class Lesson:
         yield StageStarted(
             stage.index, stage.index + 1, names, stage.num_seen, len(stage.pool), int(stage.pool.exemplar.sum())
         )
+        if self._notice is not None:
+            yield Warned(self._notice)
         at = None if resume is None else _restore(resume, learner, stage, clock)
         outlook: Outlook | None = None
         for event in work.train(at):
@@ -286,10 +265,6 @@ class Lesson:
             seconds=entry.seconds,
             path=path,
         )
-
-
-def _digest(image: Tensor) -> bytes:
-    return hashlib.blake2b(image.numpy().tobytes(), digest_size=16).digest()
 
 
 def _labelled(parts: list[tuple[int, Tensor]]) -> Samples:
