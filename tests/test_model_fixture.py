@@ -50,4 +50,6 @@ def test_it_goes_on_learning(model: Path) -> None:
     images = np.random.default_rng(0).integers(0, 256, (6, 16, 16, 3), dtype=np.uint8)
     events = list(learn_into(model, images, ["new"] * 6, epochs=1, device="cpu"))
     assert isinstance(events[-1], Learned)
-    assert opened(model).labels == [*before, "new"]
+    after = opened(model)
+    assert after.labels == [*before, "new"]
+    assert [len(known.digests) for known in after.classes] == [0, 0, 0, 0, 0, 8 * 5]

@@ -7,6 +7,7 @@ import json
 import os
 import threading
 import time
+from base64 import b64encode
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -227,6 +228,30 @@ def test_copies_of_an_image_are_all_learned_or_held_out_once() -> None:
     assert not len(alike.model.heldout)
 
 
+def test_pictures_that_were_learned_and_not_kept_are_never_held_out(tmp_path: Path) -> None:
+    path = make(tmp_path / "m", NAMES[:2], NAMES[2:3], config=tiny(epochs=1, memory=1, validation=0.25))
+    before = opened(path)
+    assert before.learner is not None
+    images, labels = pictures(NAMES[:1])
+    kept = {*contents(before.learner.memory.of(0)), *contents(before.heldout.of(0))}
+    rest = images[[image.tobytes() not in kept for image in images]]
+    assert len(rest) == 5
+    lesson = Lesson(before, rest, labels[:5], Options("refresh"))
+    assert len(lesson.model.heldout.of(2)) == 2, "those of before"
+    assert len(trained_on(lesson, 2)) == 6
+    fresh = pictures(NAMES[:1], seed=4)
+    again = next_lesson(before, *fresh, Options("refresh"))
+    assert len(again.classes[2].digests) == 8 * (6 + 6), "of both lessons"
+    assert 3 not in Lesson(again, rest, ["new"] * 5, Options()).model.heldout.labels
+    remove_class(path, "apple")
+    assert [len(known.digests) for known in opened(path).classes] == [8 * 6] * 2
+    manifest = (path / "generations" / "000003" / "model.json").read_text()
+    assert len(before.classes[0].digests) == 8 * 6
+    assert b64encode(before.classes[0].digests).decode() not in manifest
+    assert b64encode(before.classes[1].digests).decode() in manifest
+    assert "digests" not in read_manifest(path)["classes"][0]
+
+
 def told(lesson: Lesson) -> str:
     """What a lesson warns of before it begins."""
     work = lesson.take(Keeping())
@@ -241,10 +266,10 @@ def test_a_picture_that_is_held_out_is_not_learned_under_another_name(taught: Pa
     held = contents(before.heldout.of(0))
     images, _ = pictures(NAMES[:1])
     renamed = Lesson(before, images, ["apfel"] * 8, Options())
-    assert not set(trained_on(renamed, 5)) & set(held)
+    assert trained_on(renamed, 5) == sorted({image.tobytes() for image in images} - set(held))
     assert told(renamed) == (
-        "the same pictures in two classes (a folder renamed?): 5 images of 'apfel' also in 'apple'; "
-        "2 held out before and not learned from, 3 learned under each name and not held out"
+        "the same pictures in two classes (a folder renamed?): 8 images of 'apfel' also in 'apple'; "
+        "2 held out before and not learned from, 6 learned under each name and not held out"
     )
     others = Lesson(before, *pictures(NAMES[5:6]), Options())
     assert not told(others)
@@ -713,6 +738,10 @@ def with_config(**changes: Any) -> Any:
         ({"classes": lambda known: known + known[:1]}, "lists a class twice"),
         ({"classes": lambda known: [{**known[0], "exemplars": 10**9}, *known[1:]]}, "lists .* files and counts"),
         ({"classes": lambda known: [{**known[0], "label": {"a": 1}}, *known[1:]]}, "label cannot be read"),
+        *(
+            ({"classes": lambda known, odd=odd: [{**known[0], "digests": odd}, *known[1:]]}, "digests cannot be read")
+            for odd in ("AAAA", "é", "A=A", None, 3, ["AAAAAAAAAAA="])
+        ),
         ({"config": with_config(method="pickle")}, "no method 'pickle'"),
         ({"config": with_config(backbone="os.system")}, "no backbone"),
         ({"config": with_config(settings={"proxies": 10**12})}, "cannot be made|does not fit the head"),

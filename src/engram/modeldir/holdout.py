@@ -29,17 +29,32 @@ def digest_of(image: np.ndarray) -> bytes:
     return hashlib.blake2b(image.tobytes(), digest_size=DIGEST_BYTES).digest()
 
 
+def digests_in(joined: bytes) -> frozenset[bytes]:
+    """The digests that stand one behind the other."""
+    return frozenset(joined[at : at + DIGEST_BYTES] for at in range(0, len(joined), DIGEST_BYTES))
+
+
 @dataclass(frozen=True)
 class Kept:
-    """The pictures of a class that the model has: those it learned from, and those it measures with."""
+    """The pictures of a class that the model knows; learned: those it was trained on, the exemplars among them."""
 
     exemplars: frozenset[bytes] = frozenset()
+    learned: frozenset[bytes] = frozenset()
     heldout: frozenset[bytes] = frozenset()
 
     @property
     def seen(self) -> frozenset[bytes]:
         """All of them."""
-        return self.exemplars | self.heldout
+        return self.learned | self.heldout
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """The rows of a class to learn and to measure on, and the digests of all that it was or will be trained on."""
+
+    learned: np.ndarray
+    heldout: np.ndarray
+    digests: bytes
 
 
 @final
@@ -70,11 +85,11 @@ class Split:
                 names[picture].append(label)
         return names
 
-    def rows_of(self, label: Hashable) -> tuple[np.ndarray, np.ndarray]:
-        """Which rows of a class to learn and which to measure on; one picture is learned.
+    def of(self, label: Hashable) -> Part:
+        """What to do with the images of a class; one picture is learned.
 
-        Copies of a picture are on one side, and exemplars and pictures held out before on neither. Where there are some
-        of these, the others may have been learned before too, and none of them is held out.
+        Copies of a picture are on one side, and exemplars and pictures held out before on neither. Where it was given
+        some of these pictures before, the others may have been learned too, and none of them is held out.
         """
         config, copies, kept = self._model.config, self._copies[label], self._kept.get(label, Kept())
         left_out = self._held | kept.exemplars
@@ -86,8 +101,12 @@ class Split:
         order = stable_permutation(len(pictures), f"{config.seed}/{label!r}/{len(self._model.history)}")
         alone = [pictures[number] for number in order if len(self._names[pictures[number]]) == 1]
         held = set(alone[:count])
-        learned = [row for picture in pictures if picture not in held for row in copies[picture]]
-        return _rows(learned), _rows(copies[picture][0] for picture in held)
+        learned = [picture for picture in pictures if picture not in held]
+        return Part(
+            _rows(row for picture in learned for row in copies[picture]),
+            _rows(copies[picture][0] for picture in held),
+            b"".join(sorted(kept.learned.union(learned))),
+        )
 
     def notice(self) -> str | None:
         """What is done with pictures that have two names, where there are some."""
@@ -110,12 +129,13 @@ class Split:
 
 
 def _kept_by(model: Model) -> dict[Hashable, Kept]:
-    """What the model has of each class."""
+    """What the model knows of each class."""
     memory = None if model.learner is None else model.learner.memory
-    return {
-        known.label: Kept(_digests(memory, place), _digests(model.heldout, place))
-        for place, known in enumerate(model.classes)
-    }
+    kept: dict[Hashable, Kept] = {}
+    for place, known in enumerate(model.classes):
+        exemplars = _digests(memory, place)
+        kept[known.label] = Kept(exemplars, exemplars | digests_in(known.digests), _digests(model.heldout, place))
+    return kept
 
 
 def _digests(memory: Memory | None, place: int) -> frozenset[bytes]:

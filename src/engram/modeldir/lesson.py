@@ -123,16 +123,17 @@ class Lesson:
         model.config.memory.check(first + len(self.new))
         split = Split(self.before, self._images, rows)
         self._notice = split.notice()
+        parts = {label: split.of(label) for label in self.new}
         train, held = [], []
         for place, label in enumerate(self.new, start=first):
             exemplars, before = kept.get(label, (self._images[:0], self._images[:0]))
-            learned, out = split.rows_of(label)
-            if not len(learned) and not len(exemplars):
+            part = parts[label]
+            if not len(part.learned) and not len(exemplars):
                 raise EngramError(
                     f"there is nothing new of the class {str(label)!r}: these images are held out already"
                 )
-            train.append((place, torch.cat([self._images[learned], exemplars])))
-            held.append((place, torch.cat([before, self._images[out]])))
+            train.append((place, torch.cat([self._images[part.learned], exemplars])))
+            held.append((place, torch.cat([before, self._images[part.heldout]])))
         pool = _labelled(train)
         if model.learner is None:
             mean, std = pixel_statistics(pool.images.numpy())
@@ -146,7 +147,8 @@ class Lesson:
         model.heldout.update(out, {place: out.rows_of(place) for place, own in held if len(own)}, len(self.new))
         stage = len(model.history)
         model.classes += tuple(
-            KnownClass(label, stage, len(own)) for label, (_, own) in zip(self.new, train, strict=True)
+            KnownClass(label, stage, len(own), digests=parts[label].digests)
+            for label, (_, own) in zip(self.new, train, strict=True)
         )
         exemplars = model.learner.memory.samples()
         everything = pool if exemplars is None else Samples.concatenate([pool, exemplars])

@@ -32,13 +32,15 @@ class KnownClass:
     """A class that a model knows.
 
     stage: the number of the learning in the model's history that it came with. images: those it was trained on then.
-    accuracy: percent of its held-out images, by predictor; empty where none was held out.
+    accuracy: percent of its held-out images, by predictor; empty where none was held out. digests: of all images it was
+    ever trained on, one behind the other; none of those from before they were kept.
     """
 
     label: Hashable
     stage: int
     images: int
     accuracy: dict[str, float] = field(default_factory=dict)
+    digests: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True)

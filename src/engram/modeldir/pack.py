@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from base64 import b64decode, b64encode
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, fields
@@ -23,13 +24,14 @@ from engram.data.room import check_room
 from engram.errors import EngramError
 from engram.modeldir.config import ModelConfig
 from engram.modeldir.directory import MANIFEST, WEIGHTS, Pointer, Snapshot, read_model
+from engram.modeldir.holdout import DIGEST_BYTES
 from engram.modeldir.labels import decode_label, encode_label
 from engram.modeldir.model import Entry, KnownClass, Model
 from engram.modeldir.writer import File
 from engram.models.expanding import ExpandingHead, count_older
 from engram.rundir import versions
 
-EXEMPLARS, HELDOUT = "exemplars", "heldout"
+EXEMPLARS, HELDOUT, DIGESTS = "exemplars", "heldout", "digests"
 MOST_CLASSES, MOST_IMAGES = 30_000, 10**9
 _DTYPES = (
     torch.float32,
@@ -54,7 +56,10 @@ def pack_model(model: Model) -> tuple[dict[str, Any], Iterator[File]]:
         "predictors": described["predictors"],
         "mean": list(mean),
         "std": list(std),
-        "classes": [{**known, "label": encode_label(known["label"])} for known in described["classes"]],
+        "classes": [
+            {**entry, "label": encode_label(known.label), DIGESTS: b64encode(known.digests).decode()}
+            for entry, known in zip(described["classes"], model.classes, strict=True)
+        ],
         "stage_sizes": described["stage_sizes"],
         "history": [asdict(entry) for entry in model.history],
         "versions": versions(),
@@ -140,6 +145,8 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
         manifest = snapshot.manifest
         config, classes, sizes, history, mean, std = _parse(manifest, snapshot.path / MANIFEST)
         described = [{**entry, "label": known.label} for entry, known in zip(manifest["classes"], classes, strict=True)]
+        for entry in described:
+            entry.pop(DIGESTS, None)
         total = {kind: _bytes(snapshot, kind) for kind in (EXEMPLARS, HELDOUT)}
         return {
             "path": str(path),
@@ -241,7 +248,18 @@ def _known(entry: Any, stages: int, where: Path) -> KnownClass:
     except EngramError as error:
         raise EngramError(f"{where} has a class whose label cannot be read: {error}") from None
     accuracy = _shares(entry.get("accuracy"), where)
-    return KnownClass(label, stage, _count(entry, "images", where), accuracy)
+    return KnownClass(label, stage, _count(entry, "images", where), accuracy, _digests(entry, where))
+
+
+def _digests(entry: dict[str, Any], where: Path) -> bytes:
+    """The digests of a class's images; none where the model was written before they were kept."""
+    try:
+        joined = b64decode(entry.get(DIGESTS, ""), validate=True)
+        if len(joined) % DIGEST_BYTES == 0:
+            return joined
+    except (TypeError, ValueError):
+        pass
+    raise EngramError(f"{where} has a class whose digests cannot be read; it is damaged")
 
 
 def _history(entries: Any, where: Path) -> tuple[Entry, ...]:
