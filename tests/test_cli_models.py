@@ -103,11 +103,13 @@ def test_learn_tells_programs_what_it_tells_people(engram: Engram, photos: Path,
     assert outcome.status == 0
     assert outcome.err == (
         "engram: left out what the model knows already: apple (--more-of-known)\n"
-        "engram: fewer than 5 images of a class teach little: falcon (4)\n"
+        "engram: fewer than 5 images of a class teach little and are too few to hold any out, so no accuracy is "
+        "measured on them: falcon (4)\n"
     )
     last = outcome.events()[-1]
     assert (last["event"], last["new"], last["num_classes"]) == ("learned", ["falcon"], 6)
-    assert last["before"].keys() == last["after"].keys() == last["new_accuracy"].keys() == {"cnn", "nme"}
+    assert last["before"].keys() == last["after"].keys() == {"cnn", "nme"}
+    assert last["new_accuracy"] == last["by_class"][-1]["after"] == {}
     quiet = engram("learn", "other", photos / "first", *QUICK, "--quiet")
     assert quiet.out.count("\n") == 1
     assert quiet.out.startswith("learned apple, boat, camel in ")
@@ -288,8 +290,15 @@ def test_learn_says_what_a_lesson_lacks(engram: Engram, tmp_path: Path) -> None:
     folder(few, ("dingo",), count=5)
     more = engram("learn", "model", few, *QUICK)
     assert more.err == (
-        "engram: fewer than 5 images of a class teach little: boat (2), camel (2), easel (2), falcon (2), goose (2)\n"
+        "engram: fewer than 5 images of a class teach little and are too few to hold any out, so no accuracy is "
+        "measured on them: boat (2), camel (2), easel (2), falcon (2), goose (2)\n"
     )
+    classes = read_manifest("model")["classes"]
+    counts = {known["label"]: (known["images"], known["heldout"], bool(known["accuracy"])) for known in classes}
+    assert counts["boat"] == (2, 0, False)
+    assert counts["dingo"] == (4, 1, True)
+    assert read_manifest("model")["history"][1]["new"] == classes[3]["accuracy"], "the mean of what was measured"
+    assert " boat 2 2 2 0 - -" in " ".join(engram("info", "model").out.split())
     folder(tmp_path / "six", NAMES[:6], count=1)
     six = engram("learn", "other", "six", *QUICK)
     assert "easel (1) and 1 more\n" in six.err

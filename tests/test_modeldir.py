@@ -338,7 +338,7 @@ def test_all_classes_learned_again_are_a_new_beginning(method: str, tmp_path: Pa
 def test_a_full_disk_at_any_write_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make(tmp_path / "m", NAMES[:2])
     before = everything(path)
-    changed = next_lesson(opened(path), *pictures(NAMES[2:3], 4))
+    changed = next_lesson(opened(path), *pictures(NAMES[2:3], 5))
     write, calls = writer.write_new, [0, 0]  # made, and the one that fails
 
     def full(place: Path, content: bytes) -> None:

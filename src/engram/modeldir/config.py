@@ -20,6 +20,7 @@ from engram.recipes import recipe
 LARGEST_SIDE = 1024
 LARGEST_NUMBER = 2**63
 VALIDATION_MOST = 50
+VALIDATION_LEAST = 5  # images of a class: of fewer all are learned from
 LATER_LEAST = 10
 _MAIN = ("train", "rehearse")  # rehearse: in the place of train, in the lessons after the first
 
@@ -28,8 +29,9 @@ _MAIN = ("train", "rehearse")  # rehearse: in the place of train, in the lessons
 class ModelConfig:
     """How a model learns.
 
-    image_size: height and width in pixels. validation: the share of each class's images, VALIDATION_MOST at most, that
-    is held out to measure accuracy on, now and after later learning; they are kept in the model.
+    image_size: height and width in pixels. validation: the share of each class's images, VALIDATION_MOST at most and
+    of fewer than VALIDATION_LEAST none, that is held out to measure accuracy on, now and after later learning; they are
+    kept in the model.
     """
 
     method: str

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engram.data.memory import Memory
 from engram.data.store import stable_permutation
-from engram.modeldir.config import VALIDATION_MOST
+from engram.modeldir.config import VALIDATION_LEAST, VALIDATION_MOST
 from engram.modeldir.model import Model
 
 DIGEST_BYTES = 8
@@ -86,7 +86,7 @@ class Split:
         return names
 
     def of(self, label: Hashable) -> Part:
-        """What to do with the images of a class; one picture is learned.
+        """What to do with the images of a class.
 
         Copies of a picture are on one side, and exemplars and pictures held out before on neither. Where it was given
         some of these pictures before, the others may have been learned too, and none of them is held out.
@@ -95,7 +95,7 @@ class Split:
         left_out = self._held | kept.exemplars
         pictures = [picture for picture in copies if picture not in left_out]
         count = 0
-        if config.validation and kept.seen.isdisjoint(copies):
+        if config.validation and len(pictures) >= VALIDATION_LEAST and kept.seen.isdisjoint(copies):
             share = max(1, math.floor(len(pictures) * config.validation + 0.5))
             count = max(0, min(share, VALIDATION_MOST - len(kept.heldout), len(pictures) - 1))
         order = stable_permutation(len(pictures), f"{config.seed}/{label!r}/{len(self._model.history)}")

@@ -40,14 +40,13 @@ from engram.errors import EngramError
 from engram.events import EpochsChosen, Event, ImagesRead, Learned, Stopped, Warned
 from engram.files import typed_path
 from engram.modeldir import RESUMED, ModelConfig, NoModelYet, has_learning, learn_into, read_manifest
-from engram.modeldir.config import LARGEST_SIDE, fitting_epochs
+from engram.modeldir.config import LARGEST_SIDE, VALIDATION_LEAST, fitting_epochs
 from engram.modeldir.directory import POINTER
 from engram.modeldir.inputs import file_side
 from engram.modeldir.writer import refuse_others
 
 HOLD_OUT = 0.2
-FEW = 5  # images of a class; of fewer it is warned
-NAMED = 5  # classes in that warning
+NAMED = 5  # classes in a warning
 
 
 def learn_command(options: Learn, typed: Sequence[str]) -> int:
@@ -256,11 +255,12 @@ def _tell_doubts(labels: Sequence[Hashable], known: Sequence[Any]) -> None:
             print(f"engram: {shown} are different classes; if they should be one, rename the folder", file=sys.stderr)
     if not known and len(counts) == 1:
         print("engram: one class alone teaches nothing to tell apart yet; learn a second one too", file=sys.stderr)
-    few = [f"{printable(label)} ({count})" for label, count in counts.items() if count < FEW]
+    few = [f"{printable(label)} ({count})" for label, count in counts.items() if count < VALIDATION_LEAST]
     if few:
         more = f" and {len(few) - NAMED} more" if len(few) > NAMED else ""
         names = ", ".join(few[:NAMED]) + more
-        print(f"engram: fewer than {FEW} images of a class teach little: {names}", file=sys.stderr)
+        least = f"fewer than {VALIDATION_LEAST} images of a class teach little and are too few to hold any out"
+        print(f"engram: {least}, so no accuracy is measured on them: {names}", file=sys.stderr)
 
 
 def alike(labels: Iterable[Hashable]) -> list[list[str]]:
