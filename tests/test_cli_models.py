@@ -137,6 +137,9 @@ def test_known_classes_are_left_out_or_learned_again(engram: Engram, photos: Pat
     again = engram("learn", model, both, *QUICK, "--more-of-known")
     assert again.status == 0
     assert "learned again apple, goose" in again.out
+    for words in ("of those learned again cnn", "learned again, before", "learned again, now"):
+        assert words in again.out
+    assert "classes learned now" not in again.out
     assert opened(model).labels == [*NAMES[1:5], "apple", "goose"]
 
 
@@ -701,6 +704,9 @@ def test_info_says_what_of_a_lesson_is_gone(
     again = folder(tmp_path / "again", ("dingo",), seed=4)
     assert engram("learn", model, again, "--more-of-known", *QUICK).status == 0
     assert "learned 2 classes (1 gone since)" in rows()[1]
+    entry = read_manifest(model)["history"][-1]
+    shares = " ".join(f"{entry[when]['cnn']:.1f}" for when in ("refreshed_before", "refreshed_after"))
+    assert f" those learned again {shares}" in " ".join(engram("info", model).out.split())
     for name in ("apple", "easel"):
         assert engram("remove", model, name).status == 0
         assert rows()[-1].endswith(" removed 1 class - - -" if name == "apple" else " removed 2 classes - - -")

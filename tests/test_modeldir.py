@@ -323,6 +323,37 @@ def test_known_classes_are_refused_ignored_or_learned_again(tmp_path: Path) -> N
     assert len(model.heldout.of(3)) == 4
 
 
+@pytest.mark.parametrize("again", [NAMES[:1], NAMES[:3], (*NAMES[:2], NAMES[4])])
+def test_before_and_after_of_a_class_learned_again_are_of_the_same_images(
+    again: tuple[str, ...], tmp_path: Path
+) -> None:
+    path = make(tmp_path / "m", NAMES[:3], config=tiny(epochs=1, validation=0.25))
+    old = opened(path)
+    images, _ = pictures(NAMES[4 : 4 + len(again)])  # which it cannot know yet
+    labels = [name for name in again for _ in range(8)]
+    learned = list(learn_into(path, images, labels, known="refresh", device="cpu"))[-1]
+    assert isinstance(learned, Learned)
+    new = opened(path)
+    by_class = {entry["class"]: entry for entry in learned.by_class}
+    known = [name for name in again if name in NAMES[:3]]
+    assert learned.refreshed == known
+    for name in known:
+        held = new.heldout.of(new.position(name)).images
+        assert len(held) == 4
+        for by in ("cnn", "nme"):
+            for model, when in ((old, "before"), (new, "after")):
+                right = model.probabilities(held, by).argmax(axis=1) == model.position(name)
+                assert by_class[name][when][by] == 100 * right.mean()
+    for by in ("cnn", "nme"):
+        assert learned.refreshed_before[by] == np.mean([by_class[name]["before"][by] for name in known])
+        assert learned.refreshed_after[by] == np.mean([by_class[name]["after"][by] for name in known])
+    entry = new.history[-1]
+    assert (entry.refreshed_before, entry.refreshed_after) == (learned.refreshed_before, learned.refreshed_after)
+    assert bool(learned.before) == (len(known) < 3)
+    if len(again) > len(known):
+        assert by_class["easel"]["before"] is None
+
+
 @pytest.mark.parametrize("method", ["afc", "der", "mnemonics"])
 def test_all_classes_learned_again_are_a_new_beginning(method: str, tmp_path: Path) -> None:
     path = make(tmp_path / "m", NAMES[:2], NAMES[2:3], config=tiny(method, epochs=1))

@@ -186,8 +186,8 @@ class Learned(Event):
 
     new, refreshed: the classes learned, and which of them it knew before. Accuracies are percent of held-out images, by
     predictor, empty where none was held out: before, after over the classes known before and not refreshed,
-    new_accuracy over those learned now. by_class: for each class its name and its accuracy before (None: it is new) and
-    after.
+    refreshed_before, refreshed_after over the refreshed, new_accuracy over all learned now. by_class: for each class
+    its name and its accuracy before (None: it is new) and after. Before and after are of the same images.
     """
 
     new: list[str]
@@ -196,6 +196,8 @@ class Learned(Event):
     exemplars: int
     before: dict[str, float]
     after: dict[str, float]
+    refreshed_before: dict[str, float]
+    refreshed_after: dict[str, float]
     new_accuracy: dict[str, float]
     by_class: list[dict[str, Any]]
     seconds: float

@@ -16,9 +16,13 @@ def learned_line(event: Learned) -> str:
     new = [name for name in event.new if name not in again]
     parts = [f"learned {shorten(new, 50)}"] if new else []
     parts += [f"learned again {shorten(event.refreshed, 50)}"] if event.refreshed else []
-    accuracy = f"; held-out accuracy of these {measures_text(event.new_accuracy)}" if event.new_accuracy else ""
-    if event.after:
-        accuracy += f", of the old {measures_text(event.before)} before and {measures_text(event.after)} now"
+    said = [f"of these {measures_text(event.new_accuracy)}"] if event.new_accuracy else []
+    for which, before, after in (
+        ("those learned again", event.refreshed_before, event.refreshed_after),
+        ("the old", event.before, event.after),
+    ):
+        said += [f"of {which} {measures_text(before)} before and {measures_text(after)} now"] if after else []
+    accuracy = f"; held-out accuracy {', '.join(said)}" if said else ""
     exemplars = f"{event.exemplars} image{'s' if event.exemplars != 1 else ''} kept"
     where = f" ({event.path})" if event.path else ""
     return (
@@ -28,16 +32,20 @@ def learned_line(event: Learned) -> str:
 
 
 def lesson_table(event: Learned) -> Table:
-    """Held-out accuracy by predictor: old classes before and after, what was forgotten, and the new ones."""
+    """Held-out accuracy by predictor: old classes before and after, what was forgotten, and those learned now."""
     predictors = list(dict.fromkeys([*event.new_accuracy, *event.after]))
     columns = [f"{name} %" for name in predictors]
     table = make_table(["held-out images", *columns], right=columns)
+    rows: dict[str, dict[str, float]] = {}
     if event.after:
         lost = {by: event.before[by] - event.after[by] for by in event.after if by in event.before}
-        rows = {"old classes, before": event.before, "old classes, now": event.after, "forgotten, points": lost}
-        for name, values in rows.items():
-            table.add_row(name, *[percent(values.get(by)) for by in predictors])
-    table.add_row("classes learned now", *[percent(event.new_accuracy.get(by)) for by in predictors])
+        rows |= {"old classes, before": event.before, "old classes, now": event.after, "forgotten, points": lost}
+    if event.refreshed:
+        rows |= {"learned again, before": event.refreshed_before, "learned again, now": event.refreshed_after}
+    if len(event.new) > len(event.refreshed):
+        rows["new and learned again" if event.refreshed else "classes learned now"] = event.new_accuracy
+    for name, values in rows.items():
+        table.add_row(name, *[percent(values.get(by)) for by in predictors])
     return table
 
 

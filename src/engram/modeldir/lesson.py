@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Generator, Hashable, Sequence
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -229,6 +229,7 @@ class Lesson:
         model = self.model
         model.method = self.before.method
         model.measure()
+        self._past, now = self._accuracy_before(), {known.label: known.accuracy for known in model.classes}
         old = [known.label for known in model.classes[: self.stage.num_old]]
         entry = Entry(
             what="learned",
@@ -238,20 +239,36 @@ class Lesson:
             seconds=seconds,
             device=str(model.engine.device),
             precision=model.engine.precision,
-            before=_mean(self.before, old),
-            after=_mean(model, old),
-            new=_mean(model, self.new),
+            before=_mean(self._past, old),
+            after=_mean(now, old),
+            new=_mean(now, self.new),
             classes=len(self.new),
+            refreshed_before=_mean(self._past, self.refreshed),
+            refreshed_after=_mean(now, self.refreshed),
         )
         model.history = (*model.history, entry)
+
+    def _accuracy_before(self) -> dict[Hashable, dict[str, float]]:
+        """How good the model was at the classes it knew, on the images that are held out now."""
+        past = {known.label: known.accuracy for known in self.before.classes}
+        past |= {label: {} for label in self.refreshed}  # these may have more of them now
+        heldout, place_of = self.model.heldout, {label: place for place, label in enumerate(self.model.labels)}
+        parts = [
+            (self.before.position(label), heldout.of(place_of[label]).images)
+            for label in self.refreshed
+            if place_of[label] in heldout.labels
+        ]
+        for by, shares in (self.before.accuracy_on(_labelled(parts)) if parts else {}).items():
+            for place, share in shares.items():
+                past[self.before.labels[place]][by] = share
+        return past
 
     def learned(self, path: str | None) -> Learned:
         """What to tell of the lesson once it is learned."""
         model, entry = self.model, self.model.history[-1]
         assert model.learner is not None
-        past = {known.label: known.accuracy for known in self.before.classes}
         by_class: list[dict[str, Any]] = [
-            {"class": str(known.label), "before": past.get(known.label), "after": known.accuracy}
+            {"class": str(known.label), "before": self._past.get(known.label), "after": known.accuracy}
             for known in model.classes
         ]
         names, again = [str(label) for label in self.new], [str(label) for label in self.refreshed]
@@ -262,6 +279,8 @@ class Lesson:
             exemplars=len(model.learner.memory),
             before=entry.before,
             after=entry.after,
+            refreshed_before=entry.refreshed_before,
+            refreshed_after=entry.refreshed_after,
             new_accuracy=entry.new,
             by_class=by_class,
             seconds=entry.seconds,
@@ -274,11 +293,11 @@ def _labelled(parts: list[tuple[int, Tensor]]) -> Samples:
     return to_samples(torch.cat([images for _, images in parts]), labels)
 
 
-def _mean(model: Model, labels: Sequence[Hashable]) -> dict[str, float]:
-    """The mean held-out accuracy of these classes, by predictor."""
-    wanted = [known.accuracy for known in model.classes if known.label in set(labels) and known.accuracy]
-    names = set.intersection(*(set(accuracy) for accuracy in wanted)) if wanted else set()
-    return {by: float(np.mean([accuracy[by] for accuracy in wanted])) for by in sorted(names)}
+def _mean(accuracy: Mapping[Hashable, dict[str, float]], labels: Sequence[Hashable]) -> dict[str, float]:
+    """The mean accuracy of these classes, by predictor; those without held-out images do not count."""
+    wanted = [accuracy[label] for label in labels if accuracy[label]]
+    names = set.intersection(*map(set, wanted)) if wanted else set()
+    return {by: float(np.mean([shares[by] for shares in wanted])) for by in sorted(names)}
 
 
 def _checkpoint(learner: Learner, taken: Taken, clock: dict[str, float]) -> Checkpoint:

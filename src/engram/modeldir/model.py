@@ -48,7 +48,9 @@ class Entry:
     """Something that happened to a model: "learned" or "removed".
 
     images: those that were given to learn; classes: how many were learned. before, after: percent of the held-out
-    images of the classes known before, by predictor; new: of the new ones. device, precision: where it was learned.
+    images of the classes known before and not learned again, by predictor; new: of all that were learned now.
+    refreshed_before, refreshed_after: of those learned again, both on the images held out after it. device, precision:
+    where it was learned.
     """
 
     what: str
@@ -62,6 +64,8 @@ class Entry:
     after: dict[str, float] = field(default_factory=dict)
     new: dict[str, float] = field(default_factory=dict)
     classes: int = 0  # 0 where it was not noted
+    refreshed_before: dict[str, float] = field(default_factory=dict)
+    refreshed_after: dict[str, float] = field(default_factory=dict)
 
 
 class Model:
@@ -183,15 +187,12 @@ class Model:
             raise EngramError(f"this model ({self.config.method}) predicts by {have}, not by {by!r}{more}")
         return by
 
-    def heldout_accuracy(self) -> dict[str, dict[int, float]]:
-        """Percent of each class's held-out images, by predictor and label."""
-        samples = self.heldout.samples()
-        if samples is None or not self.classes:
-            return {}
+    def accuracy_on(self, samples: Samples) -> dict[str, dict[int, float]]:
+        """Percent of the images of each label, by predictor and label."""
         found: dict[str, dict[int, float]] = {}
         for by in self.predictors:
             right = self.probabilities(samples.images, by).argmax(axis=1) == samples.labels.numpy()
-            rows = {label: samples.rows_of(label).numpy() for label in self.heldout.labels}
+            rows = {label: samples.rows_of(label).numpy() for label in dict.fromkeys(samples.labels.tolist())}
             found[by] = {label: 100 * float(right[own].mean()) for label, own in rows.items()}
         return found
 
@@ -216,7 +217,8 @@ class Model:
 
     def measure(self) -> None:
         """Notes the held-out accuracy of every class."""
-        found = self.heldout_accuracy()
+        samples = self.heldout.samples()
+        found = {} if samples is None or not self.classes else self.accuracy_on(samples)
         self.classes = tuple(
             replace(known, accuracy={by: values[label] for by, values in found.items() if label in values})
             for label, known in enumerate(self.classes)

@@ -61,10 +61,15 @@ def pack_model(model: Model) -> tuple[dict[str, Any], Iterator[File]]:
             for entry, known in zip(described["classes"], model.classes, strict=True)
         ],
         "stage_sizes": described["stage_sizes"],
-        "history": [asdict(entry) for entry in model.history],
+        "history": [_plain_entry(entry) for entry in model.history],
         "versions": versions(),
     }
     return manifest, _files(model, state)
+
+
+def _plain_entry(entry: Entry) -> dict[str, Any]:
+    """Without what no class learned again has, so that earlier versions read it where there was none."""
+    return {name: value for name, value in asdict(entry).items() if value or not name.startswith("refreshed_")}
 
 
 def _weights(model: Model) -> dict[str, Tensor]:

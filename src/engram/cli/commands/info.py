@@ -88,6 +88,9 @@ def history_table(manifest: dict[str, Any]) -> Table:
         numbered = str(last + 1) if first == last else f"{first + 1}-{last + 1}"
         shares = [percent(entry[when].get(by)) for when in ("before", "after", "new")]
         table.add_row(numbered, printable(entry["date"])[:10], what, *counts, *shares)
+        if entry["refreshed_after"]:
+            shares = [percent(entry[when].get(by)) for when in ("refreshed_before", "refreshed_after")]
+            table.add_row("", "", "those learned again", "", "", "", *shares, "")
     return table
 
 
