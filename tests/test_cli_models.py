@@ -321,7 +321,7 @@ def test_a_class_folder_that_was_renamed_is_noticed(engram: Engram, photos: Path
 
 
 def test_what_is_passed_over_is_named(engram: Engram, taught: Path, tmp_path: Path) -> None:
-    root = folder(tmp_path / "photos", FIRST, count=5)
+    root = folder(tmp_path / "photos", FIRST, count=5, seed=1)
     for name in ("apple/moving.gif", "boat/deep/phone.HEIC", "camel/.hidden", "notes.txt", "loose.png"):
         (root / name).parent.mkdir(exist_ok=True)
         (root / name).write_bytes(b"x")
@@ -739,6 +739,27 @@ def test_evaluate_counts_what_is_taken_for_what(engram: Engram, taught: Path, ph
     said = engram("evaluate", taught, "test", "--by", "cnn").out
     assert said.startswith(f"accuracy {found['accuracy']:.1f} % of 20 images, by cnn")
     assert "taken for" in said
+
+
+@pytest.mark.parametrize("kind", ["png", "jpg"])
+def test_evaluate_says_how_many_images_were_learned_from(kind: str, engram: Engram, tmp_path: Path) -> None:
+    images, labels = pictures(FIRST, 10, size=40)
+    for number, (image, label) in enumerate(zip(images, labels, strict=True)):
+        place = tmp_path / ("new" if number % 10 == 9 else "given") / label
+        place.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(place / f"{number}.{kind}")
+    assert engram("learn", "model", "given", *QUICK, "--image-size", "16").status == 0
+    shutil.copytree("new", "given", dirs_exist_ok=True)
+    outcome = engram("evaluate", "model", "given", "--json", "--report", "page.html")
+    assert json.loads(outcome.out)["learned_from"] == 21
+    assert outcome.err == (
+        "engram: 21 of these 30 images were learned from, so the accuracy is not that on new ones; "
+        "evaluate on images that no lesson was given\n"
+    )
+    assert "learned from 21 of these images" in (tmp_path / "page.html").read_text()
+    fresh = engram("evaluate", "model", "new", "--json", "--report", "page.html")
+    assert (fresh.err, json.loads(fresh.out)["learned_from"]) == ("", 0)
+    assert '<ul class="notes">' not in (tmp_path / "page.html").read_text()
 
 
 def test_evaluate_names_unreadable_images_and_unknown_classes(engram: Engram, taught: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engram.data.decoding import Decoded, decode_stream
+from engram.modeldir.holdout import digest_of, digests_in
 from engram.modeldir.inputs import file_side
 from engram.modeldir.model import Model
 
@@ -71,11 +72,15 @@ def fitting_batch(model: Model) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Evaluated:
-    """How a model did: counts (K, K) of true class by predicted class, and what could not be read."""
+    """How a model did: counts (K, K) of true class by predicted class, and what could not be read.
+
+    learned: how many of the images the model was trained on, as far as it knows.
+    """
 
     by: str
     counts: np.ndarray
     skipped: list[tuple[str, str]]
+    learned: int = 0
 
     @property
     def images(self) -> int:
@@ -101,8 +106,18 @@ def evaluate_batches(
     place_of = dict(zip(paths, places, strict=True))
     counts = np.zeros((len(model.classes),) * 2, dtype=np.int64)
     skipped: list[tuple[str, str]] = []
-    for part in predict_files(model, paths, by):
+    trained = digests_in(b"".join(known.digests for known in model.classes))
+    learned = 0
+
+    def compared(parts: Iterable[Decoded]) -> Iterator[Decoded]:
+        nonlocal learned
+        for part in parts:
+            learned += sum(digest_of(image) in trained for image in part.images) if trained else 0
+            yield part
+
+    parts = decode_stream(paths, file_side(model.config.image_size), batch=fitting_batch(model))
+    for part in predict_batches(model, compared(parts), by):
         true = np.array([place_of[path] for path in part.paths], dtype=np.int64)
         np.add.at(counts, (true, part.shares.argmax(axis=1)), 1)
         skipped += part.skipped
-        yield Evaluated(by, counts, skipped)
+        yield Evaluated(by, counts, skipped, learned)

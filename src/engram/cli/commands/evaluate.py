@@ -55,6 +55,8 @@ def evaluate_command(options: Evaluate, typed: Sequence[str]) -> int:
     done = _evaluate(model, paths, places, options)
     if not done.images:
         raise EngramError(f"none of the {len(paths)} images in {options.images} could be read")
+    if done.learned:
+        print(f"engram: {learned_text(done.learned, done.images)}", file=sys.stderr)
     found = summary(model, done, unknown, options)
     if report is not None:
         write_evaluation(found, report)
@@ -97,6 +99,14 @@ def _evaluate(model: Model, paths: Sequence[str], places: Sequence[int], options
     return done
 
 
+def learned_text(learned: int, images: int) -> str:
+    """What images that the model was trained on do to an evaluation."""
+    return (
+        f"{learned} of these {images} images were learned from, so the accuracy is not that on new ones; "
+        "evaluate on images that no lesson was given"
+    )
+
+
 def summary(model: Model, done: Evaluated, unknown: Mapping[str, int], options: Evaluate) -> dict[str, Any]:
     """What came out: labels as the model has them, percent unrounded. unknown: images of each class left out."""
     classes = [
@@ -109,6 +119,7 @@ def summary(model: Model, done: Evaluated, unknown: Mapping[str, int], options: 
         "method": model.config.method,
         "by": done.by,
         "images": done.images,
+        "learned_from": done.learned,
         "accuracy": done.accuracy,
         "classes": classes,
         "confusion": done.counts.tolist(),
