@@ -33,6 +33,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return taught(tmp_path_factory.mktemp("models") / "afc")
 
 
+@pytest.mark.parametrize("by", ["cnn", "nme"])
+def test_the_temperature_goes_with_the_file(model: Path, by: str, tmp_path: Path) -> None:
+    ours = open_model(model, "cpu", "float32")[0]
+    images, _ = pictures(NAMES, 3, seed=5)
+    plain = ours.probabilities(images, by)
+    ours.temperatures = {by: 3.0}
+    export_onnx(ours, tmp_path / "warm.onnx", by)
+    session = onnxruntime.InferenceSession(tmp_path / "warm.onnx")
+    theirs = session.run(["probabilities"], {"images": images})[0]
+    assert np.allclose(theirs, ours.probabilities(images, by), atol=1e-5)
+    assert np.abs(theirs - plain).max() > 0.01
+
+
 @pytest.mark.parametrize("method", HEADS)
 def test_onnxruntime_answers_as_the_model_does(method: str, tmp_path: Path) -> None:
     ours = open_model(taught(tmp_path / "model", method), "cpu", "float32")[0]

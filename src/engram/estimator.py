@@ -156,9 +156,10 @@ class IncrementalClassifier:
         self.n_classes_ = len(model.classes)
 
     def predict_proba(self, X: Any, *, by: str | None = None) -> np.ndarray:
-        """The share of each class (N, K) for each image, columns as in `classes_`; they sum to 1, and are uncalibrated.
+        """The share of each class (N, K) for each image, columns as in `classes_`; they sum to 1.
 
-        by: "cnn" (the head) or "nme" (the nearest mean of exemplars); None is the method's own choice.
+        Where 20 images or more are held out, the largest is on average over these what share is right. by: "cnn" (the
+        head) or "nme" (the nearest mean of exemplars); None is the method's own choice.
         """
         model = self._fitted()
         read = model.reader(by)

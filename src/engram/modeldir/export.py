@@ -53,6 +53,7 @@ class _Answer(nn.Module):
         self.network = learner.network
         self.classes = len(model.classes)
         self.by = by
+        self.temperature = model.temperatures.get(by, 1.0)
         self.register_buffer("means", learner.class_means if by == "nme" else None)
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -61,6 +62,7 @@ class _Answer(nn.Module):
         if self.by == "nme":
             assert isinstance(self.means, Tensor)
             logits = NME_SHARPNESS * (F.normalize(output.embedding, dim=1) @ self.means.T)
+        logits = logits / self.temperature
         return logits.softmax(dim=1), logits, output.embedding
 
 

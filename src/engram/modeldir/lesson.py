@@ -229,6 +229,7 @@ class Lesson:
         model = self.model
         model.method = self.before.method
         model.measure()
+        model.calibrate()
         self._past, now = self._accuracy_before(), {known.label: known.accuracy for known in model.classes}
         old = [known.label for known in model.classes[: self.stage.num_old]]
         entry = Entry(

@@ -18,6 +18,7 @@ from engram.engine import Engine
 from engram.errors import EngramError, suggest
 from engram.learner import Learner
 from engram.methods import Method, find_method
+from engram.modeldir.calibration import FEWEST, fit_temperature
 from engram.modeldir.config import ModelConfig
 from engram.models.network import Network
 from engram.models.resnet import ResNet, build_backbone
@@ -72,7 +73,8 @@ class Model:
     """What a classifier is between two lessons.
 
     learner is None until the first. sizes: the new classes of each stage since the network began, as methods count
-    them. heldout: images never trained on, by label. device, precision: as asked for, "auto" included.
+    them. heldout: images never trained on, by label. temperatures: what logits are divided by, by predictor, so that
+    confidence is what can be expected; 1 where nothing is said. device, precision: as asked for, "auto" included.
     """
 
     def __init__(self, config: ModelConfig, device: Device = "auto", precision: Precision = "auto") -> None:
@@ -87,6 +89,7 @@ class Model:
         self.sizes: tuple[int, ...] = ()
         self.history: tuple[Entry, ...] = ()
         self.heldout = Memory(MemoryConfig("all", 0))
+        self.temperatures: dict[str, float] = {}
 
     @property
     def labels(self) -> list[Hashable]:
@@ -139,6 +142,7 @@ class Model:
         other = Model(self.config, self.device, self.precision)
         other.classes, other.sizes, other.history = self.classes, self.sizes, self.history
         other.heldout.load_state_dict(self.heldout.state_dict())
+        other.temperatures = dict(self.temperatures)
         if self.learner is not None:
             mean, std = self.normalisation
             other.learner = self.make_learner(mean, std, self.learner.network.head.capacity)
@@ -149,7 +153,7 @@ class Model:
     def probabilities(self, images: np.ndarray | Tensor, by: str | None = None) -> np.ndarray:
         """The share of each class (N, K) for uint8 images (N, H, W, 3), by the head ("cnn") or the class means ("nme").
 
-        They sum to 1 and are not calibrated: the order is what was trained.
+        They sum to 1. Where enough images are held out the largest is, on average over these, the share that is right.
         """
         return self.reader(by)(images).cpu().numpy()
 
@@ -162,6 +166,7 @@ class Model:
         if not self.classes:
             raise EngramError("the model knows no class; let it learn some")
         network, read = learner.network, self.engine.reader(learner.network)
+        temperature = self.temperatures.get(by, 1.0)
 
         def shares(images: np.ndarray | Tensor) -> Tensor:
             if isinstance(images, np.ndarray):
@@ -173,7 +178,7 @@ class Model:
             else:
                 assert learner.class_means is not None
                 logits = NME_SHARPNESS * (F.normalize(embedding, dim=1) @ learner.class_means.T)
-            return logits.double().softmax(dim=1)
+            return (logits.double() / temperature).softmax(dim=1)
 
         return shares
 
@@ -224,6 +229,16 @@ class Model:
             for label, known in enumerate(self.classes)
         )
 
+    def calibrate(self) -> None:
+        """Finds the temperatures by the held-out images; with few of them there are none."""
+        self.temperatures = {}
+        samples = self.heldout.samples()
+        if samples is None or len(samples) < FEWEST:
+            return
+        labels = samples.labels.numpy()
+        found = {by: fit_temperature(self.probabilities(samples.images, by), labels) for by in self.predictors}
+        self.temperatures = found
+
     def describe(self) -> dict[str, Any]:
         """What there is to know of the model beside its weights and images, as plain data (labels as they are)."""
         memory = None if self.learner is None else self.learner.memory
@@ -242,6 +257,7 @@ class Model:
                 for place, known in enumerate(self.classes)
             ],
             "stage_sizes": list(self.sizes),
+            "temperatures": dict(self.temperatures),
             "history": [vars(entry) for entry in self.history],
         }
 

@@ -22,6 +22,7 @@ from engram.config import Device, Precision
 from engram.data.decode import quietly
 from engram.data.room import check_room
 from engram.errors import EngramError
+from engram.modeldir.calibration import COLDEST, HOTTEST
 from engram.modeldir.config import ModelConfig
 from engram.modeldir.directory import MANIFEST, WEIGHTS, Pointer, Snapshot, read_model
 from engram.modeldir.holdout import DIGEST_BYTES
@@ -61,6 +62,7 @@ def pack_model(model: Model) -> tuple[dict[str, Any], Iterator[File]]:
             for entry, known in zip(described["classes"], model.classes, strict=True)
         ],
         "stage_sizes": described["stage_sizes"],
+        "temperatures": described["temperatures"],
         "history": [_plain_entry(entry) for entry in model.history],
         "versions": versions(),
     }
@@ -163,6 +165,7 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
             "std": list(std),
             "classes": described,
             "stage_sizes": list(sizes),
+            "temperatures": _temperatures(manifest, snapshot.path / MANIFEST),
             "history": [asdict(entry) for entry in history],
             "bytes": {"weights": snapshot.size(WEIGHTS) if WEIGHTS in snapshot.names else 0, **total},
         }
@@ -184,6 +187,7 @@ def _unpack(snapshot: Snapshot, device: Device, precision: Precision, images: bo
     config, classes, sizes, history, mean, std = _parse(snapshot.manifest, where)
     model = Model(config, device, precision)
     model.classes, model.sizes, model.history = classes, sizes, history
+    model.temperatures = _temperatures(snapshot.manifest, where)
     counts = {
         kind: [_count(entry, kind, where) for entry in snapshot.manifest["classes"]] for kind in (EXEMPLARS, HELDOUT)
     }
@@ -292,6 +296,16 @@ def _shares(value: Any, where: Path) -> dict[str, float]:
     ):
         raise EngramError(f"{where} has {value!r:.40} for an accuracy; it is damaged")
     return {str(name): float(share) for name, share in value.items()}
+
+
+def _temperatures(manifest: dict[str, Any], where: Path) -> dict[str, float]:
+    """What logits are divided by, by predictor; models of before there were any have none."""
+    value = manifest.get("temperatures", {})
+    if not isinstance(value, dict) or not all(
+        type(x) in (int, float) and COLDEST <= x <= HOTTEST for x in value.values()
+    ):
+        raise EngramError(f"{where} has {value!r:.60} for its temperatures; it is damaged")
+    return {str(name): float(number) for name, number in value.items()}
 
 
 def _texts(value: Any, where: Path) -> list[str]:

@@ -52,6 +52,7 @@ def card(manifest: dict[str, Any]) -> dict[str, str]:
         "network": f"{config['backbone']}, images of {width}x{height} pixels, seed {config['seed']}",
         "memory": f"{budget}: {kept} exemplars, {_size(sizes['exemplars'])}",
         "held out": f"{100 * config['validation']:g} % of new images: {held} images, {_size(sizes['heldout'])}",
+        "confidence": "as often right as it says, on held-out images" if manifest["temperatures"] else "not calibrated",
         "images seen": f"{learned:,}",
         "weights": _size(sizes["weights"]),
         "written by": f"engram {manifest['engram']}, generation {manifest['generation']}",
