@@ -1,4 +1,4 @@
-"""Metrics: pure functions of the accuracy matrix.
+"""Metrics: pure functions of the accuracy matrix, and what several runs come to.
 
 R[t][i] is the accuracy, in percent, on the classes that arrived at stage i of the model after stage t; row t has t +
 1 entries.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -69,3 +70,21 @@ def confusion(targets: np.ndarray, predictions: np.ndarray, num_classes: int) ->
     """Counts (K, K): row is the true label, column the predicted one."""
     pairs = targets.astype(np.int64) * num_classes + predictions.astype(np.int64)
     return np.bincount(pairs, minlength=num_classes**2).reshape(num_classes, num_classes)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Mean, sample standard deviation (None for a single run) and number of runs."""
+
+    mean: float
+    std: float | None
+    n: int
+
+
+def estimate(values: Sequence[float | None]) -> Estimate | None:
+    """The estimate over runs, or None where a value is not defined (one stage: nothing to forget)."""
+    numbers = [value for value in values if value is not None]
+    if not numbers or len(numbers) < len(values):
+        return None
+    std = float(np.std(numbers, ddof=1)) if len(numbers) > 1 else None
+    return Estimate(float(np.mean(numbers)), std, len(numbers))

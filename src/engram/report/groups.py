@@ -14,30 +14,13 @@ from typing import Any
 import numpy as np
 
 from engram import metrics
+from engram.metrics import Estimate, estimate
 from engram.plain import dotted
 from engram.report.load import Run
 
 # What repetitions of a run may differ in. Where the images lay is no matter: their fingerprint says which they were.
 _VARYING = ("order", "seed", "data.path")
 _SHOWN_CHANGES = 3
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """Mean, sample standard deviation (None for a single run) and number of runs."""
-
-    mean: float
-    std: float | None
-    n: int
-
-
-def estimate(values: Sequence[float | None]) -> Estimate | None:
-    """The estimate over runs, or None where a value is not defined (one stage: nothing to forget)."""
-    numbers = [value for value in values if value is not None]
-    if not numbers or len(numbers) < len(values):
-        return None
-    std = float(np.std(numbers, ddof=1)) if len(numbers) > 1 else None
-    return Estimate(float(np.mean(numbers)), std, len(numbers))
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engram.metrics import METRICS
-from engram.report.groups import Estimate, Group, row_percent
+from engram.metrics import METRICS, Estimate
+from engram.report.groups import Group, row_percent
 from engram.result import SECONDS
 
 PREDICTOR_NAMES = {"cnn": "CNN", "nme": "NME"}

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from engram.report.groups import Estimate, estimate
+from engram.metrics import Estimate, estimate
 from engram.report.tables import predictor_name
 from engram.reproduce.plan import NOT_IN_PAPER, Cell, Plan
 from engram.reproduce.records import Record

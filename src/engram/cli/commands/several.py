@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -36,6 +35,7 @@ from engram.data.load import DataConfig, outline_store
 from engram.data.store import ImageStore
 from engram.events import Event, RunFailed, RunFinished, RunSkipped, Stopped
 from engram.files import typed_path
+from engram.metrics import estimate
 from engram.rundir import EVENTS
 from engram.stagecache import StageCache
 from engram.together import ERROR, Member, Workers, plan_members
@@ -213,10 +213,10 @@ def results_table(results: Sequence[Mapping[str, Any]]) -> Table:
 
 def spread(values: Sequence[float]) -> str:
     """Mean and sample standard deviation, where there are two or more; "-" for none."""
-    if not values:
+    found = estimate(values)
+    if found is None:
         return "-"
-    mean = percent(statistics.fmean(values))
-    return mean if len(values) == 1 else f"{mean} ± {percent(statistics.stdev(values))}"
+    return percent(found.mean) if found.std is None else f"{percent(found.mean)} ± {percent(found.std)}"
 
 
 def tell_failures(last: Last, count: int) -> None:
