@@ -116,8 +116,7 @@ def test_headline_is_computed(compared: tuple[list[Path], Path]) -> None:
     text = Page(page).text
     assert lead in text
     assert "4 base classes, then 2 stages of 2 classes; 4 runs on cpu, 2026-01-02." in text
-    assert f"afc leads naive by {mean - finals[3]:.1f} points at the end, more than the spread" in text
-    assert "; naive is one run, whose own is not known)." in text
+    assert "the spread of these differences" not in text, "one pair has no spread"
 
 
 def test_accuracy_per_stage(compared: tuple[list[Path], Path]) -> None:
@@ -362,15 +361,37 @@ def test_configurations_of_a_method_stand_together_and_methods_are_compared(tmp_
     text = in_words(groups)
     assert "6 configurations of 3 methods on mini" in text
     assert re.search(r"The best of each method: afc ends at .*, replay( \S+)? at .*, naive.*; 3 more are in the", text)
-    assert re.search(rf"afc leads replay( \(train\S+)? by {finals[0] - max(finals[2:4]):.1f} points", text)
-    assert "leads afc" not in text
+    gap = f"{finals[0] - max(finals[2:4]):.1f}"
+    assert re.search(rf"afc ends {gap}\s±\s\S+ points above replay( \(train\S+)? \(mean", text)
+    assert not re.search(r"(above|below) afc", text)
 
 
 def test_configurations_of_one_method_have_no_winner(tmp_path: Path) -> None:
     runs = [fake_run(tmp_path / f"{w}-{s}", settings={"weight": w}, seed=s, **LIGHT) for w in range(6) for s in (1, 2)]
     text = in_words(make_groups(load_runs(runs)))
     assert "6 configurations of afc on mini" in text
-    assert "leads" not in text
+    assert "the spread of these differences" not in text
+
+
+@pytest.mark.parametrize(
+    ("afc", "replay", "verdict"),
+    [
+        ((60.0, 30.0), (57.0, 28.0), "2.5 ± 0.7 points above replay|higher in 2): more than the spread"),
+        ((33.0, 31.0), (27.15, 30.65), "3.1 ± 3.9 points above replay|higher in 2): within the spread"),
+        ((40.0, 30.0, 80.0), (38.0, 33.0), "0.5 ± 3.5 points below replay|higher in 1): within the spread"),
+        ((40.0, 30.0), (20.0,), None),
+    ],
+)
+def test_a_lead_is_judged_by_pairs_of_runs(
+    tmp_path: Path, afc: tuple[float, ...], replay: tuple[float, ...], verdict: str | None
+) -> None:
+    runs = []
+    for method, finals in (("afc", afc), ("replay", replay)):
+        for seed, final in enumerate(finals, start=1):
+            runs.append(fake_run(tmp_path / f"{method}{seed}", method=method, order=seed, seed=seed, **LIGHT))
+            edit_json(runs[-1] / "result.json", final_accuracy={"cnn": final})
+    said = " ".join(notes(make_groups(load_runs(runs)), 0)).replace("\N{NO-BREAK SPACE}", " ")
+    assert all(part in said for part in verdict.split("|")) if verdict else "spread" not in said
 
 
 def test_different_protocols_are_called_incomparable(tmp_path: Path) -> None:

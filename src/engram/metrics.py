@@ -7,11 +7,13 @@ R[t][i] is the accuracy, in percent, on the classes that arrived at stage i of t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
+_K = TypeVar("_K")
 Matrix = Sequence[Sequence[float]]
 # The names in result.json; of one stage the last two are null.
 METRICS = ("average_incremental_accuracy", "final_accuracy", "forgetting", "backward_transfer")
@@ -88,3 +90,20 @@ def estimate(values: Sequence[float | None]) -> Estimate | None:
         return None
     std = float(np.std(numbers, ddof=1)) if len(numbers) > 1 else None
     return Estimate(float(np.mean(numbers)), std, len(numbers))
+
+
+@dataclass(frozen=True)
+class Difference(Estimate):
+    """An estimate over pairs of runs. higher: in how many of them the difference is above zero."""
+
+    higher: int
+
+
+def paired(ours: Mapping[_K, float | None], theirs: Mapping[_K, float | None]) -> Difference | None:
+    """Ours less theirs, over the keys (class order and seed) at which both have a number; None where none has."""
+    both = [(value, theirs.get(key)) for key, value in ours.items()]
+    differences = [one - other for one, other in both if one is not None and other is not None]
+    found = estimate(differences)
+    if found is None:
+        return None
+    return Difference(found.mean, found.std, found.n, higher=sum(value > 0 for value in differences))

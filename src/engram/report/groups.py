@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from engram import metrics
-from engram.metrics import Estimate, estimate
+from engram.metrics import Difference, Estimate, estimate, paired
 from engram.plain import dotted
 from engram.report.load import Run
 
@@ -66,6 +66,13 @@ class Group:
     def metric(self, name: str, predictor: str) -> Estimate | None:
         """One of result.json's metrics over the runs."""
         return estimate([run.metrics[name][predictor] for run in self.runs])
+
+    def difference(self, other: Group, name: str) -> Difference | None:
+        """A metric less the other group's, run by run of the same class order and seed; each by what it reports."""
+        mine, theirs = (
+            {run.met: run.metrics[name][group.predictors[0]] for run in group.runs} for group in (self, other)
+        )
+        return paired(mine, theirs)
 
     def accuracy(self, predictor: str) -> list[Estimate]:
         """Accuracy after each stage over the runs."""
@@ -134,9 +141,7 @@ def without_repeats(runs: Sequence[Run]) -> tuple[list[Run], dict[Run, Run]]:
     """
     found: dict[str, list[Run]] = {}
     for run in runs:
-        found.setdefault(json.dumps([*_shared(run), run.order, run.class_order, run.seed], sort_keys=True), []).append(
-            run
-        )
+        found.setdefault(json.dumps([*_shared(run), *run.met], sort_keys=True), []).append(run)
     counted = {run: max(same, key=lambda r: (len(r.stages), r.created)) for same in found.values() for run in same}
     kept = [run for run in runs if counted[run] is run]
     return kept, {run: counts for run, counts in counted.items() if counts is not run}

@@ -82,6 +82,11 @@ class Run:
     command: str | None
 
     @property
+    def met(self) -> tuple[str, tuple[int, ...], str]:
+        """Class order and seed: by these the runs of two configurations are paired."""
+        return self.order, self.class_order, self.seed
+
+    @property
     def is_complete(self) -> bool:
         """True when every planned stage has finished."""
         return len(self.stages) == len(self.stage_sizes)

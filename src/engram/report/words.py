@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from engram.metrics import Estimate
 from engram.report.groups import Group, leaders
 from engram.report.load import Run
 from engram.report.tables import number, predictor_name
@@ -101,21 +102,19 @@ def comparable(groups: Sequence[Group]) -> bool:
 
 
 def _lead(best: Sequence[Group]) -> list[str]:
-    """By how much the first method leads the second, where there is a spread to hold it against."""
-    values = [(value, group) for group in best if (value := group.metric("final_accuracy", group.predictors[0]))]
-    if len(values) < 2:
+    """How far the first method ends from the second, run by run, where there are differences enough for a spread."""
+    if len(best) < 2:
         return []
-    (first, winner), (second, runner_up) = values[:2]
-    gap = first.mean - second.mean
-    spreads = [value.std for value in (first, second) if value.std is not None]
-    if not spreads:
+    first, second = best[:2]
+    gap = first.difference(second, "final_accuracy")
+    if gap is None or gap.std is None:
         return []
-    verdict = "more than" if gap > max(spreads) else "within"
-    alone = [group.label for value, group in values[:2] if value.std is None]
-    single = f"; {alone[0]} is one run, whose own is not known" if alone else ""
+    size = number(Estimate(abs(gap.mean), gap.std, gap.n), 1)
+    side = "above" if gap.mean >= 0 else "below"
+    verdict = "more than" if abs(gap.mean) > gap.std else "within"
     return [
-        f"{winner.label} leads {runner_up.label} by {gap:.1f} points at the end, {verdict} the spread "
-        f"over runs (standard deviation {' and '.join(f'{s:.1f}' for s in spreads)}{single})."
+        f"{first.label} ends {size} points {side} {second.label} (mean and standard deviation over {gap.n} pairs of "
+        f"runs with the same class order and seed; higher in {gap.higher}): {verdict} the spread of these differences."
     ]
 
 
