@@ -394,6 +394,22 @@ def test_a_lead_is_judged_by_pairs_of_runs(
     assert all(part in said for part in verdict.split("|")) if verdict else "spread" not in said
 
 
+def test_different_class_orders_are_told_and_no_mean_is_called_the_best(tmp_path: Path) -> None:
+    told = "Not every group has the same class orders and seeds"
+    afc = [fake_run(tmp_path / f"afc{o}", order=o, **LIGHT) for o in (1, 2)]
+    replay = [fake_run(tmp_path / f"replay{o}", method="replay", order=o, **LIGHT) for o in (1, 2)]
+    apart = Page(write_report([afc[0], replay[1]]))
+    assert told in apart.text
+    assert 'class="best"' not in apart.source
+    together = Page(write_report([afc[0], replay[0]]))
+    assert told not in together.text
+    assert 'class="best"' in together.source
+    assert told in in_words(make_groups(load_runs([*afc, replay[0]])))
+    seed = fake_run(tmp_path / "seed", method="replay", seed=2, **LIGHT)
+    assert told in in_words(make_groups(load_runs([afc[0], seed])))
+    assert told not in in_words(make_groups(load_runs([*afc, *replay])))
+
+
 def test_different_protocols_are_called_incomparable(tmp_path: Path) -> None:
     first = fake_run(tmp_path / "a", **LIGHT)
     second = fake_run(tmp_path / "b", method="naive", **{**LIGHT, "stage_sizes": (4, 4)})

@@ -190,6 +190,19 @@ def leaders(groups: Sequence[Group]) -> list[Group]:
     return list({(group.protocol, group.first.method): group for group in reversed(groups)}.values())[::-1]
 
 
+def rivals(groups: Sequence[Group]) -> list[list[Group]]:
+    """The groups that can be set beside one another, together: those of one protocol that came equally far."""
+    found: dict[object, list[Group]] = {}
+    for group in groups:
+        found.setdefault((group.protocol, len(group.classes)), []).append(group)
+    return list(found.values())
+
+
+def met_the_same(groups: Sequence[Group]) -> bool:
+    """Whether the groups have the same class orders and seeds."""
+    return len({frozenset(run.met for run in group.runs) for group in groups}) == 1
+
+
 def _shared(run: Run) -> list[Any]:
     """All that repetitions of a run have in common."""
     config = {key: value for key, value in _flatten(run.config).items() if key not in _VARYING}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from engram.metrics import Estimate
-from engram.report.groups import Group, leaders
+from engram.report.groups import Group, leaders, met_the_same, rivals
 from engram.report.load import Run
 from engram.report.tables import number, predictor_name
 
@@ -82,7 +82,12 @@ def notes(groups: Sequence[Group], repeats: int) -> list[str]:
             f"{repeats} run{' repeats' if repeats == 1 else 's repeat'} the configuration, class order and seed of "
             f"another and {'is' if repeats == 1 else 'are'} left out: the newest complete one counts, once."
         )
-    if len(groups) > 1 and comparable(groups):
+    if not all(met_the_same(beside) for beside in rivals(groups)):
+        found.append(
+            "Not every group has the same class orders and seeds, which alone make a difference: "
+            "only runs that have both in common can be held against each other."
+        )
+    if len(groups) > 1 and _went_the_same_way(groups):
         if all(group.n == 1 for group in groups):
             found.append(
                 "One run each: a difference of a point or two may be chance. More orders and seeds would tell."
@@ -96,9 +101,13 @@ def _same_protocol(groups: Sequence[Group]) -> bool:
     return len({group.protocol for group in groups}) == 1
 
 
-def comparable(groups: Sequence[Group]) -> bool:
-    """True when all groups went the same way to its end, so that a higher accuracy is a better one."""
+def _went_the_same_way(groups: Sequence[Group]) -> bool:
     return _same_protocol(groups) and not any(group.first.stopped for group in groups)
+
+
+def comparable(groups: Sequence[Group]) -> bool:
+    """True when all groups went the same way to its end, over the same class orders: a higher mean is a better one."""
+    return _went_the_same_way(groups) and met_the_same(groups)
 
 
 def _lead(best: Sequence[Group]) -> list[str]:
