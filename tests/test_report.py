@@ -394,6 +394,34 @@ def test_a_lead_is_judged_by_pairs_of_runs(
     assert all(part in said for part in verdict.split("|")) if verdict else "spread" not in said
 
 
+def test_differences_are_of_runs_with_the_same_class_order_and_seed(tmp_path: Path) -> None:
+    finals = {"afc": (60.0, 30.0, 80.0), "replay": (57.0, 31.0), "naive": (9.0,)}
+    runs = []
+    for method, values in finals.items():
+        for seed, final in enumerate(values, start=1):
+            runs.append(fake_run(tmp_path / f"{method}{seed}", method=method, seed=seed, **LIGHT))
+            edit_json(runs[-1] / "result.json", final_accuracy={"cnn": final})
+    runs.append(fake_run(tmp_path / "other", method="gap", **{**LIGHT, "stage_sizes": (4, 4)}))
+    page = write_report(runs)
+    rows = read_csv(page.with_name("report_files") / "differences.csv")
+    found = {(r["group"], r["less"]): r for r in rows if r["metric"] == "final_accuracy"}
+    assert set(found) == {("replay", "afc"), ("naive", "afc"), ("naive", "replay")}, "no other protocol"
+    replay, naive = found["replay", "afc"], found["naive", "afc"]
+    assert (replay["pairs"], replay["pairs_above_zero"], float(replay["mean"])) == ("2", "1", -1.0)
+    assert float(replay["std"]) == pytest.approx(statistics.stdev([-3.0, 1.0]))
+    assert (naive["pairs"], naive["pairs_above_zero"], float(naive["mean"]), naive["std"]) == ("1", "0", -51.0, "")
+    average = {m: [result_of(r)["average_incremental_accuracy"]["cnn"] for r in runs if m in r.name] for m in finals}
+    expected = statistics.mean(b - a for a, b in zip(average["afc"], average["replay"], strict=False))
+    (row,) = (r for r in rows if r["less"] == "afc" and r["group"] == "replay" and r["metric"].startswith("average"))
+    assert float(row["mean"]) == pytest.approx(expected)
+    text = Page(page).text
+    assert "Less afc (CNN), run by run" in text
+    assert "\N{MINUS SIGN}1.00 ± 2.83 1 of 2 1 of 2" in text, "beside the number, and below it on a phone"
+    assert "\N{MINUS SIGN}51.00 0 of 1" in text
+    alone = write_report([runs[0], runs[3]], tmp_path / "alone.html")
+    assert "run by run" not in Page(alone).text, "one pair has no spread"
+
+
 def test_different_class_orders_are_told_and_no_mean_is_called_the_best(tmp_path: Path) -> None:
     told = "Not every group has the same class orders and seeds"
     afc = [fake_run(tmp_path / f"afc{o}", order=o, **LIGHT) for o in (1, 2)]

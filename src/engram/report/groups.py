@@ -68,7 +68,7 @@ class Group:
         return estimate([run.metrics[name][predictor] for run in self.runs])
 
     def difference(self, other: Group, name: str) -> Difference | None:
-        """A metric less the other group's, run by run of the same class order and seed; each by what it reports."""
+        """A metric less the other group's, run by run of the same class order and seed, by what each group reports."""
         mine, theirs = (
             {run.met: run.metrics[name][group.predictors[0]] for run in group.runs} for group in (self, other)
         )
