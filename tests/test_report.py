@@ -268,6 +268,19 @@ def test_reused_base_stage_is_admitted(compared: tuple[list[Path], Path], tmp_pa
     assert "The time is without the base stage where a run took it over from another" in text
 
 
+def test_losses_of_every_phase_are_kept(tmp_path: Path) -> None:
+    run = fake_run(tmp_path / "afc", **{**LIGHT, "stage_sizes": (4, 2)})
+    finetuned = {"event": "epoch_finished", "stage": 1, "phase": "balance", "epoch": 0, "terms": {"balanced": 0.5}}
+    with (run / "events.jsonl").open("a") as file:
+        file.write(f"\n{json.dumps(finetuned)}\n")
+    folder = write_report([run]).with_name("report_files")
+    rows = read_csv(folder / "loss_afc.csv")
+    places = [(int(row["stage"]), row["phase"], int(row["epoch"])) for row in rows]
+    assert places == [(0, "main", 0), (0, "main", 1), (1, "main", 0), (1, "main", 1), (1, "balance", 0)]
+    assert (rows[-1]["balanced"], rows[-1]["classification"]) == ("0.5", "")
+    assert "balanced" not in (folder / "loss_afc.svg").read_text(encoding="utf-8"), "drawn is the main phase"
+
+
 def test_naive_run_without_nme_importance_and_events(tmp_path: Path) -> None:
     run = fake_run(tmp_path / "naive", method="naive", predictors=("cnn",), importance=False, **SHAPE)
     (run / "events.jsonl").unlink()

@@ -291,7 +291,7 @@ def time_spent(groups: Sequence[Group]) -> Drawing:
 
 def training_loss(group: Group) -> Drawing:
     """Loss terms of the main phase of the group's first run, epoch by epoch, with a line where a stage begins."""
-    points = group.first.losses
+    points = group.first.main_losses
     figure = Figure(figsize=(WIDTH, 3.1), layout="constrained")
     axes = figure.add_subplot()
     x = np.arange(1, len(points) + 1)

@@ -41,9 +41,10 @@ class StageRow:
 
 @dataclass(frozen=True)
 class LossPoint:
-    """The mean loss terms of one epoch of a stage's main phase."""
+    """The mean loss terms of one epoch of a phase of a stage."""
 
     stage: int
+    phase: str
     epoch: int
     terms: Mapping[str, float]
 
@@ -80,6 +81,11 @@ class Run:
     versions: Mapping[str, str]
     hardware: Mapping[str, str]
     command: str | None
+
+    @property
+    def main_losses(self) -> list[LossPoint]:
+        """The epochs of the stages' main phase."""
+        return [point for point in self.losses if point.phase == "main"]
 
     @property
     def met(self) -> tuple[str, tuple[int, ...], str]:
@@ -335,18 +341,20 @@ def _events(file: Path) -> list[dict[str, Any]]:
 
 
 def _losses(events: list[dict[str, Any]], stages: int) -> tuple[LossPoint, ...]:
-    """The epochs of the main phase in order."""
-    points: dict[tuple[int, int], LossPoint] = {}
+    """The epochs in order."""
+    points: dict[tuple[int, str, int], LossPoint] = {}
     for event in events:
-        if event.get("event") != "epoch_finished" or event.get("phase") != "main":
+        if event.get("event") != "epoch_finished":
             continue
-        stage, epoch, terms = event.get("stage"), event.get("epoch"), event.get("terms")
-        if not (isinstance(stage, int) and isinstance(epoch, int) and isinstance(terms, dict)) or stage >= stages:
+        stage, phase, epoch, terms = (event.get(key) for key in ("stage", "phase", "epoch", "terms"))
+        if not (isinstance(stage, int) and stage < stages and isinstance(phase, str)):
+            continue
+        if not (isinstance(epoch, int) and isinstance(terms, dict)):
             continue
         numbers = {str(k): float(v) for k, v in terms.items() if isinstance(v, int | float) and math.isfinite(v)}
-        # A resumed run repeats the epochs after its checkpoint: the last one counts.
-        points[stage, epoch] = LossPoint(stage, epoch, numbers)
-    return tuple(points[key] for key in sorted(points))
+        # A resumed run repeats the epochs after its checkpoint: the last one counts, in the place of the first.
+        points[stage, phase, epoch] = LossPoint(stage, phase, epoch, numbers)
+    return tuple(points.values())
 
 
 def _json(file: Path) -> Any:

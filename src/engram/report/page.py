@@ -84,7 +84,7 @@ def _context(groups: list[Group], repeats: int) -> tuple[dict[str, Any], list[Dr
     kept = [_kept(cell, name) for cell, name in reported if len(cell.group.classes) > 1]
     confusions = [_confusion(cell, name) for cell, name in [*reported, *others]]
     importance = [{"drawing": figures.importance(group)} for group in groups if group.importance()]
-    losses = [{"drawing": figures.training_loss(group)} for group in groups if group.first.losses]
+    losses = [{"drawing": figures.training_loss(group)} for group in groups if group.first.main_losses]
     seconds = figures.time_spent(groups)
     parts = [*matrices["reported"], *matrices["others"], *kept, *confusions, *importance, *losses]
     summary = _summary(cells)

@@ -207,5 +207,5 @@ def _importance(group: Group) -> str:
 def _loss(group: Group) -> str:
     run = group.first
     terms = list(dict.fromkeys(term for point in run.losses for term in point.terms))
-    rows = ([point.stage, point.epoch, *(point.terms.get(term, "") for term in terms)] for point in run.losses)
-    return _table(["stage", "epoch", *terms], rows)
+    rows = ([p.stage, p.phase, p.epoch, *(p.terms.get(term, "") for term in terms)] for p in run.losses)
+    return _table(["stage", "phase", "epoch", *terms], rows)
