@@ -260,12 +260,21 @@ def test_reused_base_stage_is_admitted(compared: tuple[list[Path], Path], tmp_pa
     assert "took over a base stage" not in text
     assert "time is without the base stage" not in text
     directories = [fake_run(tmp_path / method, method=method, **LIGHT) for method in ("replay", "afc")]
-    with (tmp_path / "afc" / "events.jsonl").open("a") as file:
-        file.write('\n{"event": "base_reused", "time": 1.0, "stage": 0, "path": "elsewhere"}\n')
-    text = Page(write_report(directories)).text
+    events = tmp_path / "afc" / "events.jsonl"
+    kept = [line for line in events.read_text().splitlines() if '"stage": 0' not in line]
+    kept.insert(1, '{"event": "base_reused", "time": 1.0, "stage": 0, "path": "elsewhere"}')
+    events.write_text("\n".join(kept))
+    page = write_report(directories)
+    text = Page(page).text
     assert "afc took over a base stage" in text
     assert "replay, afc took over" not in text
+    assert "Not shown of afc: the base stage, which another run had trained." in text
     assert "The time is without the base stage where a run took it over from another" in text
+    axis = {
+        m: (page.with_name("report_files") / f"loss_{m}.svg").read_text(encoding="utf-8") for m in ("replay", "afc")
+    }
+    assert "epochs of the main phase, all stages" in axis["replay"]
+    assert "epochs of the main phase, from stage 1 on" in axis["afc"]
 
 
 def test_losses_of_every_phase_are_kept(tmp_path: Path) -> None:

@@ -112,6 +112,7 @@ def _context(groups: list[Group], repeats: int) -> tuple[dict[str, Any], list[Dr
         "seconds": seconds,
         "reused_base": [group.label for group in groups if any(run.reused_base for run in group.runs)],
         "losses": losses,
+        "losses_without_base": [group.label for group in groups if group.first.main_losses and group.first.reused_base],
         "protocols": [_protocol(cell) for cell in cells],
         "version": version(),
     }
