@@ -20,6 +20,7 @@ from safetensors.numpy import load as load_tensors
 
 from engram import metrics
 from engram.errors import EngramError
+from engram.events import read_events
 from engram.result import SECONDS
 from engram.rundir import EVENTS, FORMAT, MANIFEST, RESULT
 
@@ -203,7 +204,7 @@ def _assemble(directory: Path, info: _Record, result: _Record) -> Run:
     targets, predictions, importance = _tensors(last, stages[-1], predictors)
     config, data = info.get("config", dict), info.sub("data")
     times = result.sub("seconds_by")
-    events = _events(directory / EVENTS)
+    events = list(read_events(directory / EVENTS))
     return Run(
         directory=directory,
         recipe=info.get("recipe", str),
@@ -323,21 +324,6 @@ def _reported(config: Mapping[str, Any], predictors: tuple[str, ...]) -> str:
     """The predictor the recipe is judged by; the first where it was not evaluated."""
     named = config.get("predictor")
     return named if named in predictors else predictors[0]
-
-
-def _events(file: Path) -> list[dict[str, Any]]:
-    """What happened, in order; the report does without it where there is no such file."""
-    if not file.exists():
-        return []
-    events: list[dict[str, Any]] = []
-    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            event = json.loads(line)
-        except json.JSONDecodeError:
-            continue  # a killed run may leave its last line torn
-        if isinstance(event, dict):
-            events.append(event)
-    return events
 
 
 def _losses(events: list[dict[str, Any]], stages: int) -> tuple[LossPoint, ...]:

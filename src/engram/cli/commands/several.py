@@ -33,7 +33,7 @@ from engram.cli.text import bold, clock, make_console, make_table, percent
 from engram.config import RunConfig, directory_name
 from engram.data.load import DataConfig, outline_store
 from engram.data.store import ImageStore
-from engram.events import Event, RunFailed, RunFinished, RunSkipped, Stopped
+from engram.events import Event, RunFailed, RunFinished, RunSkipped, Stopped, read_events
 from engram.files import typed_path
 from engram.metrics import Estimate, estimate, paired
 from engram.rundir import EVENTS
@@ -188,12 +188,9 @@ def tell_results(console: Console, last: Last, parent: Path) -> None:
 
 def _took_over_base(event: RunFinished | RunSkipped) -> bool:
     """Whether the run's base stage was trained by another, so that its time is not in this one's."""
-    with suppress(OSError), (Path(event.directory or "") / EVENTS).open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            with suppress(ValueError, AttributeError):  # torn by a kill
-                kind = json.loads(line).get("event")
-                if kind in ("base_reused", "stage_finished"):
-                    return kind == "base_reused"
+    with suppress(OSError):
+        kinds = (found.get("event") for found in read_events(Path(event.directory or "") / EVENTS))
+        return next((kind for kind in kinds if kind in ("base_reused", "stage_finished")), None) == "base_reused"
     return False
 
 
