@@ -13,7 +13,7 @@ from rich.console import Console
 
 from conftest import make_config, make_store
 from engram.cli.board import Board, JsonBoard, LiveBoard, PlainBoard, QuietBoard, make_board, shorten_name
-from engram.cli.commands.several import exit_status, results_table, spread, tell_failures
+from engram.cli.commands.several import differences_table, exit_status, results_table, spread, tell_failures
 from engram.cli.interrupt import SAVING, Interrupt
 from engram.cli.tally import Tally
 from engram.events import (
@@ -259,7 +259,10 @@ def result(recipe: str, seed: int, cnn: float, **others: float) -> dict[str, obj
     accuracy = {"cnn": cnn, **others}
     return {
         "recipe": recipe,
+        "dataset": "mini",
+        "order": 1,
         "seed": seed,
+        "stages": [{"classes": 10}, {"classes": 12}],
         "average_incremental_accuracy": accuracy,
         "final_accuracy": {name: value / 2 for name, value in accuracy.items()},
         "seconds": 50.0,
@@ -279,7 +282,22 @@ def test_summary_is_mean_and_sample_spread_by_recipe() -> None:
     assert lines[:2] == ["average average final final", "recipe n cnn % nme % cnn % nme % time"]
     assert lines[3] == "afc 3 44.0 ± 4.0 50.0 ± 0.0 22.0 ± 2.0 25.0 ± 0.0 2:30"
     assert lines[4] == "naive 1 20.0 - 10.0 - 0:50", "one run has no spread"
-    assert spread([]) == "-"
+    assert spread(None) == "-"
+
+
+def test_differences_are_those_of_runs_with_the_same_order_and_seed() -> None:
+    console = pipe()
+    afc, replay = [40.0, 50.0, 60.0], [39.0, 47.0]
+    results = [result("afc", seed, cnn) for seed, cnn in enumerate(afc)]
+    results += [result("replay", seed, cnn, nme=1.0) for seed, cnn in enumerate(replay)]
+    results += [result("naive", 0, 9.0), *[result("other", seed, 9.0) | {"dataset": "folder"} for seed in (0, 1)]]
+    table = differences_table(results)
+    assert table is not None
+    console.print(table)
+    lines = [" ".join(line.split()) for line in written(console).splitlines() if line.strip()]
+    assert lines[1] == "less afc, run by run n cnn cnn"
+    assert lines[3:] == ["replay 2 -2.0 ± 1.4 -1.0 ± 0.7"], "one pair, or other images: not compared"
+    assert differences_table(results[:3]) is None
 
 
 def test_summary_fits_80_columns() -> None:

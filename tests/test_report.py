@@ -116,8 +116,7 @@ def test_headline_is_computed(compared: tuple[list[Path], Path]) -> None:
     text = Page(page).text
     assert lead in text
     assert "4 base classes, then 2 stages of 2 classes; 4 runs on cpu, 2026-01-02." in text
-    assert f"afc leads naive by {mean - finals[3]:.1f} points at the end, more than the spread" in text
-    assert "; naive is one run, whose own is not known)." in text
+    assert "the spread of these differences" not in text, "one pair has no spread"
 
 
 def test_accuracy_per_stage(compared: tuple[list[Path], Path]) -> None:
@@ -261,12 +260,34 @@ def test_reused_base_stage_is_admitted(compared: tuple[list[Path], Path], tmp_pa
     assert "took over a base stage" not in text
     assert "time is without the base stage" not in text
     directories = [fake_run(tmp_path / method, method=method, **LIGHT) for method in ("replay", "afc")]
-    with (tmp_path / "afc" / "events.jsonl").open("a") as file:
-        file.write('\n{"event": "base_reused", "time": 1.0, "stage": 0, "path": "elsewhere"}\n')
-    text = Page(write_report(directories)).text
+    events = tmp_path / "afc" / "events.jsonl"
+    kept = [line for line in events.read_text().splitlines() if '"stage": 0' not in line]
+    kept.insert(1, '{"event": "base_reused", "time": 1.0, "stage": 0, "path": "elsewhere"}')
+    events.write_text("\n".join(kept))
+    page = write_report(directories)
+    text = Page(page).text
     assert "afc took over a base stage" in text
     assert "replay, afc took over" not in text
+    assert "Not shown of afc: the base stage, which another run had trained." in text
     assert "The time is without the base stage where a run took it over from another" in text
+    axis = {
+        m: (page.with_name("report_files") / f"loss_{m}.svg").read_text(encoding="utf-8") for m in ("replay", "afc")
+    }
+    assert "epochs of the main phase, all stages" in axis["replay"]
+    assert "epochs of the main phase, from stage 1 on" in axis["afc"]
+
+
+def test_losses_of_every_phase_are_kept(tmp_path: Path) -> None:
+    run = fake_run(tmp_path / "afc", **{**LIGHT, "stage_sizes": (4, 2)})
+    finetuned = {"event": "epoch_finished", "stage": 1, "phase": "balance", "epoch": 0, "terms": {"balanced": 0.5}}
+    with (run / "events.jsonl").open("a") as file:
+        file.write(f"\n{json.dumps(finetuned)}\n")
+    folder = write_report([run]).with_name("report_files")
+    rows = read_csv(folder / "loss_afc.csv")
+    places = [(int(row["stage"]), row["phase"], int(row["epoch"])) for row in rows]
+    assert places == [(0, "main", 0), (0, "main", 1), (1, "main", 0), (1, "main", 1), (1, "balance", 0)]
+    assert (rows[-1]["balanced"], rows[-1]["classification"]) == ("0.5", "")
+    assert "balanced" not in (folder / "loss_afc.svg").read_text(encoding="utf-8"), "drawn is the main phase"
 
 
 def test_naive_run_without_nme_importance_and_events(tmp_path: Path) -> None:
@@ -362,15 +383,81 @@ def test_configurations_of_a_method_stand_together_and_methods_are_compared(tmp_
     text = in_words(groups)
     assert "6 configurations of 3 methods on mini" in text
     assert re.search(r"The best of each method: afc ends at .*, replay( \S+)? at .*, naive.*; 3 more are in the", text)
-    assert re.search(rf"afc leads replay( \(train\S+)? by {finals[0] - max(finals[2:4]):.1f} points", text)
-    assert "leads afc" not in text
+    gap = f"{finals[0] - max(finals[2:4]):.1f}"
+    assert re.search(rf"afc ends {gap}\s±\s\S+ points above replay( \(train\S+)? \(mean", text)
+    assert not re.search(r"(above|below) afc", text)
 
 
 def test_configurations_of_one_method_have_no_winner(tmp_path: Path) -> None:
     runs = [fake_run(tmp_path / f"{w}-{s}", settings={"weight": w}, seed=s, **LIGHT) for w in range(6) for s in (1, 2)]
     text = in_words(make_groups(load_runs(runs)))
     assert "6 configurations of afc on mini" in text
-    assert "leads" not in text
+    assert "the spread of these differences" not in text
+
+
+@pytest.mark.parametrize(
+    ("afc", "replay", "verdict"),
+    [
+        ((60.0, 30.0), (57.0, 28.0), "2.5 ± 0.7 points above replay|higher in 2): more than the spread"),
+        ((33.0, 31.0), (27.15, 30.65), "3.1 ± 3.9 points above replay|higher in 2): within the spread"),
+        ((40.0, 30.0, 80.0), (38.0, 33.0), "0.5 ± 3.5 points below replay|higher in 1): within the spread"),
+        ((40.0, 30.0), (20.0,), None),
+    ],
+)
+def test_a_lead_is_judged_by_pairs_of_runs(
+    tmp_path: Path, afc: tuple[float, ...], replay: tuple[float, ...], verdict: str | None
+) -> None:
+    runs = []
+    for method, finals in (("afc", afc), ("replay", replay)):
+        for seed, final in enumerate(finals, start=1):
+            runs.append(fake_run(tmp_path / f"{method}{seed}", method=method, order=seed, seed=seed, **LIGHT))
+            edit_json(runs[-1] / "result.json", final_accuracy={"cnn": final})
+    said = " ".join(notes(make_groups(load_runs(runs)), 0)).replace("\N{NO-BREAK SPACE}", " ")
+    assert all(part in said for part in verdict.split("|")) if verdict else "spread" not in said
+
+
+def test_differences_are_of_runs_with_the_same_class_order_and_seed(tmp_path: Path) -> None:
+    finals = {"afc": (60.0, 30.0, 80.0), "replay": (57.0, 31.0), "naive": (9.0,)}
+    runs = []
+    for method, values in finals.items():
+        for seed, final in enumerate(values, start=1):
+            runs.append(fake_run(tmp_path / f"{method}{seed}", method=method, seed=seed, **LIGHT))
+            edit_json(runs[-1] / "result.json", final_accuracy={"cnn": final})
+    runs.append(fake_run(tmp_path / "other", method="gap", **{**LIGHT, "stage_sizes": (4, 4)}))
+    page = write_report(runs)
+    rows = read_csv(page.with_name("report_files") / "differences.csv")
+    found = {(r["group"], r["less"]): r for r in rows if r["metric"] == "final_accuracy"}
+    assert set(found) == {("replay", "afc"), ("naive", "afc"), ("naive", "replay")}, "no other protocol"
+    replay, naive = found["replay", "afc"], found["naive", "afc"]
+    assert (replay["pairs"], replay["pairs_above_zero"], float(replay["mean"])) == ("2", "1", -1.0)
+    assert float(replay["std"]) == pytest.approx(statistics.stdev([-3.0, 1.0]))
+    assert (naive["pairs"], naive["pairs_above_zero"], float(naive["mean"]), naive["std"]) == ("1", "0", -51.0, "")
+    average = {m: [result_of(r)["average_incremental_accuracy"]["cnn"] for r in runs if m in r.name] for m in finals}
+    expected = statistics.mean(b - a for a, b in zip(average["afc"], average["replay"], strict=False))
+    (row,) = (r for r in rows if r["less"] == "afc" and r["group"] == "replay" and r["metric"].startswith("average"))
+    assert float(row["mean"]) == pytest.approx(expected)
+    text = Page(page).text
+    assert "Less afc (CNN), run by run" in text
+    assert "\N{MINUS SIGN}1.00 ± 2.83 1 of 2 1 of 2" in text, "beside the number, and below it on a phone"
+    assert "\N{MINUS SIGN}51.00 0 of 1" in text
+    alone = write_report([runs[0], runs[3]], tmp_path / "alone.html")
+    assert "run by run" not in Page(alone).text, "one pair has no spread"
+
+
+def test_different_class_orders_are_told_and_no_mean_is_called_the_best(tmp_path: Path) -> None:
+    told = "Not every group has the same class orders and seeds"
+    afc = [fake_run(tmp_path / f"afc{o}", order=o, **LIGHT) for o in (1, 2)]
+    replay = [fake_run(tmp_path / f"replay{o}", method="replay", order=o, **LIGHT) for o in (1, 2)]
+    apart = Page(write_report([afc[0], replay[1]]))
+    assert told in apart.text
+    assert 'class="best"' not in apart.source
+    together = Page(write_report([afc[0], replay[0]]))
+    assert told not in together.text
+    assert 'class="best"' in together.source
+    assert told in in_words(make_groups(load_runs([*afc, replay[0]])))
+    seed = fake_run(tmp_path / "seed", method="replay", seed=2, **LIGHT)
+    assert told in in_words(make_groups(load_runs([afc[0], seed])))
+    assert told not in in_words(make_groups(load_runs([*afc, *replay])))
 
 
 def test_different_protocols_are_called_incomparable(tmp_path: Path) -> None:

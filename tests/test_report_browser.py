@@ -149,7 +149,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = "engram run afc-mini-b3-s3 " + "--note with-many-words " * 12
     afc = [fake_run(folder / f"afc{s}", seed=s, command=command, **shape) for s in (1, 2)]
     recipe = "afc-mini-b3-s3 (lambda_disc=0.5, importance_samples=1000, memory=per_class=10)"
-    return write_report([naive, *afc, fake_run(folder / "changed", recipe=recipe, **shape)])
+    changed = [fake_run(folder / f"changed{s}", recipe=recipe, seed=s, **shape) for s in (1, 2)]
+    return write_report([naive, *afc, *changed])
 
 
 @pytest.mark.parametrize("width", [390, 1280])
@@ -182,6 +183,8 @@ def test_numbers_that_matter_are_in_sight(browser: Browser, page: Path) -> None:
     heads = browser.evaluate("[...document.querySelectorAll('#summary thead th')].map(h => h.innerText).slice(2, 4)")
     assert [" ".join(head.split()) for head in heads] == ["Average incremental accuracy, %", "Final accuracy, %"]
     assert browser.evaluate("getComputedStyle(document.querySelector('#summary .hint')).display") == "block"
+    differences = "(box => box.scrollWidth - box.clientWidth)(document.querySelector('#summary h3 + .card .scroll'))"
+    assert browser.evaluate(differences) == 0, "the table of differences fits a phone"
     legend = (
         "[...document.querySelectorAll('#accuracy svg')].map(s => s.lastElementChild.getBoundingClientRect().right)"
     )

@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
+
+
+def read_events(file: Path) -> Iterator[dict[str, Any]]:
+    """What a run's file of events holds, as plain data and in order; nothing where there is no such file."""
+    if not file.exists():
+        return
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            try:
+                event = json.loads(line)
+            except json.JSONDecodeError:
+                continue  # a killed run may leave its last line torn
+            if isinstance(event, dict):
+                yield event
 
 
 @dataclass(frozen=True)

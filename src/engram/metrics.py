@@ -1,4 +1,4 @@
-"""Metrics: pure functions of the accuracy matrix.
+"""Metrics: pure functions of the accuracy matrix, and what several runs come to.
 
 R[t][i] is the accuracy, in percent, on the classes that arrived at stage i of the model after stage t; row t has t +
 1 entries.
@@ -7,10 +7,13 @@ R[t][i] is the accuracy, in percent, on the classes that arrived at stage i of t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
+_K = TypeVar("_K")
 Matrix = Sequence[Sequence[float]]
 # The names in result.json; of one stage the last two are null.
 METRICS = ("average_incremental_accuracy", "final_accuracy", "forgetting", "backward_transfer")
@@ -69,3 +72,38 @@ def confusion(targets: np.ndarray, predictions: np.ndarray, num_classes: int) ->
     """Counts (K, K): row is the true label, column the predicted one."""
     pairs = targets.astype(np.int64) * num_classes + predictions.astype(np.int64)
     return np.bincount(pairs, minlength=num_classes**2).reshape(num_classes, num_classes)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Mean, sample standard deviation (None for a single run) and number of runs."""
+
+    mean: float
+    std: float | None
+    n: int
+
+
+def estimate(values: Sequence[float | None]) -> Estimate | None:
+    """The estimate over runs, or None where a value is not defined (one stage: nothing to forget)."""
+    numbers = [value for value in values if value is not None]
+    if not numbers or len(numbers) < len(values):
+        return None
+    std = float(np.std(numbers, ddof=1)) if len(numbers) > 1 else None
+    return Estimate(float(np.mean(numbers)), std, len(numbers))
+
+
+@dataclass(frozen=True)
+class Difference(Estimate):
+    """An estimate over pairs of runs. higher: in how many of them the difference is above zero."""
+
+    higher: int
+
+
+def paired(ours: Mapping[_K, float | None], theirs: Mapping[_K, float | None]) -> Difference | None:
+    """Ours less theirs, over the keys (class order and seed) at which both have a number; None where none has."""
+    both = [(value, theirs.get(key)) for key, value in ours.items()]
+    differences = [one - other for one, other in both if one is not None and other is not None]
+    found = estimate(differences)
+    if found is None:
+        return None
+    return Difference(found.mean, found.std, found.n, higher=sum(value > 0 for value in differences))

@@ -291,7 +291,7 @@ def time_spent(groups: Sequence[Group]) -> Drawing:
 
 def training_loss(group: Group) -> Drawing:
     """Loss terms of the main phase of the group's first run, epoch by epoch, with a line where a stage begins."""
-    points = group.first.losses
+    points = group.first.main_losses
     figure = Figure(figsize=(WIDTH, 3.1), layout="constrained")
     axes = figure.add_subplot()
     x = np.arange(1, len(points) + 1)
@@ -311,7 +311,8 @@ def training_loss(group: Group) -> Drawing:
     axes.margins(x=0.01)
     axes.grid(False, axis="x")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
-    axes.set_xlabel("epochs of the main phase, all stages")
+    first = points[0].stage  # above 0 where the base stage was trained by another run
+    axes.set_xlabel(f"epochs of the main phase, {f'from stage {first} on' if first else 'all stages'}")
     axes.set_ylabel("mean loss of the epoch")
     axes.set_title(plain_label(group.label, 40))
     figure.legend(loc="outside lower left", ncols=2, columnspacing=1.2)

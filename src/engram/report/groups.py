@@ -14,30 +14,13 @@ from typing import Any
 import numpy as np
 
 from engram import metrics
+from engram.metrics import Difference, Estimate, estimate, paired
 from engram.plain import dotted
 from engram.report.load import Run
 
 # What repetitions of a run may differ in. Where the images lay is no matter: their fingerprint says which they were.
 _VARYING = ("order", "seed", "data.path")
 _SHOWN_CHANGES = 3
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """Mean, sample standard deviation (None for a single run) and number of runs."""
-
-    mean: float
-    std: float | None
-    n: int
-
-
-def estimate(values: Sequence[float | None]) -> Estimate | None:
-    """The estimate over runs, or None where a value is not defined (one stage: nothing to forget)."""
-    numbers = [value for value in values if value is not None]
-    if not numbers or len(numbers) < len(values):
-        return None
-    std = float(np.std(numbers, ddof=1)) if len(numbers) > 1 else None
-    return Estimate(float(np.mean(numbers)), std, len(numbers))
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +66,13 @@ class Group:
     def metric(self, name: str, predictor: str) -> Estimate | None:
         """One of result.json's metrics over the runs."""
         return estimate([run.metrics[name][predictor] for run in self.runs])
+
+    def difference(self, other: Group, name: str) -> Difference | None:
+        """A metric less the other group's, run by run of the same class order and seed, by what each group reports."""
+        mine, theirs = (
+            {run.met: run.metrics[name][group.predictors[0]] for run in group.runs} for group in (self, other)
+        )
+        return paired(mine, theirs)
 
     def accuracy(self, predictor: str) -> list[Estimate]:
         """Accuracy after each stage over the runs."""
@@ -151,9 +141,7 @@ def without_repeats(runs: Sequence[Run]) -> tuple[list[Run], dict[Run, Run]]:
     """
     found: dict[str, list[Run]] = {}
     for run in runs:
-        found.setdefault(json.dumps([*_shared(run), run.order, run.class_order, run.seed], sort_keys=True), []).append(
-            run
-        )
+        found.setdefault(json.dumps([*_shared(run), *run.met], sort_keys=True), []).append(run)
     counted = {run: max(same, key=lambda r: (len(r.stages), r.created)) for same in found.values() for run in same}
     kept = [run for run in runs if counted[run] is run]
     return kept, {run: counts for run, counts in counted.items() if counts is not run}
@@ -200,6 +188,19 @@ def _ranked(groups: list[Group]) -> list[Group]:
 def leaders(groups: Sequence[Group]) -> list[Group]:
     """The best configuration of each method, protocol by protocol; the groups come as `make_groups` gives them."""
     return list({(group.protocol, group.first.method): group for group in reversed(groups)}.values())[::-1]
+
+
+def rivals(groups: Sequence[Group]) -> list[list[Group]]:
+    """The groups that can be set beside one another, together: those of one protocol that came equally far."""
+    found: dict[object, list[Group]] = {}
+    for group in groups:
+        found.setdefault((group.protocol, len(group.classes)), []).append(group)
+    return list(found.values())
+
+
+def met_the_same(groups: Sequence[Group]) -> bool:
+    """Whether the groups have the same class orders and seeds."""
+    return len({frozenset(run.met for run in group.runs) for group in groups}) == 1
 
 
 def _shared(run: Run) -> list[Any]:

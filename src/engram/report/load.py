@@ -20,6 +20,7 @@ from safetensors.numpy import load as load_tensors
 
 from engram import metrics
 from engram.errors import EngramError
+from engram.events import read_events
 from engram.result import SECONDS
 from engram.rundir import EVENTS, FORMAT, MANIFEST, RESULT
 
@@ -41,9 +42,10 @@ class StageRow:
 
 @dataclass(frozen=True)
 class LossPoint:
-    """The mean loss terms of one epoch of a stage's main phase."""
+    """The mean loss terms of one epoch of a phase of a stage."""
 
     stage: int
+    phase: str
     epoch: int
     terms: Mapping[str, float]
 
@@ -80,6 +82,16 @@ class Run:
     versions: Mapping[str, str]
     hardware: Mapping[str, str]
     command: str | None
+
+    @property
+    def main_losses(self) -> list[LossPoint]:
+        """The epochs of the stages' main phase."""
+        return [point for point in self.losses if point.phase == "main"]
+
+    @property
+    def met(self) -> tuple[str, tuple[int, ...], str]:
+        """Class order and seed: by these the runs of two configurations are paired."""
+        return self.order, self.class_order, self.seed
 
     @property
     def is_complete(self) -> bool:
@@ -192,7 +204,7 @@ def _assemble(directory: Path, info: _Record, result: _Record) -> Run:
     targets, predictions, importance = _tensors(last, stages[-1], predictors)
     config, data = info.get("config", dict), info.sub("data")
     times = result.sub("seconds_by")
-    events = _events(directory / EVENTS)
+    events = list(read_events(directory / EVENTS))
     return Run(
         directory=directory,
         recipe=info.get("recipe", str),
@@ -314,34 +326,21 @@ def _reported(config: Mapping[str, Any], predictors: tuple[str, ...]) -> str:
     return named if named in predictors else predictors[0]
 
 
-def _events(file: Path) -> list[dict[str, Any]]:
-    """What happened, in order; the report does without it where there is no such file."""
-    if not file.exists():
-        return []
-    events: list[dict[str, Any]] = []
-    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            event = json.loads(line)
-        except json.JSONDecodeError:
-            continue  # a killed run may leave its last line torn
-        if isinstance(event, dict):
-            events.append(event)
-    return events
-
-
 def _losses(events: list[dict[str, Any]], stages: int) -> tuple[LossPoint, ...]:
-    """The epochs of the main phase in order."""
-    points: dict[tuple[int, int], LossPoint] = {}
+    """The epochs in order."""
+    points: dict[tuple[int, str, int], LossPoint] = {}
     for event in events:
-        if event.get("event") != "epoch_finished" or event.get("phase") != "main":
+        if event.get("event") != "epoch_finished":
             continue
-        stage, epoch, terms = event.get("stage"), event.get("epoch"), event.get("terms")
-        if not (isinstance(stage, int) and isinstance(epoch, int) and isinstance(terms, dict)) or stage >= stages:
+        stage, phase, epoch, terms = (event.get(key) for key in ("stage", "phase", "epoch", "terms"))
+        if not (isinstance(stage, int) and stage < stages and isinstance(phase, str)):
+            continue
+        if not (isinstance(epoch, int) and isinstance(terms, dict)):
             continue
         numbers = {str(k): float(v) for k, v in terms.items() if isinstance(v, int | float) and math.isfinite(v)}
-        # A resumed run repeats the epochs after its checkpoint: the last one counts.
-        points[stage, epoch] = LossPoint(stage, epoch, numbers)
-    return tuple(points[key] for key in sorted(points))
+        # A resumed run repeats the epochs after its checkpoint: the last one counts, in the place of the first.
+        points[stage, phase, epoch] = LossPoint(stage, phase, epoch, numbers)
+    return tuple(points.values())
 
 
 def _json(file: Path) -> Any:

@@ -12,11 +12,11 @@ from engram.errors import EngramError
 from engram.files import write_bytes
 from engram.metrics import METRICS
 from engram.report import FILES, figures, words
-from engram.report.groups import Group, make_groups, without_repeats
+from engram.report.groups import Group, make_groups, rivals, without_repeats
 from engram.report.html import template
 from engram.report.load import load_runs
 from engram.report.svg import SERIES, Drawing, drawing_style
-from engram.report.tables import confused_pairs, csv_files, duration, number, predictor_name
+from engram.report.tables import PAIRED, confused_pairs, csv_files, duration, number, predictor_name
 from engram.rundir import version
 
 _OPEN_CONFUSIONS = 3
@@ -84,7 +84,7 @@ def _context(groups: list[Group], repeats: int) -> tuple[dict[str, Any], list[Dr
     kept = [_kept(cell, name) for cell, name in reported if len(cell.group.classes) > 1]
     confusions = [_confusion(cell, name) for cell, name in [*reported, *others]]
     importance = [{"drawing": figures.importance(group)} for group in groups if group.importance()]
-    losses = [{"drawing": figures.training_loss(group)} for group in groups if group.first.losses]
+    losses = [{"drawing": figures.training_loss(group)} for group in groups if group.first.main_losses]
     seconds = figures.time_spent(groups)
     parts = [*matrices["reported"], *matrices["others"], *kept, *confusions, *importance, *losses]
     summary = _summary(cells)
@@ -96,6 +96,7 @@ def _context(groups: list[Group], repeats: int) -> tuple[dict[str, Any], list[Dr
         "notes": words.notes(groups, repeats),
         "summary": summary,
         "marks_best": any(row["best_final"] for row in summary),
+        "differences": _differences(cells),
         "any_spread": any(group.n > 1 for group in groups),
         "predictor_words": " ".join(_PREDICTOR_WORDS[name] for name in predictors if name in _PREDICTOR_WORDS),
         "curves": curves,
@@ -111,6 +112,7 @@ def _context(groups: list[Group], repeats: int) -> tuple[dict[str, Any], list[Dr
         "seconds": seconds,
         "reused_base": [group.label for group in groups if any(run.reused_base for run in group.runs)],
         "losses": losses,
+        "losses_without_base": [group.label for group in groups if group.first.main_losses and group.first.reused_base],
         "protocols": [_protocol(cell) for cell in cells],
         "version": version(),
     }
@@ -168,6 +170,29 @@ def _summary(cells: list[_Cell]) -> list[dict[str, Any]]:
             value = row["values"][metric]
             row[flag] = ranks and value is not None and value.mean == max(means)
     return rows
+
+
+def _differences(cells: list[_Cell]) -> list[dict[str, Any]]:
+    """A table for each protocol: every group less the best of those with the most runs, where pairs have a spread."""
+    cell_of = {cell.group: cell for cell in cells}
+    tables = []
+    for beside in rivals([cell.group for cell in cells]):
+        best = max(beside, key=lambda group: group.n)  # of several the first, which is the best
+        values = {g: [g.difference(best, metric) for metric in PAIRED] for g in beside if g is not best}
+        if any(value is not None and value.n > 1 for found in values.values() for value in found):
+            rows = [
+                {
+                    "group": cell_of[group],
+                    "predictor": predictor_name(group.predictors[0]),
+                    "cells": [
+                        (number(value), "no pair" if value is None else f"{value.higher} of {value.n}")
+                        for value in found
+                    ],
+                }
+                for group, found in values.items()
+            ]
+            tables.append({"best": cell_of[best], "predictor": predictor_name(best.predictors[0]), "rows": rows})
+    return tables
 
 
 def _per_stage(cells: list[_Cell]) -> dict[str, Any]:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from engram.metrics import METRICS
-from engram.report.groups import Estimate, Group, row_percent
+from engram.metrics import METRICS, Estimate
+from engram.report.groups import Group, rivals, row_percent
 from engram.result import SECONDS
 
+PAIRED = ("average_incremental_accuracy", "final_accuracy")  # the metrics whose differences are shown
 PREDICTOR_NAMES = {"cnn": "CNN", "nme": "NME"}
 MINUS = "\N{MINUS SIGN}"
 _CONFUSED_PAIRS = 10
@@ -87,6 +89,8 @@ def csv_files(groups: Sequence[Group]) -> dict[str, str]:
         "runs.csv": _runs(groups),
         "seconds.csv": _seconds(groups),
     }
+    if differences := _differences(groups):
+        files["differences.csv"] = differences
     for group in groups:
         for predictor in group.predictors:
             files[f"accuracy_matrix_{group.slug}_{predictor}.csv"] = _matrix(group, predictor)
@@ -122,6 +126,19 @@ def _summary(groups: Sequence[Group]) -> str:
             lead = [group.label, group.first.recipe, group.first.method, predictor, group.n]
             rows.append([*lead, len(group.classes) - 1, group.classes[-1], *cells])
     return _table(header, rows)
+
+
+def _differences(groups: Sequence[Group]) -> str:
+    """Every two groups that can be set beside one another; empty where no two have a class order and seed in common."""
+    rows = [
+        [one.label, one.predictors[0], other.label, other.predictors[0], metric, value.n, *_cells(value), value.higher]
+        for beside in rivals(groups)
+        for other, one in itertools.combinations(beside, 2)
+        for metric in PAIRED
+        if (value := one.difference(other, metric)) is not None
+    ]
+    header = ["group", "predictor", "less", "less_predictor", "metric", "pairs", "mean", "std", "pairs_above_zero"]
+    return _table(header, rows) if rows else ""
 
 
 def _accuracy_per_stage(groups: Sequence[Group]) -> str:
@@ -190,5 +207,5 @@ def _importance(group: Group) -> str:
 def _loss(group: Group) -> str:
     run = group.first
     terms = list(dict.fromkeys(term for point in run.losses for term in point.terms))
-    rows = ([point.stage, point.epoch, *(point.terms.get(term, "") for term in terms)] for point in run.losses)
-    return _table(["stage", "epoch", *terms], rows)
+    rows = ([p.stage, p.phase, p.epoch, *(p.terms.get(term, "") for term in terms)] for p in run.losses)
+    return _table(["stage", "phase", "epoch", *terms], rows)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from engram.report.groups import Group, leaders
+from engram.metrics import Estimate
+from engram.report.groups import Group, leaders, met_the_same, rivals
 from engram.report.load import Run
 from engram.report.tables import number, predictor_name
 
@@ -81,7 +82,12 @@ def notes(groups: Sequence[Group], repeats: int) -> list[str]:
             f"{repeats} run{' repeats' if repeats == 1 else 's repeat'} the configuration, class order and seed of "
             f"another and {'is' if repeats == 1 else 'are'} left out: the newest complete one counts, once."
         )
-    if len(groups) > 1 and comparable(groups):
+    if not all(met_the_same(beside) for beside in rivals(groups)):
+        found.append(
+            "Not every group has the same class orders and seeds, which alone make a difference: "
+            "only runs that have both in common can be held against each other."
+        )
+    if len(groups) > 1 and _went_the_same_way(groups):
         if all(group.n == 1 for group in groups):
             found.append(
                 "One run each: a difference of a point or two may be chance. More orders and seeds would tell."
@@ -95,27 +101,29 @@ def _same_protocol(groups: Sequence[Group]) -> bool:
     return len({group.protocol for group in groups}) == 1
 
 
-def comparable(groups: Sequence[Group]) -> bool:
-    """True when all groups went the same way to its end, so that a higher accuracy is a better one."""
+def _went_the_same_way(groups: Sequence[Group]) -> bool:
     return _same_protocol(groups) and not any(group.first.stopped for group in groups)
 
 
+def comparable(groups: Sequence[Group]) -> bool:
+    """True when all groups went the same way to its end, over the same class orders: a higher mean is a better one."""
+    return _went_the_same_way(groups) and met_the_same(groups)
+
+
 def _lead(best: Sequence[Group]) -> list[str]:
-    """By how much the first method leads the second, where there is a spread to hold it against."""
-    values = [(value, group) for group in best if (value := group.metric("final_accuracy", group.predictors[0]))]
-    if len(values) < 2:
+    """How far the first method ends from the second, run by run, where there are differences enough for a spread."""
+    if len(best) < 2:
         return []
-    (first, winner), (second, runner_up) = values[:2]
-    gap = first.mean - second.mean
-    spreads = [value.std for value in (first, second) if value.std is not None]
-    if not spreads:
+    first, second = best[:2]
+    gap = first.difference(second, "final_accuracy")
+    if gap is None or gap.std is None:
         return []
-    verdict = "more than" if gap > max(spreads) else "within"
-    alone = [group.label for value, group in values[:2] if value.std is None]
-    single = f"; {alone[0]} is one run, whose own is not known" if alone else ""
+    size = number(Estimate(abs(gap.mean), gap.std, gap.n), 1)
+    side = "above" if gap.mean >= 0 else "below"
+    verdict = "more than" if abs(gap.mean) > gap.std else "within"
     return [
-        f"{winner.label} leads {runner_up.label} by {gap:.1f} points at the end, {verdict} the spread "
-        f"over runs (standard deviation {' and '.join(f'{s:.1f}' for s in spreads)}{single})."
+        f"{first.label} ends {size} points {side} {second.label} (mean and standard deviation over {gap.n} pairs of "
+        f"runs with the same class order and seed; higher in {gap.higher}): {verdict} the spread of these differences."
     ]
 
 

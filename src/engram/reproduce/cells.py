@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from engram.report.groups import Estimate, estimate
+from engram.metrics import Difference, Estimate, estimate, paired
 from engram.report.tables import predictor_name
 from engram.reproduce.plan import NOT_IN_PAPER, Cell, Plan
 from engram.reproduce.records import Record
@@ -97,16 +97,14 @@ def each_once(cells: Sequence[Measured]) -> list[list[Measured]]:
     return [sorted(group, key=lambda measured: measured.mark == NOT_RUN) for group in groups]
 
 
-def effect(base: Cell, cell: Cell) -> Estimate | None:
+def effect(base: Cell, cell: Cell) -> Difference | None:
     """The cell's measure less the base's, run by run of the same class order and seed; None where none has both."""
     name = cell.experiment.measure
 
-    def values(one: Cell) -> dict[tuple[str, int], float]:
-        found = {(record.order, record.seed): record.value(name, one.predictor or "") for record in one.records}
-        return {key: value for key, value in found.items() if value is not None}
+    def values(one: Cell) -> dict[tuple[str, int], float | None]:
+        return {(record.order, record.seed): record.value(name, one.predictor or "") for record in one.records}
 
-    theirs, ours = values(base), values(cell)
-    return estimate([ours[key] - theirs[key] for key in ours if key in theirs])
+    return paired(values(cell), values(base))
 
 
 def curve(cell: Cell) -> tuple[list[int], list[Estimate]] | None:

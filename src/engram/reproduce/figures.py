@@ -11,8 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from engram.metrics import Estimate
 from engram.report.figures import WIDTH, colour, line_style
-from engram.report.groups import Estimate
 from engram.report.svg import CARD, INK, MUTED, Drawing, finish, plain, plain_label
 from engram.reproduce.cells import POINT, Measured, curve, effect, last_importance, predictor_of
 from engram.reproduce.paper import Column, Experiment

@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -22,6 +22,7 @@ from safetensors.numpy import load as load_tensors
 from engram import metrics
 from engram.config import RunConfig, config_hash
 from engram.errors import EngramError
+from engram.events import read_events
 from engram.rundir import EVENTS, read_manifest, read_result
 
 KIND, FORMAT = "engram run", 1
@@ -265,16 +266,10 @@ def _times(file: Path) -> tuple[list[float] | None, bool]:
     """When the run began and ended, where it went through in one go, and whether it took over its base stage."""
     times: list[float] = []
     starts, reused = 0, False
-    lines: Sequence[str] = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.exists() else ()
-    for line in lines:
-        try:
-            event = json.loads(line)
-        except json.JSONDecodeError:
-            continue  # torn by a kill
-        if isinstance(event, dict):
-            times += [event["time"]] if _is_number(event.get("time")) else []
-            starts += event.get("event") == "run_started"
-            reused |= event.get("event") == "base_reused"
+    for event in read_events(file):
+        times += [event["time"]] if _is_number(event.get("time")) else []
+        starts += event.get("event") == "run_started"
+        reused |= event.get("event") == "base_reused"
     return ([times[0], times[-1]] if times and starts == 1 else None), reused
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
+from engram.metrics import estimate
 from engram.recipes import recipe, recipe_names
 from engram.reproduce.records import Record, protocol_key
 
@@ -38,12 +39,13 @@ def _is_unchanged(record: Record, name: str) -> bool:
 
 def _numbers(name: str, runs: Sequence[Record]) -> dict[str, Any]:
     predictor = recipe(name).predictor
-    values = [value for run in runs if (value := run.value(AVERAGE, predictor)) is not None]
+    accuracy = estimate([value for run in runs if (value := run.value(AVERAGE, predictor)) is not None])
+    assert accuracy is not None
     return {
         "predictor": predictor,
-        "n": len(values),
-        "mean": round(statistics.fmean(values), 2),
-        "std": round(statistics.stdev(values), 2) if len(values) > 1 else None,
+        "n": accuracy.n,
+        "mean": round(accuracy.mean, 2),
+        "std": None if accuracy.std is None else round(accuracy.std, 2),
         "seconds": round(statistics.fmean(float(run.result["seconds"]) for run in runs)),
         "hardware": ", ".join(sorted({run.hardware for run in runs})),
     }

@@ -6,7 +6,7 @@ import csv
 import io
 from collections.abc import Sequence
 
-from engram.report.groups import Estimate
+from engram.metrics import Estimate
 from engram.report.tables import MINUS, decimal
 from engram.reproduce.cells import (
     FURTHER,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -34,8 +33,9 @@ from engram.cli.text import bold, clock, make_console, make_table, percent
 from engram.config import RunConfig, directory_name
 from engram.data.load import DataConfig, outline_store
 from engram.data.store import ImageStore
-from engram.events import Event, RunFailed, RunFinished, RunSkipped, Stopped
+from engram.events import Event, RunFailed, RunFinished, RunSkipped, Stopped, read_events
 from engram.files import typed_path
+from engram.metrics import Estimate, estimate, paired
 from engram.rundir import EVENTS
 from engram.stagecache import StageCache
 from engram.together import ERROR, Member, Workers, plan_members
@@ -178,6 +178,8 @@ def tell_results(console: Console, last: Last, parent: Path) -> None:
     results = results_of(last)
     if results:
         console.print(results_table(results))
+        if (differences := differences_table(results)) is not None:
+            console.print(differences)
         reused = sum(_took_over_base(event) for event in last.values() if isinstance(event, (RunFinished, RunSkipped)))
         if reused:
             print_line(console, f"time: without the base stage in {reused} of {len(results)} runs, which took it over")
@@ -186,37 +188,69 @@ def tell_results(console: Console, last: Last, parent: Path) -> None:
 
 def _took_over_base(event: RunFinished | RunSkipped) -> bool:
     """Whether the run's base stage was trained by another, so that its time is not in this one's."""
-    with suppress(OSError), (Path(event.directory or "") / EVENTS).open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            with suppress(ValueError, AttributeError):  # torn by a kill
-                kind = json.loads(line).get("event")
-                if kind in ("base_reused", "stage_finished"):
-                    return kind == "base_reused"
+    with suppress(OSError):
+        kinds = (found.get("event") for found in read_events(Path(event.directory or "") / EVENTS))
+        return next((kind for kind in kinds if kind in ("base_reused", "stage_finished")), None) == "base_reused"
     return False
 
 
 def results_table(results: Sequence[Mapping[str, Any]]) -> Table:
     """For each recipe the number of runs, mean and spread of the accuracies in percent, and the time in all."""
-    predictors = list(dict.fromkeys(name for result in results for name in result["final_accuracy"]))
-    measures = {"average_incremental_accuracy": "average", "final_accuracy": "final"}
-    columns = {f"{label}\n{name} %": (key, name) for key, label in measures.items() for name in predictors}
-    table = make_table(["recipe", "n", *columns, "time"], right=["n", *columns, "time"])
+    columns = _accuracy_columns(results)
+    headings = [f"{heading} %" for heading in columns]
+    table = make_table(["recipe", "n", *headings, "time"], right=["n", *headings, "time"])
     table.padding = (0, 1, 0, 0)  # so that two predictors fit into 80 columns
-    groups: dict[str, list[Mapping[str, Any]]] = {}
-    for result in results:
-        groups.setdefault(result["recipe"], []).append(result)
-    for recipe, runs in groups.items():
-        cells = [spread([run[key][name] for run in runs if name in run[key]]) for key, name in columns.values()]
-        table.add_row(recipe, str(len(runs)), *cells, clock(sum(run["seconds"] for run in runs)))
+    for recipe, runs in _by_recipe(results).items():
+        cells = [estimate([run[key][name] for run in runs if name in run[key]]) for key, name in columns.values()]
+        table.add_row(recipe, str(len(runs)), *map(spread, cells), clock(sum(run["seconds"] for run in runs)))
     return table
 
 
-def spread(values: Sequence[float]) -> str:
+def differences_table(results: Sequence[Mapping[str, Any]]) -> Table | None:
+    """For each recipe its accuracies less the first's, over the n pairs of runs with the same class order and seed.
+
+    Recipes with other data or stages than the first stay out of it. None where no recipe has two pairs.
+    """
+    (first, base), *others = _by_recipe(results).items()
+    columns = _accuracy_columns(base)
+    table = make_table([f"less {first}, run by run", "n", *columns], right=["n", *columns])
+    table.padding = (0, 1, 0, 0)
+    for recipe, runs in others:
+        found = [paired(_by_draw(runs, *column), _by_draw(base, *column)) for column in columns.values()]
+        pairs = max((value.n for value in found if value is not None), default=0)
+        if pairs > 1 and _way(runs[0]) == _way(base[0]):
+            table.add_row(recipe, str(pairs), *map(spread, found))
+    return table if table.row_count else None
+
+
+def _accuracy_columns(results: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, str]]:
+    """The columns of accuracies by their headings: each the name of a metric and a predictor."""
+    predictors = list(dict.fromkeys(name for result in results for name in result["final_accuracy"]))
+    measures = {"average_incremental_accuracy": "average", "final_accuracy": "final"}
+    return {f"{label}\n{name}": (key, name) for key, label in measures.items() for name in predictors}
+
+
+def _by_recipe(results: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for result in results:
+        groups.setdefault(result["recipe"], []).append(result)
+    return groups
+
+
+def _by_draw(runs: Sequence[Mapping[str, Any]], key: str, name: str) -> dict[object, float | None]:
+    return {(run["order"], run["seed"]): run[key].get(name) for run in runs}
+
+
+def _way(run: Mapping[str, Any]) -> object:
+    """The images and how they were split into stages."""
+    return run["dataset"], [stage["classes"] for stage in run["stages"]]
+
+
+def spread(value: Estimate | None) -> str:
     """Mean and sample standard deviation, where there are two or more; "-" for none."""
-    if not values:
+    if value is None:
         return "-"
-    mean = percent(statistics.fmean(values))
-    return mean if len(values) == 1 else f"{mean} ± {percent(statistics.stdev(values))}"
+    return percent(value.mean) if value.std is None else f"{percent(value.mean)} ± {percent(value.std)}"
 
 
 def tell_failures(last: Last, count: int) -> None:
