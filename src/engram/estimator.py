@@ -160,14 +160,12 @@ class IncrementalClassifier:
 
         by: "cnn" (the head) or "nme" (the nearest mean of exemplars); None is the method's own choice.
         """
-        model = self._fitted()
-        read = model.reader(by)
-        return np.concatenate([read(images).cpu().numpy() for images in read_batches(X, model.config.image_size)])
+        return _shares(self._fitted(), X, by)
 
     def predict(self, X: Any, *, by: str | None = None) -> np.ndarray:
         """The label of each image (N,)."""
-        best = self.predict_proba(X, by=by).argmax(axis=1)
-        return self.classes_[best]
+        model = self._fitted()  # once: another thread may teach or remove classes meanwhile
+        return label_array(model.labels)[_shares(model, X, by).argmax(axis=1)]
 
     def score(self, X: Any, y: Any, *, by: str | None = None) -> float:
         """The share of the images whose label is predicted, 0 to 1."""
@@ -258,6 +256,11 @@ class IncrementalClassifier:
             classifier_tags=sklearn.ClassifierTags(),
             input_tags=sklearn.InputTags(two_d_array=False, three_d_array=True),
         )
+
+
+def _shares(model: Model, X: Any, by: str | None) -> np.ndarray:
+    read = model.reader(by)
+    return np.concatenate([read(images).cpu().numpy() for images in read_batches(X, model.config.image_size)])
 
 
 def _names_epochs(settings: Settings | Mapping[str, Any] | None) -> bool:
