@@ -1,8 +1,9 @@
-"""A model in a service: several threads ask it at once, also while it learns, and none harms it."""
+"""A model in a service: threads ask it at once, also while it learns; uploads are taken as files are."""
 
 from __future__ import annotations
 
 import copy
+import io
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,13 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 
 from conftest import make_config, make_store
-from engram import IncrementalClassifier
+from engram import EngramError, IncrementalClassifier
+from engram.data import decode
 from engram.modeldir import Model
 from engram.session import Session
-from model_helpers import NAMES, make, opened, pictures, same
+from model_helpers import NAMES, make, opened, pictures, png, same
 
 
 @pytest.fixture(scope="module")
@@ -147,3 +150,142 @@ def test_labels_are_those_of_the_model_that_was_asked(served: Path) -> None:
     assert classifier.predict(images).tolist() == alone.tolist()
     hook.remove()
     assert "apple" not in classifier.predict(images)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Files that need what files get: a square of them, their EXIF data, white behind them, all of 16 bits."""
+    folder = tmp_path_factory.mktemp("files")
+    photo = Image.fromarray(np.random.default_rng(1).integers(0, 256, (90, 150, 3), dtype=np.uint8))
+    photo = photo.resize((600, 400))
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    photo.save(folder / "0.jpg", exif=turned)
+    faded = photo.convert("RGBA")
+    faded.putalpha(photo.convert("L"))
+    faded.save(folder / "1.png")
+    Image.fromarray(np.random.default_rng(2).integers(0, 65536, (40, 30), dtype=np.uint16)).save(folder / "2.png")
+    photo.convert("P").save(folder / "3.png", transparency=3)
+    photo.convert("CMYK").save(folder / "4.jpg", progressive=True)
+    photo.save(folder / "5.webp")
+    photo.crop((0, 0, 20, 30)).save(folder / "6.bmp")
+    return sorted(folder.iterdir())
+
+
+def forms(files: list[Path]) -> dict[str, list[Any]]:
+    """The files in every form that an upload may come in."""
+    contents = [file.read_bytes() for file in files]
+    return {
+        "bytes": contents,
+        "bytearrays": [bytearray(content) for content in contents],
+        "files in memory": [io.BytesIO(content) for content in contents],
+        "open files": [file.open("rb") for file in files],
+        "pictures": [Image.open(io.BytesIO(content)) for content in contents],
+        "all kinds": [contents[0], Image.open(files[1]), *(file.open("rb") for file in files[2:])],
+    }
+
+
+def close(given: list[Any]) -> None:
+    for item in given:
+        if hasattr(item, "close"):
+            item.close()
+
+
+def test_uploads_are_taken_as_the_files_are(served: Path, files: list[Path]) -> None:
+    classifier, labels = IncrementalClassifier.load(served, device="cpu"), [NAMES[i % 4] for i in range(len(files))]
+    wanted, score = classifier.predict_proba(files), classifier.score(files, labels)
+    for name, given in forms(files).items():
+        for _ in range(2):  # nothing is used up
+            assert np.array_equal(classifier.predict_proba(given), wanted), name
+        assert classifier.predict(given).tolist() == classifier.predict(files).tolist()
+        assert classifier.score(given, labels) == score
+        close(given)
+
+
+def test_a_photograph_is_left_as_it_is(served: Path, files: list[Path]) -> None:
+    classifier = IncrementalClassifier.load(served, device="cpu")
+    with Image.open(files[0]) as photo, Image.open(files[0]) as other:
+        wanted = classifier.predict_proba([photo])
+        assert photo.size == (600, 400)
+        assert np.array_equal(np.asarray(photo), np.asarray(other))
+        assert np.allclose(classifier.predict_proba([photo]), wanted, atol=0.05), "from all of its pixels now"
+
+
+def test_uploads_are_learned_as_the_files_are(served: Path, files: list[Path]) -> None:
+    def taught(given: list[Any], **options: Any) -> IncrementalClassifier:
+        classifier = IncrementalClassifier("replay", epochs=1, memory=3, backbone="resnet10", device="cpu", **options)
+        return classifier.fit(given, [*"abcabca"])
+
+    for options in ({}, {"image_size": 12}):
+        wanted = taught(files, **options)
+        for name, given in forms(files).items():
+            found = taught(given, **options)
+            close(given)
+            assert found.model_.config.image_size == wanted.model_.config.image_size, name
+            assert equal(state(found.model_), state(wanted.model_)), name
+    alike = [Image.fromarray(image) for image in pictures(NAMES[:3], 2, size=20)[0]]
+    classifier = IncrementalClassifier("replay", epochs=1, backbone="resnet10", device="cpu").fit(alike, [*"abcabc"])
+    assert classifier.model_.config.image_size == (20, 20), "as large as they are"
+
+
+def unread() -> Image.Image:
+    return Image.open(io.BytesIO(png(np.zeros((300, 300, 3), np.uint8))[:-40]))
+
+
+class Stream:
+    """An open file that can be read once, a little at a time, and gives what it gives."""
+
+    def __init__(self, content: Any) -> None:
+        self.content = content
+
+    def read(self, size: int) -> Any:
+        found, self.content = self.content[: min(size, 100)], self.content[100:]
+        return found
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        (lambda: b"no image", "it is no PNG, JPEG, WebP or BMP file"),
+        (lambda: b"", "it is no PNG, JPEG, WebP or BMP file"),
+        (lambda: png(np.zeros((300, 300, 3), np.uint8))[:-40], "truncated"),
+        (unread, "truncated"),
+        (lambda: io.StringIO("text"), "reading it gives str, not bytes"),
+        (lambda: png(np.zeros((9, 9, 3), np.uint8)) + bytes(3000), "its 0 MiB are more than the 0 allowed"),
+        (lambda: Stream(bytes(3000)), "its 0 MiB are more than the 0 allowed"),
+        (lambda: png(np.zeros((400, 400, 3), np.uint8)), "it claims more pixels than the 100000 allowed"),
+        (lambda: Image.new("RGB", (400, 400)), "it claims more pixels than the 100000 allowed"),
+    ],
+)
+def test_a_bad_upload_is_refused_by_its_place(
+    bad: Callable[[], Any], reason: str, served: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode, "FILE_BYTES", 2000)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100_000)
+    monkeypatch.setattr("engram.modeldir.inputs.BATCH", 2)
+    classifier, good = IncrementalClassifier.load(served, device="cpu"), png(pictures(NAMES[:1], 1)[0][0])
+    with pytest.raises(
+        EngramError, match=rf"^the image X\[3\] cannot be read \(.*{reason}.*\); mend it or leave it out$"
+    ):
+        classifier.predict([good, good, good, bad()])
+
+
+def test_a_stream_that_cannot_go_back_is_read_once(served: Path) -> None:
+    classifier, content = IncrementalClassifier.load(served, device="cpu"), png(pictures(NAMES[:1], 1)[0][0])
+    assert classifier.predict([Stream(content)]).tolist() == classifier.predict([content]).tolist()
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (b"bytes", r"X is one image \(bytes\); give a list of images"),
+        (io.BytesIO(b"bytes"), r"X is one image \(BytesIO\); give a list of images"),
+        (Image.new("RGB", (8, 8)), r"X is one image \(Image\); give a list of images"),
+        ([b"bytes", "path.png"], "X holds b'bytes' among others"),
+        (["path.png", b"bytes"], "X begins with a path, but holds b'bytes' too"),
+        ([np.zeros((8, 8, 3), np.uint8), b"bytes"], "X holds b'bytes' among others"),
+    ],
+)
+def test_what_is_no_list_of_uploads_is_refused(given: Any, sentence: str, served: Path) -> None:
+    with pytest.raises(EngramError, match=sentence):
+        IncrementalClassifier.load(served, device="cpu").predict(given)

@@ -73,8 +73,9 @@ class IncrementalClassifier:
     def fit(self, X: Any, y: Any, *, progress: Follow | None = None) -> IncrementalClassifier:
         """Forgets everything and learns the classes of these images; returns itself.
 
-        X: uint8 images (N, H, W, 3), grey (N, H, W), floats from 0 to 1, tensors of these, pictures of Pillow, or a
-        list of paths. y: a hashable label for each. progress: called with each event of the training.
+        X: uint8 images (N, H, W, 3), grey (N, H, W), floats from 0 to 1, tensors of these, a list of paths, or one of
+        files' bytes, open files and pictures of Pillow. y: a hashable label for each. progress: called with each event
+        of the training.
         """
         return self._learn(None, X, y, False, progress)
 
