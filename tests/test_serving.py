@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
+import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -289,3 +291,25 @@ def test_a_stream_that_cannot_go_back_is_read_once(served: Path) -> None:
 def test_what_is_no_list_of_uploads_is_refused(given: Any, sentence: str, served: Path) -> None:
     with pytest.raises(EngramError, match=sentence):
         IncrementalClassifier.load(served, device="cpu").predict(given)
+
+
+def test_a_damaged_picture_stops_no_one_who_only_predicts(served: Path, tmp_path: Path) -> None:
+    path, images = tmp_path / "m", pictures(NAMES[:4], 2, seed=5)[0]
+    shutil.copytree(served, path)
+    next(path.rglob("exemplars/*/*.png")).write_bytes(b"damaged")
+    with pytest.raises(EngramError, match="is damaged"):
+        IncrementalClassifier.load(path, device="cpu")
+    classifier = IncrementalClassifier.load(path, device="cpu", images=False)
+    assert np.array_equal(classifier.predict_proba(images), opened(served).probabilities(images))
+    for change in (
+        lambda: classifier.partial_fit(*pictures(NAMES[4:5])),
+        lambda: classifier.remove("apple"),
+        lambda: classifier.save(tmp_path / "other"),
+        lambda: classifier.save(path, overwrite=True),
+        lambda: pickle.loads(pickle.dumps(classifier)).save(tmp_path / "other"),
+    ):
+        with pytest.raises(EngramError, match=r"to predict alone \(images=False\); open it with its images"):
+            change()
+    assert classifier.classes_.tolist() == list(NAMES[:4])
+    assert not (tmp_path / "other").exists()
+    assert classifier.fit(*pictures(NAMES[:2])).classes_.tolist() == list(NAMES[:2]), "which forgets all"

@@ -196,9 +196,15 @@ class IncrementalClassifier:
         self._place = (Path(path).resolve(), pointer)
 
     @classmethod
-    def load(cls, path: str | Path, *, device: Device = "auto", precision: Precision = "auto") -> IncrementalClassifier:
-        """The classifier in a model directory, ready to predict and to go on learning."""
-        model, pointer = open_model(path, device, precision)
+    def load(
+        cls, path: str | Path, *, device: Device = "auto", precision: Precision = "auto", images: bool = True
+    ) -> IncrementalClassifier:
+        """The classifier in a model directory, ready to predict and to go on learning.
+
+        images: with those that it keeps, which predicting does not need; without them it can be neither taught nor
+        saved.
+        """
+        model, pointer = open_model(path, device, precision, images=images)
         config = model.config
         loaded = cls(
             config.method,
