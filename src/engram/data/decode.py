@@ -46,10 +46,14 @@ def try_decode(file: Source, size: int | None, quick: bool, large: Large | None 
 
 
 def _pixels(file: Source, size: int | None, quick: bool, large: Large | None) -> Images | str:
-    with opened(file) as image:
+    with quietly(), _open(file) as image:
+        held = image.width * image.height
         if quick and size is not None and image is not file:
             image.draft(None, (2 * size, 2 * size))
-        if large is not None and image.width * image.height > _LARGE_PIXELS:
+        if not image.info.get("progressive"):  # such a JPEG is in memory as a whole, at whatever size it is wanted
+            held = image.width * image.height
+        _check_pixels(image)
+        if large is not None and held > _LARGE_PIXELS:
             return large(lambda: _load_and_close(image, size))
         return _load(image, size)
 
@@ -76,7 +80,7 @@ def choose_size(files: Sequence[Source], looked_at: int = 200) -> int:
     sides: list[int] = []
     for file in files[:: max(1, len(files) // looked_at)]:
         try:
-            with opened(file) as image:
+            with quietly(), _open(file) as image:
                 sides.append(min(image.size))
         except Exception:  # it is refused or skipped when it is decoded
             continue
@@ -90,10 +94,15 @@ def choose_size(files: Sequence[Source], looked_at: int = 200) -> int:
 def opened(file: Source) -> Iterator[Image.Image]:
     """An image whose pixels may be still to be read, no more of them than are allowed; no warnings meanwhile."""
     with quietly(), _open(file) as image:
-        limit = Image.MAX_IMAGE_PIXELS
-        if limit is not None and image.width * image.height > limit:
-            raise Image.DecompressionBombError
+        _check_pixels(image)
         yield image
+
+
+def _check_pixels(image: Image.Image) -> None:
+    """Refuses more pixels than are allowed in memory. Pillow itself opens files of twice as many."""
+    limit = Image.MAX_IMAGE_PIXELS
+    if limit is not None and image.width * image.height > limit:
+        raise OSError(f"it claims more pixels than the {limit} allowed")
 
 
 @contextmanager
@@ -203,7 +212,7 @@ def why_unreadable(error: Exception) -> str:
     if isinstance(error, Image.UnidentifiedImageError):
         return "it is no PNG, JPEG, WebP or BMP file"
     if isinstance(error, Image.DecompressionBombWarning | Image.DecompressionBombError):
-        return f"it claims more pixels than the {Image.MAX_IMAGE_PIXELS} allowed"
+        return f"it claims more pixels than the {2 * (Image.MAX_IMAGE_PIXELS or 0)} allowed"
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return (text.splitlines() or [""])[0].rstrip(".") or type(error).__name__
 
