@@ -7,6 +7,7 @@ import io
 import pickle
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -228,6 +229,25 @@ def test_uploads_are_learned_as_the_files_are(served: Path, files: list[Path]) -
     alike = [Image.fromarray(image) for image in pictures(NAMES[:3], 2, size=20)[0]]
     classifier = IncrementalClassifier("replay", epochs=1, backbone="resnet10", device="cpu").fit(alike, [*"abcabc"])
     assert classifier.model_.config.image_size == (20, 20), "as large as they are"
+
+
+def test_large_uploads_are_in_memory_one_at_a_time(served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    classifier, content = IncrementalClassifier.load(served, device="cpu"), png(np.zeros((99, 99, 3), np.uint8))
+    wanted, load, here, most = classifier.predict_proba([content]), decode._load, [], []
+
+    def watched(*given: Any) -> np.ndarray:
+        here.append(True)
+        most.append(len(here))
+        time.sleep(0.01)
+        here.pop()
+        return load(*given)
+
+    monkeypatch.setattr(decode, "_LARGE_PIXELS", 1000)
+    monkeypatch.setattr(decode, "_load", watched)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: classifier.predict_proba([content]), range(12)))
+    assert all(np.array_equal(shares, wanted) for shares in found)
+    assert max(most) == 1
 
 
 def unread() -> Image.Image:

@@ -53,7 +53,7 @@ def _pixels(file: Source, size: int | None, quick: bool, large: Large | None) ->
         if not image.info.get("progressive"):  # such a JPEG is in memory as a whole, at whatever size it is wanted
             held = image.width * image.height
         _check_pixels(image)
-        if large is not None and held > _LARGE_PIXELS:
+        if large is not None and held > _LARGE_PIXELS and image is not file:
             return large(lambda: _load_and_close(image, size))
         return _load(image, size)
 

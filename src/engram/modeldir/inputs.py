@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence, Set
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from engram.data.store import Images, as_images
 from engram.errors import EngramError
 
 BATCH = 1024  # images looked at at once where all are not wanted
+_LARGE = threading.Lock()  # held by the thread that has a large upload in memory
 
 
 def are_paths(given: Any) -> bool:
@@ -108,11 +110,16 @@ def _squares(sources: Sequence[Source], side: int, start: int = 0) -> Images:
     check_room(len(sources) * side * side * 3, f"{len(sources)} images of {side}x{side} pixels")
     images = np.empty((len(sources), side, side, 3), dtype=np.uint8)
     for place, source in enumerate(sources):
-        found = try_decode(source, side, quick=True)
+        found = try_decode(source, side, quick=True, large=_alone)
         if isinstance(found, str):
             raise _unreadable(start + place, found)
         images[place] = found
     return images
+
+
+def _alone(load: Callable[[], Images | str]) -> Images | str:
+    with _LARGE:
+        return load()
 
 
 def _unreadable(place: int, reason: str) -> EngramError:
