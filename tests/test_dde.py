@@ -182,10 +182,10 @@ def test_looking_at_neighbours_leaves_no_trace_in_the_network(method: str) -> No
         phase = main_phase(session, stage)
 
         def loss(step: Step) -> dict[str, Tensor]:
+            assert all(module.training for module in session.learner.network.modules())
             return {"classification": F.cross_entropy(step.student.logits, step.labels)}
 
         train_phase(session, stage, replace(phase, loss=loss, neighbours=Neighbours(count)))
-        assert session.learner.network.training
         return parameters_of(session.learner.network) | buffers_of(session.learner.network)
 
     one, ten = learned(1), learned(10)

@@ -15,7 +15,7 @@ import time
 import tracemalloc
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from engram import EngramError
 from engram.data import decode, decoders, decoding, room
 from engram.data.decode import choose_size
 from engram.data.decoding import decode_files, decode_stream
+from engram.data.store import Images
 from helpers import decode_image
 
 RED = np.full((20, 30, 3), (200, 10, 10), np.uint8)
@@ -230,6 +231,46 @@ def test_large_photos_are_decoded_at_a_fraction_of_their_size(tmp_path: Path) ->
     assert np.abs(whole.astype(int) - quick)[..., :2].mean() < 2
     small = save(tmp_path / "y.jpg", photo[:50, :50], quality=95)
     assert np.array_equal(decode_image(small, 32), decode_image(small, 32, quick=True))
+
+
+def test_a_photograph_of_108_million_pixels_is_read_at_a_fraction_of_its_size(tmp_path: Path) -> None:
+    path = tmp_path / "x.jpg"
+    Image.new("L", (12_000, 9_000), 90).save(path)
+    assert choose_size([path]) == 64
+    assert (decode_image(path, 64, quick=True) == 90).all()
+    with pytest.raises(EngramError, match="claims more pixels than the 89478485 allowed"):
+        decode_image(path, 64)
+
+
+def test_only_a_jpeg_may_claim_more_pixels_than_are_allowed_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 400_000)
+    large = np.zeros((1_000, 700, 3), np.uint8)
+    assert decode_image(save(tmp_path / "x.jpg", large), 32, quick=True).shape == (32, 32, 3)
+    for name, image, limit in (
+        ("x.png", large, 400_000),
+        ("y.jpg", np.zeros((1_000, 810, 3), np.uint8), 800_000),
+        ("flat.jpg", np.zeros((10_000, 60, 3), np.uint8), 400_000),  # too narrow for a fraction of its size
+    ):
+        with pytest.raises(EngramError, match=f"claims more pixels than the {limit} allowed"):
+            decode_image(save(tmp_path / name, image), 32, quick=True)
+
+
+@pytest.mark.parametrize("progressive", [False, True])
+def test_a_progressive_jpeg_is_as_large_as_it_is_in_memory(
+    progressive: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode, "_LARGE_PIXELS", 100_000)
+    path = save(tmp_path / "x.jpg", np.zeros((400, 500, 3), np.uint8), progressive=progressive)
+    one_at_a_time: list[bool] = []
+
+    def alone(load: Callable[[], Images | str]) -> Images | str:
+        one_at_a_time.append(True)
+        return load()
+
+    assert np.array_equal(decode.try_decode(path, 16, True, alone), np.zeros((16, 16, 3)))
+    assert bool(one_at_a_time) == progressive
 
 
 def test_warnings_are_as_they_were_while_and_after_threads_decode(tmp_path: Path) -> None:

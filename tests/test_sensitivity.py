@@ -121,12 +121,12 @@ def test_the_square_of_the_mean_gradient_is_something_else() -> None:
 
 def test_the_sensitivity_leaves_everything_as_it_was() -> None:
     session, stage = trained()
-    network = session.learner.network.train()
+    network = session.learner.network
     parameters, buffers = parameters_of(network), buffers_of(network)
     gradients = {name: value.grad.clone() for name, value in network.named_parameters() if value.grad is not None}
     for _ in range(2):
         session.engine.sensitivity(session.learner, stage, stage.all_rows, squared_length, power=1)
-    assert network.training
+    assert not network.training
     assert gradients.keys() == parameters.keys()
     for name, value in network.named_parameters():
         assert torch.equal(value, parameters[name])

@@ -73,8 +73,9 @@ class IncrementalClassifier:
     def fit(self, X: Any, y: Any, *, progress: Follow | None = None) -> IncrementalClassifier:
         """Forgets everything and learns the classes of these images; returns itself.
 
-        X: uint8 images (N, H, W, 3), grey (N, H, W), floats from 0 to 1, tensors of these, pictures of Pillow, or a
-        list of paths. y: a hashable label for each. progress: called with each event of the training.
+        X: uint8 images (N, H, W, 3), grey (N, H, W), floats from 0 to 1, tensors of these, a list of paths, or one of
+        files' bytes, open files and pictures of Pillow. y: a hashable label for each. progress: called with each event
+        of the training.
         """
         return self._learn(None, X, y, False, progress)
 
@@ -161,14 +162,12 @@ class IncrementalClassifier:
         Where 20 images or more are held out, the largest is on average over these what share is right. by: "cnn" (the
         head) or "nme" (the nearest mean of exemplars); None is the method's own choice.
         """
-        model = self._fitted()
-        read = model.reader(by)
-        return np.concatenate([read(images).cpu().numpy() for images in read_batches(X, model.config.image_size)])
+        return _shares(self._fitted(), X, by)
 
     def predict(self, X: Any, *, by: str | None = None) -> np.ndarray:
         """The label of each image (N,)."""
-        best = self.predict_proba(X, by=by).argmax(axis=1)
-        return self.classes_[best]
+        model = self._fitted()  # once: another thread may teach or remove classes meanwhile
+        return label_array(model.labels)[_shares(model, X, by).argmax(axis=1)]
 
     def score(self, X: Any, y: Any, *, by: str | None = None) -> float:
         """The share of the images whose label is predicted, 0 to 1."""
@@ -198,9 +197,15 @@ class IncrementalClassifier:
         self._place = (Path(path).resolve(), pointer)
 
     @classmethod
-    def load(cls, path: str | Path, *, device: Device = "auto", precision: Precision = "auto") -> IncrementalClassifier:
-        """The classifier in a model directory, ready to predict and to go on learning."""
-        model, pointer = open_model(path, device, precision)
+    def load(
+        cls, path: str | Path, *, device: Device = "auto", precision: Precision = "auto", images: bool = True
+    ) -> IncrementalClassifier:
+        """The classifier in a model directory, ready to predict and to go on learning.
+
+        images: with those that it keeps, which predicting does not need; without them it can be neither taught nor
+        saved.
+        """
+        model, pointer = open_model(path, device, precision, images=images)
         config = model.config
         loaded = cls(
             config.method,
@@ -259,6 +264,11 @@ class IncrementalClassifier:
             classifier_tags=sklearn.ClassifierTags(),
             input_tags=sklearn.InputTags(two_d_array=False, three_d_array=True),
         )
+
+
+def _shares(model: Model, X: Any, by: str | None) -> np.ndarray:
+    read = model.reader(by)
+    return np.concatenate([read(images).cpu().numpy() for images in read_batches(X, model.config.image_size)])
 
 
 def _names_epochs(settings: Settings | Mapping[str, Any] | None) -> bool:

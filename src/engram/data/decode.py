@@ -1,7 +1,11 @@
-"""Image files to pixels, for files from anywhere: a damaged or hostile one is refused by name and fills no memory."""
+"""Image files to pixels, for files from anywhere: a damaged or hostile one is refused by name and fills no memory.
+
+What came another way, as the bytes of a file or as a picture of Pillow, is prepared in the same manner.
+"""
 
 from __future__ import annotations
 
+import io
 import os
 import stat
 import threading
@@ -14,6 +18,7 @@ from typing import IO, Any, Final, cast
 
 import numpy as np
 from PIL import Image, ImageOps
+from PIL.JpegImagePlugin import JpegImageFile
 
 from engram.data.store import Images
 
@@ -22,12 +27,14 @@ FILE_BYTES: Final = 512 * 2**20
 SIZES: Final = (16, 24, 32, 48, 64)  # that an image size is chosen from
 _FORMATS: Final = ("PNG", "JPEG", "WEBP", "BMP")
 _LARGE_PIXELS: Final = 4_000_000
+_READ_BYTES: Final = 2**20  # at once
 
+Source = str | Path | bytes | bytearray | Image.Image
 Large = Callable[[Callable[[], Images | str]], Images | str]  # how images of more pixels are loaded: one at a time
 
 
-def try_decode(file: str | Path, size: int | None, quick: bool, large: Large | None = None) -> Images | str:
-    """One image file as upright RGB (H, W, 3), transparency on white; the reason where it cannot be read.
+def try_decode(file: Source, size: int | None, quick: bool, large: Large | None = None) -> Images | str:
+    """One image as upright RGB (H, W, 3), transparency on white; the reason where it cannot be read.
 
     size: its central square of that side. quick: a JPEG much larger than `size` is decoded at a fraction of its size,
     at least twice that asked for.
@@ -38,11 +45,15 @@ def try_decode(file: str | Path, size: int | None, quick: bool, large: Large | N
         return why_unreadable(error)
 
 
-def _pixels(file: str | Path, size: int | None, quick: bool, large: Large | None) -> Images | str:
-    with opened(file) as image:
-        if quick and size is not None:
+def _pixels(file: Source, size: int | None, quick: bool, large: Large | None) -> Images | str:
+    with quietly(), _open(file) as image:
+        held = image.width * image.height
+        if quick and size is not None and image is not file:
             image.draft(None, (2 * size, 2 * size))
-        if large is not None and image.width * image.height > _LARGE_PIXELS:
+        if not image.info.get("progressive"):  # such a JPEG is in memory as a whole, at whatever size it is wanted
+            held = image.width * image.height
+        _check_pixels(image)
+        if large is not None and held > _LARGE_PIXELS and image is not file:
             return large(lambda: _load_and_close(image, size))
         return _load(image, size)
 
@@ -64,12 +75,12 @@ def _load(image: Image.Image, size: int | None) -> Images:
     return np.array(rgb if size is None else central_square(rgb, size), dtype=np.uint8)
 
 
-def choose_size(paths: Sequence[str | Path], looked_at: int = 200) -> int:
+def choose_size(files: Sequence[Source], looked_at: int = 200) -> int:
     """The side in pixels to bring images to: the largest of SIZES that half of those looked at have."""
     sides: list[int] = []
-    for path in paths[:: max(1, len(paths) // looked_at)]:
+    for file in files[:: max(1, len(files) // looked_at)]:
         try:
-            with opened(path) as image:
+            with quietly(), _open(file) as image:
                 sides.append(min(image.size))
         except Exception:  # it is refused or skipped when it is decoded
             continue
@@ -80,24 +91,77 @@ def choose_size(paths: Sequence[str | Path], looked_at: int = 200) -> int:
 
 
 @contextmanager
-def opened(file: str | Path) -> Iterator[Image.Image]:
-    """An image file whose pixels are still to be read, no more of them than are allowed; no warnings meanwhile."""
-    with quietly(), _open_regular(file) as stream, Image.open(stream, formats=_FORMATS) as image:
-        limit = Image.MAX_IMAGE_PIXELS
-        if limit is not None and image.width * image.height > limit:
-            raise Image.DecompressionBombError
+def opened(file: Source) -> Iterator[Image.Image]:
+    """An image whose pixels may be still to be read, no more of them than are allowed; no warnings meanwhile."""
+    with quietly(), _open(file) as image:
+        _check_pixels(image)
         yield image
+
+
+def _check_pixels(image: Image.Image) -> None:
+    """Refuses more pixels than are allowed in memory. Pillow itself opens files of twice as many."""
+    limit = Image.MAX_IMAGE_PIXELS
+    if limit is not None and image.width * image.height > limit:
+        raise OSError(f"it claims more pixels than the {limit} allowed")
+
+
+@contextmanager
+def _open(file: Source) -> Iterator[Image.Image]:
+    if isinstance(file, Image.Image):
+        content = _unread_jpeg(file)
+        if content is None:
+            yield file
+            return
+        file = content
+    stream = _open_bytes(file) if isinstance(file, bytes | bytearray) else _open_regular(file)
+    with stream, Image.open(stream, formats=_FORMATS) as image:
+        yield image
+
+
+def _unread_jpeg(picture: Image.Image) -> bytes | None:
+    """The file of a JPEG whose pixels are still to be read, to be decoded as files are; the picture stays as it is."""
+    if not isinstance(picture, JpegImageFile) or not picture.tile or picture.fp is None or picture.tell() != 0:
+        return None
+    place = picture.fp.tell()
+    content = read_all(picture.fp)
+    picture.fp.seek(place)
+    return content
+
+
+def read_all(stream: IO[bytes]) -> bytes:
+    """What an open file holds, from its beginning where it can go back there; no more than is allowed."""
+    with suppress(OSError, AttributeError):
+        stream.seek(0)
+    content = bytearray()
+    while chunk := stream.read(_READ_BYTES):
+        if not isinstance(chunk, bytes):
+            raise OSError(f"reading it gives {type(chunk).__name__}, not bytes")
+        content += chunk
+        _check_bytes(len(content))
+    return bytes(content)
+
+
+def _open_bytes(content: bytes | bytearray) -> IO[bytes]:
+    _check_bytes(len(content))
+    return io.BytesIO(content)
+
+
+def _check_bytes(size: int) -> None:
+    if size > FILE_BYTES:
+        raise OSError(f"its {size / 2**20:.0f} MiB are more than the {FILE_BYTES // 2**20} allowed")
 
 
 def _open_regular(file: str | Path) -> IO[bytes]:
     """The file open for reading; a pipe or a device, which could go on for ever, is refused."""
     handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    status = os.fstat(handle)
-    if not stat.S_ISREG(status.st_mode) or status.st_size > FILE_BYTES:
+    try:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError("it is a folder" if stat.S_ISDIR(status.st_mode) else "it is no ordinary file")
+        _check_bytes(status.st_size)
+    except BaseException:
         os.close(handle)
-        if stat.S_ISREG(status.st_mode):
-            raise OSError(f"its {status.st_size / 2**20:.0f} MiB are more than the {FILE_BYTES // 2**20} allowed")
-        raise OSError("it is a folder" if stat.S_ISDIR(status.st_mode) else "it is no ordinary file")
+        raise
     return os.fdopen(handle, "rb")
 
 
@@ -148,7 +212,7 @@ def why_unreadable(error: Exception) -> str:
     if isinstance(error, Image.UnidentifiedImageError):
         return "it is no PNG, JPEG, WebP or BMP file"
     if isinstance(error, Image.DecompressionBombWarning | Image.DecompressionBombError):
-        return f"it claims more pixels than the {Image.MAX_IMAGE_PIXELS} allowed"
+        return f"it claims more pixels than the {2 * (Image.MAX_IMAGE_PIXELS or 0)} allowed"
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return (text.splitlines() or [""])[0].rstrip(".") or type(error).__name__
 

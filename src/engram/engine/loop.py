@@ -120,7 +120,10 @@ class PhaseLoop:
         self._takers: dict[int, Callable[[], list[str]]] = {}  # by batch size
 
     def __iter__(self) -> Iterator[None]:
-        self._learner.network.train(not self.phase.frozen)
+        with self._learner.network.in_training(not self.phase.frozen):
+            yield from self._take_steps()
+
+    def _take_steps(self) -> Iterator[None]:
         while self.epoch < self.phase.training.epochs:
             if self.epoch not in self._planned:
                 self._plan_ahead()

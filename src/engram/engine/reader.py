@@ -32,14 +32,12 @@ class Reader:
 
     @torch.no_grad()
     def __call__(self, images: Tensor, mirror: bool = False) -> tuple[Tensor, Tensor]:
-        engine, network = self._engine, self._network
-        was_training = network.training
-        network.eval()
+        engine = self._engine
+        assert not self._network.training, "reading with a network in training would change its running statistics"
         if engine.augmentation.view is not None:
             images = centre(images, engine.image_size)
         batch = max(1, INFERENCE_PIXELS[engine.device.type] // (images.shape[1] * images.shape[2]))
         outputs = [self._passes(to_unit(part.to(engine.device), mirror)) for part in images.split(batch)]
-        network.train(was_training)
         return torch.cat([output.embedding for output in outputs]), torch.cat([output.scores for output in outputs])
 
 

@@ -51,8 +51,7 @@ def sensitivity(
     totals = {name: torch.zeros_like(weight) for name, weight in weights.items()}
     images = centre(pool.images, engine.image_size)
     size = max(1, PIXELS[device.type] // images[0, ..., 0].numel())
-    was_training = network.training
-    network.eval()
+    assert not network.training
     with _watched(network, power, totals):
         for some, numbers in zip(rows.split(size), draws.split(size), strict=True):
             unit = to_unit(images[some].to(device)).contiguous(memory_format=engine.layout)
@@ -62,7 +61,6 @@ def sensitivity(
                 output = functional_call(network, weights, (unit.requires_grad_(),))
                 step = Step(labels, exemplar, output, None, {}, learner.buffers, *where)
                 torch.autograd.grad(objective(step, numbers.to(device)).sum(), unit)
-    network.train(was_training)
     return {name: total / len(rows) for name, total in totals.items()}
 
 

@@ -40,7 +40,6 @@ def sweep(
     space = engine.space
     pool, room, counter = space.pool(stage), space.plan(full + 1, size), space.counter
     room.load(_plan(engine, learner, stage, rows, size))
-    learner.network.train()
     arrival = space.arrival(stage, learner.network.head.capacity)
 
     def take(size: int, totals: list[Tensor]) -> list[Tensor]:
@@ -58,17 +57,18 @@ def sweep(
 
     counter.zero_()
     what = "the sweep after a stage"
-    step = engine.record(("sweep", size), (visit, size), partial(take, size, []), learner, what)
-    if isinstance(step, CapturedStep):
-        for total in step.returned:
-            total.zero_()
-    else:
-        step = partial(take, size, [])  # trying to record may have added to the other's sums
-    totals: list[Tensor] = []
-    for _ in range(full):
-        totals = step()
-    totals = [total.clone() for total in totals]
-    return take(rest, totals) if rest else totals
+    with learner.network.in_training():
+        step = engine.record(("sweep", size), (visit, size), partial(take, size, []), learner, what)
+        if isinstance(step, CapturedStep):
+            for total in step.returned:
+                total.zero_()
+        else:
+            step = partial(take, size, [])  # trying to record may have added to the other's sums
+        totals: list[Tensor] = []
+        for _ in range(full):
+            totals = step()
+        totals = [total.clone() for total in totals]
+        return take(rest, totals) if rest else totals
 
 
 def _plan(engine: Engine, learner: Learner, stage: Stage, rows: Tensor, size: int) -> Plan:

@@ -44,8 +44,7 @@ def tune(
     # What is learned is kept apart from the image, where changes far below a level of its pixels would be rounded away.
     change, momentum = torch.zeros_like(start), torch.zeros_like(start)
     normalised = (start - network.mean) / network.std
-    was_training = network.training
-    network.eval()
+    assert not network.training
     parameters = {name: parameter.detach() for name, parameter in network.named_parameters()}
     passes = partial(_passes, network, parameters, GRADIENT_PIXELS[device.type])
     pool, (steps, size) = engine.space.pool(stage), training.batches(len(rows))
@@ -69,7 +68,6 @@ def tune(
             momentum = training.momentum * momentum + gradient + training.weight_decay * (normalised + change)
             change = change - on_device.learning_rate(counter) * momentum
             counter += 1
-    network.train(was_training)
     if not bool(change.isfinite().all()):
         raise EngramError(
             f"the tuned exemplars of stage {stage.index} are no longer finite; nothing was saved after its training: "

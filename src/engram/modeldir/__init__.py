@@ -61,7 +61,7 @@ def learn_into(
 
     Until the last event, Learned, the model is what it was, for every reader and whatever happens. Learning that was
     stopped or cut off goes on where it stood when the same images are given again; other images are refused then,
-    unless `restart` drops it. images: arrays, tensors or paths. config: for a new model; chosen by the images if None.
+    unless `restart` drops it. images: as the estimator's X. config: for a new model; chosen by the images if None.
     minutes: instead of epochs, as many as fit, by the time of the first steps.
     """
     if minutes is not None and (epochs is not None or not minutes > 0):

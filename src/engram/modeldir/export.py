@@ -101,7 +101,6 @@ def _to_onnx(model: Model, by: str) -> bytes:
         raise EngramError("there is nothing to export: the model knows no class")
     assert (model.engine.device.type, model.engine.precision) == ("cpu", "float32"), "what is checked is exact"
     answer = _Answer(model, by)
-    was_training = learner.network.training
     answer.eval()
     height, width = model.config.image_size
     sample = torch.zeros(3, height, width, 3, dtype=torch.uint8)
@@ -111,7 +110,6 @@ def _to_onnx(model: Model, by: str) -> bytes:
         open_number = {"images": {0: torch.export.Dim.DYNAMIC}}
         program = torch.export.export(answer, (sample,), dynamic_shapes=open_number, strict=False)
         program = program.run_decompositions()
-    learner.network.train(was_training)
     graph = Graph()
     outputs = convert(program, graph, INPUT)
     for name, output in zip(outputs, OUTPUTS, strict=True):

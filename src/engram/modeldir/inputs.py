@@ -1,21 +1,24 @@
-"""What people give as images: arrays, tensors or lists of paths, as uint8 (N, H, W, 3)."""
+"""What people give as images: arrays, tensors or lists of paths, of files or of pictures, as uint8 (N, H, W, 3)."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Set
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 
-from engram.data.decode import choose_size, to_upright_rgb
+from engram.data.decode import Source, choose_size, read_all, to_upright_rgb, try_decode, why_unreadable
 from engram.data.decoding import decode_files, decode_stream
+from engram.data.room import check_room
 from engram.data.store import Images, as_images
 from engram.errors import EngramError
 
 BATCH = 1024  # images looked at at once where all are not wanted
+_LARGE = threading.Lock()  # held by the thread that has a large upload in memory
 
 
 def are_paths(given: Any) -> bool:
@@ -36,6 +39,9 @@ def read_images(given: Any, size: tuple[int, int] | None) -> Images:
         paths = _paths(given)
         images, _, _ = decode_files(paths, choose_size(paths) if size is None else file_side(size))
         return images
+    if _are_uploads(given, size):
+        sources = _sources(given)
+        return _squares(sources, choose_size(sources) if size is None else file_side(size))
     images = _pixels(given)
     if size is not None:
         _check_size(images, size)
@@ -50,6 +56,10 @@ def read_batches(given: Any, size: tuple[int, int]) -> Iterator[Images]:
                 path, reason = part.skipped[0]
                 raise EngramError(f"the image {path} cannot be read ({reason}); mend or remove it")
             yield part.images
+        return
+    if _are_uploads(given, size):
+        for start in range(0, len(given), BATCH):
+            yield _squares(_sources(given[start : start + BATCH], start), file_side(size), start)
         return
     _refuse_kinds(given)
     if not hasattr(given, "__getitem__"):
@@ -67,6 +77,53 @@ def _paths(given: Any) -> list[str]:
             raise EngramError(f"X begins with a path, but holds {path!r:.60} too; give paths alone or one array")
         paths.append(os.fspath(path))
     return paths
+
+
+def _is_upload(item: Any) -> bool:
+    return isinstance(item, (bytes, bytearray, Image.Image)) or hasattr(item, "read")
+
+
+def _are_uploads(given: Any, size: tuple[int, int] | None) -> bool:
+    """Whether these are prepared as files are: the bytes of files, open files and pictures.
+
+    Pictures alone are arrays where the size is to be theirs, or is no square.
+    """
+    if not isinstance(given, (list, tuple)) or not given or not all(map(_is_upload, given)):
+        return False
+    if not all(isinstance(item, Image.Image) for item in given):
+        return True
+    return len({item.size for item in given}) > 1 if size is None else size[0] == size[1]
+
+
+def _sources(given: Sequence[Any], start: int = 0) -> list[Source]:
+    """What was uploaded, open files read; start: the place of the first, for who is told of one."""
+    sources: list[Source] = []
+    for place, item in enumerate(given, start):
+        try:
+            sources.append(read_all(item) if hasattr(item, "read") else item)
+        except Exception as error:  # whatever such an object raises
+            raise _unreadable(place, why_unreadable(error)) from None
+    return sources
+
+
+def _squares(sources: Sequence[Source], side: int, start: int = 0) -> Images:
+    check_room(len(sources) * side * side * 3, f"{len(sources)} images of {side}x{side} pixels")
+    images = np.empty((len(sources), side, side, 3), dtype=np.uint8)
+    for place, source in enumerate(sources):
+        found = try_decode(source, side, quick=True, large=_alone)
+        if isinstance(found, str):
+            raise _unreadable(start + place, found)
+        images[place] = found
+    return images
+
+
+def _alone(load: Callable[[], Images | str]) -> Images | str:
+    with _LARGE:
+        return load()
+
+
+def _unreadable(place: int, reason: str) -> EngramError:
+    return EngramError(f"the image X[{place}] cannot be read ({reason}); mend it or leave it out")
 
 
 def file_side(size: tuple[int, int]) -> int:
@@ -91,6 +148,8 @@ def _length(given: Any) -> int:
 
 def _refuse_kinds(given: Any) -> None:
     """Refuses what may look like an array, but has no pixels to slice."""
+    if _is_upload(given):
+        raise EngramError(f"X is one image ({type(given).__name__}); give a list of images, or one array")
     is_tensor = isinstance(given, torch.Tensor)
     if hasattr(given, "toarray") or isinstance(given, np.matrix) or (is_tensor and given.layout != torch.strided):
         raise EngramError(
@@ -133,6 +192,9 @@ def _array(given: Any) -> np.ndarray:
     if not hasattr(given, "__array__"):
         _length(given)
     if isinstance(given, (list, tuple)):
+        odd = [item for item in given if _is_upload(item) and not isinstance(item, Image.Image)]
+        if odd:
+            raise EngramError(f"X holds {odd[0]!r:.40} among others; give files and pictures, paths alone or one array")
         given = [_picture(item) if isinstance(item, Image.Image) else item for item in given]
     try:
         return np.asarray(given)

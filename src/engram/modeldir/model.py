@@ -75,6 +75,7 @@ class Model:
     learner is None until the first. sizes: the new classes of each stage since the network began, as methods count
     them. heldout: images never trained on, by label. temperatures: what logits are divided by, by predictor, so that
     confidence is what can be expected; 1 where nothing is said. device, precision: as asked for, "auto" included.
+    reads_only: it was opened without the images it keeps.
     """
 
     def __init__(self, config: ModelConfig, device: Device = "auto", precision: Precision = "auto") -> None:
@@ -90,6 +91,7 @@ class Model:
         self.history: tuple[Entry, ...] = ()
         self.heldout = Memory(MemoryConfig("all", 0))
         self.temperatures: dict[str, float] = {}
+        self.reads_only = False
 
     @property
     def labels(self) -> list[Hashable]:
@@ -139,6 +141,7 @@ class Model:
 
     def copy(self) -> Model:
         """A model of its own with the same knowledge: to learn with, and to be thrown away if that fails."""
+        self.refuse_change()
         other = Model(self.config, self.device, self.precision)
         other.classes, other.sizes, other.history = self.classes, self.sizes, self.history
         other.heldout.load_state_dict(self.heldout.state_dict())
@@ -149,6 +152,13 @@ class Model:
             state = {name: value.detach().clone() for name, value in self.learner.state_dict().items()}
             other.learner.load_state_dict(state)
         return other
+
+    def refuse_change(self) -> None:
+        """Refuses to learn, remove or save what was opened without its images: they would be lost."""
+        if self.reads_only:
+            raise EngramError(
+                "the model was opened to predict alone (images=False); open it with its images to change it"
+            )
 
     def probabilities(self, images: np.ndarray | Tensor, by: str | None = None) -> np.ndarray:
         """The share of each class (N, K) for uint8 images (N, H, W, 3), by the head ("cnn") or the class means ("nme").

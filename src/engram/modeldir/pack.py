@@ -49,6 +49,7 @@ _NAMES = re.compile(r"(network|teacher|buffers)\.[\w.]{1,200}|class_means")
 
 def pack_model(model: Model) -> tuple[dict[str, Any], Iterator[File]]:
     """What model.json says of the model, and every other file; what could not be opened again is refused."""
+    model.refuse_change()
     state = _weights(model)
     described = model.describe()
     mean, std = model.normalisation
@@ -215,6 +216,7 @@ def _unpack(snapshot: Snapshot, device: Device, precision: Precision, images: bo
     means = model.learner.class_means
     if means is not None and means.shape != (len(classes), model.learner.network.backbone.dim):
         raise EngramError(f"{snapshot.path / WEIGHTS} has class means of another shape; the model is damaged")
+    model.reads_only = not images
     if images:
         _read_pictures(snapshot, model, counts)
     return model

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -46,7 +47,8 @@ class Output(NamedTuple):
 class Network(nn.Module):
     """A backbone, a head that grows, and the normalisation of the images they were trained on.
 
-    factors: where there are any, the convolutions move by them alone.
+    factors: where there are any, the convolutions move by them alone. It is in eval mode but for `in_training`: whoever
+    reads with it changes no mode, so that several threads may.
     """
 
     mean: Tensor
@@ -59,6 +61,16 @@ class Network(nn.Module):
         self.factors: Factors | None = None
         self.register_buffer("mean", torch.tensor(mean).view(1, 3, 1, 1))
         self.register_buffer("std", torch.tensor(std).view(1, 3, 1, 1))
+        self.eval()
+
+    @contextmanager
+    def in_training(self, mode: bool = True) -> Iterator[None]:
+        """A context in which it is in train mode (with False: in eval mode, as outside); not to be read with then."""
+        self.train(mode)
+        try:
+            yield
+        finally:
+            self.eval()
 
     def forward(self, images: Tensor, train_backbone: bool = True) -> Output:
         normalised = (images - self.mean) / self.std
