@@ -236,7 +236,8 @@ class Passes(Protocol):
         """For each parameter the mean over the images of |gradient|^power, each image's gradient taken by itself.
 
         The network is in eval mode, the images are as they are in evaluation. objective: from a Step and a uniform
-        random number an image (B,), the same whatever the batches, to a value an image (B,).
+        random number an image (B,), the same whatever the batches, to a value an image (B,). The head is a LinearHead,
+        CosineHead or LSCHead as it is there, without a correction or an effect; others are refused.
         """
         ...
 
