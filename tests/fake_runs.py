@@ -40,73 +40,84 @@ def fake_run(
 ) -> Path:
     """The directory of a run whose classes lose the factor `keep` of their accuracy in every later stage."""
     rng = np.random.default_rng([order, seed, len(method), sum(map(ord, method))])
-    total = sum(stage_sizes)
-    names = list(class_names or [f"class {i:02d}" for i in range(total)])
+    names = list(class_names or [f"class {i:02d}" for i in range(sum(stage_sizes))])
     class_ids = np.random.default_rng(order).permutation(len(names)) if shuffled else np.arange(len(names))
     (directory / "stages").mkdir(parents=True)
-    recipe = recipe or f"{method}-mini-b{stage_sizes[0]}-s{len(stage_sizes) - 1}"
     stages = []
     for stage in range(len(stage_sizes) if finished is None else finished):
         tensors, entry = _stage(rng, stage, stage_sizes, predictors, images_per_class, keep)
-        if importance:
-            for m, channels in enumerate(CHANNELS):
-                values = rng.lognormal(sigma=0.4 + 0.3 * m, size=channels).astype(np.float32)
-                tensors[f"importance.{m}"] = values / values.mean()
+        tensors |= _importance(rng) if importance else {}
         save_file(tensors, directory / "stages" / f"{stage:03d}.safetensors")
         stages.append(entry)
-    seconds_by = {
-        "train": 30.0 + seed,
-        "importance": 2.5 if importance else 0.0,
-        "exemplars": 1.5,
-        "evaluate": 3.0,
-    }
-    result = {
-        "engram": "0.1.0",
-        "recipe": recipe,
-        "method": method,
-        "dataset": "mini",
-        "order": order,
-        "seed": seed,
-        "stages": stages,
-        **_metrics(stages, predictors),
-        "seconds": sum(seconds_by.values()) + 0.5,
-        "seconds_by": seconds_by,
-    }
     info = {
-        "engram": "0.1.0",
-        "format": 1,
-        "created": "2026-01-02T03:04:05+00:00",
-        "recipe": recipe,
+        **_made_with(),
+        "recipe": recipe or f"{method}-mini-b{stage_sizes[0]}-s{len(stage_sizes) - 1}",
         "config": {"method": method, "base": stage_sizes[0], "order": str(order), "seed": seed}
         | {"data": {"name": "mini", "path": path}, "predictor": reported, "settings": settings or {"epochs": epochs}},
         "config_hash": "0123456789abcdef",
-        "card": {
-            "Data set": f"mini ({len(names)} classes, 16x16)",
-            "Base": f"{stage_sizes[0]} classes",
-            "Stages": f"{len(stage_sizes) - 1} of {stage_sizes[-1]}",
-            "Order": str(order),
-            "Memory": "none" if method == "naive" else "10 exemplars a class",
-            "Seed": str(seed),
-        },
-        "data": {
-            "name": "mini",
-            "class_names": names,
-            "image_size": [16, 16],
-            "train_images": 250 * len(names),
-        }
+        "card": _card(method, stage_sizes, len(names), order, seed),
+        "data": {"name": "mini", "class_names": names, "image_size": [16, 16], "train_images": 250 * len(names)}
         | {"test_images": images_per_class * len(names), "fingerprint": "feedc0de"},
         "order": {"name": str(order), "class_ids": [int(i) for i in class_ids]},
         "stage_sizes": list(stage_sizes),
         "predictors": list(predictors),
-        "versions": {"python": "3.11.7", "torch": "2.13.0", "numpy": "2.4.6"},
-        "hardware": {"device": "cpu", "cpu": "Example CPU at 3 GHz", "cores": 2},
     }
     if command is not None:
         info["command"] = command
     write_json(directory / "run.json", info)
-    write_json(directory / "result.json", result)
+    which = {"recipe": info["recipe"], "method": method, "dataset": "mini", "order": order, "seed": seed}
+    write_json(directory / "result.json", _result(which, stages, predictors, importance))
     _write_events(directory / "events.jsonl", rng, len(stages), epochs, distils=importance)
     return directory
+
+
+def _made_with() -> dict[str, Any]:
+    """What run.json says of programs and machine."""
+    return {
+        "engram": "0.1.0",
+        "format": 1,
+        "created": "2026-01-02T03:04:05+00:00",
+        "versions": {"python": "3.11.7", "torch": "2.13.0", "numpy": "2.4.6"},
+        "hardware": {"device": "cpu", "cpu": "Example CPU at 3 GHz", "cores": 2},
+    }
+
+
+def _card(method: str, stage_sizes: Sequence[int], classes: int, order: int, seed: int) -> dict[str, str]:
+    return {
+        "Data set": f"mini ({classes} classes, 16x16)",
+        "Base": f"{stage_sizes[0]} classes",
+        "Stages": f"{len(stage_sizes) - 1} of {stage_sizes[-1]}",
+        "Order": str(order),
+        "Memory": "none" if method == "naive" else "10 exemplars a class",
+        "Seed": str(seed),
+    }
+
+
+def _result(
+    which: dict[str, Any], stages: list[dict[str, Any]], predictors: Sequence[str], importance: bool
+) -> dict[str, Any]:
+    seconds = {
+        "train": 30.0 + which["seed"],
+        "importance": 2.5 if importance else 0.0,
+        "exemplars": 1.5,
+        "evaluate": 3.0,
+    }
+    return {
+        "engram": "0.1.0",
+        **which,
+        "stages": stages,
+        **_metrics(stages, predictors),
+        "seconds": sum(seconds.values()) + 0.5,
+        "seconds_by": seconds,
+    }
+
+
+def _importance(rng: np.random.Generator) -> dict[str, np.ndarray]:
+    tensors = {}
+    for m, channels in enumerate(CHANNELS):
+        values = rng.lognormal(sigma=0.4 + 0.3 * m, size=channels).astype(np.float32)
+        tensors[f"importance.{m}"] = values / values.mean()
+    return tensors
 
 
 def write_json(file: Path, data: Any) -> None:

@@ -15,6 +15,10 @@ import pytest
 
 from engram.methods import METHODS
 from helpers import Engram
+from test_cli import photos
+from test_cli_several import SMALL
+
+__all__ = ["photos"]  # a fixture
 
 ROOT = Path(__file__).parents[1]
 
@@ -105,6 +109,70 @@ def test_a_method_outside_the_package_runs_stops_and_resumes(engram: Engram, own
     resumed = engram("resume", "run", "--stop-after-stage", "1", "--quiet")
     assert (resumed.status, resumed.err) == (0, "")
     assert len(json.loads(Path("run/result.json").read_text())["stages"]) == 2
+
+
+def edit(file: Path) -> None:
+    """The method is another from here on, as for the next process."""
+    file.write_text(file.read_text() + "\n# edited\n")
+    METHODS.pop("steady")
+    sys.modules.pop(str(file))
+
+
+def versions(run: str | Path) -> dict[str, str]:
+    return json.loads((Path(run) / "run.json").read_text())["versions"]
+
+
+def test_runs_of_edited_code_stand_apart(engram: Engram, own: Path, photos: Path) -> None:
+    command = ("run", "steady-folder", "--data", photos, *SMALL)
+    assert engram(*command, "--orders", "1,2").status == 0
+    first, second = sorted(Path("runs").iterdir())
+    code = versions(first)["method_code"]
+    assert (versions(second)["method_file"], versions(second)["method_code"]) == ("steady.py", code)
+    assert str(own.parent) not in str(versions(first))
+    again = engram(*command, "--orders", "1,2")
+    assert (again.err, again.out.count("[code ")) == ("", 0)
+    edit(own)
+    planned = engram(*command, "--orders", "1,2,3", "--dry-run")
+    outcome = engram(*command, "--orders", "1,2,3")
+    for told in (planned.err, outcome.err):
+        assert told.count("\n") == 1
+        assert told.startswith("engram: 2 runs are done already and not on record with the code that the method has")
+        assert told.endswith(f": {first.name}, {second.name}\n")
+    third = max(Path("runs").iterdir())
+    assert versions(third)["method_code"] != code
+    for name in (code, versions(third)["method_code"]):
+        assert name in outcome.out.partition("recipe")[2], "a row of its own"
+    assert engram("report", "runs").status == 0
+    page = Path("runs/report.html").read_text()
+    for text in (f"code={code}", "steady-folder", "those of different code stand apart"):
+        assert text in page
+
+
+def test_a_run_that_goes_on_with_edited_code_says_so(engram: Engram, own: Path) -> None:
+    assert engram("run", "steady-mini-b10-s5", *SHORT, "--stop-after-stage", "0").status == 0
+    begun = versions("run")["method_code"]
+    edit(own)
+    for stage, warned in ((1, True), (2, False)):
+        told = engram("resume", "run", "--stop-after-stage", str(stage), "--json").out
+        assert ("was not trained so far with the code that its method steady has now" in told) is warned
+        codes = versions("run")["method_code"].split(", ")
+        assert (len(codes), codes[0]) == (2, begun)
+    assert versions("run")["method_file"] == "steady.py"
+    for kept in ("checkpoint", "stages", "result.json"):
+        shutil.move(Path("run", kept), own.parent)
+    edit(own)
+    assert "was not trained" not in engram("resume", "run", "--stop-after-stage", "0", "--json").out
+    assert versions("run")["method_code"] not in codes, "nothing of the other code is left"
+
+
+def test_the_command_on_record_can_be_typed_again(engram: Engram, own: Path, photos: Path) -> None:
+    for number, recipes in enumerate((["replay-folder"], ["steady-folder"], ["steady-folder", "replay-folder"])):
+        assert engram("run", *recipes, "--data", photos, *SMALL, "--out", f"runs{number}", "--quiet").status == 0
+    for place in (Path("runs1"), *Path("runs2").iterdir()):
+        command = json.loads((place / "run.json").read_text())["command"]
+        assert command.startswith(f"ENGRAM_METHODS={own}, engram run steady-folder ")
+    assert json.loads(Path("runs0/run.json").read_text())["command"].startswith("engram run replay-folder ")
+    assert versions("runs0").keys().isdisjoint({"method_file", "method_code"})
 
 
 def test_an_unknown_method_says_how_ones_own_is_brought_in(

@@ -312,8 +312,11 @@ def test_of_two_machines_the_latest_run_counts_once() -> None:
     assert (found.ours.mean, found.n) == (60.0, 1)
 
 
-def test_runs_of_other_images_are_not_taken_together() -> None:
+def test_runs_of_other_images_or_code_are_not_taken_together() -> None:
     data = json.loads(make_record(order="2").to_line())
+    edited = {**data, "versions": {**data["versions"], "method_code": "c0de"}}
+    with pytest.raises(EngramError, match="runs of afc-cifar100-b50-s5 with different code of the method; leave one"):
+        cell_of("table1", "AFC (CNN)", "5 stages", [make_record(), check_record(edited, "elsewhere")])
     data["data"]["fingerprint"] = "c0de"
     other = check_record(data, "elsewhere")
     with pytest.raises(EngramError, match="by hand and elsewhere are runs of afc-cifar100-b50-s5 on different images"):

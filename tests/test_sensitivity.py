@@ -9,15 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import engram.engine.sensitivity
 from engram.data.augment import Augmentation
 from engram.data.memory import MemoryConfig
 from engram.data.stage import Stage
+from engram.errors import EngramError
 from engram.methods import Step
 from engram.methods.ewc import EWC, EWCSettings, draw_labels
 from engram.methods.mas import squared_length
+from engram.models.heads import LSCHead
 from engram.models.network import Network
 from engram.session import Session
 from helpers import buffers_of, learn_stage, parameters_of, tiny_config, tiny_session
@@ -69,6 +72,78 @@ def test_the_sensitivity_is_that_of_single_images(kind: str) -> None:
         assert value.any(), name
         scale = float(value.max())
         torch.testing.assert_close(ours[name].double(), value, rtol=1e-3, atol=1e-5 * scale, msg=name)
+
+
+def cosines_to_score(cosines: Tensor, similarity: str) -> Tensor:
+    """A class's score from the cosines of its proxies."""
+    values = [2 * (cosine - 1) if similarity == "distance" else cosine for cosine in cosines]
+    total = sum((torch.exp(value) for value in values), torch.zeros(()))
+    return sum((torch.exp(value) / total * value for value in values), torch.zeros(()))
+
+
+@pytest.mark.parametrize("power", [1, 2])
+@pytest.mark.parametrize("head", ["distance", "cosine", "plain"])
+def test_heads_that_compare_directions_have_a_sensitivity_too(head: str, power: Any) -> None:
+    """Scores and scale as an objective may use them, each image by itself in float64."""
+    session = tiny_session(tiny_config("ucir" if head == "plain" else "afc"))
+    stage = [learn_stage(session, index) for index in range(2)][-1]
+    if isinstance(session.learner.network.head, LSCHead):
+        session.learner.network.head.similarity = head
+
+    def objective(step: Step, numbers: Tensor) -> Tensor:
+        del numbers
+        said = step.student
+        return -F.cross_entropy(said.logits, step.labels, reduction="none") + said.scale * said.embedding[:, 0]
+
+    ours = session.engine.sensitivity(session.learner, stage, stage.all_rows, objective, power)
+    network = copy.deepcopy(session.learner.network).double().eval()
+    named = dict(network.named_parameters())
+    theirs = {name: torch.zeros_like(value) for name, value in named.items()}
+    for row in range(len(stage.pool)):
+        image = (stage.pool.images[row].double() / 255).permute(2, 0, 1)[None]
+        embedding = network.backbone((image - network.mean) / network.std)[1][0]
+        proxies = named["head.weight"][: stage.num_seen]
+        scores = []
+        for weight in proxies:
+            cosines = [
+                p @ embedding / (p.square().sum() * embedding.square().sum()).sqrt()
+                for p in weight.view(-1, weight.shape[-1])
+            ]
+            scores.append(cosines[0] if head == "plain" else cosines_to_score(torch.stack(cosines), head))
+        logits = [named["head.scale"] * score for score in scores]
+        value = logits[int(stage.pool.labels[row])] - torch.log(
+            torch.stack([torch.exp(logit) for logit in logits]).sum()
+        )
+        value = value + named["head.scale"] * embedding[0]
+        gradients = torch.autograd.grad(value, list(named.values()))
+        for name, gradient in zip(named, gradients, strict=True):
+            theirs[name] += gradient.abs() ** power / len(stage.pool)
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert value.any(), name
+        torch.testing.assert_close(ours[name].double(), value, rtol=1e-3, atol=1e-5 * float(value.max()), msg=name)
+
+
+def test_an_objective_without_the_scale_does_not_need_it() -> None:
+    session = tiny_session(tiny_config("afc"))
+    stage = learn_stage(session, 0)
+
+    def objective(step: Step, numbers: Tensor) -> Tensor:
+        return step.student.embedding.square().sum(dim=1) + numbers * 0
+
+    ours = session.engine.sensitivity(session.learner, stage, stage.all_rows, objective, 2)
+    assert not ours["head.scale"].any()
+    assert not ours["head.weight"].any()
+    assert ours["backbone.conv.weight"].any()
+
+
+@pytest.mark.parametrize(("method", "what"), [("der", "ExpandingHead"), ("bic", "correction"), ("ucir-dde", "effect")])
+def test_a_network_without_rules_is_refused_and_left_as_it_was(method: str, what: str) -> None:
+    session = tiny_session(tiny_config(method))
+    stage, network = learn_stage(session, 0), session.learner.network.train()
+    with pytest.raises(EngramError, match=f"known for Conv2d, .*LSCHead, and not for {what}; a method"):
+        session.engine.sensitivity(session.learner, stage, stage.all_rows, squared_length, power=1)
+    assert network.training
 
 
 @pytest.mark.parametrize("label", ["true", "sampled"])

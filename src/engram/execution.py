@@ -23,6 +23,7 @@ from engram.events import (
     Warned,
     Working,
 )
+from engram.methods import find_method
 from engram.result import Result, StageRecord, summarise
 from engram.rundir import RunDirectory, version
 from engram.session import Session
@@ -91,6 +92,7 @@ class Execution:
             yield Warned(f"{len(session.store.skipped)} unreadable images were left out: {shown}")
         if resumed and len(self.records) < stages:
             yield from self._other_threads()
+            yield from self._other_code()
         if self.files is not None and self.records:
             self.files.write_result(dict(self._result()))
         while len(self.records) < stages:
@@ -113,6 +115,16 @@ class Execution:
             yield Warned(
                 f"{began} and goes on with {now}, so that its last bits will differ from a run that was never stopped; "
                 f"torch.set_num_threads({begun}) or --threads {begun} keeps them"
+            )
+
+    def _other_code(self) -> Iterator[Event]:
+        """Says so where a method from outside the package was edited since the run began."""
+        assert self.files is not None
+        method, anew = find_method(self.session.config.method), not self.records and self.phase_at is None
+        if not self.files.goes_on_with(method.versions, anew) and not anew:
+            yield Warned(
+                f"{self.directory} was not trained so far with the code that its method {method.name} has now, "
+                "so that it will be a run of neither; a new run would be all of one code"
             )
 
     def _stage(self, index: int) -> Generator[Event, None, bool]:

@@ -26,6 +26,8 @@ from engram.metrics import METRICS
 FORMAT = 1
 MANIFEST, RESULT, EVENTS, LOCK = "run.json", "result.json", "events.jsonl", ".lock"
 CHECKPOINT = "checkpoint/state.safetensors"
+METHOD_FILE, METHOD_CODE = "method_file", "method_code"  # of a method from outside the package, among the versions
+UNKNOWN_CODE = "unknown"
 _KINDS = {"config": dict, "config_hash": str, "order": dict, "stage_sizes": list, "data": dict}  # of run.json
 
 
@@ -52,7 +54,7 @@ class RunDirectory:
             "format": FORMAT,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
         }
-        run = cls(path, {**content, **manifest, "versions": versions()})
+        run = cls(path, {**content, **manifest, "versions": versions() | manifest.get("versions", {})})
         run._acquire()
         if is_used(path):
             run.close()
@@ -84,6 +86,19 @@ class RunDirectory:
     def has_results(self) -> bool:
         """Whether a stage has been finished: its result is written after its checkpoint."""
         return (self.path / RESULT).exists()
+
+    def goes_on_with(self, method: Mapping[str, str], anew: bool) -> bool:
+        """Whether the method's code is that on record; where not, run.json has it too from here on.
+
+        method: its file and code, as versions have them. anew: nothing that was trained is kept.
+        """
+        codes, now = method_code(self.manifest).split(", "), method.get(METHOD_CODE, "")
+        if codes[-1] == now:
+            return True
+        joined = ", ".join(code or UNKNOWN_CODE for code in ([now] if anew else [*codes, now]))
+        self.manifest["versions"] = self.manifest.get("versions", {}) | {**method, METHOD_CODE: joined}
+        write_json(self.path / MANIFEST, self.manifest)
+        return False
 
     def append(self, event: Event) -> None:
         """Adds an event to events.jsonl."""
@@ -166,6 +181,11 @@ def _is_result(result: Mapping[str, Any]) -> bool:
         and all(isinstance(metric, dict) and metric.keys() == metrics[0].keys() for metric in metrics)
         and all(isinstance(value, int | float) for metric in metrics[:2] for value in metric.values())
     )
+
+
+def method_code(manifest: Mapping[str, Any]) -> str:
+    """The digest of the method's code that a run.json has, several where it was edited on the way; empty for none."""
+    return manifest.get("versions", {}).get(METHOD_CODE, "")
 
 
 def find_runs(root: Path) -> list[Path]:

@@ -16,6 +16,7 @@ from engram.data.store import ImageStore
 from engram.errors import EngramError
 from engram.events import Event, RunFinished
 from engram.execution import Execution
+from engram.methods import find_method
 from engram.recipes.changes import named_by_recipe
 from engram.result import Result
 from engram.rundir import RunDirectory, hardware, read_manifest
@@ -124,7 +125,7 @@ def train(config: RunConfig, store: ImageStore | None = None, directory: str | P
 
 
 def _manifest(session: Session) -> dict[str, Any]:
-    """What run.json says of a run beside versions and dates."""
+    """What run.json says of a run beside dates and the versions of what is installed."""
     config, store, stream = session.config, session.store, session.stream
     return {
         "recipe": config.recipe,
@@ -143,5 +144,6 @@ def _manifest(session: Session) -> dict[str, Any]:
         "order": {"name": config.order, "class_ids": list(stream.order)},
         "stage_sizes": list(stream.sizes),
         "predictors": list(session.method.predictors),
+        "versions": find_method(config.method).versions,
         "hardware": hardware(str(session.engine.device), session.device_name, torch.get_num_threads()),
     }

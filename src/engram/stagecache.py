@@ -21,6 +21,7 @@ from torch import Tensor
 from engram.checkpoint import Checkpoint, load_checkpoint, read_data, save_checkpoint
 from engram.errors import EngramError
 from engram.files import remove_temporaries, writing
+from engram.rundir import METHOD_CODE, METHOD_FILE
 
 LIMIT_BYTES = 2**30
 LOCK = ".lock"
@@ -57,16 +58,42 @@ def code_digest(method: object) -> str | None:
     where there is no such file to read, as for a class that was typed in by hand.
     """
     digest = hashlib.blake2b(_package_code().encode(), digest_size=16)
-    classes = type(method).__mro__
-    ours = {base for each in classes if each.__module__.startswith("engram.") for base in each.__mro__}
-    for each in classes:
+    files = files_outside(type(method))
+    if files is None:
+        return None
+    for _, content in files:
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def files_outside(cls: type) -> list[tuple[str, bytes]] | None:
+    """The files from outside this package that a class and its bases are in, by name, with what is in them.
+
+    None where there is no such file to read.
+    """
+    ours = {base for each in cls.__mro__ if each.__module__.startswith("engram.") for base in each.__mro__}
+    files: list[tuple[str, bytes]] = []
+    for each in cls.__mro__:
         if each not in ours:
             try:
                 inspect.getsource(each)  # fails for a class that is not in its module's file
-                digest.update(Path(inspect.getfile(each)).read_bytes())
+                path = Path(inspect.getfile(each))
+                files.append((path.name, path.read_bytes()))
             except (OSError, TypeError):
                 return None
-    return digest.hexdigest()
+    return files
+
+
+def versions_outside(cls: type) -> dict[str, str]:
+    """For run.json the name of the file that a class from outside this package is in, and a digest of its code.
+
+    Empty for a class of this package, and where there is no such file to read.
+    """
+    files = files_outside(cls)
+    if not files:
+        return {}
+    digest = hashlib.blake2b(b"".join(content for _, content in files), digest_size=6)
+    return {METHOD_FILE: files[0][0], METHOD_CODE: digest.hexdigest()}
 
 
 class Claim:

@@ -5,7 +5,7 @@ mode an image's output depends on that image alone: one ordinary backward pass o
 layer's output, each image's own gradient, and with the layer's input that makes the gradient of the layer's weights,
 image by image, as one product of matrices.
 
-Legend: B images, C channels, L pixels of a layer's output, K classes, D embedding.
+Legend: B images, C channels, L pixels of a layer's output, K classes, P proxies a class, D embedding.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from torch.func import functional_call
 
 from engram.data.augment import centre, to_unit
 from engram.data.stage import Stage
+from engram.errors import EngramError
 from engram.learner import Learner
 from engram.methods import Step
-from engram.models.heads import LinearHead
+from engram.models.heads import CosineHead, LinearHead, LSCHead
 from engram.models.network import Network
 from engram.random import generator
 
@@ -45,10 +46,14 @@ def sensitivity(
     """See Engine.sensitivity."""
     assert len(rows) > 0, "the sensitivity to no image"
     network, device, pool = learner.network, engine.device, stage.pool
+    _check(network)
     where = (engine.space.arrival(stage, network.head.capacity), engine.space.stage)
     draws = torch.rand(len(rows), generator=generator(learner.seed, "sensitivity", stage.index))
     weights = {name: parameter.detach() for name, parameter in network.named_parameters()}
     totals = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+    scale = weights.get("head.scale")
+    if scale is not None:
+        scale.requires_grad_()
     images = centre(pool.images, engine.image_size)
     size = max(1, PIXELS[device.type] // images[0, ..., 0].numel())
     assert not network.training
@@ -60,8 +65,23 @@ def sensitivity(
                 # Only the images take a gradient: that of the weights over the whole batch is not wanted.
                 output = functional_call(network, weights, (unit.requires_grad_(),))
                 step = Step(labels, exemplar, output, None, {}, learner.buffers, *where)
-                torch.autograd.grad(objective(step, numbers.to(device)).sum(), unit)
+                values = objective(step, numbers.to(device))
+                if scale is not None:
+                    totals["head.scale"] += _sum(_by_scale(values, scale), power)
+                torch.autograd.grad(values.sum(), unit)
     return {name: total / len(rows) for name, total in totals.items()}
+
+
+def _check(network: Network) -> None:
+    """Refuses a network with parameters whose gradients there is no rule for."""
+    others = {type(m).__name__ for m in network.modules() if type(m) not in MEASURES and list(m.parameters(False))}
+    others |= {what for what in ("correction", "effect") if getattr(network.head, what) is not None}
+    if others:
+        known = ", ".join(kind.__name__ for kind in MEASURES)
+        raise EngramError(
+            f"the gradients of single images are known for {known}, and not for {', '.join(sorted(others))}; "
+            "a method that asks for the sensitivity needs a network of these alone"
+        )
 
 
 @contextmanager
@@ -71,8 +91,7 @@ def _watched(network: Network, power: Literal[1, 2], totals: dict[str, Tensor]) 
     for prefix, module in network.named_modules():
         if not list(module.parameters(recurse=False)):
             continue
-        measure = next((measure for kind, measure in MEASURES.items() if isinstance(module, kind)), None)
-        assert measure is not None, f"no rule for the gradients of a {type(module).__name__}'s parameters"
+        measure = MEASURES[type(module)]
 
         def watch(
             module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor, measure=measure, prefix: str = prefix
@@ -89,6 +108,17 @@ def _watched(network: Network, power: Literal[1, 2], totals: dict[str, Tensor]) 
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _by_scale(values: Tensor, scale: Tensor) -> Tensor:
+    """The derivative (B,) of each value by the scale, which the loss may see in any way.
+
+    One number of all images: the gradient of a weighted sum of the values is linear in the weights, and its derivative
+    by them is what is wanted.
+    """
+    weights = torch.ones_like(values, requires_grad=True)
+    (gradient,) = torch.autograd.grad((weights * values).sum(), scale, create_graph=True, allow_unused=True)
+    return torch.zeros_like(values) if gradient is None else torch.autograd.grad(gradient, weights)[0]
 
 
 def _sum(each: Tensor, power: Literal[1, 2]) -> Tensor:
@@ -127,8 +157,35 @@ def _of_linear_head(head: nn.Module, inputs: Tensor, gradient: Tensor, total: Su
     return {"weight": total(each)} | ({} if head.bias is None else {"bias": total(gradient)})
 
 
+def _of_cosine_head(head: nn.Module, inputs: Tensor, gradient: Tensor, total: Sum) -> dict[str, Tensor]:
+    assert isinstance(head, CosineHead)
+    _, each = _cosines(inputs, head.weight.detach()[:, None])
+    return {"weight": total(gradient[:, :, None] * each[:, :, 0])}
+
+
+def _of_lsc_head(head: nn.Module, inputs: Tensor, gradient: Tensor, total: Sum) -> dict[str, Tensor]:
+    assert isinstance(head, LSCHead)
+    cosine, each = _cosines(inputs, head.weight.detach())
+    factor, offset = (2 * head.sharpness**2, 1) if head.similarity == "distance" else (head.sharpness**2, 0)
+    similarity = factor * (cosine - offset)
+    shares = similarity.softmax(dim=2)
+    # The derivative of the mean of the similarities s, weighted by their softmax, is softmax * (1 + s - mean).
+    slope = factor * shares * (1 + similarity - (shares * similarity).sum(dim=2, keepdim=True))  # (B, K, P)
+    return {"weight": total((gradient[:, :, None] * slope)[..., None] * each)}
+
+
+def _cosines(embedding: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The cosines (B, K, P) of embeddings (B, D) and weights (K, P, D), and their derivatives by the weights."""
+    length = weight.norm(dim=2, keepdim=True).clamp_min(1e-12)  # as F.normalize has it
+    unit, directions = F.normalize(embedding, dim=1), weight / length
+    cosine = torch.einsum("bd,kpd->bkp", unit, directions)
+    return cosine, (unit[:, None, None] - cosine[..., None] * directions) / length
+
+
 MEASURES: dict[type[nn.Module], Callable[[nn.Module, Tensor, Tensor, Sum], dict[str, Tensor]]] = {
     nn.Conv2d: _of_convolution,
     nn.BatchNorm2d: _of_norm,
     LinearHead: _of_linear_head,
+    CosineHead: _of_cosine_head,
+    LSCHead: _of_lsc_head,
 }

@@ -26,6 +26,7 @@ from engram.methods.settings import Settings, check_choice
 from engram.models.heads import Head
 from engram.models.network import Network, Output, Part
 from engram.models.resnet import ResNet
+from engram.stagecache import versions_outside
 
 Terms = dict[str, Tensor]
 
@@ -235,7 +236,8 @@ class Passes(Protocol):
         """For each parameter the mean over the images of |gradient|^power, each image's gradient taken by itself.
 
         The network is in eval mode, the images are as they are in evaluation. objective: from a Step and a uniform
-        random number an image (B,), the same whatever the batches, to a value an image (B,).
+        random number an image (B,), the same whatever the batches, to a value an image (B,). The head is a LinearHead,
+        CosineHead or LSCHead as it is there, without a correction or an effect; others are refused.
         """
         ...
 
@@ -313,7 +315,10 @@ class Method(ABC, Generic[SettingsT]):
 
 @dataclass(frozen=True)
 class MethodInfo:
-    """A registered method: how to make it and what to tell of it."""
+    """A registered method: how to make it and what to tell of it.
+
+    versions: for run.json, of a method from outside the package: its file's name, and a digest of its code.
+    """
 
     name: str
     title: str
@@ -325,6 +330,7 @@ class MethodInfo:
     selection: Selection = "herding"
     brightened: bool = True
     shares_base: bool = False
+    versions: Mapping[str, str] = field(default_factory=dict)
 
     def base_key(self, method: Method) -> dict[str, Any] | None:
         """The method's base_key, with this name in it unless methods share it; None: the base stage is not shared."""
@@ -366,9 +372,9 @@ def register(
                 f"{name} cannot predict by nme, the nearest mean of exemplars, with memory={memory!r}; "
                 f'write predictors = ("cnn",) in {cls.__name__}'
             )
-        METHODS[name] = MethodInfo(
-            name, title, paper, memory, cls.predictors, settings, cls, selection, brightened, shares_base
-        )
+        # The versions now: what is edited later is not what runs.
+        told = (selection, brightened, shares_base, versions_outside(cls))
+        METHODS[name] = MethodInfo(name, title, paper, memory, cls.predictors, settings, cls, *told)
         return cls
 
     return decorate

@@ -17,6 +17,7 @@ from engram import metrics
 from engram.metrics import Difference, Estimate, estimate, paired
 from engram.plain import dotted
 from engram.report.load import Run
+from engram.rundir import METHOD_CODE, UNKNOWN_CODE
 
 # What repetitions of a run may differ in. Where the images lay is no matter: their fingerprint says which they were.
 _VARYING = ("order", "seed", "data.path")
@@ -205,7 +206,7 @@ def met_the_same(groups: Sequence[Group]) -> bool:
 
 def _shared(run: Run) -> list[Any]:
     """All that repetitions of a run have in common."""
-    config = {key: value for key, value in _flatten(run.config).items() if key not in _VARYING}
+    config = {key: value for key, value in _settings(run).items() if key not in _VARYING}
     return [run.recipe, run.method, config, run.fingerprint, run.class_names, run.stage_sizes, run.predictors]
 
 
@@ -248,14 +249,19 @@ def _changes(recipe: str) -> tuple[str, list[str]]:
 
 
 def _with_settings(run: Run, others: list[Run]) -> str:
-    flat = [_flatten(other.config) for other in others if other.recipe == run.recipe]
-    mine = _flatten(run.config)
+    flat = [_settings(other) for other in others if other.recipe == run.recipe]
+    mine = _settings(run)
     differing = [
         f"{key.rsplit('.', 1)[-1]}={value}"
         for key, value in mine.items()
         if key not in _VARYING and any(other.get(key) != value for other in flat)
     ]
     return f"{_short_recipe(run, others)} {', '.join(differing[:3])}".strip()
+
+
+def _settings(run: Run) -> dict[str, str]:
+    """Every setting as text, and the code of a method from outside the package as if it were one."""
+    return {"code": run.versions.get(METHOD_CODE, UNKNOWN_CODE), **_flatten(run.config)}
 
 
 def _flatten(config: Mapping[str, Any]) -> dict[str, str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from engram.metrics import Estimate
 from engram.report.groups import Group, leaders, met_the_same, rivals
 from engram.report.load import Run
 from engram.report.tables import number, predictor_name
+from engram.rundir import METHOD_CODE
 
 _NAMED = 5  # groups, at most, in the title and in the headline
 
@@ -77,6 +79,12 @@ def notes(groups: Sequence[Group], repeats: int) -> list[str]:
             "These runs differ in data or in how it was split into stages, so their numbers are not comparable."
         )
     found += [f"{group.first.recipe}: {group.first.stopped}." for group in groups if group.first.stopped]
+    codes = {(group.first.recipe, group.first.versions.get(METHOD_CODE)) for group in groups}
+    found += [
+        f"{recipe}: the code of the method is not the same in all runs; those of different code stand apart."
+        for recipe, times in sorted(Counter(recipe for recipe, _ in codes).items())
+        if times > 1
+    ]
     if repeats:
         found.append(
             f"{repeats} run{' repeats' if repeats == 1 else 's repeat'} the configuration, class order and seed of "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from engram.recipes import recipe, recipe_names
 from engram.recipes.changes import apply_changes, named_after_changes
 from engram.reproduce.paper import Column, Experiment, Published, Row
 from engram.reproduce.records import Record, protocol_key
-from engram.rundir import read_result
+from engram.rundir import method_code, read_result
 
 NOT_IN_PAPER, NO_RECIPE = "not in the paper", "no recipe yet"
 
@@ -106,21 +106,20 @@ def make_plan(experiments: Sequence[Experiment], records: Iterable[Record], aske
         for row in experiment.rows
         for column in experiment.columns
     ]
-    _refuse_other_images(cells)
+    _refuse_others(cells, lambda record: record.data["data"].get("fingerprint"), "on different images")
+    _refuse_others(cells, lambda record: method_code(record.data), "with different code of the method")
     _refuse_unknown_orders(planner.runs.values())
     left = {wanted.name: wanted for cell in cells for wanted in cell.left}
     return Plan(tuple(cells), planner.runs, left)
 
 
-def _refuse_other_images(cells: Sequence[Cell]) -> None:
-    """Refuses cells whose runs saw different images under one name: their mean would mean nothing."""
+def _refuse_others(cells: Sequence[Cell], what: Callable[[Record], str], how: str) -> None:
+    """Refuses cells whose runs had different images, or code, under one name: their mean would mean nothing."""
     for cell in cells:
-        first = {record.data["data"].get("fingerprint"): record for record in cell.records}
+        first = {what(record): record for record in cell.records}
         if len(first) > 1:
             one, two = list(first.values())[:2]
-            raise EngramError(
-                f"{one.source} and {two.source} are runs of {one.recipe} on different images; leave one of them out"
-            )
+            raise EngramError(f"{one.source} and {two.source} are runs of {one.recipe} {how}; leave one of them out")
 
 
 def _refuse_unknown_orders(runs: Iterable[Wanted]) -> None:

@@ -13,9 +13,10 @@ from engram.data.load import DataConfig, load_store
 from engram.data.store import ImageStore
 from engram.errors import EngramError
 from engram.files import writing
+from engram.methods import find_method
 from engram.plain import dotted
 from engram.recipes.changes import named_by_recipe
-from engram.rundir import CHECKPOINT, MANIFEST, is_used, read_manifest, read_result
+from engram.rundir import CHECKPOINT, MANIFEST, METHOD_CODE, is_used, method_code, read_manifest, read_result
 from engram.runner import check_config, settle
 from engram.session import Session
 
@@ -25,7 +26,7 @@ SHOWN_DIFFERENCES = 3
 
 @dataclass(frozen=True)
 class Standing:
-    """How far the run in a directory is. finished: its stages. result: that of a complete run.
+    """How far the run in a directory is. finished: its stages. result: that of a complete run. code: see `method_code`.
 
     inside: where its checkpoint stands in the next stage: the phase's number, and the epoch and the step to take next.
     """
@@ -35,6 +36,7 @@ class Standing:
     result: dict[str, Any] | None = None
     threads: int | None = None  # of the CPU, that it began with
     inside: tuple[int, int, int] | None = None
+    code: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +65,12 @@ class Member:
     def place(self) -> str | None:
         """The directory as events name it."""
         return None if self.directory is None else str(self.directory)
+
+    @property
+    def has_other_code(self) -> bool:
+        """Whether the run is complete, and not on record with the code that its method has now."""
+        now = find_method(self.config.method).versions.get(METHOD_CODE, "")
+        return self.standing.state == "done" and self.standing.code != now
 
     def look_again(self) -> Standing:
         """Where the run stands now: another process may have been at work since it was planned."""
@@ -189,7 +197,7 @@ def standing(directory: Path, config: RunConfig, fingerprint: str) -> Standing:
     finished, total = len(result["stages"]), len(manifest["stage_sizes"])
     threads = manifest.get("hardware", {}).get("threads")
     if finished == total:
-        return Standing("done", finished, result, threads)
+        return Standing("done", finished, result, threads, code=method_code(manifest))
     return Standing("incomplete", finished, None, threads, _inside(directory, finished))
 
 

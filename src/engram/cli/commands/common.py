@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -12,12 +14,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from engram.cli.display import follow, make_display
 from engram.cli.interrupt import Interrupt
 from engram.cli.options import RunningFlags
+from engram.cli.own_methods import VARIABLE
 from engram.cli.text import bold, is_live, stage_name, summary_line, summary_table
 from engram.data.load import FOLDERS, DataConfig, load_store
 from engram.data.store import ImageStore
 from engram.errors import EngramError
 from engram.events import Event, RunFinished, Stopped
 from engram.files import writing
+from engram.methods import find_method
 from engram.rundir import MANIFEST, is_used
 from engram.sharedbase import user_cache
 from engram.stagecache import StageCache
@@ -60,6 +64,13 @@ def use_threads(threads: int | None) -> None:
         import torch
 
         torch.set_num_threads(threads)
+
+
+def command_line(typed: Sequence[str], methods: Iterable[str]) -> str:
+    """What was typed, with ENGRAM_METHODS before it where that is how one of the methods came."""
+    line, given = shlex.join(["engram", *typed]), os.environ.get(VARIABLE, "").strip()
+    outside = given and any(find_method(name).versions for name in methods)
+    return f"{VARIABLE}={shlex.quote(given)} {line}" if outside else line
 
 
 def shared_stages(flags: RunningFlags) -> StageCache | None:

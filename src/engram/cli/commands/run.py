@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from engram.cli.commands.common import (
     carry_out,
     check_last_stage,
     check_running,
+    command_line,
     print_line,
     read_images,
     refuse_used,
@@ -75,7 +75,7 @@ def run_command(options: Run, typed: Sequence[str]) -> int:
         stop_after_stage=flags.stop_after_stage,
         checkpoint_minutes=flags.checkpoint_minutes,
         cache=shared_stages(flags),
-        command=shlex.join(["engram", *typed]),
+        command=command_line(typed, [config.method]),
     )
     return carry_out(events, console, interrupt, flags, place)
 

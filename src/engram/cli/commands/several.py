@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +19,7 @@ from engram.cli.board import make_board
 from engram.cli.commands.common import (
     RUNS,
     check_last_stage,
+    command_line,
     print_line,
     read_images,
     shared_stages,
@@ -33,10 +33,11 @@ from engram.cli.text import bold, clock, make_console, make_table, percent
 from engram.config import RunConfig, directory_name
 from engram.data.load import DataConfig, outline_store
 from engram.data.store import ImageStore
+from engram.errors import EngramError
 from engram.events import Event, RunFailed, RunFinished, RunSkipped, Stopped, read_events
 from engram.files import typed_path
 from engram.metrics import Estimate, estimate, paired
-from engram.rundir import EVENTS
+from engram.rundir import EVENTS, UNKNOWN_CODE, method_code, read_manifest
 from engram.stagecache import StageCache
 from engram.together import ERROR, Member, Workers, plan_members
 
@@ -62,6 +63,7 @@ def run_several(options: Run, configs: Sequence[RunConfig], typed: Sequence[str]
 
     members = plan_members(configs, directory=parent, read=read)
     check_last_stage(flags, *[member.stages for member in members])
+    tell_other_code(members)
     if options.dry_run:
         print_plan(console, members, shared_stages(flags), flags.json)
         for data in missing:
@@ -88,7 +90,8 @@ def work_through(
     silent = flags.quiet or flags.json
     if flags.threads is None:
         use_threads(threads_begun_with(members))
-    command = shlex.join(["engram", *typed])
+    methods = {member.config.method for member in members}
+    command = command_line(typed, methods)
     interrupt, cache = Interrupt(), shared_stages(flags)
     workers = Workers(
         members,
@@ -120,7 +123,7 @@ def work_through(
         how = "the same command again"
         if flags.stop_after_stage is not None and not interrupt():
             how += f" without {STOP}"
-            command = shlex.join(["engram", *without_flag(typed, STOP)])
+            command = command_line(without_flag(typed, STOP), methods)
         tell_unfinished(console, members, last, f"{how}:", command)
     return exit_status(last, len(members), interrupt)
 
@@ -151,6 +154,18 @@ def threads_begun_with(members: Sequence[Member]) -> int | None:
     return found.pop() if len(found) == 1 else None
 
 
+def tell_other_code(members: Sequence[Member]) -> None:
+    """Says which runs are done already with other code of their method than it has now, which nothing runs anew."""
+    other = [member.name for member in members if member.has_other_code]
+    if other:
+        what = "run is done already and not" if len(other) == 1 else "runs are done already and not"
+        print(
+            f"engram: {len(other)} {what} on record with the code that the method has now; the table and reports keep "
+            f"what differs in it apart, and another --out runs all of it anew: {', '.join(other)}",
+            file=sys.stderr,
+        )
+
+
 def _quit_at_once() -> NoReturn:
     """Ends the process, whatever its threads are doing: an interpreter that goes down under torch may crash."""
     with suppress(OSError):
@@ -168,22 +183,35 @@ def exit_status(last: Last, count: int, interrupt: Interrupt) -> int:
     return 0 if not failed else 1 if any(event.unexpected for event in failed) else 2
 
 
-def results_of(last: Last) -> list[dict[str, Any]]:
-    """The results of the complete runs."""
-    return [event.result for event in last.values() if isinstance(event, (RunFinished, RunSkipped))]
-
-
 def tell_results(console: Console, last: Last, parent: Path) -> None:
     """Prints what the complete runs came to, and what to do with them."""
-    results = results_of(last)
+    complete = [event for event in last.values() if isinstance(event, (RunFinished, RunSkipped))]
+    results = results_of(complete)
     if results:
         console.print(results_table(results))
         if (differences := differences_table(results)) is not None:
             console.print(differences)
-        reused = sum(_took_over_base(event) for event in last.values() if isinstance(event, (RunFinished, RunSkipped)))
+        reused = sum(map(_took_over_base, complete))
         if reused:
             print_line(console, f"time: without the base stage in {reused} of {len(results)} runs, which took it over")
         print_line(console, f"next: engram report {parent}")
+
+
+def results_of(complete: Sequence[RunFinished | RunSkipped]) -> list[dict[str, Any]]:
+    """The results of the runs; of a recipe whose runs have different code of its method, the name says which."""
+    kinds = [(event.result["recipe"], _code(event)) for event in complete]
+    codes = Counter(recipe for recipe, _ in set(kinds))
+    return [
+        event.result if codes[recipe] == 1 else {**event.result, "recipe": f"{recipe} [code {code}]"}
+        for event, (recipe, code) in zip(complete, kinds, strict=True)
+    ]
+
+
+def _code(event: RunFinished | RunSkipped) -> str:
+    """The code of the run's method, as it is on record."""
+    with suppress(EngramError):
+        return method_code(read_manifest(Path(event.directory or ""))) or UNKNOWN_CODE
+    return UNKNOWN_CODE
 
 
 def _took_over_base(event: RunFinished | RunSkipped) -> bool:
