@@ -31,6 +31,7 @@ from helpers import Engram, Outcome
 from model_helpers import NAMES, everything, opened, pictures, same
 
 FIRST, SECOND = NAMES[:3], NAMES[3:5]
+OTHERS = "engram: left out what is no .png, .jpg, .jpeg, .jpe, .jfif, .webp, .bmp file: "
 QUICK = ("--epochs", "2", "--threads", "1", "--device", "cpu")
 
 
@@ -326,11 +327,29 @@ def test_what_is_passed_over_is_named(engram: Engram, taught: Path, tmp_path: Pa
         (root / name).parent.mkdir(exist_ok=True)
         (root / name).write_bytes(b"x")
     said = (
-        "engram: left out what is no .png, .jpg, .jpeg, .webp, .bmp file: apple/moving.gif, boat/deep/phone.HEIC\n"
+        f"{OTHERS}apple/moving.gif, boat/deep/phone.HEIC\n"
         "engram: left out images that lie beside the class folders: loose.png\n"
     )
     assert engram("learn", "model", "photos", *QUICK).err == said
     assert engram("evaluate", taught, "photos", "--quiet").err == said
+
+
+def test_predict_counts_what_it_passes_over_in_folders(engram: Engram, taught: Path, tmp_path: Path) -> None:
+    inbox = tmp_path / "inbox"
+    inbox.mkdir()
+    picture = Image.fromarray(pictures(("apple",), 1)[0][0])
+    for name in ("a.jpg", "b.jfif", "c.JPE", "noext"):
+        picture.save(inbox / name, "JPEG")
+    for name in ("anim.gif", "t.tiff", "u.TIFF", ".hidden.gif"):
+        (inbox / name).write_bytes(b"x")
+    outcome = engram("predict", taught, "inbox")
+    assert (outcome.status, outcome.err) == (0, f"{OTHERS}2 .tiff, 1 .gif, 1 without an ending\n")
+    assert [line.split("\t")[0] for line in outcome.out.splitlines()] == ["inbox/a.jpg", "inbox/b.jfif", "inbox/c.JPE"]
+    assert engram("predict", taught, "inbox/noext", "inbox/a.jpg").err == "", "a file that is named is read"
+    for name in ("a.jpg", "b.jfif", "c.JPE"):
+        (inbox / name).unlink()
+    nothing = engram("predict", taught, "inbox")
+    assert (nothing.status, nothing.err.splitlines()[1]) == (2, "engram: there is no image in inbox")
 
 
 def test_names_that_look_alike_are_told(engram: Engram, tmp_path: Path) -> None:
@@ -512,8 +531,10 @@ def test_paths_are_asked_for_as_they_are_needed(photos: Path) -> None:
         yield f"{photos}/test/apple/000.png\n"
         raise AssertionError("not yet")
 
-    assert next(expand(["-"], lines())) == f"{photos}/test/apple/000.png"
-    assert list(expand(["-"], ["\ufeffa.png\n", "\ufeffb.png\n"])) == ["a.png", "\ufeffb.png"], "a mark begins a file"
+    assert next(expand(["-"], lines=lines())) == f"{photos}/test/apple/000.png"
+    assert list(expand(["-"], lines=["\ufeffa.png\n", "\ufeffb.png\n"])) == ["a.png", "\ufeffb.png"], (
+        "a mark begins a file"
+    )
 
 
 def test_a_name_cannot_write_on_the_terminal(engram: Engram, taught: Path, photos: Path, tmp_path: Path) -> None:
