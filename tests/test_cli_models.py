@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -535,6 +536,40 @@ def test_paths_are_asked_for_as_they_are_needed(photos: Path) -> None:
     assert list(expand(["-"], lines=["\ufeffa.png\n", "\ufeffb.png\n"])) == ["a.png", "\ufeffb.png"], (
         "a mark begins a file"
     )
+
+
+def test_predict_answers_while_its_standard_input_stays_open(taught: Path, photos: Path) -> None:
+    command = [sys.executable, "-m", "engram", "predict", str(taught), "-", "--threads", "1", "--device", "cpu"]
+    quiet = subprocess.DEVNULL
+    with subprocess.Popen(command, 0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=quiet) as process:
+        asks, told = process.stdin, process.stdout
+        assert asks is not None
+        assert told is not None
+
+        def next_name() -> str:
+            assert select.select([told], [], [], 60)[0], "no answer"
+            return os.fsdecode(told.readline()).split("\t")[0].removeprefix(f"{photos}/test/")
+
+        try:
+            asks.write(f"{photos}/test/apple/000.png\n".encode())
+            assert next_name() == "apple/000.png"
+            asks.write(f"{photos}/test/boat/001.png\n{photos}/test/camel\n".encode())
+            assert [next_name() for _ in range(5)] == ["boat/001.png", *(f"camel/00{i}.png" for i in range(4))]
+            asks.write(f"{photos}/test/dingo/003.png".encode())  # a last line without an end
+            asks.close()
+            assert next_name() == "dingo/003.png"
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+
+
+def test_paths_on_standard_input_may_be_of_any_bytes(taught: Path, photos: Path, tmp_path: Path) -> None:
+    odd = os.fsencode(tmp_path) + b"/caf\xe9.png"
+    shutil.copy(photos / "test" / "apple" / "000.png", os.fsdecode(odd))
+    command = [sys.executable, "-m", "engram", "predict", str(taught), "-", "--threads", "1", "--device", "cpu"]
+    strict = os.environ | {"PYTHONIOENCODING": "utf-8"}
+    done = subprocess.run(command, input=odd + b"\r\n", capture_output=True, timeout=120, check=False, env=strict)
+    assert (done.returncode, done.stdout.count(b"\n")) == (0, 1), done.stderr
 
 
 def test_a_name_cannot_write_on_the_terminal(engram: Engram, taught: Path, photos: Path, tmp_path: Path) -> None:

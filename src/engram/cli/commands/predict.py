@@ -16,6 +16,7 @@ import numpy as np
 from rich.console import Console
 
 from engram.cli import UNREADABLE
+from engram.cli.arriving import arriving_lines
 from engram.cli.commands.models import bar, prepare_place, printable, tell_others, tell_unreadable
 from engram.cli.model_options import Predict
 from engram.data.folder import walk_images
@@ -77,15 +78,19 @@ def check_paths(given: Iterable[str]) -> None:
 
 def expand(
     given: Iterable[str], others: Counter[str] | None = None, lines: Iterable[str] | None = None
-) -> Iterator[str]:
+) -> Iterator[str | None]:
     """The image files that files, folders, patterns and, for -, the lines of standard input name, one at a time.
 
-    others: counts the files of other kinds in the folders by their endings.
+    None among them: the next line of standard input has not come yet. others: counts the files of other kinds in the
+    folders by their endings.
     """
     for text in given:
         if text == STANDARD_INPUT:
             given_lines = (sys.stdin or ()) if lines is None else lines  # none where it is closed
-            for number, line in enumerate(given_lines):
+            for number, line in enumerate(arriving_lines(given_lines)):
+                if line is None:
+                    yield None
+                    continue
                 path = line.rstrip("\r\n")
                 path = path.removeprefix("\ufeff") if number == 0 else path  # as some editors begin a file
                 if path:
