@@ -21,9 +21,10 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from rich.console import Console
 
 from engram import IncrementalClassifier, read_manifest
-from engram.cli import main
+from engram.cli import main, text
 from engram.cli.commands.predict import best_places, expand
 from engram.modeldir.config import fitting_epochs
 from engram.modeldir.directory import Pointer
@@ -91,7 +92,7 @@ def test_learn_makes_a_model_and_teaches_it_more(engram: Engram, photos: Path) -
     more = engram("learn", "model", photos / "second", *QUICK, "--by-class")
     assert more.status == 0, more
     assert more.out.endswith("\nnext: engram predict model PATH\n")
-    for words in ("old classes, before", "old classes, now", "forgotten, points", "cnn before %", "dingo"):
+    for words in ("old classes, before", "old classes, now", "forgotten, points", "before %", "dingo"):
         assert words in more.out
     manifest = read_manifest("model")
     assert [known["label"] for known in manifest["classes"]] == [*FIRST, *SECOND]
@@ -619,7 +620,7 @@ def test_a_closed_pipe_is_no_error(taught: Path, photos: Path) -> None:
 
 RSS = """
 import resource, sys
-from engram.cli import main
+from engram.cli import main, text
 status = main(sys.argv[1:])
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)
 sys.exit(status)
@@ -738,6 +739,32 @@ def test_info_says_what_the_model_knows(engram: Engram, taught: Path) -> None:
     assert plain["bytes"]["exemplars"] > 0
     assert plain["learning_interrupted"] is False
     assert [entry["what"] for entry in plain["history"]] == ["learned", "learned"]
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_a_narrow_terminal_breaks_no_name_and_no_date(
+    width: int, engram: Engram, taught: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    manifest = read_manifest(taught)
+    out = engram("info", taught).out
+    lines = out.splitlines()
+    assert max(map(len, lines)) <= width
+    assert all(any(line.split()[:1] == [name] for line in lines) for name in NAMES[:5]), out
+    assert sum(manifest["history"][0]["date"][:10] in line for line in lines) == 2, out
+    for words in ("lesson", "exemplars", "cnn %", "epochs", "learned apple", "held-out accuracy by cnn"):
+        assert words in out, out
+
+
+def test_rows_of_a_table_that_is_too_wide_are_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    columns = ["name", "images\nread", "a very long heading of numbers"]
+    for width, spaced in ((80, True), (30, False)):
+        table = text.make_table(columns, right=columns[1:], title="counted")
+        table.add_row("a name of many words", "1,234", "-")
+        text.print_table(Console(width=width), table)
+        out = capsys.readouterr().out
+        assert ("a name of many words\n    images read 1,234" in out) is not spaced, out
+        assert "counted" in out
 
 
 def test_info_says_what_of_a_lesson_is_gone(

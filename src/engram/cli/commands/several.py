@@ -29,7 +29,7 @@ from engram.cli.commands.common import (
 from engram.cli.interrupt import Interrupt
 from engram.cli.options import Run, RunningFlags
 from engram.cli.tally import Tally
-from engram.cli.text import bold, clock, make_console, make_table, percent
+from engram.cli.text import bold, clock, make_console, make_table, percent, print_table
 from engram.config import RunConfig, directory_name
 from engram.data.load import DataConfig, outline_store
 from engram.data.store import ImageStore
@@ -177,9 +177,9 @@ def tell_results(console: Console, last: Last, parent: Path) -> None:
     """Prints what the complete runs came to, and what to do with them."""
     results = results_of(last)
     if results:
-        console.print(results_table(results))
+        print_table(console, results_table(results))
         if (differences := differences_table(results)) is not None:
-            console.print(differences)
+            print_table(console, differences)
         reused = sum(_took_over_base(event) for event in last.values() if isinstance(event, (RunFinished, RunSkipped)))
         if reused:
             print_line(console, f"time: without the base stage in {reused} of {len(results)} runs, which took it over")
@@ -290,7 +290,7 @@ def print_plan(console: Console, members: Sequence[Member], cache: StageCache | 
     table = make_table(["directory", "state", "steps left"], right=["steps left"])
     for row in rows:
         table.add_row(row["directory"], row["state"], f"{row['steps']:,}")
-    console.print(table)
+    print_table(console, table)
     for base in shared:
         runs = f"{len(base['runs'])} run{'s' if len(base['runs']) > 1 else ''}"
         how = "is in the cache already, for" if base["cached"] else "is trained once for"
