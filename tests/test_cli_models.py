@@ -25,6 +25,7 @@ from rich.console import Console
 
 from engram import IncrementalClassifier, read_manifest
 from engram.cli import main, text
+from engram.cli.commands.evaluate import matrix_table
 from engram.cli.commands.predict import best_places, expand
 from engram.modeldir.config import fitting_epochs
 from engram.modeldir.directory import Pointer
@@ -843,6 +844,31 @@ def test_evaluate_says_how_many_images_were_learned_from(kind: str, engram: Engr
     fresh = engram("evaluate", "model", "new", "--json", "--report", "page.html")
     assert (fresh.err, json.loads(fresh.out)["learned_from"]) == ("", 0)
     assert '<ul class="notes">' not in (tmp_path / "page.html").read_text()
+
+
+def test_every_column_of_what_is_taken_for_what_has_a_name() -> None:
+    names = ["apple", "boat", "camel", "dingo"]
+    confusion = [[3, 0, 0, 2], [0] * 4, [1, 0, 4, 0], [0] * 4]
+    table, unseen = matrix_table({"classes": [{"class": name} for name in names], "confusion": confusion})
+    assert [column.header for column in table.columns] == ["true class", "1", "3", "4"]
+    assert [list(column.cells) for column in table.columns] == [
+        ["1 apple", "3 camel"],
+        ["3", "1"],
+        ["", "4"],
+        ["2", ""],
+    ]
+    assert unseen.endswith(": 4 dingo")
+    assert [text.fits(Console(width=width), table) for width in (23, 24)] == [False, True]
+
+
+def test_evaluate_says_which_classes_have_columns_alone(
+    engram: Engram, taught: Path, photos: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "some" / "apple").mkdir(parents=True)
+    shutil.copytree(photos / "test" / "boat", tmp_path / "some" / "apple", dirs_exist_ok=True)
+    said = engram("evaluate", taught, "some", "--by", "cnn").out
+    assert "taken for" in said
+    assert said.endswith("of these there are no images here: 2 boat\n")
 
 
 def test_evaluate_names_unreadable_images_and_unknown_classes(engram: Engram, taught: Path, tmp_path: Path) -> None:

@@ -103,9 +103,9 @@ def make_table(columns: Iterable[str], right: Sequence[str] = (), title: str | N
 
 def print_table(console: Console, table: Table) -> None:
     """Prints a table; where it would break its names into pieces, closer together, or each row on lines of its own."""
-    if _least_width(table) > console.width:
+    if not fits(console, table):
         table.padding = (0, 1, 0, 0)
-    if _least_width(table) <= console.width:
+    if fits(console, table):
         console.print(table)
         return
     console.print()
@@ -121,15 +121,15 @@ def print_table(console: Console, table: Table) -> None:
             console.print(Padding(", ".join(rest), (0, 0, 0, 4)))
 
 
-def _least_width(table: Table) -> int:
-    """The columns of a terminal that a table needs: its numbers whole, and so much of the other cells."""
+def fits(console: Console, table: Table) -> bool:
+    """Whether the console is wide enough for the table's numbers and a sensible part of its names."""
     widths: list[int] = []
     for column in table.columns:
         cells = (line for cell in (column.header, *column.cells) for line in str(cell).split("\n"))
         longest = max(map(cell_len, cells))
         widths.append(longest if column.no_wrap else min(longest, NAME_WIDTH))
     between = 1 + table.padding[1] + table.padding[3]
-    return 2 + sum(widths) + between * (len(widths) - 1)
+    return 2 + sum(widths) + between * (len(widths) - 1) <= console.width
 
 
 def card_table(card: Mapping[str, str]) -> Table:
