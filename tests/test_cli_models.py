@@ -414,6 +414,44 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(length: tuple[str, str], phot
         assert same(opened(tmp_path / "model"), opened(tmp_path / "whole"))
 
 
+def on_terminal(command: list[str], cwd: Path) -> tuple[subprocess.Popen[bytes], int]:
+    """The command on a terminal of its own, and the other end of that; it is training."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(command, cwd=cwd, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    os.close(theirs)
+    seen = b""
+    while b"epoch" not in seen:
+        seen += os.read(ours, 4096)
+    return process, ours
+
+
+def test_a_terminal_that_closes_has_the_lesson_saved(photos: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "engram", "learn", "model", str(photos / "first"), "--epochs", "60"]
+    command += ["--threads", "1", "--device", "cpu"]
+    process, terminal = on_terminal(command, tmp_path)
+    process.send_signal(signal.SIGHUP)
+    os.close(terminal)
+    with suppress(ProcessLookupError):
+        process.send_signal(signal.SIGHUP)  # of the shell, and of the system
+    assert process.wait(60) == 129
+    again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert again.returncode == 0, again.stderr
+    assert "learning was interrupted here; it goes on where it stood" in again.stdout
+
+
+def test_nohup_has_a_lesson_go_on_to_its_end(photos: Path, tmp_path: Path) -> None:
+    command = ["learn", "model", str(photos / "first"), "--epochs", "30", "--threads", "1", "--device", "cpu"]
+    ignoring = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+    ignoring += "from engram.__main__ import program; program()"
+    process, terminal = on_terminal([sys.executable, "-c", ignoring, *command], tmp_path)
+    process.send_signal(signal.SIGHUP)
+    with suppress(OSError):  # all there is to read, until it ends
+        while os.read(terminal, 4096):
+            pass
+    os.close(terminal)
+    assert process.wait(120) == 0
+
+
 def test_other_images_are_refused_until_the_lesson_is_finished_or_dropped(
     engram: Engram, photos: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -155,7 +155,8 @@ def _quit_at_once() -> NoReturn:
     """Ends the process, whatever its threads are doing: an interpreter that goes down under torch may crash."""
     with suppress(OSError):
         sys.stdout.flush()
-    os.write(2, b"engram: quit at once; the same command again goes on from the last checkpoints\n")
+    with suppress(OSError):
+        os.write(2, b"engram: quit at once; the same command again goes on from the last checkpoints\n")
     os._exit(INTERRUPTED)
 
 
