@@ -92,6 +92,11 @@ def shorten(names: Sequence[str], width: int = 40) -> str:
     return shown
 
 
+def print_line(console: Console, text: str) -> None:
+    """Prints a line as it is: a path is not broken where the terminal is narrow."""
+    console.print(text, soft_wrap=True)
+
+
 def make_table(columns: Iterable[str], right: Sequence[str] = (), title: str | None = None) -> Table:
     """An empty table in the plain style of the whole command line; the columns named in `right` hold numbers."""
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False)
