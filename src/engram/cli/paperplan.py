@@ -13,7 +13,7 @@ from rich.table import Table
 from engram.cli.knownruns import Known, origin_line, origins
 from engram.cli.options import Reproduce
 from engram.cli.text import make_table, print_line, print_table
-from engram.report.words import join
+from engram.report.words import count_runs, join
 from engram.reproduce.cost import Cost, this_hardware
 from engram.reproduce.plan import Plan
 from engram.reproduce.text import caption
@@ -40,7 +40,7 @@ def print_plan(console: Console, plan: Plan, estimates: Sequence[Cost], known: K
     if missing:
         print_line(console, f"no recipe yet: {', '.join(missing)}")
     total, left = len(plan.runs), len(plan.left)
-    print_line(console, f"{total} runs, each counted once: {total - left} done, {left} to do")
+    print_line(console, f"{count_runs(total)}, each counted once: {total - left} done, {left} to do")
     for text in filter(None, (_bare_line(plan), origin_line(plan, known))):
         print_line(console, text)
     at_once = options.at_once or (ON_CPU if here == processor_name() else ON_CUDA)

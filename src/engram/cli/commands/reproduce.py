@@ -24,12 +24,13 @@ from engram.data.load import DataConfig
 from engram.data.store import ImageStore
 from engram.errors import EngramError
 from engram.files import typed_path
+from engram.report.words import count_runs
 from engram.reproduce.cells import FURTHER, NOT_RUN, WITHIN_POINT, WITHIN_STD, Measured, measure
 from engram.reproduce.cost import costs
 from engram.reproduce.page import headline, remarks, write_page
 from engram.reproduce.paper import MEASURES, Experiment, Paper, load_paper
 from engram.reproduce.plan import Asked, Plan, make_plan
-from engram.reproduce.text import LEGEND, caption, grid, lines
+from engram.reproduce.text import caption, grid, legend, lines
 from engram.together import plan_members
 
 PAGE = "reproduction.html"
@@ -103,7 +104,7 @@ def with_images(
         raise next(iter(refused.values()))
     for data, error in refused.items():
         count = sum(wanted.config.data == data for wanted in plan.left.values())
-        print(f"engram: left out {count} runs of {data.name}: {error}", file=sys.stderr)
+        print(f"engram: left out {count_runs(count)} of {data.name}: {error}", file=sys.stderr)
     configs = {name: wanted.config for name, wanted in plan.left.items() if wanted.config.data in stores}
     return configs, stores
 
@@ -135,7 +136,7 @@ def print_results(console: Console, paper: Paper, plan: Plan, known: Known, page
                 console.print(table)
             for text in filter(None, (experiment.note, *remarks(paper, cells[id(experiment)]))):
                 console.print(text, style="dim")
-        console.print(LEGEND, style="dim")
+        console.print(legend(cell for group in cells.values() for cell in group), style="dim")
     if origin := origin_line(plan, known):
         print_line(console, origin)
     print_line(console, headline([cell for group in cells.values() for cell in group]))

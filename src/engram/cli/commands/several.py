@@ -36,6 +36,7 @@ from engram.data.store import ImageStore
 from engram.events import Event, RunFailed, RunFinished, RunSkipped, Stopped, read_events
 from engram.files import typed_path
 from engram.metrics import Estimate, estimate, paired
+from engram.report.words import count_runs
 from engram.rundir import EVENTS
 from engram.stagecache import StageCache
 from engram.together import ERROR, Member, Workers, plan_members
@@ -100,7 +101,7 @@ def work_through(
         command=command,
     )
     if not silent:
-        print_line(console, f"{len(members)} runs, at most {workers.at_once} at a time, in {parent}")
+        print_line(console, f"{count_runs(len(members))}, at most {workers.at_once} at a time, in {parent}")
     bases = None if cache is None else {entry.key for entry in cache.entries()}
     board = make_board(console, interrupt, Tally(members, bases), quiet=flags.quiet, as_json=flags.json)
     last: Last = {}
@@ -293,12 +294,13 @@ def print_plan(console: Console, members: Sequence[Member], cache: StageCache | 
         table.add_row(row["directory"], row["state"], f"{row['steps']:,}")
     print_table(console, table)
     for base in shared:
-        runs = f"{len(base['runs'])} run{'s' if len(base['runs']) > 1 else ''}"
         how = "is in the cache already, for" if base["cached"] else "is trained once for"
-        print_line(console, f"one base stage {how} {runs}: {', '.join(base['runs'])}")
+        print_line(console, f"one base stage {how} {count_runs(len(base['runs']))}: {', '.join(base['runs'])}")
     counts = Counter(member.standing.state for member in members)
     parts = ", ".join(f"{counts[state]} {state}" for state in ("done", "incomplete", "new") if counts[state])
-    print_line(console, f"{len(members)} runs ({parts}), {steps:,} steps left, before what shared base stages save")
+    print_line(
+        console, f"{count_runs(len(members))} ({parts}), {steps:,} steps left, before what shared base stages save"
+    )
     print_line(console, "this was a dry run: nothing was written")
 
 
