@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -20,9 +21,11 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from rich.console import Console
 
 from engram import IncrementalClassifier, read_manifest
-from engram.cli import main
+from engram.cli import main, text
+from engram.cli.commands.evaluate import matrix_table
 from engram.cli.commands.predict import best_places, expand
 from engram.modeldir.config import fitting_epochs
 from engram.modeldir.directory import Pointer
@@ -31,6 +34,7 @@ from helpers import Engram, Outcome
 from model_helpers import NAMES, everything, opened, pictures, same
 
 FIRST, SECOND = NAMES[:3], NAMES[3:5]
+OTHERS = "engram: left out what is no .png, .jpg, .jpeg, .jpe, .jfif, .webp, .bmp file: "
 QUICK = ("--epochs", "2", "--threads", "1", "--device", "cpu")
 
 
@@ -89,7 +93,7 @@ def test_learn_makes_a_model_and_teaches_it_more(engram: Engram, photos: Path) -
     more = engram("learn", "model", photos / "second", *QUICK, "--by-class")
     assert more.status == 0, more
     assert more.out.endswith("\nnext: engram predict model PATH\n")
-    for words in ("old classes, before", "old classes, now", "forgotten, points", "cnn before %", "dingo"):
+    for words in ("old classes, before", "old classes, now", "forgotten, points", "before %", "dingo"):
         assert words in more.out
     manifest = read_manifest("model")
     assert [known["label"] for known in manifest["classes"]] == [*FIRST, *SECOND]
@@ -326,11 +330,29 @@ def test_what_is_passed_over_is_named(engram: Engram, taught: Path, tmp_path: Pa
         (root / name).parent.mkdir(exist_ok=True)
         (root / name).write_bytes(b"x")
     said = (
-        "engram: left out what is no .png, .jpg, .jpeg, .webp, .bmp file: apple/moving.gif, boat/deep/phone.HEIC\n"
+        f"{OTHERS}apple/moving.gif, boat/deep/phone.HEIC\n"
         "engram: left out images that lie beside the class folders: loose.png\n"
     )
     assert engram("learn", "model", "photos", *QUICK).err == said
     assert engram("evaluate", taught, "photos", "--quiet").err == said
+
+
+def test_predict_counts_what_it_passes_over_in_folders(engram: Engram, taught: Path, tmp_path: Path) -> None:
+    inbox = tmp_path / "inbox"
+    inbox.mkdir()
+    picture = Image.fromarray(pictures(("apple",), 1)[0][0])
+    for name in ("a.jpg", "b.jfif", "c.JPE", "noext"):
+        picture.save(inbox / name, "JPEG")
+    for name in ("anim.gif", "t.tiff", "u.TIFF", ".hidden.gif"):
+        (inbox / name).write_bytes(b"x")
+    outcome = engram("predict", taught, "inbox")
+    assert (outcome.status, outcome.err) == (0, f"{OTHERS}2 .tiff, 1 .gif, 1 without an ending\n")
+    assert [line.split("\t")[0] for line in outcome.out.splitlines()] == ["inbox/a.jpg", "inbox/b.jfif", "inbox/c.JPE"]
+    assert engram("predict", taught, "inbox/noext", "inbox/a.jpg").err == "", "a file that is named is read"
+    for name in ("a.jpg", "b.jfif", "c.JPE"):
+        (inbox / name).unlink()
+    nothing = engram("predict", taught, "inbox")
+    assert (nothing.status, nothing.err.splitlines()[1]) == (2, "engram: there is no image in inbox")
 
 
 def test_names_that_look_alike_are_told(engram: Engram, tmp_path: Path) -> None:
@@ -390,6 +412,44 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(length: tuple[str, str], phot
         whole = [*command[:4], "whole", *command[5:]]
         assert subprocess.run(whole, cwd=tmp_path, capture_output=True, timeout=300, check=False).returncode == 0
         assert same(opened(tmp_path / "model"), opened(tmp_path / "whole"))
+
+
+def on_terminal(command: list[str], cwd: Path) -> tuple[subprocess.Popen[bytes], int]:
+    """The command on a terminal of its own, and the other end of that; it is training."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(command, cwd=cwd, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    os.close(theirs)
+    seen = b""
+    while b"epoch" not in seen:
+        seen += os.read(ours, 4096)
+    return process, ours
+
+
+def test_a_terminal_that_closes_has_the_lesson_saved(photos: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "engram", "learn", "model", str(photos / "first"), "--epochs", "60"]
+    command += ["--threads", "1", "--device", "cpu"]
+    process, terminal = on_terminal(command, tmp_path)
+    process.send_signal(signal.SIGHUP)
+    os.close(terminal)
+    with suppress(ProcessLookupError):
+        process.send_signal(signal.SIGHUP)  # of the shell, and of the system
+    assert process.wait(60) == 129
+    again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert again.returncode == 0, again.stderr
+    assert "learning was interrupted here; it goes on where it stood" in again.stdout
+
+
+def test_nohup_has_a_lesson_go_on_to_its_end(photos: Path, tmp_path: Path) -> None:
+    command = ["learn", "model", str(photos / "first"), "--epochs", "30", "--threads", "1", "--device", "cpu"]
+    ignoring = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+    ignoring += "from engram.__main__ import program; program()"
+    process, terminal = on_terminal([sys.executable, "-c", ignoring, *command], tmp_path)
+    process.send_signal(signal.SIGHUP)
+    with suppress(OSError):  # all there is to read, until it ends
+        while os.read(terminal, 4096):
+            pass
+    os.close(terminal)
+    assert process.wait(120) == 0
 
 
 def test_other_images_are_refused_until_the_lesson_is_finished_or_dropped(
@@ -512,8 +572,44 @@ def test_paths_are_asked_for_as_they_are_needed(photos: Path) -> None:
         yield f"{photos}/test/apple/000.png\n"
         raise AssertionError("not yet")
 
-    assert next(expand(["-"], lines())) == f"{photos}/test/apple/000.png"
-    assert list(expand(["-"], ["\ufeffa.png\n", "\ufeffb.png\n"])) == ["a.png", "\ufeffb.png"], "a mark begins a file"
+    assert next(expand(["-"], lines=lines())) == f"{photos}/test/apple/000.png"
+    assert list(expand(["-"], lines=["\ufeffa.png\n", "\ufeffb.png\n"])) == ["a.png", "\ufeffb.png"], (
+        "a mark begins a file"
+    )
+
+
+def test_predict_answers_while_its_standard_input_stays_open(taught: Path, photos: Path) -> None:
+    command = [sys.executable, "-m", "engram", "predict", str(taught), "-", "--threads", "1", "--device", "cpu"]
+    quiet = subprocess.DEVNULL
+    with subprocess.Popen(command, 0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=quiet) as process:
+        asks, told = process.stdin, process.stdout
+        assert asks is not None
+        assert told is not None
+
+        def next_name() -> str:
+            assert select.select([told], [], [], 60)[0], "no answer"
+            return os.fsdecode(told.readline()).split("\t")[0].removeprefix(f"{photos}/test/")
+
+        try:
+            asks.write(f"{photos}/test/apple/000.png\n".encode())
+            assert next_name() == "apple/000.png"
+            asks.write(f"{photos}/test/boat/001.png\n{photos}/test/camel\n".encode())
+            assert [next_name() for _ in range(5)] == ["boat/001.png", *(f"camel/00{i}.png" for i in range(4))]
+            asks.write(f"{photos}/test/dingo/003.png".encode())  # a last line without an end
+            asks.close()
+            assert next_name() == "dingo/003.png"
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+
+
+def test_paths_on_standard_input_may_be_of_any_bytes(taught: Path, photos: Path, tmp_path: Path) -> None:
+    odd = os.fsencode(tmp_path) + b"/caf\xe9.png"
+    shutil.copy(photos / "test" / "apple" / "000.png", os.fsdecode(odd))
+    command = [sys.executable, "-m", "engram", "predict", str(taught), "-", "--threads", "1", "--device", "cpu"]
+    strict = os.environ | {"PYTHONIOENCODING": "utf-8"}
+    done = subprocess.run(command, input=odd + b"\r\n", capture_output=True, timeout=120, check=False, env=strict)
+    assert (done.returncode, done.stdout.count(b"\n")) == (0, 1), done.stderr
 
 
 def test_a_name_cannot_write_on_the_terminal(engram: Engram, taught: Path, photos: Path, tmp_path: Path) -> None:
@@ -563,7 +659,7 @@ def test_a_closed_pipe_is_no_error(taught: Path, photos: Path) -> None:
 
 RSS = """
 import resource, sys
-from engram.cli import main
+from engram.cli import main, text
 status = main(sys.argv[1:])
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)
 sys.exit(status)
@@ -684,6 +780,32 @@ def test_info_says_what_the_model_knows(engram: Engram, taught: Path) -> None:
     assert [entry["what"] for entry in plain["history"]] == ["learned", "learned"]
 
 
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_a_narrow_terminal_breaks_no_name_and_no_date(
+    width: int, engram: Engram, taught: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    manifest = read_manifest(taught)
+    out = engram("info", taught).out
+    lines = out.splitlines()
+    assert max(map(len, lines)) <= width
+    assert all(any(line.split()[:1] == [name] for line in lines) for name in NAMES[:5]), out
+    assert sum(manifest["history"][0]["date"][:10] in line for line in lines) == 2, out
+    for words in ("lesson", "exemplars", "cnn %", "epochs", "learned apple", "held-out accuracy by cnn"):
+        assert words in out, out
+
+
+def test_rows_of_a_table_that_is_too_wide_are_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    columns = ["name", "images\nread", "a very long heading of numbers"]
+    for width, spaced in ((80, True), (30, False)):
+        table = text.make_table(columns, right=columns[1:], title="counted")
+        table.add_row("a name of many words", "1,234", "-")
+        text.print_table(Console(width=width), table)
+        out = capsys.readouterr().out
+        assert ("a name of many words\n    images read 1,234" in out) is not spaced, out
+        assert "counted" in out
+
+
 def test_info_says_what_of_a_lesson_is_gone(
     engram: Engram, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -760,6 +882,31 @@ def test_evaluate_says_how_many_images_were_learned_from(kind: str, engram: Engr
     fresh = engram("evaluate", "model", "new", "--json", "--report", "page.html")
     assert (fresh.err, json.loads(fresh.out)["learned_from"]) == ("", 0)
     assert '<ul class="notes">' not in (tmp_path / "page.html").read_text()
+
+
+def test_every_column_of_what_is_taken_for_what_has_a_name() -> None:
+    names = ["apple", "boat", "camel", "dingo"]
+    confusion = [[3, 0, 0, 2], [0] * 4, [1, 0, 4, 0], [0] * 4]
+    table, unseen = matrix_table({"classes": [{"class": name} for name in names], "confusion": confusion})
+    assert [column.header for column in table.columns] == ["true class", "1", "3", "4"]
+    assert [list(column.cells) for column in table.columns] == [
+        ["1 apple", "3 camel"],
+        ["3", "1"],
+        ["", "4"],
+        ["2", ""],
+    ]
+    assert unseen.endswith(": 4 dingo")
+    assert [text.fits(Console(width=width), table) for width in (23, 24)] == [False, True]
+
+
+def test_evaluate_says_which_classes_have_columns_alone(
+    engram: Engram, taught: Path, photos: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "some" / "apple").mkdir(parents=True)
+    shutil.copytree(photos / "test" / "boat", tmp_path / "some" / "apple", dirs_exist_ok=True)
+    said = engram("evaluate", taught, "some", "--by", "cnn").out
+    assert "taken for" in said
+    assert said.endswith("of these there are no images here: 2 boat\n")
 
 
 def test_evaluate_names_unreadable_images_and_unknown_classes(engram: Engram, taught: Path, tmp_path: Path) -> None:

@@ -118,6 +118,23 @@ def test_again_is_the_same_and_trains_nothing(engram: Engram, paper: Path, photo
     assert "no recipe yet" in outcome.out
 
 
+def test_one_run_is_one_and_marks_are_explained_where_there_are_some(
+    engram: Engram, paper: Path, photos: Path, done: Path, tmp_path: Path
+) -> None:
+    some = ["reproduce", "figure1", "--paper", paper, "--data", photos, "--rows", "AFC (CNN)", "--orders", "1"]
+    shown = engram(*some, "--out", done, "--page", tmp_path / "page.html", "--no-run")
+    assert shown.status == 0, shown.err
+    assert "within one standard deviation" not in shown.out
+    assert "over n runs (class orders and seeds)" in shown.out
+    page = (tmp_path / "page.html").read_text()
+    assert "; 1 run on " in page
+    assert 'class="legend"' not in page
+    assert 'class="legend"' in (done / "reproduction.html").read_text()
+    assert "1 run, each counted once: 1 done, 0 to do" in engram(*some, "--out", done, "--dry-run").out
+    began = engram(*some, "--out", "new", "--no-cache", "--threads", "1")
+    assert began.out.startswith("1 run, at most 1 at a time, in new\n"), began
+
+
 def test_dry_run_says_what_is_left_and_writes_nothing(
     engram: Engram, paper: Path, photos: Path, done: Path, tmp_path: Path
 ) -> None:
@@ -214,7 +231,7 @@ def test_runs_whose_images_are_not_here_are_left_out(engram: Engram, tmp_path: P
     paper = write_paper(tmp_path / "paper", PAPER + mixed)
     outcome = engram("reproduce", "mixed", "--paper", paper, "--data", photos, "--quiet")
     assert outcome.status == 0
-    assert outcome.err.startswith("engram: left out 1 runs of cifar100: ")
+    assert outcome.err.startswith("engram: left out 1 run of cifar100: ")
     assert len(list((tmp_path / "runs").glob("*/result.json"))) == 1
     alone = ("reproduce", "mixed", "--columns", "cifar100-b50-s5", "--paper", paper, "--data", photos)
     assert_refused(engram(*alone), outcome.err.partition("cifar100: ")[2].strip())
@@ -302,7 +319,7 @@ def test_an_unfinished_run_is_left_out_by_name(engram: Engram, done: Path, tmp_p
             told = result(place)
             (place / "result.json").write_text(json.dumps(told | {"stages": told["stages"][:2]}))
     outcome = engram("results", "merge", "all.jsonl", "runs")
-    assert (outcome.status, outcome.out) == (0, "all.jsonl: 1 runs, 1 of them new\n")
+    assert (outcome.status, outcome.out) == (0, "all.jsonl: 1 run, 1 of them new\n")
     assert outcome.err.startswith(f"engram: left out runs/{place.name}: it is not complete")
 
 

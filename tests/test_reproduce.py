@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from engram.cli.commands.reproduce import cost_lines, results_tables
+from engram.cli.commands.reproduce import results_tables
+from engram.cli.paperplan import cost_lines
 from engram.errors import EngramError
 from engram.methods import METHODS
 from engram.recipes import recipe, recipe_names

@@ -1,11 +1,14 @@
-"""Ctrl-C and SIGTERM: the first asks a run to save and stop, the second ends the program at once."""
+"""Ctrl-C, SIGTERM and SIGHUP: the first asks a run to save and stop, a second of the others ends it at once."""
 
 from __future__ import annotations
 
 import os
 import signal
+import stat
+from contextlib import suppress
 from types import FrameType, TracebackType
 
+HANGUP = getattr(signal, "SIGHUP", None)  # not on every system
 SAVING = "saving... (Ctrl-C again to quit at once)"
 
 
@@ -31,6 +34,8 @@ class Interrupt:
     def __enter__(self) -> Interrupt:
         for number in (signal.SIGINT, signal.SIGTERM):
             self._before[number] = signal.signal(number, self._receive)
+        if HANGUP is not None and signal.getsignal(HANGUP) != signal.SIG_IGN:  # as under nohup
+            self._before[HANGUP] = signal.signal(HANGUP, self._hang_up)
         return self
 
     def __exit__(
@@ -40,9 +45,20 @@ class Interrupt:
             signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is not None:
+        if self.signal not in (None, HANGUP):
             raise KeyboardInterrupt
         self.signal = number
         if self.announce:
             # A handler may run in the middle of a print: only the system call is safe here.
-            os.write(2, f"engram: {SAVING}\n".encode())
+            with suppress(OSError):
+                os.write(2, f"engram: {SAVING}\n".encode())
+
+    def _hang_up(self, number: int, frame: FrameType | None) -> None:
+        """Several may come of one terminal that closes; nobody is left to ask twice, or to read what is printed."""
+        self.signal = self.signal or number
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for output in (1, 2):
+            with suppress(OSError):
+                if not stat.S_ISREG(os.fstat(output).st_mode):
+                    os.dup2(nowhere, output)
+        os.close(nowhere)

@@ -52,7 +52,7 @@ def lesson_table(event: Learned) -> Table:
 def by_class_table(event: Learned) -> Table:
     """Held-out accuracy of each class, before and after, by predictor."""
     predictors = list(dict.fromkeys(by for entry in event.by_class for by in entry["after"]))
-    columns = [f"{by} {when}" for by in predictors for when in ("before %", "now %")]
+    columns = [f"{by}\n{when}" for by in predictors for when in ("before %", "now %")]
     table = make_table(["class", *columns], right=columns)
     for entry in event.by_class:
         table.add_row(entry["class"], *_cells(entry, predictors))

@@ -5,17 +5,21 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from engram.metrics import METRICS
 
 PIPE_WIDTH = 200  # a pipe has no width; tables are as wide as they need to be
+NAME_WIDTH = 12  # columns of a table that names have at least; longer ones are folded
 NARROWEST = 20  # columns; a smaller number is no width that anyone wants
 
 
@@ -88,6 +92,11 @@ def shorten(names: Sequence[str], width: int = 40) -> str:
     return shown
 
 
+def print_line(console: Console, text: str) -> None:
+    """Prints a line as it is: a path is not broken where the terminal is narrow."""
+    console.print(text, soft_wrap=True)
+
+
 def make_table(columns: Iterable[str], right: Sequence[str] = (), title: str | None = None) -> Table:
     """An empty table in the plain style of the whole command line; the columns named in `right` hold numbers."""
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False)
@@ -95,6 +104,37 @@ def make_table(columns: Iterable[str], right: Sequence[str] = (), title: str | N
         number = column in right
         table.add_column(column, justify="right" if number else "left", no_wrap=number, overflow="fold")
     return table
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Prints a table; where it would break its names into pieces, closer together, or each row on lines of its own."""
+    if not fits(console, table):
+        table.padding = (0, 1, 0, 0)
+    if fits(console, table):
+        console.print(table)
+        return
+    console.print()
+    if table.title is not None:
+        console.print(table.title, style=table.title_style)
+    heads = [str(column.header).replace("\n", " ") for column in table.columns]
+    leading = 1 + sum(1 for _ in takewhile(lambda column: column.justify == "left", table.columns[1:]))
+    for row in zip(*(map(str, column.cells) for column in table.columns), strict=True):
+        number = f"{heads[0]} " if table.columns[0].justify == "right" and heads[0] else ""
+        console.print(number + "  ".join(filter(None, row[:leading])))
+        rest = [f"{head} {cell}" for head, cell in zip(heads[leading:], row[leading:], strict=True) if cell.strip("-")]
+        if rest:
+            console.print(Padding(", ".join(rest), (0, 0, 0, 4)))
+
+
+def fits(console: Console, table: Table) -> bool:
+    """Whether the console is wide enough for the table's numbers and a sensible part of its names."""
+    widths: list[int] = []
+    for column in table.columns:
+        cells = (line for cell in (column.header, *column.cells) for line in str(cell).split("\n"))
+        longest = max(map(cell_len, cells))
+        widths.append(longest if column.no_wrap else min(longest, NAME_WIDTH))
+    between = 1 + table.padding[1] + table.padding[3]
+    return 2 + sum(widths) + between * (len(widths) - 1) <= console.width
 
 
 def card_table(card: Mapping[str, str]) -> Table:

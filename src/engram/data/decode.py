@@ -22,7 +22,7 @@ from PIL.JpegImagePlugin import JpegImageFile
 
 from engram.data.store import Images
 
-EXTENSIONS: Final = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+EXTENSIONS: Final = (".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".webp", ".bmp")
 FILE_BYTES: Final = 512 * 2**20
 SIZES: Final = (16, 24, 32, 48, 64)  # that an image size is chosen from
 _FORMATS: Final = ("PNG", "JPEG", "WEBP", "BMP")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import sys
 import warnings
@@ -28,30 +27,51 @@ Report = Callable[[int, int], None]  # how many are done, of how many
 
 @dataclass(frozen=True, eq=False)
 class Decoded:
-    """Some files decoded: the images (N, size, size, 3) and their paths; skipped: path and reason of those left out."""
+    """Some files decoded: the images (N, size, size, 3) and their paths; skipped: path and reason of those left out.
+
+    pause: the next may be long in coming, so that these are not to wait for it.
+    """
 
     paths: list[str]
     images: Images
     skipped: list[tuple[str, str]]
+    pause: bool = False
 
 
 def decode_stream(
-    paths: Iterable[str | Path], size: int, *, batch: int = _BATCH, workers: int | None = None
+    paths: Iterable[str | Path | None], size: int, *, batch: int = _BATCH, workers: int | None = None
 ) -> Iterator[Decoded]:
     """The files in their order, a batch at a time, decoded one batch ahead of whoever takes them.
 
     The first `FEW` are decoded by threads, those after them by processes, `workers` at once (None: as there are cores,
     16 at most; 1: no process). What it needs does not depend on how many there are. Bad files are skipped and named.
+    None among the paths: the next may be long in coming, and all before it come at once.
     """
     with _Pool(size, workers or min(16, os.cpu_count() or 1)) as pool:
-        waiting = map(str, paths)
         before: tuple[list[str], list[Future[Found]]] | None = None
-        for some in iter(lambda: list(itertools.islice(waiting, batch)), []):
-            before, taken = (some, pool.submit(some)), before
-            if taken is not None:
-                yield _gather(*taken)
+        for some, pause in _batches(paths, batch):
+            if some:
+                before, taken = (some, pool.submit(some)), before
+                if taken is not None:
+                    yield _gather(*taken)
+            if pause and before is not None:
+                taken, before = before, None
+                yield _gather(*taken, pause=True)
         if before is not None:
             yield _gather(*before)
+
+
+def _batches(paths: Iterable[str | Path | None], batch: int) -> Iterator[tuple[list[str], bool]]:
+    """The paths, so many at a time or as many as there are before a None, and whether one followed."""
+    some: list[str] = []
+    for path in paths:
+        if path is not None:
+            some.append(str(path))
+        if path is None or len(some) == batch:
+            yield some, path is None
+            some = []
+    if some:
+        yield some, False
 
 
 class _Pool:
@@ -97,7 +117,7 @@ class _Pool:
         return decode_here(paths, self._size, lambda load: self._large.submit(load).result())
 
 
-def _gather(paths: Sequence[str], parts: Sequence[Future[Found]]) -> Decoded:
+def _gather(paths: Sequence[str], parts: Sequence[Future[Found]], pause: bool = False) -> Decoded:
     found = [part.result() for part in parts]
     reasons = [reason for _, reasons in found for reason in reasons]
     named = list(zip(paths, reasons, strict=True))
@@ -105,6 +125,7 @@ def _gather(paths: Sequence[str], parts: Sequence[Future[Found]]) -> Decoded:
         [path for path, reason in named if reason is None],
         np.concatenate([images for images, _ in found]),
         [(path, reason) for path, reason in named if reason is not None],
+        pause,
     )
 
 

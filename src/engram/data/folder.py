@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,9 +142,13 @@ def _holds_image(folder: Path) -> bool:
     return any(_is_image(entry) for entry in _entries(folder))
 
 
-def walk_images(folder: str | Path) -> Iterator[str]:
-    """The image files in a folder and its subfolders, by name; see _walk."""
-    return filter(_has_extension, _walk(folder))
+def walk_images(folder: str | Path, others: Counter[str] | None = None) -> Iterator[str]:
+    """The image files in a folder and its subfolders, by name; see _walk. others: counts the rest by their endings."""
+    for path in _walk(folder):
+        if _has_extension(path):
+            yield path
+        elif others is not None:
+            others[os.path.splitext(path)[1].lower()] += 1
 
 
 def _walk(folder: str | Path) -> Iterator[str]:

@@ -29,9 +29,16 @@ class Predicted:
 
 
 def predict_files(
-    model: Model, paths: Iterable[str], by: str | None = None, batch: int | None = None, workers: int | None = None
+    model: Model,
+    paths: Iterable[str | None],
+    by: str | None = None,
+    batch: int | None = None,
+    workers: int | None = None,
 ) -> Iterator[Predicted]:
-    """The files in their order, decoded ahead by threads while the network works. batch: None is `fitting_batch`."""
+    """The files in their order, decoded ahead by threads while the network works. batch: None is `fitting_batch`.
+
+    None among the paths: the next may be long in coming, and all before it come at once.
+    """
     side = file_side(model.config.image_size)
     return predict_batches(model, decode_stream(paths, side, batch=batch or fitting_batch(model), workers=workers), by)
 
@@ -45,6 +52,9 @@ def predict_batches(model: Model, batches: Iterable[Decoded], by: str | None = N
         before, ahead = ahead, _Coming(part, read(part.images) if part.paths else nothing)
         if before is not None:
             yield before.take()
+        if part.pause:
+            yield ahead.take()
+            ahead = None
     if ahead is not None:
         yield ahead.take()
 

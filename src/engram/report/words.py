@@ -50,7 +50,6 @@ def headline(groups: Sequence[Group]) -> str:
 def facts(groups: Sequence[Group]) -> str:
     """What the numbers are of: predictor, protocol, number of runs, devices and days."""
     runs = [run for group in groups for run in group.runs]
-    count = f"{len(runs)} run{'s' if len(runs) > 1 else ''}"
     protocols = list(dict.fromkeys(_stages_in_words(run) for run in runs))
     stages = protocols[0] if len(protocols) == 1 else f"{len(protocols)} different protocols"
     devices = join(dict.fromkeys(run.hardware.get("device", "unknown device") for run in runs))
@@ -58,7 +57,8 @@ def facts(groups: Sequence[Group]) -> str:
     dates = sorted({run.created[:10] for run in runs})
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     return (
-        f"Top-1 accuracy of the {predictors} predictor over all classes seen. {stages}; {count} on {devices}, {when}."
+        f"Top-1 accuracy of the {predictors} predictor over all classes seen. {stages}; "
+        f"{count_runs(len(runs))} on {devices}, {when}."
     )
 
 
@@ -139,3 +139,8 @@ def join(texts: Iterable[str]) -> str:
     """'a', 'a and b', 'a, b and c'."""
     listed = list(texts)
     return listed[0] if len(listed) == 1 else f"{', '.join(listed[:-1])} and {listed[-1]}"
+
+
+def count_runs(count: int) -> str:
+    """ "1 run", "2 runs"."""
+    return f"{count} run{'' if count == 1 else 's'}"

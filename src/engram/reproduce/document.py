@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from engram.report.tables import decimal
-from engram.report.words import join
+from engram.report.words import count_runs, join
 from engram.reproduce.cells import FURTHER, MARKS, NOT_RUN, WITHIN_POINT, WITHIN_STD, Measured, each_once, measure_all
 from engram.reproduce.page import headline, records_of, remarks
 from engram.reproduce.paper import MEASURES, Experiment, Paper
 from engram.reproduce.plan import Asked, make_plan
 from engram.reproduce.records import Record
-from engram.reproduce.text import LEGEND, caption, markdown, markdown_effects, signed
+from engram.reproduce.text import caption, legend, markdown, markdown_effects, signed
 
 COMMAND = "engram results page docs/reproduction.md results"
 
@@ -50,6 +50,11 @@ def _opening(paper: Paper, cells: Sequence[Measured], command: str, file: str | 
     place = "[`results/`](../results/README.md)" if command == COMMAND else "a file of results"
     starred = any(cell.cell.row.label.endswith("*") for cell in cells)
     star = "A star marks what the paper's authors ran again with others' code. " if starred else ""
+    repeated = """Where a table repeats a number without its standard deviation, that of the other table counts;
+where there is none, one point is the measure.
+"""
+    if not any(cell.cell.published for cell in cells):
+        repeated = ""
     return f"""# Reproduction
 
 {paper.title}. {headline(cells)}
@@ -58,10 +63,8 @@ Made by `{command}`{checked}.
 {_reproduce(next(iter(paper.experiments)), file)} runs what is not there yet; `engram results merge` adds it to {place}.
 A number of ours stands beside the paper's and never in its place: what was not run says so.
 
-{LEGEND}.
-{star}Where a table repeats a number without its standard deviation, that of the other table counts;
-where there is none, one point is the measure.
-"""
+{legend(cells)}.
+{star}{repeated}"""
 
 
 def _reproduce(name: str, file: str | None) -> str:
@@ -173,4 +176,4 @@ def _provenance(used: Sequence[Record], records: Sequence[Record]) -> str:
     more = f" {others} of them are in no table above." if others else ""
     text = "\n".join(rows) if groups else "There are none yet."
     shared = "Runs share a device, so their seconds do not add up to time on the wall."
-    return f"## The runs\n\n{len(records)} runs.{more} {shared}\n\n{text}\n"
+    return f"## The runs\n\n{count_runs(len(records))}.{more} {shared}\n\n{text}\n"

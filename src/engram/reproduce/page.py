@@ -13,7 +13,7 @@ from engram.files import write_bytes
 from engram.report.html import template
 from engram.report.page import write_folder
 from engram.report.svg import drawing_style
-from engram.report.words import join
+from engram.report.words import count_runs, join
 from engram.reproduce import figures
 from engram.reproduce.cells import (
     FURTHER,
@@ -66,7 +66,7 @@ def write_page(file: Path, paper: Paper, plan: Plan) -> Path:
         title=paper.title,
         headline=headline(cells),
         facts=facts(cells),
-        words=_WORDS,
+        words=_WORDS if any(cell.cell.published for cell in cells) else {},
         parts=parts,
         machines=list(_machines(records_of(plan.cells))),
         version=version(),
@@ -113,7 +113,7 @@ def facts(cells: Sequence[Measured]) -> str:
     where = ", ".join(dict.fromkeys(record.hardware for record in records))
     return (
         f"Ours: mean ± sample standard deviation over n runs, which differ in class order and seed; "
-        f"{len(records)} runs on {where}. A cell that was not run has no number of ours."
+        f"{count_runs(len(records))} on {where}. A cell that was not run has no number of ours."
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from engram.metrics import Estimate
 from engram.report.tables import MINUS, decimal
@@ -21,10 +21,16 @@ from engram.reproduce.cells import (
 from engram.reproduce.paper import MEASURES, Experiment, Published
 
 NOTHING = "–"
-LEGEND = (
+_MARKED = (
     f"{MARKS[WITHIN_STD]} {WITHIN_STD} of the paper's mean, {MARKS[WITHIN_POINT]} {WITHIN_POINT} of it, "
-    f"{MARKS[FURTHER]} {FURTHER}; ours is mean ± sample standard deviation over n runs (class orders and seeds)"
+    f"{MARKS[FURTHER]} {FURTHER}"
 )
+_OURS = "ours is mean ± sample standard deviation over n runs (class orders and seeds)"
+
+
+def legend(cells: Iterable[Measured]) -> str:
+    """What the marks mean, where there is a number of the paper's to be marked, and what ours are."""
+    return f"{_MARKED}; {_OURS}" if any(cell.cell.published for cell in cells) else _OURS
 
 
 def signed(value: float) -> str:

@@ -15,7 +15,7 @@ from engram.cli.display import follow, make_display
 from engram.cli.interrupt import Interrupt
 from engram.cli.options import RunningFlags
 from engram.cli.own_methods import VARIABLE
-from engram.cli.text import bold, is_live, stage_name, summary_line, summary_table
+from engram.cli.text import bold, is_live, print_line, stage_name, summary_line, summary_table
 from engram.data.load import FOLDERS, DataConfig, load_store
 from engram.data.store import ImageStore
 from engram.errors import EngramError
@@ -142,8 +142,3 @@ def tell_stopped(console: Console, last: Stopped) -> None:
     how = "saved, interrupted in" if last.reason == "interrupted" else "stopped after"
     print_line(console, f"{how} {where}; to go on:")
     console.print(bold(f"engram resume {last.directory}"), soft_wrap=True)
-
-
-def print_line(console: Console, text: str) -> None:
-    """Prints a line as it is: a path is not broken where the terminal is narrow."""
-    console.print(text, soft_wrap=True)

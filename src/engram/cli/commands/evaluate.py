@@ -26,7 +26,7 @@ from engram.cli.commands.models import (
     tell_unreadable,
 )
 from engram.cli.model_options import Evaluate
-from engram.cli.text import make_console, make_table, percent, shorten
+from engram.cli.text import fits, make_console, make_table, percent, shorten
 from engram.data.folder import list_classes
 from engram.errors import EngramError
 from engram.files import typed_path
@@ -134,8 +134,11 @@ def _tell(console: Console, found: dict[str, Any], quiet: bool, report: Path | N
     if not quiet:
         tested = [entry for entry in found["classes"] if entry["images"]]
         console.print(class_table(tested))
-        if len(found["classes"]) <= MATRIX:
-            console.print(matrix_table(found))
+        matrix, unseen = matrix_table(found)
+        if max(matrix.row_count, len(matrix.columns) - 1) <= MATRIX and fits(console, matrix):
+            console.print(matrix)
+            if unseen:
+                console.print(unseen)
         elif found["accuracy"] < 100:
             console.print(pairs_table(found))
     if report is not None:
@@ -150,15 +153,21 @@ def class_table(tested: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
-def matrix_table(found: dict[str, Any]) -> Table:
-    """Images of each true class (rows) by the class they were taken for (columns)."""
-    names = [printable(entry["class"]) for entry in found["classes"]]
-    heads = [f"{number + 1}" for number in range(len(names))]
-    table = make_table(["", "true class", *heads], right=["", *heads], title="taken for")
-    for number, (name, row) in enumerate(zip(names, found["confusion"], strict=True)):
-        if sum(row):
-            table.add_row(heads[number], name, *[str(count) if count else "" for count in row])
-    return table
+def matrix_table(found: dict[str, Any]) -> tuple[Table, str]:
+    """Images of each true class (rows) by the class they were taken for (columns); what the columns without a row are.
+
+    Classes that have no image and that none was taken for are left out.
+    """
+    counts = np.array(found["confusion"])
+    names = [f"{number} {printable(entry['class'])}" for number, entry in enumerate(found["classes"], start=1)]
+    taken = [place for place, images in enumerate(counts.sum(axis=0)) if images]
+    heads = [str(place + 1) for place in taken]
+    table = make_table(["true class", *heads], right=heads, title="taken for")
+    for name, row in zip(names, counts, strict=True):
+        if row.sum():
+            table.add_row(name, *[str(row[place]) if row[place] else "" for place in taken])
+    unseen = [names[place] for place in taken if not counts[place].sum()]
+    return table, f"of these there are no images here: {', '.join(unseen)}" if unseen else ""
 
 
 def pairs_table(found: dict[str, Any]) -> Table:

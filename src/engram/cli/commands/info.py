@@ -12,7 +12,17 @@ from rich.table import Table
 from engram.cli.commands.common import print_line
 from engram.cli.commands.models import printable
 from engram.cli.model_options import Info
-from engram.cli.text import bold, card_table, count_classes, duration, make_console, make_table, percent, shorten
+from engram.cli.text import (
+    bold,
+    card_table,
+    count_classes,
+    duration,
+    make_console,
+    make_table,
+    percent,
+    print_table,
+    shorten,
+)
 from engram.files import typed_path
 from engram.modeldir import has_learning, read_manifest
 from engram.modeldir.labels import encode_label
@@ -32,8 +42,8 @@ def info_command(options: Info, typed: Sequence[str]) -> int:
         return 0
     console.print(bold(f"{place}: {count_classes(len(manifest['classes']))}"))
     console.print(card_table(card(manifest)))
-    console.print(class_table(manifest))
-    console.print(history_table(manifest))
+    print_table(console, class_table(manifest))
+    print_table(console, history_table(manifest))
     if manifest["learning_interrupted"]:
         print_line(console, "learning was interrupted here; the same 'engram learn' again goes on with it")
     return 0
@@ -66,7 +76,7 @@ def _size(count: int) -> str:
 def class_table(manifest: dict[str, Any]) -> Table:
     """Each class with the lesson it came with, its images and its accuracy on held-out ones."""
     accuracies = [f"{by} %" for by in manifest["predictors"]]
-    right = ["lesson", "images", "exemplars", "held out", *accuracies]
+    right = ["lesson", "images", "exemplars", "held\nout", *accuracies]
     table = make_table(["class", *right], right=right)
     for known in manifest["classes"]:
         counts = [str(known["stage"] + 1), *(f"{known[kind]:,}" for kind in ("images", "exemplars", "heldout"))]
@@ -80,6 +90,7 @@ def history_table(manifest: dict[str, Any]) -> Table:
     by = manifest["predictors"][0] if manifest["predictors"] else "cnn"
     numbers = ["images", "epochs", "time", "old %\nbefore", "old %\nnow", "new %"]
     table = make_table(["", "date", "what", *numbers], right=["", *numbers], title=f"held-out accuracy by {by}")
+    table.columns[1].no_wrap = True  # the date
     table.padding = (0, 1, 0, 0)  # so that it fits into 100 columns
     for first, last in _lines(manifest["history"]):
         entry, what, counts = manifest["history"][last], f"removed {count_classes(last - first + 1)}", ["", "", ""]

@@ -14,7 +14,7 @@ from rich.padding import Padding
 from engram.cli.commands.common import print_line
 from engram.cli.commands.places import run_status
 from engram.cli.options import List
-from engram.cli.text import make_console, make_table, percent
+from engram.cli.text import make_console, make_table, percent, print_table
 from engram.data.fetch import data_home
 from engram.errors import EngramError
 from engram.files import read_json
@@ -133,7 +133,7 @@ def _print(console: Console, what: str, rows: Sequence[dict[str, Any]], title: s
         )
     if title is not None:
         print_line(console, f"{rows[0]['dataset']}: {title}")
-    console.print(table)
+    print_table(console, table)
 
 
 def _print_runs(console: Console, rows: Sequence[dict[str, Any]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -55,6 +56,13 @@ def tell_passed_over(images: str) -> None:
     if loose:
         names = shorten([printable(name) for name in loose], 60)
         print(f"engram: left out images that lie beside the class folders: {names}", file=sys.stderr)
+
+
+def tell_others(others: Counter[str]) -> None:
+    """Says on stderr how many files of which other endings there were in folders."""
+    if others:
+        kinds = [f"{count:,} {printable(ending) or 'without an ending'}" for ending, count in others.most_common()]
+        print(f"engram: left out what is no {', '.join(EXTENSIONS)} file: {shorten(kinds, 60)}", file=sys.stderr)
 
 
 def printable(value: Any) -> str:

@@ -6,6 +6,7 @@ import glob
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from itertools import repeat
@@ -15,7 +16,8 @@ import numpy as np
 from rich.console import Console
 
 from engram.cli import UNREADABLE
-from engram.cli.commands.models import bar, prepare_place, printable, tell_unreadable
+from engram.cli.arriving import arriving_lines
+from engram.cli.commands.models import bar, prepare_place, printable, tell_others, tell_unreadable
 from engram.cli.model_options import Predict
 from engram.data.folder import walk_images
 from engram.errors import EngramError
@@ -46,14 +48,16 @@ def predict_command(options: Predict, typed: Sequence[str]) -> int:
     moving = console.is_terminal and not hidden
     total = sum(1 for _ in expand(paths)) if moving and not streamed else None
     done = unreadable = 0
+    others: Counter[str] = Counter()
     with nullcontext() if hidden else bar(console, "predicting") as progress:
         task = None if progress is None else progress.add_task("", total=total)
-        for part in predict_files(model, expand(paths), options.by, options.batch):
+        for part in predict_files(model, expand(paths, others), options.by, options.batch):
             write_lines(sys.stdout, model, part, options.top, options.json)
             tell_unreadable(part.skipped, len(part.skipped))
             done, unreadable = done + len(part.paths), unreadable + len(part.skipped)
             if progress is not None and task is not None:
                 progress.update(task, completed=done + unreadable)
+    tell_others(others)
     if not done and not unreadable:
         if set(paths) == {STANDARD_INPUT}:
             raise EngramError("standard input named no image; give it the path of an image or a folder on each line")
@@ -72,21 +76,30 @@ def check_paths(given: Iterable[str]) -> None:
             raise EngramError(f"{how} {printable(text)}")
 
 
-def expand(given: Iterable[str], lines: Iterable[str] | None = None) -> Iterator[str]:
-    """The image files that files, folders, patterns and, for -, the lines of standard input name, one at a time."""
+def expand(
+    given: Iterable[str], others: Counter[str] | None = None, lines: Iterable[str] | None = None
+) -> Iterator[str | None]:
+    """The image files that files, folders, patterns and, for -, the lines of standard input name, one at a time.
+
+    None among them: the next line of standard input has not come yet. others: counts the files of other kinds in the
+    folders by their endings.
+    """
     for text in given:
         if text == STANDARD_INPUT:
             given_lines = (sys.stdin or ()) if lines is None else lines  # none where it is closed
-            for number, line in enumerate(given_lines):
+            for number, line in enumerate(arriving_lines(given_lines)):
+                if line is None:
+                    yield None
+                    continue
                 path = line.rstrip("\r\n")
                 path = path.removeprefix("\ufeff") if number == 0 else path  # as some editors begin a file
                 if path:
-                    yield from walk_images(path) if os.path.isdir(path) else (path,)
+                    yield from walk_images(path, others) if os.path.isdir(path) else (path,)
         elif os.path.lexists(text):
-            yield from walk_images(text) if os.path.isdir(text) else (text,)
+            yield from walk_images(text, others) if os.path.isdir(text) else (text,)
         else:
             for path in _matches(text):
-                yield from walk_images(path) if os.path.isdir(path) else (path,)
+                yield from walk_images(path, others) if os.path.isdir(path) else (path,)
 
 
 def _matches(pattern: str) -> Iterator[str]:

@@ -12,6 +12,7 @@ from engram.cli.options import Results
 from engram.cli.text import make_console
 from engram.errors import EngramError
 from engram.files import typed_path, write_bytes
+from engram.report.words import count_runs
 from engram.reproduce.document import document
 from engram.reproduce.paper import load_paper
 from engram.reproduce.records import Record
@@ -40,7 +41,7 @@ def results_command(options: Results, typed: Sequence[str]) -> int:
             raise EngramError("there is no run of a recipe as it stands in what was given; nothing was written")
         text, what = as_text(summary), f"{len(summary)} recipes as they stand, of "
     write_bytes(out, text.encode())
-    print_line(make_console(), f"{out}: {what}{len(records)} runs")
+    print_line(make_console(), f"{out}: {what}{count_runs(len(records))}")
     return 0
 
 
@@ -51,5 +52,5 @@ def _merge(out: Path, records: Sequence[Record]) -> int:
         raise EngramError("there is no complete run in what was given; nothing was written")
     write_file(out, merged)
     before = len(merge(known))
-    print_line(make_console(), f"{out}: {len(merged)} runs, {len(merged) - before} of them new")
+    print_line(make_console(), f"{out}: {count_runs(len(merged))}, {len(merged) - before} of them new")
     return 0

@@ -29,7 +29,7 @@ from engram.cli.commands.several import run_several
 from engram.cli.interrupt import Interrupt
 from engram.cli.options import Resume, Run
 from engram.cli.overrides import configure_all
-from engram.cli.text import card_table, make_console, make_table, shorten
+from engram.cli.text import card_table, make_console, make_table, print_table, shorten
 from engram.config import RunConfig, directory_name
 from engram.data.load import outline_store
 from engram.data.store import ImageStore
@@ -144,7 +144,7 @@ def _print_plan(config: RunConfig, store: ImageStore, place: Path, console: Cons
         print_line(console, json.dumps(plan))
         return
     console.print(card_table(card))
-    console.print(_plan_table(plans))
+    print_table(console, _plan_table(plans))
     print_line(console, f"in all {epochs:,} epochs and {steps:,} steps")
     print_line(console, f"into {place}")
     print_line(console, "this was a dry run: nothing was written")

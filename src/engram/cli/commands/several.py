@@ -29,7 +29,7 @@ from engram.cli.commands.common import (
 from engram.cli.interrupt import Interrupt
 from engram.cli.options import Run, RunningFlags
 from engram.cli.tally import Tally
-from engram.cli.text import bold, clock, make_console, make_table, percent
+from engram.cli.text import bold, clock, make_console, make_table, percent, print_table
 from engram.config import RunConfig, directory_name
 from engram.data.load import DataConfig, outline_store
 from engram.data.store import ImageStore
@@ -37,6 +37,7 @@ from engram.errors import EngramError
 from engram.events import Event, RunFailed, RunFinished, RunSkipped, Stopped, read_events
 from engram.files import typed_path
 from engram.metrics import Estimate, estimate, paired
+from engram.report.words import count_runs
 from engram.rundir import EVENTS, UNKNOWN_CODE, method_code, read_manifest
 from engram.stagecache import StageCache
 from engram.together import ERROR, Member, Workers, plan_members
@@ -103,7 +104,7 @@ def work_through(
         command=command,
     )
     if not silent:
-        print_line(console, f"{len(members)} runs, at most {workers.at_once} at a time, in {parent}")
+        print_line(console, f"{count_runs(len(members))}, at most {workers.at_once} at a time, in {parent}")
     bases = None if cache is None else {entry.key for entry in cache.entries()}
     board = make_board(console, interrupt, Tally(members, bases), quiet=flags.quiet, as_json=flags.json)
     last: Last = {}
@@ -170,7 +171,8 @@ def _quit_at_once() -> NoReturn:
     """Ends the process, whatever its threads are doing: an interpreter that goes down under torch may crash."""
     with suppress(OSError):
         sys.stdout.flush()
-    os.write(2, b"engram: quit at once; the same command again goes on from the last checkpoints\n")
+    with suppress(OSError):
+        os.write(2, b"engram: quit at once; the same command again goes on from the last checkpoints\n")
     os._exit(INTERRUPTED)
 
 
@@ -188,9 +190,9 @@ def tell_results(console: Console, last: Last, parent: Path) -> None:
     complete = [event for event in last.values() if isinstance(event, (RunFinished, RunSkipped))]
     results = results_of(complete)
     if results:
-        console.print(results_table(results))
+        print_table(console, results_table(results))
         if (differences := differences_table(results)) is not None:
-            console.print(differences)
+            print_table(console, differences)
         reused = sum(map(_took_over_base, complete))
         if reused:
             print_line(console, f"time: without the base stage in {reused} of {len(results)} runs, which took it over")
@@ -318,14 +320,15 @@ def print_plan(console: Console, members: Sequence[Member], cache: StageCache | 
     table = make_table(["directory", "state", "steps left"], right=["steps left"])
     for row in rows:
         table.add_row(row["directory"], row["state"], f"{row['steps']:,}")
-    console.print(table)
+    print_table(console, table)
     for base in shared:
-        runs = f"{len(base['runs'])} run{'s' if len(base['runs']) > 1 else ''}"
         how = "is in the cache already, for" if base["cached"] else "is trained once for"
-        print_line(console, f"one base stage {how} {runs}: {', '.join(base['runs'])}")
+        print_line(console, f"one base stage {how} {count_runs(len(base['runs']))}: {', '.join(base['runs'])}")
     counts = Counter(member.standing.state for member in members)
     parts = ", ".join(f"{counts[state]} {state}" for state in ("done", "incomplete", "new") if counts[state])
-    print_line(console, f"{len(members)} runs ({parts}), {steps:,} steps left, before what shared base stages save")
+    print_line(
+        console, f"{count_runs(len(members))} ({parts}), {steps:,} steps left, before what shared base stages save"
+    )
     print_line(console, "this was a dry run: nothing was written")
 
 
