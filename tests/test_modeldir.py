@@ -710,6 +710,30 @@ def test_the_last_class_can_go_and_the_model_begins_again(tmp_path: Path) -> Non
     assert opened(path).labels == list(NAMES[2:4])
 
 
+def damage(file: Path) -> Path:
+    """The file with a bit changed, in a copy of its own: others may be links to it."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.unlink()
+    file.write_bytes(content)
+    return file
+
+
+@pytest.mark.parametrize("kind", ["exemplars", "heldout"])
+def test_a_class_with_a_damaged_picture_can_be_removed(kind: str, taught: Path, tmp_path: Path) -> None:
+    path = copy(taught, tmp_path / "m")
+    whole = opened(path)
+    damage(path / "generations" / "000002" / kind / "00001" / "00001.png")
+    with pytest.raises(EngramError, match=r"00001.png is damaged"):
+        remove_class(path, "apple")
+    remove_class(path, "boat")
+    left = opened(path)
+    assert left.labels == ["apple", *NAMES[2:5]]
+    for by, found in scores(left).items():
+        assert np.array_equal(found, np.delete(scores(whole)[by], 1, axis=1)), by
+    assert [known.accuracy.keys() for known in left.classes] == [{"cnn", "nme"}] * 4
+
+
 # Labels
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -109,3 +110,17 @@ def test_without_onnx_it_says_what_to_install(
         capsys.readouterr().err
         == "engram: onnx and onnxruntime must be installed for this: pip install onnx onnxruntime\n"
     )
+
+
+def test_a_damaged_picture_does_not_stop_it(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = Path(shutil.copytree(model, tmp_path / "model"))
+    picture = place / "generations" / "000002" / "heldout" / "00000" / "00001.png"
+    picture.write_bytes(picture.read_bytes()[:-1])
+    assert main(["export", str(place), str(tmp_path / "out.onnx")]) == 0
+    said = capsys.readouterr()
+    assert said.err.startswith("engram: checked on noise alone: ")
+    assert "00001.png is damaged" in said.err
+    assert "on 32 images" in said.out
+    (place / "generations" / "000002" / "weights.safetensors").write_bytes(b"")
+    assert main(["export", str(place), str(tmp_path / "other.onnx")]) == 2
+    assert not (tmp_path / "other.onnx").exists()

@@ -175,7 +175,7 @@ def remove_class(path: str | Path, label: Hashable, *more: Hashable, drop_learni
     """Removes a class, or several at once, from the model at that path, files and all; returns the model then."""
     with Writer(path) as writer:
         _refuse_learning(writer, drop=drop_learning, argument="drop_learning")
-        model, _ = open_model(path, "cpu")
+        model, _ = open_model(path, "cpu", without=(label, *more))  # whose pictures may be damaged
         model.remove((label, *more), datetime.now(UTC).isoformat(timespec="seconds"))
         model.measure()
         writer.commit(*pack_model(model))

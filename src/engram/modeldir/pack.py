@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 from base64 import b64decode, b64encode
-from collections.abc import Iterator
+from collections.abc import Collection, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, fields
 from functools import partial
@@ -130,15 +130,24 @@ def _to_png(image: np.ndarray) -> bytes:
 
 
 def open_model(
-    path: str | Path, device: Device = "auto", precision: Precision = "auto", *, images: bool = True
+    path: str | Path,
+    device: Device = "auto",
+    precision: Precision = "auto",
+    *,
+    images: bool = True,
+    without: Collection[Hashable] = (),
 ) -> tuple[Model, Pointer]:
     """The model at that path, every file read found unchanged, and which generation it is.
 
-    images: with its exemplars and held-out images, which learning needs and predicting does not. Whatever is wrong with
-    the directory, what is raised is an EngramError.
+    images: with its exemplars and held-out images, which learning needs and predicting does not; but for those of the
+    classes in `without`. Whatever is wrong with the directory, what is raised is an EngramError.
     """
+
+    def read(snapshot: Snapshot) -> tuple[Model, Pointer]:
+        return _unpack(snapshot, device, precision, images, without), snapshot.pointer
+
     try:
-        return read_model(path, lambda snapshot: (_unpack(snapshot, device, precision, images), snapshot.pointer))
+        return read_model(path, read)
     except EngramError:
         raise
     except Exception as error:
@@ -183,7 +192,9 @@ def _bytes(snapshot: Snapshot, kind: str) -> int:
     return sum(snapshot.size(name) for name in snapshot.names if name.startswith(f"{kind}/"))
 
 
-def _unpack(snapshot: Snapshot, device: Device, precision: Precision, images: bool) -> Model:
+def _unpack(
+    snapshot: Snapshot, device: Device, precision: Precision, images: bool, without: Collection[Hashable]
+) -> Model:
     where = snapshot.path / MANIFEST
     config, classes, sizes, history, mean, std = _parse(snapshot.manifest, where)
     model = Model(config, device, precision)
@@ -218,6 +229,8 @@ def _unpack(snapshot: Snapshot, device: Device, precision: Precision, images: bo
         raise EngramError(f"{snapshot.path / WEIGHTS} has class means of another shape; the model is damaged")
     model.reads_only = not images
     if images:
+        wanted = [known.label not in without for known in classes]
+        counts = {kind: [n * is_wanted for n, is_wanted in zip(counts[kind], wanted, strict=True)] for kind in counts}
         _read_pictures(snapshot, model, counts)
     return model
 
