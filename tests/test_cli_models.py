@@ -359,11 +359,24 @@ def test_names_that_look_alike_are_told(engram: Engram, tmp_path: Path) -> None:
     root = folder(tmp_path / "photos", FIRST, count=5)
     (root / "camel").rename(root / "caf\u00e9")
     (root / "boat").rename(root / "Apple")
-    said = "engram: {} are different classes; if they should be one, rename the folder\n"
+    said = "engram: {} are different classes; if they should be one, give them one name\n"
     assert engram("learn", "model", "photos", *QUICK).err == said.format("'Apple' and 'apple'")
     more = folder(tmp_path / "more", FIRST[:1], count=5)
     (more / "apple").rename(more / "cafe\u0301")
     assert engram("learn", "model", "more", *QUICK).err == said.format(r"'caf\xe9' and 'cafe\u0301'")
+
+
+def test_a_name_of_two_classes_is_refused(engram: Engram, tmp_path: Path) -> None:
+    images, names = pictures(FIRST, 4, size=16)
+    labels = [{"apple": 1, "boat": "1", "camel": "dog"}[name] for name in names]
+    with pytest.warns(UserWarning, match="1 and '1' are different classes; if they should be one"):
+        IncrementalClassifier(epochs=1, memory=2, device="cpu").fit(images, labels).save("m")
+    assert_refused(
+        engram("remove", "m", "1"), "'1' is the name of 2 classes", "remove_class('m', 1) or remove_class('m', '1')"
+    )
+    assert opened(tmp_path / "m").labels == [1, "1", "dog"]
+    with pytest.warns(UserWarning, match="'dog' and 'Dog' are different"):
+        IncrementalClassifier.load("m", device="cpu").partial_fit(images[:4], ["Dog"] * 4)
 
 
 def test_skip_bad_passes_over_empty_class_folders(engram: Engram, tmp_path: Path) -> None:

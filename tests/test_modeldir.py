@@ -748,6 +748,20 @@ def test_labels_of_many_kinds_come_back_as_they_were(tmp_path: Path) -> None:
     assert [known["label"] for known in read_manifest(tmp_path / "m")["classes"]] == labels
 
 
+def test_labels_that_are_written_alike_are_told(tmp_path: Path) -> None:
+    def told(labels: list[Any], **options: Any) -> list[str]:
+        images, _ = pictures(NAMES[: len(labels)], 2, seed=len(str(labels)))  # others each time
+        given = [label for label in labels for _ in range(2)]
+        events = list(learn_into(tmp_path / "m", images, given, device="cpu", **options))
+        assert isinstance(events[-1], Learned)
+        return [event.message for event in events if isinstance(event, Warned)]
+
+    alike = "are different classes; if they should be one, give them one name"
+    assert told([1, "1", "x"], config=tiny(epochs=1)) == [f"1 and '1' {alike}"]
+    assert told(["X "], epochs=1) == [f"'x' and 'X ' {alike}"]
+    assert told(["y", 2], epochs=1) == []
+
+
 @pytest.mark.parametrize("label", [b"bytes", frozenset({1}), 1j, ("x", float("inf")), 2**70, ("x", object()), "\ud800"])
 def test_labels_that_json_has_not_are_refused_before_anything_is_learned(label: Any, tmp_path: Path) -> None:
     with pytest.raises(EngramError, match=r"cannot be saved|is no label"):

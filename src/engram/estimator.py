@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,7 +23,7 @@ from engram.modeldir import Model, ModelConfig, open_model, save_model
 from engram.modeldir.config import as_size, fitting_epochs, short
 from engram.modeldir.directory import Pointer
 from engram.modeldir.inputs import read_batches, read_images
-from engram.modeldir.labels import label_array, plain_labels
+from engram.modeldir.labels import doubts, label_array, plain_labels
 from engram.modeldir.lesson import Keeping, Lesson, Options
 
 Follow = Callable[[Event], None]
@@ -115,6 +116,8 @@ class IncrementalClassifier:
             images = read_images(X, model.config.image_size)
         options = Options("refresh" if refresh else "refuse", self._lesson_epochs(model, len(images)))
         lesson = Lesson(model, images, labels, options)
+        for doubt in doubts(dict.fromkeys(labels), model.labels):
+            warnings.warn(doubt, UserWarning, stacklevel=3)  # of whoever called fit or partial_fit
         learned = _consume(lesson.take(Keeping()), progress)
         assert learned is not None
         if progress is not None:

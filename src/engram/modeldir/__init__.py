@@ -16,7 +16,7 @@ from engram.modeldir.config import ModelConfig, plain
 from engram.modeldir.directory import LEARNING, NoModelYet, Pointer
 from engram.modeldir.fitting import epochs_that_fit
 from engram.modeldir.inputs import read_images
-from engram.modeldir.labels import encode_label, plain_labels
+from engram.modeldir.labels import doubts, encode_label, plain_labels
 from engram.modeldir.lesson import Keeping, Known, Lesson, Options
 from engram.modeldir.model import Entry, KnownClass, Model
 from engram.modeldir.pack import open_model, pack_model, read_manifest
@@ -72,6 +72,7 @@ def learn_into(
     with Writer(path, create=True) as writer:
         model, pixels = _model_to_teach(writer, images, config, device, precision)
         base = writer.current()
+        yield from map(Warned, doubts(dict.fromkeys(given), model.labels))
         if restart:
             writer.drop_learning()
         if minutes is not None:

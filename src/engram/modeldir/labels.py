@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import unicodedata
 from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
@@ -91,6 +92,27 @@ def label_array(labels: Sequence[Hashable]) -> np.ndarray:
     for i, label in enumerate(labels):
         array[i] = label
     return array
+
+
+def alike(labels: Iterable[Hashable]) -> list[list[Hashable]]:
+    """Those of the labels that people write alike, together.
+
+    They differ by kind (1 and "1"), case, spaces around them or the encoding of their accents alone.
+    """
+    groups: dict[str, list[Hashable]] = {}
+    for label in dict.fromkeys(labels):
+        groups.setdefault(unicodedata.normalize("NFKC", str(label)).casefold().strip(), []).append(label)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def doubts(labels: Iterable[Hashable], known: Iterable[Hashable]) -> list[str]:
+    """A sentence for each group of classes that are written alike, where one of them is among the labels to learn."""
+    new = set(labels)
+    groups = [group for group in alike([*known, *labels]) if not new.isdisjoint(group)]
+    return [
+        f"{' and '.join(map(ascii, group))} are different classes; if they should be one, give them one name"
+        for group in groups
+    ]
 
 
 def in_order(labels: Iterable[Hashable]) -> list[Hashable]:

@@ -6,9 +6,8 @@ import re
 import shlex
 import sys
 import time
-import unicodedata
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -43,6 +42,7 @@ from engram.modeldir import RESUMED, ModelConfig, NoModelYet, has_learning, lear
 from engram.modeldir.config import LARGEST_SIDE, VALIDATION_LEAST, fitting_epochs
 from engram.modeldir.directory import POINTER
 from engram.modeldir.inputs import file_side
+from engram.modeldir.labels import doubts
 from engram.modeldir.writer import refuse_others
 
 HOLD_OUT = 0.2
@@ -78,7 +78,7 @@ def learn_command(options: Learn, typed: Sequence[str]) -> int:
     if not silent:
         begun = has_learning(place) and not options.lesson.restart
         _tell_beginning(console, place, None if begun else config, labels, read)
-    _tell_doubts(labels, [] if manifest is None else [known["label"] for known in manifest["classes"]])
+    told = _tell_doubts(labels, [] if manifest is None else [known["label"] for known in manifest["classes"]])
     interrupt = Interrupt()
     events = learn_into(
         place,
@@ -95,7 +95,8 @@ def learn_command(options: Learn, typed: Sequence[str]) -> int:
     )
     lesson = 1 + (0 if manifest is None else len(manifest["history"]))
     again = shlex.join(["engram", *(word for word in typed if word != "--restart")])  # which would drop it once more
-    return _carry_out(chain([read], events), lesson, console, interrupt, options, again)
+    news = (event for event in events if not (isinstance(event, Warned) and event.message in told))
+    return _carry_out(chain([read], news), lesson, console, interrupt, options, again)
 
 
 def _check(options: Learn) -> None:
@@ -246,13 +247,15 @@ def _tell_beginning(
         )
 
 
-def _tell_doubts(labels: Sequence[Hashable], known: Sequence[Any]) -> None:
-    """Says on stderr what the lesson lacks: a second class to tell the only one from, or images of some classes."""
+def _tell_doubts(labels: Sequence[Hashable], known: Sequence[Any]) -> list[str]:
+    """Says on stderr what the lesson lacks: a second class to tell the only one from, or images of some classes.
+
+    Returns what `learn_into` would say too.
+    """
     counts = Counter(labels)
-    for names in alike(dict.fromkeys([*known, *counts])):
-        if not counts.keys().isdisjoint(names):
-            shown = " and ".join(ascii(name) for name in names)
-            print(f"engram: {shown} are different classes; if they should be one, rename the folder", file=sys.stderr)
+    told = doubts(counts, known)
+    for doubt in told:
+        print(f"engram: {doubt}", file=sys.stderr)
     if not known and len(counts) == 1:
         print("engram: one class alone teaches nothing to tell apart yet; learn a second one too", file=sys.stderr)
     few = [f"{printable(label)} ({count})" for label, count in counts.items() if count < VALIDATION_LEAST]
@@ -261,14 +264,7 @@ def _tell_doubts(labels: Sequence[Hashable], known: Sequence[Any]) -> None:
         names = ", ".join(few[:NAMED]) + more
         least = f"fewer than {VALIDATION_LEAST} images of a class teach little and are too few to hold any out"
         print(f"engram: {least}, so no accuracy is measured on them: {names}", file=sys.stderr)
-
-
-def alike(labels: Iterable[Hashable]) -> list[list[str]]:
-    """Those of the names that differ by case, spaces around them or the encoding of their accents alone, together."""
-    groups: dict[str, list[str]] = {}
-    for name in (label for label in labels if isinstance(label, str)):
-        groups.setdefault(unicodedata.normalize("NFKC", name).casefold().strip(), []).append(name)
-    return [group for group in groups.values() if len(group) > 1]
+    return told
 
 
 def _carry_out(

@@ -24,7 +24,8 @@ def remove_command(options: Remove, typed: Sequence[str]) -> int:
     place = typed_path(options.model)
     classes = read_manifest(place)["classes"]
     labels = [known["label"] for known in classes]
-    asked = [find_label(labels, name) for name in dict.fromkeys(options.classes)]  # all are there, or none goes
+    call = f"remove_class({str(place)!r}, {{}})"
+    asked = [find_label(labels, name, call) for name in dict.fromkeys(options.classes)]  # all are there, or none goes
     if not options.yes and not options.json and not _confirmed(asked, place):
         print("engram: nothing was removed", file=sys.stderr)
         return 1
