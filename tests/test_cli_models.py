@@ -803,7 +803,7 @@ def test_a_narrow_terminal_breaks_no_name_and_no_date(
     lines = out.splitlines()
     assert max(map(len, lines)) <= width
     assert all(any(line.split()[:1] == [name] for line in lines) for name in NAMES[:5]), out
-    assert sum(manifest["history"][0]["date"][:10] in line for line in lines) == 2, out
+    assert sum(manifest["history"][0]["date"][:10] in line for line in lines) == 3, out  # two lessons, and undo's
     for words in ("lesson", "exemplars", "cnn %", "epochs", "learned apple", "held-out accuracy by cnn"):
         assert words in out, out
 
@@ -957,8 +957,8 @@ def test_several_classes_go_in_one_transaction(engram: Engram, model: Path, monk
     before, generations = everything(model), []
     write = Writer.commit
 
-    def commit(self: Writer, *arguments: Any) -> Pointer:
-        generations.append(write(self, *arguments))
+    def commit(self: Writer, *arguments: Any, **options: Any) -> Pointer:
+        generations.append(write(self, *arguments, **options))
         return generations[-1]
 
     monkeypatch.setattr(Writer, "commit", commit)

@@ -294,7 +294,7 @@ def test_pictures_with_two_names_in_one_lesson_are_learned_and_not_held_out() ->
 
 
 def test_exemplars_are_pictures_anyone_can_open(taught: Path) -> None:
-    files = {name: content for name, content in everything(taught).items() if "/exemplars/" in name}
+    files = {name: content for name, content in everything(taught).items() if "/000002/exemplars/" in name}
     images, _ = pictures(NAMES[:5])
     assert len(files) == 15
     assert set(files.values()) <= {png(image) for image in images}
@@ -379,19 +379,15 @@ def test_a_full_disk_at_any_write_changes_nothing(tmp_path: Path, monkeypatch: p
             raise OSError(errno.ENOSPC, "No space left on device", str(place))
         write(place, content)
 
-    save_model(changed, tmp_path / "other")
     monkeypatch.setattr(writer, "write_new", full)
-    save_model(changed, tmp_path / "other", overwrite=True)
-    assert calls[0] >= 3  # weights, model.json, current
-    for fails_at in range(1, calls[0] + 4):  # the first time more has to be written than could be linked
+    for fails_at in range(1, 3 + 4 + 1):  # weights, model.json, current, and the pictures of the new class
         calls[:] = [0, fails_at]
-        if fails_at > 3 + 4:
-            break
         with pytest.raises(EngramError, match="the disk is full"):
             save_model(changed, path, overwrite=True)
         assert everything(path) == before
     calls[:] = [0, 0]
     save_model(changed, path, overwrite=True)
+    assert calls[0] == 3 + 4
     assert same(opened(path), changed)
 
 
@@ -902,9 +898,8 @@ def test_deep_json_is_refused(taught: Path, tmp_path: Path) -> None:
 
 
 def test_bits_that_flip_are_found_and_named(taught: Path, tmp_path: Path) -> None:
-    for name in sorted(everything(taught))[:: max(1, len(everything(taught)) // 8)]:
-        if name == ".lock":
-            continue
+    names = [name for name in sorted(everything(taught)) if name != ".lock" and "/000001/" not in name]
+    for name in names[:: max(1, len(names) // 8)]:
         path = copy(taught, tmp_path / name.replace("/", "_"))
         content = bytearray((path / name).read_bytes())
         content[len(content) // 2] ^= 4

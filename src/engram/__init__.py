@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from engram.errors import EngramError
     from engram.estimator import IncrementalClassifier
     from engram.methods import Method, Phase, Step, Training, register
-    from engram.modeldir import ModelConfig, learn_into, open_model, read_manifest, remove_class
+    from engram.modeldir import ModelConfig, learn_into, open_model, read_manifest, remove_class, undo
     from engram.recipes import recipe, recipe_names
     from engram.report import write_report
     from engram.result import Result
@@ -63,6 +63,7 @@ _HOME = {
     "run": "engram.runner",
     "run_together": "engram.together",
     "train": "engram.runner",
+    "undo": "engram.modeldir",
     "write_report": "engram.report",
 }
 
@@ -94,6 +95,7 @@ __all__ = [
     "run",
     "run_together",
     "train",
+    "undo",
     "write_report",
 ]
 

@@ -1,4 +1,4 @@
-"""The command line: `engram demo | learn | predict | info | evaluate | remove | export | run | reproduce | ...`."""
+"""The command line: `engram demo | learn | predict | info | evaluate | remove | undo | run | reproduce | ...`."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ _MODULES = {
     "info": "info",
     "evaluate": "evaluate",
     "remove": "remove",
+    "undo": "undo",
     "export": "export",
     "run": "run",
     "resume": "run",

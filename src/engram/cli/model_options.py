@@ -46,6 +46,8 @@ class LessonFlags:
     """Leave out images that cannot be read, and say which."""
     restart: Annotated[bool, arg(help_behavior_hint="")] = False
     """Drop learning that was interrupted, and begin anew."""
+    no_undo: Annotated[bool, arg(help_behavior_hint="")] = False
+    """Do not keep what the model was before, for 'engram undo'; that takes about as much room as its weights."""
     checkpoint_minutes: Annotated[float, arg(metavar="M", help_behavior_hint="(default: 2)")] = 2.0
     """Save how far it is every M minutes."""
 
@@ -178,6 +180,30 @@ class Remove:
     """The model directory."""
     classes: Annotated[Positional[tuple[str, ...]], arg(metavar="CLASS [CLASS ...]", help_behavior_hint="")]
     """The class or classes."""
+    drop_learning: Annotated[bool, arg(help_behavior_hint="")] = False
+    """Drop learning that was interrupted, which could not go on."""
+    yes: Annotated[bool, arg(help_behavior_hint="")] = False
+    """Do not ask first; on a terminal it does."""
+    quiet: Annotated[bool, arg(help_behavior_hint="")] = False
+    """Print nothing but errors."""
+    json: Annotated[bool, arg(help_behavior_hint="")] = False
+    """Print JSON."""
+
+
+@dataclass(frozen=True)
+class Undo:
+    """Take the last lesson back: the model is again what it was before it, all of it, and says what is gone.
+
+    One lesson can be taken back, not two in a row. After 'engram remove' there is nothing to undo: nothing of what was
+    removed is kept. 'engram info' says what could be undone.
+
+    For example:
+        engram undo model
+        engram undo model --yes --json
+    """
+
+    model: Annotated[Positional[str], arg(metavar="MODEL", help_behavior_hint="")]
+    """The model directory."""
     drop_learning: Annotated[bool, arg(help_behavior_hint="")] = False
     """Drop learning that was interrupted, which could not go on."""
     yes: Annotated[bool, arg(help_behavior_hint="")] = False

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
-from datetime import UTC, datetime
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,9 @@ from engram.config import Device, Precision
 from engram.data.store import Images
 from engram.errors import EngramError
 from engram.events import Event, Stopped, Warned
+from engram.modeldir.changes import Undone, refuse_learning, remove_class, undo
 from engram.modeldir.config import ModelConfig, plain
-from engram.modeldir.directory import LEARNING, NoModelYet, Pointer
+from engram.modeldir.directory import FIRST, LEARNING, LEFT_OUT, REMOVED, SAVED, NoModelYet, Pointer
 from engram.modeldir.fitting import epochs_that_fit
 from engram.modeldir.inputs import read_images
 from engram.modeldir.labels import doubts, encode_label, plain_labels
@@ -30,12 +31,14 @@ __all__ = [
     "ModelConfig",
     "NoModelYet",
     "Pointer",
+    "Undone",
     "has_learning",
     "learn_into",
     "open_model",
     "read_manifest",
     "remove_class",
     "save_model",
+    "undo",
 ]
 
 RESUMED = "learning goes on where it stood"
@@ -52,6 +55,7 @@ def learn_into(
     epochs: int | None = None,
     minutes: float | None = None,
     restart: bool = False,
+    undoable: bool = True,
     stop: Callable[[], bool] | None = None,
     checkpoint_minutes: float = 2.0,
     device: Device = "auto",
@@ -62,7 +66,8 @@ def learn_into(
     Until the last event, Learned, the model is what it was, for every reader and whatever happens. Learning that was
     stopped or cut off goes on where it stood when the same images are given again; other images are refused then,
     unless `restart` drops it. images: as the estimator's X. config: for a new model; chosen by the images if None.
-    minutes: instead of epochs, as many as fit, by the time of the first steps.
+    minutes: instead of epochs, as many as fit, by the time of the first steps. undoable: keep what the model was before
+    it, for `undo`.
     """
     if minutes is not None and (epochs is not None or not minutes > 0):
         raise EngramError("the minutes of a lesson must be more than 0, and take the place of epochs; give one of them")
@@ -96,7 +101,8 @@ def learn_into(
         if learned is None:
             yield Stopped(lesson.stage.index, lesson.stage.index + 1, "interrupted", str(path))
             return
-        writer.commit(*pack_model(learned))
+        why = FIRST if base is None else LEFT_OUT
+        writer.commit(*pack_model(learned), previous=base if undoable else None, why=why)
     yield lesson.learned(str(path))
 
 
@@ -168,26 +174,13 @@ def save_model(model: Model, path: str | Path, *, expected: Pointer | None = Non
                 f"there is another model at {path}, or it has changed since it was loaded; "
                 "choose another place, or replace it with overwrite=True"
             )
-        _refuse_learning(writer, drop=overwrite, argument="overwrite")
-        return writer.commit(manifest, files)
+        refuse_learning(writer, drop=overwrite, argument="overwrite")
+        lessons = _lessons_since(model, path) if current is not None and current == expected else ["saved"]
+        previous = current if lessons and set(lessons) == {"learned"} else None
+        return writer.commit(manifest, files, previous=previous, why=REMOVED if "removed" in lessons else SAVED)
 
 
-def remove_class(path: str | Path, label: Hashable, *more: Hashable, drop_learning: bool = False) -> Model:
-    """Removes a class, or several at once, from the model at that path, files and all; returns the model then."""
-    with Writer(path) as writer:
-        _refuse_learning(writer, drop=drop_learning, argument="drop_learning")
-        model, _ = open_model(path, "cpu", without=(label, *more))  # whose pictures may be damaged
-        model.remove((label, *more), datetime.now(UTC).isoformat(timespec="seconds"))
-        model.measure()
-        writer.commit(*pack_model(model))
-    return model
-
-
-def _refuse_learning(writer: Writer, drop: bool, argument: str) -> None:
-    """Refuses to change a model under learning in progress, which could not go on then; argument: what drops it."""
-    if drop:
-        writer.drop_learning()
-        return
-    checkpoint, base = writer.learning(), writer.current()
-    if checkpoint is not None and checkpoint.data.get("base") == (None if base is None else base.digest):
-        raise EngramError(f"learning in {writer.path} was interrupted; finish it first, or drop it ({argument}=True)")
+def _lessons_since(model: Model, path: str | Path) -> list[str]:
+    """What happened to the model since it was the one at that path, lessons and removals, as its history has them."""
+    then, now = read_manifest(path)["history"], [asdict(entry) for entry in model.history]
+    return [entry["what"] for entry in now[len(then) :]] if now[: len(then)] == then else ["saved"]

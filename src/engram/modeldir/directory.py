@@ -1,7 +1,8 @@
 """A model on disk: generations, each complete, and a small file that says which one is the model.
 
-    MODEL/current                   which generation, and the checksum of its model.json
+    MODEL/current                   which generation, and the checksum of its model.json; the same of the one before it
     MODEL/generations/000003/       model.json, weights.safetensors, exemplars/, heldout/
+    MODEL/generations/000002/       what it was before the last lesson, for undoing that
     MODEL/learning/                 learning in progress, to be resumed
     MODEL/.lock                     held by the one process that may write
 
@@ -16,7 +17,7 @@ import math
 import re
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,6 +32,16 @@ POINTER_BYTES, MANIFEST_BYTES, WEIGHTS_BYTES, PICTURE_BYTES = 4096, 2**26, 2**34
 ATTEMPTS = 50  # of a reader, each after a writer has put another generation in place
 GENERATION = re.compile(r"\d{6,9}")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
+# Why there is no generation to go back to, as `current` has it and as people are told.
+FIRST, LEFT_OUT, REMOVED, UNDONE, SAVED = "first", "left out", "removed", "undone", "saved"
+NOTHING_KEPT = {
+    FIRST: "there was no model before its first lesson",
+    LEFT_OUT: "the state before its last lesson was not kept, as asked for",
+    REMOVED: "something was removed from it since its last lesson, and the state before still had that",
+    UNDONE: "its last lesson was taken back already, and what is kept is one lesson",
+    SAVED: "it was saved as it is, in place of what was there",
+    "": "the version of engram that wrote it kept no earlier state",
+}
 FILE = re.compile(r"weights\.safetensors|(exemplars|heldout)/\d{5}/\d{5,8}\.png")
 
 T = TypeVar("T")
@@ -40,12 +51,21 @@ class NoModelYet(EngramError):
     """A model directory whose first learning is not finished."""
 
 
+class _Changed(Vanished):
+    """A model.json is not the one that is looked for: damaged, or of a later generation that got the same number."""
+
+
 @dataclass(frozen=True)
 class Pointer:
-    """What `current` says: the generation's name and the checksum of its model.json."""
+    """What `current` says: the generation's name and the checksum of its model.json.
+
+    previous: the generation that undoing goes back to; why: where there is none, a key of NOTHING_KEPT.
+    """
 
     generation: str
     digest: str
+    previous: Pointer | None = field(default=None, compare=False)
+    why: str = field(default="", compare=False)
 
 
 class Snapshot:
@@ -67,9 +87,14 @@ class Snapshot:
         """The bytes of a file, as listed."""
         return self._files[name][0]
 
-    def digests(self) -> dict[str, str]:
-        """The checksum of each file."""
-        return {name: checksum for name, (_, checksum) in self._files.items()}
+    def paths(self) -> dict[str, Path]:
+        """The place of each file, by its checksum."""
+        return {checksum: self.path / name for name, (_, checksum) in self._files.items()}
+
+    def bytes_beside(self, other: Snapshot) -> int:
+        """The bytes of the files that the other has not; those that both have are links."""
+        theirs = other.paths()
+        return sum(size for size, checksum in self._files.values() if checksum not in theirs)
 
     def read(self, name: str) -> bytes:
         """A file's content, found unchanged."""
@@ -96,9 +121,7 @@ def read_model(path: str | Path, reader: Callable[[Snapshot], T]) -> T:
     for _ in range(ATTEMPTS):
         try:
             with Folder.open(root) as folder:
-                pointer = read_pointer(folder)
-                with folder.enter(GENERATIONS) as generations, generations.enter(pointer.generation) as generation:
-                    return reader(_snapshot(generation, pointer))
+                return _read_generation(folder, read_pointer(folder), reader)
         except Vanished as error:
             with suppress(EngramError, Vanished), Folder.open(root) as folder:
                 seen, before = read_pointer(folder), seen
@@ -107,8 +130,33 @@ def read_model(path: str | Path, reader: Callable[[Snapshot], T]) -> T:
             missing = Path(str(error))
             if missing.name == POINTER:
                 raise EngramError(f"{root} is not a model directory: it has no file {POINTER!r}") from None
-            raise EngramError(f"{missing} is missing: the model is damaged; restore it from a copy") from None
+            raise EngramError(f"{_what_is_wrong(error)}; restore it from a copy of the model") from None
     raise EngramError(f"the model at {path} was replaced {ATTEMPTS} times while it was read; try again")
+
+
+def read_previous(path: str | Path, reader: Callable[[Snapshot], T], pointer: Pointer | None = None) -> T:
+    """What the reader makes of the generation that undoing goes back to; refuses where there is none, or not whole.
+
+    pointer: what `current` said, where that is known.
+    """
+    try:
+        with Folder.open(Path(path)) as folder:
+            pointer = pointer or read_pointer(folder)
+            if pointer.previous is None:
+                raise EngramError(f"there is nothing to undo: {NOTHING_KEPT.get(pointer.why, NOTHING_KEPT[''])}")
+            return _read_generation(folder, pointer.previous, reader)
+    except Vanished as error:
+        raise EngramError(f"there is nothing to undo: {_what_is_wrong(error)}") from None
+
+
+def _read_generation(root: Folder, pointer: Pointer, reader: Callable[[Snapshot], T]) -> T:
+    with root.enter(GENERATIONS) as generations, generations.enter(pointer.generation) as generation:
+        return reader(_snapshot(generation, pointer))
+
+
+def _what_is_wrong(error: Vanished) -> str:
+    how = "is damaged (its checksum does not match)" if isinstance(error, _Changed) else "is missing"
+    return f"{error} {how}"
 
 
 def looks_like_model(path: Path) -> bool:
@@ -121,14 +169,21 @@ def read_pointer(folder: Folder) -> Pointer:
     path = folder.path / POINTER
     data = parse_json(folder.read(POINTER, POINTER_BYTES), path)
     _check_format(data, path)
-    generation, checksum = data.get("generation"), data.get("digest")
-    if generation is None and "generation" in data:
+    if data.get("generation", "") is None:
         raise NoModelYet(f"there is no model at {folder.path} yet: learning its first classes is not finished")
+    before = data.get("previous")
+    previous = None if before is None else Pointer(*_named(before, path))
+    return Pointer(*_named(data, path), previous, str(data.get("why", "")))
+
+
+def _named(data: Any, path: Path) -> tuple[str, str]:
+    """The generation that an entry of `current` names, and its checksum."""
+    generation, checksum = (data.get(key) for key in ("generation", "digest")) if isinstance(data, dict) else ("", "")
     if not isinstance(generation, str) or not GENERATION.fullmatch(generation):
         raise EngramError(f"{path} names no generation: it is damaged; restore it from a copy of the model")
     if not isinstance(checksum, str) or not _DIGEST.fullmatch(checksum):
         raise EngramError(f"{path} has no checksum: it is damaged; restore it from a copy of the model")
-    return Pointer(generation, checksum)
+    return generation, checksum
 
 
 def parse_json(content: bytes, path: Path) -> dict[str, Any]:
@@ -169,7 +224,7 @@ def _snapshot(generation: Folder, pointer: Pointer) -> Snapshot:
     path = generation.path / MANIFEST
     content = generation.read(MANIFEST, MANIFEST_BYTES)
     if digest(content) != pointer.digest:
-        raise EngramError(f"{path} is damaged (its checksum does not match); restore it from a copy of the model")
+        raise _Changed(str(path))
     data = parse_json(content, path)
     _check_format(data, path)
     return Snapshot(generation, pointer, data)

@@ -2,38 +2,33 @@
 
 from __future__ import annotations
 
-import io
 import re
-from base64 import b64decode, b64encode
+from base64 import b64encode
 from collections.abc import Collection, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, fields
+from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from safetensors.torch import load, save
 from torch import Tensor
 
 from engram.config import Device, Precision
-from engram.data.decode import quietly
 from engram.data.room import check_room
 from engram.errors import EngramError
-from engram.modeldir.calibration import COLDEST, HOTTEST
-from engram.modeldir.config import ModelConfig
-from engram.modeldir.directory import MANIFEST, WEIGHTS, Pointer, Snapshot, read_model
-from engram.modeldir.holdout import DIGEST_BYTES
-from engram.modeldir.labels import decode_label, encode_label
-from engram.modeldir.model import Entry, KnownClass, Model
+from engram.modeldir.directory import MANIFEST, WEIGHTS, Pointer, Snapshot, read_model, read_previous
+from engram.modeldir.labels import encode_label
+from engram.modeldir.manifest import DIGESTS, count, parse_manifest, temperatures, texts
+from engram.modeldir.model import Entry, Model
+from engram.modeldir.pictures import EXEMPLARS, HELDOUT, from_png, picture_name, picture_names, to_png
 from engram.modeldir.writer import File
 from engram.models.expanding import ExpandingHead, count_older
 from engram.rundir import versions
 
-EXEMPLARS, HELDOUT, DIGESTS = "exemplars", "heldout", "digests"
-MOST_CLASSES, MOST_IMAGES = 30_000, 10**9
 _DTYPES = (
     torch.float32,
     torch.float64,
@@ -105,28 +100,11 @@ def _files(model: Model, state: dict[str, Tensor]) -> Iterator[File]:
     for kind, memory in ((EXEMPLARS, model.learner.memory), (HELDOUT, model.heldout)):
         for label in memory.labels:
             for rank, image in enumerate(memory.of(label).images.numpy()):
-                yield _picture(kind, label, rank), partial(_to_png, image)
-
-
-def _picture(kind: str, label: int, rank: int) -> str:
-    return f"{kind}/{label:05d}/{rank:05d}.png"
-
-
-def _pictures(counts: dict[str, list[int]]) -> Iterator[str]:
-    """The names of the pictures of every class."""
-    for kind, numbers in counts.items():
-        for label, number in enumerate(numbers):
-            yield from (_picture(kind, label, rank) for rank in range(number))
+                yield picture_name(kind, label, rank), partial(to_png, image)
 
 
 def _same(value: Tensor, other: Tensor | None) -> bool:
     return other is not None and torch.equal(value, other)
-
-
-def _to_png(image: np.ndarray) -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(image).save(buffer, "PNG")
-    return buffer.getvalue()
 
 
 def open_model(
@@ -146,8 +124,20 @@ def open_model(
     def read(snapshot: Snapshot) -> tuple[Model, Pointer]:
         return _unpack(snapshot, device, precision, images, without), snapshot.pointer
 
-    try:
+    with _refusing(path):
         return read_model(path, read)
+
+
+def open_previous(path: str | Path) -> Model:
+    """The model as it was before its last lesson, on the CPU, all of it unchanged; refuses where that is not kept."""
+    with _refusing(path):
+        return read_previous(path, lambda snapshot: _unpack(snapshot, "cpu", "auto", True, ()))
+
+
+@contextmanager
+def _refusing(path: str | Path) -> Iterator[None]:
+    try:
+        yield
     except EngramError:
         raise
     except Exception as error:
@@ -156,11 +146,14 @@ def open_model(
 
 
 def read_manifest(path: str | Path) -> dict[str, Any]:
-    """What model.json says, checked, with labels as they are: classes, history, configuration; and sizes in bytes."""
+    """What model.json says, checked, with labels as they are: classes, history, configuration; and sizes in bytes.
+
+    undo: what taking back the last lesson would go back to.
+    """
 
     def read(snapshot: Snapshot) -> dict[str, Any]:
         manifest = snapshot.manifest
-        config, classes, sizes, history, mean, std = _parse(manifest, snapshot.path / MANIFEST)
+        config, classes, sizes, history, mean, std = parse_manifest(manifest, snapshot.path / MANIFEST)
         described = [{**entry, "label": known.label} for entry, known in zip(manifest["classes"], classes, strict=True)]
         for entry in described:
             entry.pop(DIGESTS, None)
@@ -170,22 +163,37 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
             "generation": snapshot.pointer.generation,
             "engram": str(manifest.get("engram"))[:40],
             "config": config.to_plain(),
-            "predictors": _texts(manifest.get("predictors"), snapshot.path / MANIFEST),
+            "predictors": texts(manifest.get("predictors"), snapshot.path / MANIFEST),
             "mean": list(mean),
             "std": list(std),
             "classes": described,
             "stage_sizes": list(sizes),
-            "temperatures": _temperatures(manifest, snapshot.path / MANIFEST),
+            "temperatures": temperatures(manifest, snapshot.path / MANIFEST),
             "history": [asdict(entry) for entry in history],
             "bytes": {"weights": snapshot.size(WEIGHTS) if WEIGHTS in snapshot.names else 0, **total},
+            **_undo(path, snapshot),
+        }
+
+    with _refusing(path):
+        return read_model(path, read)
+
+
+def _undo(path: str | Path, snapshot: Snapshot) -> dict[str, Any]:
+    """What undoing the last lesson would go back to, and the bytes that keeping it takes; or why it cannot."""
+
+    def read(before: Snapshot) -> dict[str, Any]:
+        _, classes, _, history, _, _ = parse_manifest(before.manifest, before.path / MANIFEST)
+        return {
+            "lesson": max((i for i, entry in enumerate(history, 1) if entry.what == "learned"), default=0),
+            "date": history[-1].date if history else "",
+            "classes": len(classes),
+            "bytes": before.bytes_beside(snapshot),
         }
 
     try:
-        return read_model(path, read)
-    except (TypeError, ValueError, KeyError, OverflowError) as error:
-        if isinstance(error, EngramError):
-            raise
-        raise EngramError(f"the model at {path} cannot be read: {type(error).__name__}") from error
+        return {"undo": read_previous(path, read, snapshot.pointer), "why_no_undo": None}
+    except EngramError as error:
+        return {"undo": None, "why_no_undo": str(error)}
 
 
 def _bytes(snapshot: Snapshot, kind: str) -> int:
@@ -196,17 +204,17 @@ def _unpack(
     snapshot: Snapshot, device: Device, precision: Precision, images: bool, without: Collection[Hashable]
 ) -> Model:
     where = snapshot.path / MANIFEST
-    config, classes, sizes, history, mean, std = _parse(snapshot.manifest, where)
+    config, classes, sizes, history, mean, std = parse_manifest(snapshot.manifest, where)
     model = Model(config, device, precision)
     model.classes, model.sizes, model.history = classes, sizes, history
-    model.temperatures = _temperatures(snapshot.manifest, where)
+    model.temperatures = temperatures(snapshot.manifest, where)
     counts = {
-        kind: [_count(entry, kind, where) for entry in snapshot.manifest["classes"]] for kind in (EXEMPLARS, HELDOUT)
+        kind: [count(entry, kind, where) for entry in snapshot.manifest["classes"]] for kind in (EXEMPLARS, HELDOUT)
     }
     number = sum(sum(numbers) for numbers in counts.values())
     if number + 1 != len(snapshot.names):
         raise EngramError(f"{where} lists {len(snapshot.names)} files and counts {number + 1}; it is damaged")
-    odd = {WEIGHTS, *_pictures(counts)} ^ snapshot.names
+    odd = {WEIGHTS, *picture_names(counts)} ^ snapshot.names
     if odd:
         raise EngramError(f"{where} does not agree with itself about {min(odd)}; it is damaged")
     check_room(2 * snapshot.size(WEIGHTS), f"the weights in {snapshot.path}")
@@ -233,120 +241,6 @@ def _unpack(
         counts = {kind: [n * is_wanted for n, is_wanted in zip(counts[kind], wanted, strict=True)] for kind in counts}
         _read_pictures(snapshot, model, counts)
     return model
-
-
-def _parse(
-    manifest: dict[str, Any], where: Path
-) -> tuple[
-    ModelConfig, tuple[KnownClass, ...], tuple[int, ...], tuple[Entry, ...], tuple[float, ...], tuple[float, ...]
-]:
-    """What model.json says, each thing of the kind it should be."""
-    try:
-        config = ModelConfig.from_plain(manifest.get("config"))
-    except EngramError as error:
-        raise EngramError(f"the configuration in {where} is none of this version's: {error}") from None
-    mean, std = (_numbers(manifest.get(name), name, where) for name in ("mean", "std"))
-    if min(std) <= 0:
-        raise EngramError(f"{where} gives a standard deviation of {min(std)}; it is damaged")
-    listed = manifest.get("classes")
-    if not isinstance(listed, list) or len(listed) > MOST_CLASSES:
-        raise EngramError(f"{where} does not list the model's classes, or too many; it is damaged")
-    history = _history(manifest.get("history"), where)
-    classes = tuple(_known(entry, len(history), where) for entry in listed)
-    if len({known.label for known in classes}) != len(classes):
-        raise EngramError(f"{where} lists a class twice; it is damaged")
-    sizes = manifest.get("stage_sizes")
-    if not isinstance(sizes, list) or not all(_is_count(size) for size in sizes) or sum(sizes) != len(classes):
-        raise EngramError(f"the stages in {where} are not those of its classes; it is damaged")
-    return config, classes, tuple(sizes), history, mean, std
-
-
-def _known(entry: Any, stages: int, where: Path) -> KnownClass:
-    if not isinstance(entry, dict) or "label" not in entry:
-        raise EngramError(f"{where} lists a class without a label; it is damaged")
-    stage = entry.get("stage")
-    if stage is None or not _is_count(stage) or stage >= stages:
-        raise EngramError(f"{where} has a class of a lesson that never was; it is damaged")
-    try:
-        label = decode_label(entry["label"])
-    except EngramError as error:
-        raise EngramError(f"{where} has a class whose label cannot be read: {error}") from None
-    accuracy = _shares(entry.get("accuracy"), where)
-    return KnownClass(label, stage, _count(entry, "images", where), accuracy, _digests(entry, where))
-
-
-def _digests(entry: dict[str, Any], where: Path) -> bytes:
-    """The digests of a class's images; none where the model was written before they were kept."""
-    try:
-        joined = b64decode(entry.get(DIGESTS, ""), validate=True)
-        if len(joined) % DIGEST_BYTES == 0:
-            return joined
-    except (TypeError, ValueError):
-        pass
-    raise EngramError(f"{where} has a class whose digests cannot be read; it is damaged")
-
-
-def _history(entries: Any, where: Path) -> tuple[Entry, ...]:
-    if not isinstance(entries, list):
-        raise EngramError(f"{where} has no history; it is damaged")
-    kinds = {field.name: field.type for field in fields(Entry)}
-    found: list[Entry] = []
-    for entry in entries:
-        if not isinstance(entry, dict) or not kinds.keys() >= entry.keys() >= {"what", "date"}:
-            raise EngramError(f"{where} has a history that cannot be read; it is damaged")
-        for name, value in entry.items():
-            right = {"str": str, "int": int, "float": (int, float)}.get(str(kinds[name]), dict)
-            if not isinstance(value, right) or isinstance(value, bool):
-                raise EngramError(f"{where} has {value!r:.40} for {name} in its history; it is damaged")
-            if right is dict:
-                _shares(value, where)
-        found.append(Entry(**entry))
-    return tuple(found)
-
-
-def _shares(value: Any, where: Path) -> dict[str, float]:
-    """Percentages by predictor."""
-    if not isinstance(value, dict) or not all(
-        isinstance(x, (int, float)) and not isinstance(x, bool) for x in value.values()
-    ):
-        raise EngramError(f"{where} has {value!r:.40} for an accuracy; it is damaged")
-    return {str(name): float(share) for name, share in value.items()}
-
-
-def _temperatures(manifest: dict[str, Any], where: Path) -> dict[str, float]:
-    """What logits are divided by, by predictor; models of before there were any have none."""
-    value = manifest.get("temperatures", {})
-    if not isinstance(value, dict) or not all(
-        type(x) in (int, float) and COLDEST <= x <= HOTTEST for x in value.values()
-    ):
-        raise EngramError(f"{where} has {value!r:.60} for its temperatures; it is damaged")
-    return {str(name): float(number) for name, number in value.items()}
-
-
-def _texts(value: Any, where: Path) -> list[str]:
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise EngramError(f"{where} has {value!r:.40} where names should be; it is damaged")
-    return value
-
-
-def _numbers(value: Any, name: str, where: Path) -> tuple[float, ...]:
-    if (
-        not isinstance(value, list)
-        or len(value) != 3
-        or not all(type(x) in (int, float) and abs(x) < 1e6 for x in value)
-    ):
-        raise EngramError(f"{where} has {value!r:.60} for {name}, which should be three numbers; it is damaged")
-    return tuple(float(x) for x in value)
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= MOST_IMAGES
-
-
-def _count(entry: Any, name: str, where: Path) -> int:
-    if not isinstance(entry, dict) or not _is_count(entry.get(name)):
-        raise EngramError(f"{where} has a class without its number of {name}; it is damaged")
-    return entry[name]
 
 
 def _tensors(content: bytes, where: Path) -> dict[str, Tensor]:
@@ -392,11 +286,13 @@ def _read_pictures(snapshot: Snapshot, model: Model, counts: dict[str, list[int]
     check_room(2 * number * height * width * 3, f"{number} images of {width}x{height} pixels")
 
     def read(name: str) -> np.ndarray:
-        return _from_png(snapshot.read(name), (height, width), snapshot.path / name)
+        return from_png(snapshot.read(name), (height, width), snapshot.path / name)
 
     with ThreadPoolExecutor(8, "pictures") as pool:
         for kind, memory in ((EXEMPLARS, model.learner.memory), (HELDOUT, model.heldout)):
-            names = [_picture(kind, label, rank) for label, number in enumerate(counts[kind]) for rank in range(number)]
+            names = [
+                picture_name(kind, label, rank) for label, number in enumerate(counts[kind]) for rank in range(number)
+            ]
             if not names:
                 continue
             pixels = np.empty((len(names), height, width, 3), dtype=np.uint8)
@@ -405,14 +301,3 @@ def _read_pictures(snapshot: Snapshot, model: Model, counts: dict[str, list[int]
             labels = torch.from_numpy(np.repeat(np.arange(len(counts[kind])), counts[kind]))
             state = {"images": torch.from_numpy(pixels), "labels": labels, "sources": torch.arange(len(names))}
             memory.load_state_dict(state)
-
-
-def _from_png(content: bytes, size: tuple[int, int], where: Path) -> np.ndarray:
-    try:
-        with quietly(), Image.open(io.BytesIO(content), formats=("PNG",)) as image:
-            fits = image.size == (size[1], size[0]) and image.mode == "RGB"
-            if fits:
-                return np.asarray(image)
-    except Exception as error:  # each decoder has its own kinds
-        raise EngramError(f"{where} is no PNG image ({type(error).__name__}); the model is damaged") from None
-    raise EngramError(f"{where} is not an RGB image of {size[1]}x{size[0]} pixels; the model is damaged")

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,12 +26,13 @@ from engram.modeldir.directory import (
     LOCK,
     MANIFEST,
     POINTER,
-    WEIGHTS,
+    UNDONE,
     NoModelYet,
     Pointer,
     Snapshot,
     read_model,
     read_pointer,
+    read_previous,
 )
 from engram.modeldir.files import Folder, Vanished, digest, is_real_folder, sync_folder, write_new
 from engram.rundir import version
@@ -61,7 +63,7 @@ class Writer:
             if create and not (self.path / POINTER).exists():
                 self._begun = True
                 self._switch(None)
-            self._clean_up()
+            self.clean_up()
         except BaseException:
             self.close()
             raise
@@ -98,48 +100,57 @@ class Writer:
         except Vanished:
             raise EngramError(f"{self.path} is not a model directory: it has no file {POINTER!r}") from None
 
-    def commit(self, manifest: dict[str, Any], files: Iterable[File]) -> Pointer:
+    def commit(
+        self, manifest: dict[str, Any], files: Iterable[File], *, previous: Pointer | None = None, why: str = ""
+    ) -> Pointer:
         """Makes these files, and a model.json that lists them, the model: all of it, or nothing changes.
 
-        A file that the generation before had under any name is linked, not written again.
+        previous: the generation to keep, for undoing this; why: where there is none, why.
         """
-        before = self.current()
+        try:
+            pointer = replace(self.write_generation(manifest, files), previous=previous, why=why)
+            self._switch(pointer)
+        except BaseException:
+            self.clean_up()
+            raise
+        self.drop_learning()
+        self.clean_up()
+        return pointer
+
+    def write_generation(self, manifest: dict[str, Any], files: Iterable[File]) -> Pointer:
+        """A generation that is whole and on disk, and not the model yet.
+
+        A file that the model, or the generation it keeps, had under any name is linked, not written again.
+        """
         number = 1 + max([int(name) for name in self._generations()], default=0)
         place = self.path / GENERATIONS / f"{number:06d}"
         part = place.with_name(place.name + TEMPORARY)
         with writing(part):
             part.mkdir(parents=True)
-            try:
-                listed = self._write_files(part, files, before)
-                content = {"format": FORMAT, "engram": version(), **manifest, "files": listed}
-                text = (json.dumps(content, indent=1, allow_nan=False) + "\n").encode()
-                write_new(part / MANIFEST, text)
-                for folder in sorted({part, *(path for path in part.rglob("*") if path.is_dir())}, reverse=True):
-                    sync_folder(folder)
-                part.rename(place)
-                sync_folder(place.parent)
-            except BaseException:
-                shutil.rmtree(part, ignore_errors=True)
-                raise
-            pointer = Pointer(place.name, digest(text))
-            try:
-                self._switch(pointer)
-            except BaseException:
-                if self.current() != pointer:
-                    shutil.rmtree(place, ignore_errors=True)
-                raise
-        self.drop_learning()
-        self._clean_up()
-        return pointer
+            listed = self._write_files(part, files)
+            content = {"format": FORMAT, "engram": version(), **manifest, "files": listed}
+            text = (json.dumps(content, indent=1, allow_nan=False) + "\n").encode()
+            write_new(part / MANIFEST, text)
+            for folder in sorted({part, *(path for path in part.rglob("*") if path.is_dir())}, reverse=True):
+                sync_folder(folder)
+            part.rename(place)
+            sync_folder(place.parent)
+        return Pointer(place.name, digest(text))
 
-    def _write_files(self, part: Path, files: Iterable[File], before: Pointer | None) -> dict[str, list[int | str]]:
+    def go_back(self, previous: Pointer) -> None:
+        """Makes the generation that was kept the model again, in one step."""
+        self.drop_learning()  # which may be what a kill left of the lesson to undo, and would go on then
+        try:
+            self._switch(replace(previous, previous=None, why=UNDONE))
+        finally:
+            self.clean_up()
+
+    def _write_files(self, part: Path, files: Iterable[File]) -> dict[str, list[int | str]]:
         """Name, size and checksum of each; several at a time, since each waits for the disk."""
         held: dict[str, Path] = {}
-        if before is not None:
-            with suppress(EngramError, Vanished):  # what cannot be linked is written
-                folder = self.path / GENERATIONS / before.generation
-                digests = read_model(self.path, Snapshot.digests)
-                held = {checksum: folder / name for name, checksum in digests.items() if name != WEIGHTS}
+        for read in (read_previous, read_model):
+            with suppress(EngramError):  # what cannot be linked is written
+                held |= read(self.path, Snapshot.paths)
 
         def put(file: File) -> tuple[str, list[int | str]]:
             name, content = file[0], file[1]()
@@ -158,8 +169,12 @@ class Writer:
 
     def _switch(self, pointer: Pointer | None) -> None:
         """Puts another `current` in place, in one step; None: there is no model yet."""
-        generation, checksum = (None, None) if pointer is None else (pointer.generation, pointer.digest)
-        text = json.dumps({"format": FORMAT, "generation": generation, "digest": checksum})
+        data: dict[str, Any] = {"format": FORMAT, **_entry(pointer)}
+        if pointer is not None and pointer.previous is not None:
+            data["previous"] = _entry(pointer.previous)
+        elif pointer is not None and pointer.why:
+            data["why"] = pointer.why
+        text = json.dumps(data)
         temporary = self.path / f".{POINTER}{TEMPORARY}"
         with writing(self.path / POINTER):
             temporary.unlink(missing_ok=True)
@@ -200,13 +215,14 @@ class Writer:
             return []
         return [entry.name for entry in place.iterdir() if GENERATION.fullmatch(entry.name)]
 
-    def _clean_up(self) -> None:
-        """Removes what a kill left: half-written generations, and those that are not the model any more."""
+    def clean_up(self) -> None:
+        """Removes what a kill left: half-written generations, and those that `current` does not name any more."""
         self._refuse_links()
         place, pointer = self.path / GENERATIONS, self.current()
+        named = {each.generation for each in (pointer, pointer and pointer.previous) if each is not None}
         if place.exists():
             for entry in list(place.iterdir()):
-                if pointer is None or entry.name != pointer.generation:
+                if entry.name not in named:
                     shutil.rmtree(entry, ignore_errors=True)
         with suppress(OSError):
             (self.path / f".{POINTER}{TEMPORARY}").unlink()
@@ -234,6 +250,13 @@ class Writer:
                     raise
                 os.close(handle)  # it was removed between opening and locking
         self._lock = handle
+
+
+def _entry(pointer: Pointer | None) -> dict[str, str | None]:
+    """A generation as `current` names it."""
+    if pointer is None:
+        return {"generation": None, "digest": None}
+    return {"generation": pointer.generation, "digest": pointer.digest}
 
 
 def refuse_others(path: Path) -> None:

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from engram.cli.commands.common import print_line
 from engram.cli.commands.models import printable
+from engram.cli.commands.undo import back_to
 from engram.cli.model_options import Info
 from engram.cli.text import (
     bold,
@@ -65,8 +66,16 @@ def card(manifest: dict[str, Any]) -> dict[str, str]:
         "confidence": "as often right as it says, on held-out images" if manifest["temperatures"] else "not calibrated",
         "images seen": f"{learned:,}",
         "weights": _size(sizes["weights"]),
+        "undo": _undo(manifest),
         "written by": f"engram {manifest['engram']}, generation {manifest['generation']}",
     }
+
+
+def _undo(manifest: dict[str, Any]) -> str:
+    """What could be undone, or why nothing can."""
+    if manifest["undo"] is None:
+        return printable(manifest["why_no_undo"])
+    return f"{back_to(manifest['undo'])}; kept for that: {_size(manifest['undo']['bytes'])}"
 
 
 def _size(count: int) -> str:

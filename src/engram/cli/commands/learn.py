@@ -89,6 +89,7 @@ def learn_command(options: Learn, typed: Sequence[str]) -> int:
         epochs=epochs,
         minutes=options.lesson.minutes,
         restart=options.lesson.restart,
+        undoable=not options.lesson.no_undo,
         stop=interrupt,
         checkpoint_minutes=options.lesson.checkpoint_minutes,
         device=options.place.device,

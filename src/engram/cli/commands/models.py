@@ -73,6 +73,14 @@ def printable(value: Any) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def confirmed(question: str) -> bool:
+    """Whether a person says yes; where there is none, on a pipe, the command is enough."""
+    if sys.stdin is None or not sys.stdin.isatty():  # none where it is closed
+        return True
+    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
 @contextmanager
 def naming_flags(*flags: str) -> Iterator[None]:
     """Has errors that name an argument of Python, such as (restart=True), name these flags instead."""

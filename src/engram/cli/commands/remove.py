@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Hashable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 from engram.cli.commands.common import print_line
-from engram.cli.commands.models import exclude, find_label, naming_flags, printable
+from engram.cli.commands.models import confirmed, exclude, find_label, naming_flags, printable
 from engram.cli.model_options import Remove
 from engram.cli.text import count_classes, make_console, shorten
 from engram.files import typed_path
@@ -26,7 +25,8 @@ def remove_command(options: Remove, typed: Sequence[str]) -> int:
     labels = [known["label"] for known in classes]
     call = f"remove_class({str(place)!r}, {{}})"
     asked = [find_label(labels, name, call) for name in dict.fromkeys(options.classes)]  # all are there, or none goes
-    if not options.yes and not options.json and not _confirmed(asked, place):
+    names = shorten([printable(label) for label in asked], 60)
+    if not options.yes and not options.json and not confirmed(f"remove {names} from {place} for good?"):
         print("engram: nothing was removed", file=sys.stderr)
         return 1
     with naming_flags("--drop-learning"):
@@ -44,12 +44,3 @@ def remove_command(options: Remove, typed: Sequence[str]) -> int:
             f"{count_classes(left)} left; what the network's backbone learned from such images stays in its weights",
         )
     return 0
-
-
-def _confirmed(asked: Sequence[Hashable], place: Path) -> bool:
-    """Whether a person says so; where there is none, on a pipe, the command is enough."""
-    if sys.stdin is None or not sys.stdin.isatty():  # none where it is closed
-        return True
-    names = shorten([printable(label) for label in asked], 60)
-    print(f"remove {names} from {place} for good? [y/N] ", end="", file=sys.stderr, flush=True)
-    return sys.stdin.readline().strip().lower() in ("y", "yes")

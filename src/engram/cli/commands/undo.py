@@ -1,0 +1,67 @@
+"""`engram undo`: a model as it was before its last lesson."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from engram.cli.commands.common import print_line
+from engram.cli.commands.models import confirmed, exclude, naming_flags, printable
+from engram.cli.model_options import Undo
+from engram.cli.text import count_classes, make_console, shorten
+from engram.errors import EngramError
+from engram.files import typed_path
+from engram.modeldir import Undone, read_manifest, undo
+from engram.modeldir.labels import encode_label
+
+
+def undo_command(options: Undo, typed: Sequence[str]) -> int:
+    """The exit status of `engram undo`."""
+    del typed
+    exclude(options.quiet, options.json)
+    place = typed_path(options.model)
+    manifest = _manifest(place)
+    if manifest is not None and manifest["undo"] is None:
+        raise EngramError(manifest["why_no_undo"])
+    back = "" if manifest is None else f" ({back_to(manifest['undo'])})"
+    if not options.yes and not options.json and not confirmed(f"take back the last lesson of {place} for good{back}?"):
+        print("engram: nothing was undone", file=sys.stderr)
+        return 1
+    with naming_flags("--drop-learning"):
+        undone = undo(place, drop_learning=options.drop_learning)
+    console = make_console()
+    if options.json:
+        named = {key: [encode_label(label) for label in getattr(undone, key)] for key in ("gone", "again")}
+        print_line(console, json.dumps(asdict(undone) | named))
+    elif not options.quiet:
+        print_line(console, told(undone))
+    return 0
+
+
+def back_to(undo: dict[str, Any]) -> str:
+    """What undoing goes back to, of read_manifest's entry."""
+    return f"back to lesson {undo['lesson']}, {count_classes(undo['classes'])}, of {printable(undo['date'])[:10]}"
+
+
+def told(undone: Undone) -> str:
+    """What was taken back, and what the model is now."""
+    parts = [
+        f"{what} {shorten([printable(label) for label in labels], 60)}"
+        for what, labels in (("gone:", undone.gone), ("as before:", undone.again))
+        if labels
+    ]
+    return f"the last lesson is taken back; {'; '.join([*parts, back_to(asdict(undone))])}"
+
+
+def _manifest(place: Path) -> dict[str, Any] | None:
+    """What the model says of itself; None where it is damaged, and what it was before may not be."""
+    try:
+        return read_manifest(place)
+    except EngramError:
+        if not place.is_dir():
+            raise
+        return None

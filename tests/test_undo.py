@@ -1,0 +1,392 @@
+"""Changing a model without teaching it: the last lesson is taken back, classes get other names, pictures go."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import engram.modeldir.writer as writer
+from engram import EngramError, IncrementalClassifier, read_manifest, remove_class, undo
+from engram.events import Stopped
+from engram.modeldir import has_learning, open_model, save_model
+from helpers import Engram, Outcome, unpack_archive
+from model_helpers import NAMES, everything, learn, make, opened, pictures, same, tiny
+
+FIRST, SECOND = NAMES[:3], NAMES[3:5]
+GENERATIONS = ["000001", "000002"]
+
+
+@pytest.fixture(scope="module")
+def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of three classes; not to be changed."""
+    return make(tmp_path_factory.mktemp("models") / "before", FIRST)
+
+
+@pytest.fixture(scope="module")
+def after(before: Path) -> Path:
+    """The same after a second lesson; not to be changed."""
+    path = copy(before, before.with_name("after"))
+    learn(path, SECOND)
+    return path
+
+
+@pytest.fixture
+def model(after: Path, tmp_path: Path) -> Path:
+    return copy(after, tmp_path / "model")
+
+
+def copy(source: Path, target: Path) -> Path:
+    return Path(shutil.copytree(source, target))
+
+
+def generations(path: Path) -> list[str]:
+    return sorted(entry.name for entry in (path / "generations").iterdir())
+
+
+def damage(file: Path) -> Path:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+    return file
+
+
+def full_after(writes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk with room for so many files."""
+    write, left = writer.write_new, [writes]
+
+    def full(place: Path, content: bytes) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            place.write_bytes(content[: len(content) // 2])
+            raise OSError(errno.ENOSPC, "No space left on device", str(place))
+        write(place, content)
+
+    monkeypatch.setattr(writer, "write_new", full)
+
+
+def remove_boat(path: Path) -> None:
+    remove_class(path, "boat")
+
+
+CHANGES = [undo, remove_boat]
+
+
+# Undo
+
+
+def test_a_lesson_can_be_taken_back(before: Path, after: Path, model: Path) -> None:
+    told = read_manifest(model)
+    assert told["undo"] == {
+        "lesson": 1,
+        "date": told["history"][0]["date"],
+        "classes": 3,
+        "bytes": pytest.approx(read_manifest(before)["bytes"]["weights"], rel=0.01),
+    }
+    assert told["why_no_undo"] is None
+    done = undo(model)
+    assert (done.gone, done.again, done.classes, done.lesson) == ([*SECOND], [], 3, 1)
+    assert done.date == told["history"][0]["date"]
+    assert same(opened(model), opened(before))
+    ours, theirs = everything(model), everything(before)
+    assert {name for name, content in theirs.items() if ours.get(name) != content} <= {"current"}
+    assert ours.keys() == theirs.keys()
+    with pytest.raises(EngramError, match="nothing to undo: its last lesson was taken back already"):
+        undo(model)
+    learn(model, SECOND)
+    assert same(opened(model), opened(after)), "and learned again it is the same"
+    assert undo(model).gone == [*SECOND]
+
+
+def test_the_pictures_that_are_kept_are_links(after: Path, tmp_path: Path) -> None:
+    path = make(tmp_path / "m", FIRST, SECOND)
+    files = [file.stat().st_ino for file in path.rglob("*.png")]
+    assert len(files) == 3 * 5 + 5 * 5
+    assert len(set(files)) == 5 * 5
+
+
+def test_one_lesson_is_kept(model: Path) -> None:
+    learn(model, NAMES[5:6])
+    assert generations(model) == ["000002", "000003"]
+    assert undo(model).classes == 5
+    with pytest.raises(EngramError, match="nothing to undo"):
+        undo(model)
+
+
+def test_classes_that_were_learned_again_are_what_they_were(after: Path, model: Path) -> None:
+    learn(model, ("boat", "goose"), seed=4, known="refresh")
+    done = undo(model)
+    assert (done.gone, done.again, done.lesson) == (["goose"], ["boat"], 2)
+    assert same(opened(model), opened(after))
+
+
+def test_the_first_lesson_has_nothing_before_it(before: Path, tmp_path: Path) -> None:
+    path = copy(before, tmp_path / "m")
+    with pytest.raises(EngramError, match="nothing to undo: there was no model before its first lesson"):
+        undo(path)
+    assert everything(path) == everything(before)
+    with pytest.raises(EngramError, match="no model at"):
+        undo(tmp_path / "nowhere")
+    assert isinstance(learn(tmp_path / "new", FIRST, config=tiny(), stop=lambda: True)[-1], Stopped)
+    with pytest.raises(EngramError, match=r"no model at .* yet"):
+        undo(tmp_path / "new")
+
+
+def test_it_need_not_be_kept(model: Path) -> None:
+    learn(model, NAMES[5:6], undoable=False)
+    assert generations(model) == ["000003"]
+    assert read_manifest(model)["undo"] is None
+    with pytest.raises(EngramError, match=r"nothing to undo: .* was not kept, as asked for"):
+        undo(model)
+
+
+def test_nothing_of_a_removed_class_is_kept(model: Path) -> None:
+    own = {content for name, content in everything(model).items() if "/00001/" in name}
+    remove_class(model, "boat")
+    assert generations(model) == ["000003"]
+    assert not own & set(everything(model).values())
+    assert b"boat" not in b"".join(everything(model).values())
+    with pytest.raises(EngramError, match="nothing to undo: something was removed from it since its last lesson"):
+        undo(model)
+    learn(model, NAMES[5:6])
+    assert undo(model).gone == ["falcon"]
+    assert opened(model).labels == ["apple", "camel", "dingo", "easel"]
+
+
+def test_a_lesson_in_progress_is_finished_or_dropped_first(model: Path, before: Path) -> None:
+    assert isinstance(learn(model, NAMES[5:6], stop=lambda: True)[-1], Stopped)
+    with pytest.raises(EngramError, match=r"interrupted; finish it first, or drop it \(drop_learning=True\)"):
+        undo(model)
+    undo(model, drop_learning=True)
+    assert not has_learning(model)
+    assert same(opened(model), opened(before))
+
+
+def test_what_a_kill_left_of_the_lesson_does_not_come_back(before: Path, tmp_path: Path) -> None:
+    path = copy(before, tmp_path / "m")
+    learn(path, SECOND, stop=lambda: True)
+    copy(path / "learning", tmp_path / "learning")
+    learn(path, SECOND)
+    copy(tmp_path / "learning", path / "learning")  # as a kill after the switch leaves it
+    undo(path)
+    assert not has_learning(path)
+
+
+@pytest.mark.parametrize("name", ["model.json", "weights.safetensors", "exemplars/00001/00002.png"])
+@pytest.mark.parametrize("how", ["damaged", "missing"])
+def test_a_damaged_state_before_harms_nobody_and_is_not_gone_back_to(
+    name: str, how: str, after: Path, model: Path
+) -> None:
+    file = model / "generations" / "000001" / name
+    damage(file) if how == "damaged" else file.unlink()
+    assert same(opened(model), opened(after))
+    known = read_manifest(model)
+    assert (known["undo"] is None) == (name == "model.json")
+    with pytest.raises(EngramError, match=f"{Path(name).name} is {how}"):
+        undo(model)
+    assert same(opened(model), opened(after))
+    learn(model, NAMES[5:6])
+    assert same(opened(copy(model, model.with_name("again"))), opened(model))
+    assert undo(model).classes == 5
+
+
+def test_a_damaged_model_can_go_back(before: Path, model: Path) -> None:
+    damage(model / "generations" / "000002" / "model.json")
+    with pytest.raises(EngramError, match="damaged"):
+        opened(model)
+    assert undo(model).classes == 3
+    assert same(opened(model), opened(before))
+
+
+@pytest.mark.parametrize("previous", [3, [], {}, {"generation": "../x", "digest": "0" * 32}, {"generation": "000001"}])
+def test_a_pointer_that_lies_about_the_state_before_is_refused(previous: Any, model: Path) -> None:
+    pointer = json.loads((model / "current").read_text())
+    (model / "current").write_text(json.dumps({**pointer, "previous": previous}))
+    for call in (opened, undo, read_manifest):
+        with pytest.raises(EngramError, match="is damaged"):
+            call(model)
+
+
+def test_a_reader_whose_generation_was_made_anew_begins_again(
+    model: Path, after: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from engram.modeldir import directory
+
+    read, changed = directory.read_pointer, []
+
+    def slowly(folder: Any) -> Any:
+        found = read(folder)
+        if not changed:
+            changed.append(True)
+            undo(model)
+            learn(model, NAMES[5:6])
+        return found
+
+    monkeypatch.setattr(directory, "read_pointer", slowly)
+    assert opened(model).labels == [*FIRST, "falcon"]
+    assert generations(model) == GENERATIONS, "the number is used again"
+
+
+def test_models_of_earlier_versions_have_nothing_to_undo_until_they_learn(tmp_path: Path) -> None:
+    unpack_archive(Path(__file__).parent / "fixtures" / "model-format1.tar.xz", tmp_path)
+    with pytest.raises(EngramError, match="nothing to undo: the version of engram that wrote it"):
+        undo(tmp_path)
+    kept = opened(tmp_path)
+    images, labels = pictures(NAMES[:1], 4, size=16)
+    classifier = IncrementalClassifier.load(tmp_path, device="cpu").set_params(epochs=1)
+    classifier.partial_fit(images, labels).save(tmp_path)
+    assert undo(tmp_path).gone == ["apple"]
+    assert same(opened(tmp_path), kept)
+
+
+def test_saving_keeps_what_a_lesson_can_go_back_from(model: Path, after: Path) -> None:
+    images, labels = pictures(NAMES[5:6])
+    classifier = IncrementalClassifier.load(model, device="cpu").set_params(epochs=1)
+    classifier.partial_fit(images, labels).save(model)
+    assert undo(model).gone == ["falcon"]
+    assert same(opened(model), opened(after))
+    classifier = IncrementalClassifier.load(model, device="cpu").set_params(epochs=1)
+    classifier.partial_fit(images, labels).remove("apple").save(model)
+    assert len(generations(model)) == 1
+    with pytest.raises(EngramError, match="something was removed"):
+        undo(model)
+
+
+def test_saving_something_else_keeps_nothing(model: Path, before: Path) -> None:
+    other, _ = open_model(before, "cpu")
+    save_model(other, model, overwrite=True)
+    assert len(generations(model)) == 1
+    with pytest.raises(EngramError, match="nothing to undo: it was saved as it is"):
+        undo(model)
+
+
+class Killed(BaseException):
+    """The end of a process, at which nothing more is done to its files."""
+
+
+def killed_at(step: int, call: Callable[[], object]) -> bool:
+    """Whether the call was killed, before the file system was asked to do something for that many times."""
+    asked = 0
+
+    def counting(do: Any) -> Any:
+        def counted(*given: Any, **options: Any) -> Any:
+            nonlocal asked
+            asked += 1
+            if asked >= step:
+                raise Killed
+            return do(*given, **options)
+
+        return counted
+
+    changing = {writer: ("write_new", "sync_folder"), os: ("replace", "rename", "link"), shutil: ("rmtree",)}
+    with pytest.MonkeyPatch.context() as patch:
+        for place, names in changing.items():
+            for name in names:
+                patch.setattr(place, name, counting(getattr(place, name)))
+        try:
+            call()
+        except Killed:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_kill_at_any_step_leaves_the_model_before_or_after(
+    change: Callable[[Path], object], after: Path, tmp_path: Path
+) -> None:
+    whole = copy(after, tmp_path / "whole")
+    change(whole)
+    old, new, seen, step = opened(after), opened(whole), set(), 0
+    is_killed = True
+    while is_killed:
+        step += 1 if step < 4 else 3
+        path = copy(after, tmp_path / str(step))
+        is_killed = killed_at(step, lambda path=path: change(path))
+        found = opened(path)
+        is_new = same(found, new)
+        assert is_new or same(found, old), step
+        with writer.Writer(path):
+            pass  # which cleans up
+        assert generations(path) == (generations(whole) if is_new else GENERATIONS), step
+        shutil.rmtree(path)
+        seen.add((is_new, is_killed))
+    assert {(False, True), (True, False)} <= seen
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_full_disk_changes_nothing(
+    change: Callable[[Path], object], after: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writes = 0
+    while True:
+        path = copy(after, tmp_path / str(writes))
+        with monkeypatch.context() as patch:
+            full_after(writes, patch)
+            try:
+                change(path)
+                break
+            except EngramError as error:
+                message = str(error)
+        assert "the disk is full" in message
+        assert everything(path) == everything(after)
+        writes += 1
+    assert writes >= 1
+
+
+# On the command line
+
+
+def assert_refused(outcome: Outcome, *words: str) -> None:
+    assert outcome.status == 2, outcome
+    assert outcome.err.startswith("engram: ")
+    assert outcome.err.count("\n") == 1
+    for word in words:
+        assert word in outcome.err, outcome.err
+
+
+def test_undo_says_what_is_gone(engram: Engram, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    day = read_manifest(model)["history"][0]["date"][:10]
+    assert f"back to lesson 1, 3 classes, of {day}; kept for that: " in engram("info", model).out
+    assert json.loads(engram("info", model, "--json").out)["undo"]["classes"] == 3
+    outcome = engram("undo", model)
+    expected = f"the last lesson is taken back; gone: dingo, easel; back to lesson 1, 3 classes, of {day}\n"
+    assert (outcome.status, outcome.out, outcome.err) == (0, expected, "")
+    assert "nothing to undo: its last lesson was taken back already" in " ".join(engram("info", model).out.split())
+    assert_refused(engram("undo", model), "nothing to undo: its last lesson was taken back already")
+    assert_refused(engram("undo", "nowhere"), "there is no model at nowhere")
+    assert_refused(engram("undo", model, "--quiet", "--json"), "--quiet and --json")
+
+
+def test_undo_tells_programs(engram: Engram, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    learn(model, NAMES[5:6], stop=lambda: True)
+    assert_refused(engram("undo", model), "or drop it with --drop-learning")
+    outcome = engram("undo", model, "--json", "--drop-learning")
+    found = json.loads(outcome.out)
+    assert (found["gone"], found["again"], found["classes"], found["lesson"]) == ([*SECOND], [], 3, 1)
+
+
+def test_a_damaged_model_goes_back_by_command(engram: Engram, model: Path) -> None:
+    damage(model / "generations" / "000002" / "model.json")
+    assert "back to lesson 1, 3 classes" in engram("undo", model).out
+
+
+@pytest.mark.parametrize(("typed", "flags", "classes"), [("y\n", [], 3), ("\n", [], 5), ("", ["--yes"], 3)])
+def test_undo_asks_a_person(
+    typed: str, flags: list[str], classes: int, engram: Engram, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keyboard = io.StringIO(typed)
+    monkeypatch.setattr(keyboard, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdin", keyboard)
+    outcome = engram("undo", model, *flags)
+    assert len(opened(model).labels) == classes
+    assert outcome.status == int(classes == 5)
+    assert ("for good (back to lesson 1, 3 classes, of " in outcome.err) == (not flags)
+    assert ("nothing was undone" in outcome.err) == (classes == 5)
