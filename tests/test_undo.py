@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 import engram.modeldir.writer as writer
-from engram import EngramError, IncrementalClassifier, read_manifest, remove_class, undo
+from engram import EngramError, IncrementalClassifier, read_manifest, remove_class, rename_class, undo
 from engram.events import Stopped
-from engram.modeldir import has_learning, open_model, save_model
+from engram.modeldir import has_learning, learn_into, open_model, save_model
 from helpers import Engram, Outcome, unpack_archive
 from model_helpers import NAMES, everything, learn, make, opened, pictures, same, tiny
 
@@ -52,6 +52,11 @@ def generations(path: Path) -> list[str]:
     return sorted(entry.name for entry in (path / "generations").iterdir())
 
 
+def files_of(files: dict[str, bytes], generation: str) -> dict[str, bytes]:
+    start = f"generations/{generation}/"
+    return {name.removeprefix(start): content for name, content in files.items() if name.startswith(start)}
+
+
 def damage(file: Path) -> Path:
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 4
@@ -77,7 +82,11 @@ def remove_boat(path: Path) -> None:
     remove_class(path, "boat")
 
 
-CHANGES = [undo, remove_boat]
+def rename_boat(path: Path) -> None:
+    rename_class(path, "boat", "ship")
+
+
+CHANGES = [undo, remove_boat, rename_boat]
 
 
 # Undo
@@ -341,6 +350,66 @@ def test_a_full_disk_changes_nothing(
     assert writes >= 1
 
 
+# Rename
+
+
+def test_a_renamed_class_is_the_same_class(after: Path, before: Path, model: Path) -> None:
+    rename_class(model, "boat", "ship")
+    ours, theirs = everything(model), everything(after)
+    for number, name in (("000004", "000002"), ("000003", "000001")):
+        found, kept = files_of(ours, number), files_of(theirs, name)
+        assert found.keys() == kept.keys()
+        assert [file for file in kept if found[file] != kept[file]] == ["model.json"]
+    assert generations(model) == ["000003", "000004"]
+    assert b"boat" not in b"".join(ours.values())
+    old, new = read_manifest(after), read_manifest(model)
+    assert [known["label"] for known in new["classes"]] == ["apple", "ship", "camel", *SECOND]
+    for known in old["classes"]:
+        known["label"] = {"boat": "ship"}.get(known["label"], known["label"])
+    for key in ("classes", "history", "stage_sizes", "config", "bytes", "undo"):
+        assert new[key] == old[key], key
+    assert undo(model).gone == [*SECOND]
+    assert opened(model).labels == ["apple", "ship", "camel"]
+    rename_class(model, "ship", "boat")
+    assert same(opened(model), opened(before))
+    with pytest.raises(EngramError, match="was taken back already"):
+        undo(model)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [
+        ("boot", "ship", r"no class 'boot': did you mean 'boat'\?"),
+        ("boat", "apple", "has a class 'apple' already"),
+        ("boat", "Apple ", "has a class 'apple' already"),
+        ("boat", "boat", "is called 'boat' already"),
+        ("boat", b"ship", "cannot be saved"),
+        ("boat", "\udc80", "cannot be saved"),
+        ("boat", ["ship"], "must be hashable"),
+    ],
+)
+def test_a_name_that_cannot_be_is_refused(old: Any, new: Any, sentence: str, after: Path, model: Path) -> None:
+    with pytest.raises(EngramError, match=sentence):
+        rename_class(model, old, new)
+    assert everything(model) == everything(after)
+
+
+def test_a_class_may_be_written_otherwise_or_be_of_another_kind(model: Path) -> None:
+    for old, new in (("boat", "Boat"), ("apple", 3), (3, "3"), ("camel", ("x", None))):
+        rename_class(model, old, new)
+    assert opened(model).labels == ["3", "Boat", ("x", None), *SECOND]
+
+
+def test_a_damaged_state_before_is_not_renamed_but_dropped(model: Path) -> None:
+    damage(model / "generations" / "000001" / "weights.safetensors")
+    rename_class(model, "boat", "ship")
+    assert len(generations(model)) == 1
+    assert "before its last lesson was damaged" in read_manifest(model)["why_no_undo"]
+    damage(next((model / "generations").rglob("weights.safetensors")))
+    with pytest.raises(EngramError, match=r"weights.safetensors is damaged"):
+        rename_class(model, "ship", "boat")
+
+
 # On the command line
 
 
@@ -390,3 +459,31 @@ def test_undo_asks_a_person(
     assert outcome.status == int(classes == 5)
     assert ("for good (back to lesson 1, 3 classes, of " in outcome.err) == (not flags)
     assert ("nothing was undone" in outcome.err) == (classes == 5)
+
+
+def test_rename_by_command(engram: Engram, model: Path) -> None:
+    outcome = engram("rename", model, "boat", "ship")
+    assert (outcome.status, outcome.out) == (0, "boat is called ship now\n")
+    assert json.loads(engram("rename", "--json", model, "--", "ship", "-x").out) == {"renamed": "ship", "to": "-x"}
+    assert opened(model).labels == ["apple", "-x", "camel", *SECOND]
+    assert_refused(engram("rename", model, "aple", "x"), "did you mean 'apple'?")
+    assert_refused(engram("rename", model, "apple", "DINGO"), "has a class 'dingo' already")
+    assert_refused(engram("rename", model, "apple", ""), "NEW is empty")
+    assert_refused(engram("rename", model, "apple"), "NEW")
+    learn(model, NAMES[5:6], stop=lambda: True)
+    assert_refused(engram("rename", model, "apple", "pear"), "or drop it with --drop-learning")
+    assert engram("rename", model, "apple", "pear", "--drop-learning", "--quiet").out == ""
+    rename_class(model, "dingo", 7)
+    rename_class(model, "easel", "x")
+    learn(model, NAMES[5:6])
+    rename_class(model, "falcon", "y")
+    assert opened(model).labels == ["pear", "-x", "camel", 7, "x", "y"]
+
+
+def test_a_name_of_two_classes_is_not_renamed(engram: Engram, tmp_path: Path) -> None:
+    images, _ = pictures(FIRST, 2)
+    list(learn_into("m", images, [1, 1, "1", "1", "x", "x"], config=tiny(epochs=1), device="cpu"))
+    call = "rename_class('m', 1, 'y') or rename_class('m', '1', 'y')"
+    assert_refused(engram("rename", "m", "1", "y"), "'1' is the name of 2 classes", call)
+    rename_class("m", 1, "y")
+    assert opened(tmp_path / "m").labels == ["y", "1", "x"]

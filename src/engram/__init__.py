@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from engram.errors import EngramError
     from engram.estimator import IncrementalClassifier
     from engram.methods import Method, Phase, Step, Training, register
-    from engram.modeldir import ModelConfig, learn_into, open_model, read_manifest, remove_class, undo
+    from engram.modeldir import ModelConfig, learn_into, open_model, read_manifest, remove_class, rename_class, undo
     from engram.recipes import recipe, recipe_names
     from engram.report import write_report
     from engram.result import Result
@@ -59,6 +59,7 @@ _HOME = {
     "recipe_names": "engram.recipes",
     "register": "engram.methods",
     "remove_class": "engram.modeldir",
+    "rename_class": "engram.modeldir",
     "resume": "engram.runner",
     "run": "engram.runner",
     "run_together": "engram.together",
@@ -91,6 +92,7 @@ __all__ = [
     "recipe_names",
     "register",
     "remove_class",
+    "rename_class",
     "resume",
     "run",
     "run_together",

@@ -21,6 +21,7 @@ _MODULES = {
     "info": "info",
     "evaluate": "evaluate",
     "remove": "remove",
+    "rename": "rename",
     "undo": "undo",
     "export": "export",
     "run": "run",

@@ -191,6 +191,32 @@ class Remove:
 
 
 @dataclass(frozen=True)
+class Rename:
+    """Give a class of a model another name; its scores and images, and all else, stay as they are.
+
+    A name that another class has, or that is written like one (dog, Dog), is refused. After -- a name may begin with a
+    dash.
+
+    For example:
+        engram rename model cat kitten
+        engram rename model -- -cat cat
+    """
+
+    model: Annotated[Positional[str], arg(metavar="MODEL", help_behavior_hint="")]
+    """The model directory."""
+    old: Annotated[Positional[str], arg(metavar="OLD", help_behavior_hint="")]
+    """The class."""
+    new: Annotated[Positional[str], arg(metavar="NEW", help_behavior_hint="")]
+    """Its name from now on."""
+    drop_learning: Annotated[bool, arg(help_behavior_hint="")] = False
+    """Drop learning that was interrupted, which could not go on."""
+    quiet: Annotated[bool, arg(help_behavior_hint="")] = False
+    """Print nothing but errors."""
+    json: Annotated[bool, arg(help_behavior_hint="")] = False
+    """Print JSON."""
+
+
+@dataclass(frozen=True)
 class Undo:
     """Take the last lesson back: the model is again what it was before it, all of it, and says what is gone.
 

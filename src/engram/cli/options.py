@@ -10,7 +10,7 @@ from typing import Annotated, Final, Literal
 
 from tyro.conf import Positional, UseAppendAction, arg
 
-from engram.cli.model_options import Evaluate, Export, Info, Learn, Predict, Remove, Undo
+from engram.cli.model_options import Evaluate, Export, Info, Learn, Predict, Remove, Rename, Undo
 
 OF_RECIPE: Final = "(default: the recipe's)"
 
@@ -317,6 +317,7 @@ COMMANDS: Final[dict[str, type]] = {
     "info": Info,
     "evaluate": Evaluate,
     "remove": Remove,
+    "rename": Rename,
     "undo": Undo,
     "export": Export,
     "run": Run,

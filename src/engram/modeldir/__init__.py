@@ -12,7 +12,7 @@ from engram.config import Device, Precision
 from engram.data.store import Images
 from engram.errors import EngramError
 from engram.events import Event, Stopped, Warned
-from engram.modeldir.changes import Undone, refuse_learning, remove_class, undo
+from engram.modeldir.changes import Undone, refuse_learning, remove_class, rename_class, undo
 from engram.modeldir.config import ModelConfig, plain
 from engram.modeldir.directory import FIRST, LEARNING, LEFT_OUT, REMOVED, SAVED, NoModelYet, Pointer
 from engram.modeldir.fitting import epochs_that_fit
@@ -37,6 +37,7 @@ __all__ = [
     "open_model",
     "read_manifest",
     "remove_class",
+    "rename_class",
     "save_model",
     "undo",
 ]

@@ -1,15 +1,17 @@
-"""What can be done to a model on disk beside learning: classes go, and the last lesson is taken back."""
+"""What can be done to a model on disk beside learning: classes go or are renamed, the last lesson is taken back."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engram.errors import EngramError
-from engram.modeldir.directory import REMOVED
+from engram.errors import EngramError, suggest
+from engram.modeldir.directory import DAMAGED, REMOVED, UNDONE, Pointer, Snapshot, read_model, read_previous
+from engram.modeldir.labels import alike, decode_label, encode_label, plain_labels
 from engram.modeldir.model import Model
 from engram.modeldir.pack import open_model, open_previous, pack_model, read_manifest
 from engram.modeldir.writer import Writer
@@ -44,6 +46,58 @@ def remove_class(path: str | Path, label: Hashable, *more: Hashable, drop_learni
     return model
 
 
+def rename_class(path: str | Path, old: Hashable, new: Hashable, *, drop_learning: bool = False) -> None:
+    """Gives a class of the model at that path another name, also in what it was before its last lesson.
+
+    Nothing else changes. Refuses a name that another class has, or that is written like one.
+    """
+    (new,) = plain_labels([new], "new")
+    encode_label(new)
+    with Writer(path) as writer:
+        refuse_learning(writer, drop=drop_learning, argument="drop_learning")
+        _check_names([known["label"] for known in read_manifest(path)["classes"]], old, new)
+        pointer = writer.current()
+        assert pointer is not None
+
+        def renamed(snapshot: Snapshot) -> Pointer:
+            files = [(name, partial(snapshot.read, name)) for name in sorted(snapshot.names)]
+            return writer.write_generation(_renamed(snapshot.manifest, old, new), files)
+
+        keeps = pointer.previous is not None and _can_go_back(path)
+        previous = read_previous(path, renamed) if keeps else None
+        writer.adopt(read_model(path, renamed), previous=previous, why=pointer.why if not pointer.previous else DAMAGED)
+
+
+def _check_names(labels: Sequence[Hashable], old: Hashable, new: Hashable) -> None:
+    """Refuses to rename what is not there, or to a name that is taken."""
+    if old not in labels:
+        raise EngramError(f"the model knows no class {old!r}: {suggest(str(old), map(str, labels))}")
+    if new == old:
+        raise EngramError(f"the class is called {new!r} already; give another name")
+    for label in labels:
+        if label != old and (label == new or alike([label, new])):
+            raise EngramError(f"the model has a class {label!r} already; choose a name that is not like that")
+
+
+def _renamed(manifest: dict[str, Any], old: Hashable, new: Hashable) -> dict[str, Any]:
+    """What model.json says, with one label changed, and without what is written anew with every generation."""
+    kept = {key: value for key, value in manifest.items() if key not in ("format", "engram", "files")}
+    classes = [
+        {**entry, "label": encode_label(new)} if decode_label(entry["label"]) == old else entry
+        for entry in manifest["classes"]
+    ]
+    return {**kept, "classes": classes}
+
+
+def _can_go_back(path: str | Path) -> bool:
+    """Whether what the model was before its last lesson is whole."""
+    try:
+        open_previous(path)
+    except EngramError:
+        return False
+    return True
+
+
 def undo(path: str | Path, *, drop_learning: bool = False) -> Undone:
     """Takes the last lesson back: the model at that path is again what it was before, in one step."""
     with Writer(path) as writer:
@@ -53,7 +107,8 @@ def undo(path: str | Path, *, drop_learning: bool = False) -> Undone:
         now = _stages(path)
         assert pointer is not None
         assert pointer.previous is not None
-        writer.go_back(pointer.previous)
+        writer.drop_learning()  # which may be what a kill left of the lesson to undo, and would go on then
+        writer.adopt(pointer.previous, why=UNDONE)
         left = read_manifest(path)
     then = {known.label: known.stage for known in before.classes}
     return Undone(

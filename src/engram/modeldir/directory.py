@@ -33,13 +33,14 @@ ATTEMPTS = 50  # of a reader, each after a writer has put another generation in 
 GENERATION = re.compile(r"\d{6,9}")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 # Why there is no generation to go back to, as `current` has it and as people are told.
-FIRST, LEFT_OUT, REMOVED, UNDONE, SAVED = "first", "left out", "removed", "undone", "saved"
+FIRST, LEFT_OUT, REMOVED, UNDONE, SAVED, DAMAGED = "first", "left out", "removed", "undone", "saved", "damaged"
 NOTHING_KEPT = {
     FIRST: "there was no model before its first lesson",
     LEFT_OUT: "the state before its last lesson was not kept, as asked for",
     REMOVED: "something was removed from it since its last lesson, and the state before still had that",
     UNDONE: "its last lesson was taken back already, and what is kept is one lesson",
     SAVED: "it was saved as it is, in place of what was there",
+    DAMAGED: "what it was before its last lesson was damaged",
     "": "the version of engram that wrote it kept no earlier state",
 }
 FILE = re.compile(r"weights\.safetensors|(exemplars|heldout)/\d{5}/\d{5,8}\.png")

@@ -26,7 +26,6 @@ from engram.modeldir.directory import (
     LOCK,
     MANIFEST,
     POINTER,
-    UNDONE,
     NoModelYet,
     Pointer,
     Snapshot,
@@ -107,8 +106,12 @@ class Writer:
 
         previous: the generation to keep, for undoing this; why: where there is none, why.
         """
+        return self.adopt(self.write_generation(manifest, files), previous=previous, why=why)
+
+    def adopt(self, generation: Pointer, *, previous: Pointer | None = None, why: str = "") -> Pointer:
+        """Makes a generation that was written the model, in one step."""
+        pointer = replace(generation, previous=previous, why=why)
         try:
-            pointer = replace(self.write_generation(manifest, files), previous=previous, why=why)
             self._switch(pointer)
         except BaseException:
             self.clean_up()
@@ -125,25 +128,21 @@ class Writer:
         number = 1 + max([int(name) for name in self._generations()], default=0)
         place = self.path / GENERATIONS / f"{number:06d}"
         part = place.with_name(place.name + TEMPORARY)
-        with writing(part):
-            part.mkdir(parents=True)
-            listed = self._write_files(part, files)
-            content = {"format": FORMAT, "engram": version(), **manifest, "files": listed}
-            text = (json.dumps(content, indent=1, allow_nan=False) + "\n").encode()
-            write_new(part / MANIFEST, text)
-            for folder in sorted({part, *(path for path in part.rglob("*") if path.is_dir())}, reverse=True):
-                sync_folder(folder)
-            part.rename(place)
-            sync_folder(place.parent)
-        return Pointer(place.name, digest(text))
-
-    def go_back(self, previous: Pointer) -> None:
-        """Makes the generation that was kept the model again, in one step."""
-        self.drop_learning()  # which may be what a kill left of the lesson to undo, and would go on then
         try:
-            self._switch(replace(previous, previous=None, why=UNDONE))
-        finally:
+            with writing(part):
+                part.mkdir(parents=True)
+                listed = self._write_files(part, files)
+                content = {"format": FORMAT, "engram": version(), **manifest, "files": listed}
+                text = (json.dumps(content, indent=1, allow_nan=False) + "\n").encode()
+                write_new(part / MANIFEST, text)
+                for folder in sorted({part, *(path for path in part.rglob("*") if path.is_dir())}, reverse=True):
+                    sync_folder(folder)
+                part.rename(place)
+                sync_folder(place.parent)
+        except BaseException:
             self.clean_up()
+            raise
+        return Pointer(place.name, digest(text))
 
     def _write_files(self, part: Path, files: Iterable[File]) -> dict[str, list[int | str]]:
         """Name, size and checksum of each; several at a time, since each waits for the disk."""

@@ -1,0 +1,30 @@
+"""`engram rename`: another name for a class."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from engram.cli.commands.common import print_line
+from engram.cli.commands.models import exclude, find_label, naming_flags, printable
+from engram.cli.model_options import Rename
+from engram.cli.text import make_console
+from engram.files import typed_path
+from engram.modeldir import read_manifest, rename_class
+from engram.modeldir.labels import encode_label
+
+
+def rename_command(options: Rename, typed: Sequence[str]) -> int:
+    """The exit status of `engram rename`."""
+    del typed
+    exclude(options.quiet, options.json)
+    place = typed_path(options.model)
+    labels = [known["label"] for known in read_manifest(place)["classes"]]
+    old = find_label(labels, options.old, f"rename_class({str(place)!r}, {{}}, {options.new!r})")
+    with naming_flags("--drop-learning"):
+        rename_class(place, old, options.new, drop_learning=options.drop_learning)
+    if options.json:
+        print_line(make_console(), json.dumps({"renamed": encode_label(old), "to": options.new}))
+    elif not options.quiet:
+        print_line(make_console(), f"{printable(old)} is called {printable(options.new)} now")
+    return 0
