@@ -12,14 +12,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 import engram.modeldir.writer as writer
-from engram import EngramError, IncrementalClassifier, read_manifest, remove_class, rename_class, undo
+from engram import EngramError, IncrementalClassifier, read_manifest, remove_class, remove_images, rename_class, undo
 from engram.events import Stopped
+from engram.methods.exemplars import class_means
 from engram.modeldir import has_learning, learn_into, open_model, save_model
+from engram.modeldir.holdout import digest_of, digests_in
 from helpers import Engram, Outcome, unpack_archive
-from model_helpers import NAMES, everything, learn, make, opened, pictures, same, tiny
+from model_helpers import NAMES, everything, learn, make, opened, pictures, png, same, scores, tiny
 
 FIRST, SECOND = NAMES[:3], NAMES[3:5]
 GENERATIONS = ["000001", "000002"]
@@ -86,7 +90,11 @@ def rename_boat(path: Path) -> None:
     rename_class(path, "boat", "ship")
 
 
-CHANGES = [undo, remove_boat, rename_boat]
+def remove_pictures(path: Path) -> None:
+    remove_images(path, kept_of(path, 0)[0][:1])
+
+
+CHANGES = [undo, remove_boat, rename_boat, remove_pictures]
 
 
 # Undo
@@ -410,6 +418,117 @@ def test_a_damaged_state_before_is_not_renamed_but_dropped(model: Path) -> None:
         rename_class(model, "ship", "boat")
 
 
+# Single images
+
+
+def kept_of(path: Path, place: int) -> tuple[np.ndarray, np.ndarray]:
+    """The exemplars and the held-out images of a class."""
+    model = opened(path)
+    assert model.learner is not None
+    return model.learner.memory.of(place).images.numpy(), model.heldout.of(place).images.numpy()
+
+
+def test_images_are_taken_out_of_a_model(after: Path, model: Path) -> None:
+    (exemplars, held), others = kept_of(model, 1), pictures(NAMES[5:6], 2)[0]
+    given = np.concatenate([exemplars[1:2], held[:1], others])
+    done = remove_images(model, given)
+    assert (done.given, done.found, done.exemplars, done.heldout) == (4, 2, {"boat": 1}, {"boat": 1})
+    assert done.learned == {"boat": 1}
+    content = set(everything(model).values())
+    assert not content & {png(image) for image in given}
+    assert generations(model) == ["000003"], "what was before had them too"
+    left = opened(model)
+    assert [len(part) for part in kept_of(model, 1)] == [2, 1]
+    assert np.array_equal(kept_of(model, 1)[0], exemplars[[0, 2]]), "best first, as before"
+    was, now = scores(opened(after)), scores(left)
+    assert np.array_equal(now["cnn"], was["cnn"])
+    assert np.array_equal(np.delete(now["nme"], 1, axis=1), np.delete(was["nme"], 1, axis=1))
+    assert left.learner is not None
+    assert left.learner.class_means is not None
+    slow = class_means(left.learner, left.engine)
+    assert slow is not None
+    assert torch.allclose(left.learner.class_means[1], slow[1], atol=1e-6)
+    assert not np.array_equal(now["nme"][:, 1], was["nme"][:, 1])
+    with pytest.raises(EngramError, match="nothing to undo: something was removed"):
+        undo(model)
+    learn(model, NAMES[5:6])
+
+
+def test_what_the_model_has_not_kept_changes_nothing(after: Path, model: Path) -> None:
+    done = remove_images(model, pictures(NAMES[5:6], 3)[0])
+    assert (done.given, done.found, done.exemplars, done.heldout) == (3, 0, {}, {})
+    assert everything(model) == everything(after)
+    for wrong, sentence in ((np.zeros((1, 9, 9, 3), np.uint8), "this model's are 8x8"), ([], "at least one image")):
+        with pytest.raises(EngramError, match=sentence):
+            remove_images(model, wrong)
+    assert everything(model) == everything(after)
+
+
+def test_an_image_that_was_learned_and_not_kept_is_not_noted_any_more(after: Path, model: Path) -> None:
+    kept = {image.tobytes() for part in kept_of(model, 1) for image in part}
+    other = next(image for image in pictures(("boat",))[0] if image.tobytes() not in kept)
+    was = opened(model).classes[1].digests
+    done = remove_images(model, other[None])
+    assert (done.found, done.exemplars, done.heldout, done.learned) == (1, {}, {}, {"boat": 1})
+    now = opened(model).classes[1].digests
+    assert digests_in(was) - digests_in(now) == {digest_of(other)}
+    assert len(now) == len(was) - 8
+    assert same(opened(model), opened(after))
+    assert remove_images(model, other[None]).found == 0
+
+
+def test_the_last_exemplar_of_a_class_stays(after: Path, model: Path) -> None:
+    with pytest.raises(EngramError, match="all the exemplars of 'boat'; nothing was removed; remove the class"):
+        remove_images(model, kept_of(model, 1)[0])
+    assert everything(model) == everything(after)
+    assert remove_images(model, kept_of(model, 1)[1]).heldout == {"boat": 2}
+    assert read_manifest(model)["classes"][1]["accuracy"] == {}
+
+
+def test_an_image_that_only_the_state_before_has_is_found(tmp_path: Path) -> None:
+    path = make(tmp_path / "m", FIRST, SECOND, config=tiny(memory="total=9"))
+    gone = pictures(FIRST)[0]
+    model = opened(path)
+    assert model.learner is not None
+    samples = model.learner.memory.samples()
+    assert samples is not None
+    now = {image.numpy().tobytes() for image in samples.images}
+    then = {content for name, content in everything(path).items() if "/000001/exemplars/" in name}
+    only = np.stack([image for image in gone if image.tobytes() not in now and png(image) in then])
+    done = remove_images(path, only[:1])
+    assert (done.found, done.exemplars, done.before) == (1, {}, True)
+    assert len(generations(path)) == 1
+    assert same(opened(path), model)
+
+
+@pytest.mark.parametrize("kind", ["exemplars", "heldout"])
+def test_a_damaged_picture_can_be_named_and_taken_out(kind: str, after: Path, model: Path) -> None:
+    file = damage(model / "generations" / "000002" / kind / "00001" / "00001.png")
+    with pytest.raises(EngramError, match="take it out with 'engram remove MODEL --images FILE'"):
+        opened(model)
+    done = remove_images(model, [file])
+    assert (done.given, done.found) == (1, 1)
+    assert {"exemplars": done.exemplars, "heldout": done.heldout}[kind] == {"boat": 1}
+    assert np.array_equal(scores(opened(model))["cnn"], scores(opened(after))["cnn"])
+    learn(model, NAMES[5:6])
+
+
+def test_exemplars_whose_pixels_were_changed_cannot_be_found(tmp_path: Path) -> None:
+    path = make(tmp_path / "m", FIRST, config=tiny("mnemonics", validation=0.25))
+    with pytest.raises(EngramError, match="mnemonics changes the pixels of its exemplars"):
+        remove_images(path, pictures(FIRST)[0])
+    assert remove_images(path, [path / "generations/000001/exemplars/00000/00000.png"]).exemplars == {"apple": 1}
+
+
+def test_images_stay_while_a_lesson_is_in_progress(model: Path) -> None:
+    learn(model, NAMES[5:6], stop=lambda: True)
+    given = kept_of(model, 0)[1]
+    with pytest.raises(EngramError, match="interrupted; finish it first"):
+        remove_images(model, given)
+    assert remove_images(model, given, drop_learning=True).found == 2
+    assert not has_learning(model)
+
+
 # On the command line
 
 
@@ -487,3 +606,29 @@ def test_a_name_of_two_classes_is_not_renamed(engram: Engram, tmp_path: Path) ->
     assert_refused(engram("rename", "m", "1", "y"), "'1' is the name of 2 classes", call)
     rename_class("m", 1, "y")
     assert opened(tmp_path / "m").labels == ["y", "1", "x"]
+
+
+def test_images_are_removed_by_command(engram: Engram, model: Path, tmp_path: Path) -> None:
+    exemplars, held = kept_of(model, 1)
+    (tmp_path / "withdrawn").mkdir()
+    for number, image in enumerate([exemplars[0], held[0], pictures(NAMES[5:6], 1)[0][0]]):
+        (tmp_path / "withdrawn" / f"{number}.png").write_bytes(png(image))
+    none = engram("remove", model, "--images", "withdrawn/2.png")
+    assert (none.status, none.out) == (1, "")
+    assert none.err == "engram: the model has nothing of the 1 images; nothing was removed\n"
+    assert_refused(engram("remove", model, "--images", "nowhere.png"), "there is no file or folder nowhere.png")
+    (tmp_path / "broken.png").write_bytes(b"x")
+    assert_refused(engram("remove", model, "--images", "broken.png"), "broken.png cannot be read")
+    outcome = engram("remove", model, "--images", "withdrawn")
+    assert outcome.status == 0
+    assert outcome.out.startswith("2 of 3 images were found\nremoved 1 exemplar and 1 held-out image of boat\n")
+    assert "stays in its weights: only a model learned anew" in outcome.out
+    (tmp_path / "more.png").write_bytes(png(held[1]))
+    found = json.loads(engram("remove", model, "--images", "--json", "more.png").out)
+    assert found == {
+        "given": 1,
+        "found": 1,
+        "exemplars": [],
+        "heldout": [{"class": "boat", "images": 1}],
+        "learned": [],
+    }

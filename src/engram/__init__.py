@@ -22,7 +22,16 @@ if TYPE_CHECKING:
     from engram.errors import EngramError
     from engram.estimator import IncrementalClassifier
     from engram.methods import Method, Phase, Step, Training, register
-    from engram.modeldir import ModelConfig, learn_into, open_model, read_manifest, remove_class, rename_class, undo
+    from engram.modeldir import (
+        ModelConfig,
+        learn_into,
+        open_model,
+        read_manifest,
+        remove_class,
+        remove_images,
+        rename_class,
+        undo,
+    )
     from engram.recipes import recipe, recipe_names
     from engram.report import write_report
     from engram.result import Result
@@ -59,6 +68,7 @@ _HOME = {
     "recipe_names": "engram.recipes",
     "register": "engram.methods",
     "remove_class": "engram.modeldir",
+    "remove_images": "engram.modeldir",
     "rename_class": "engram.modeldir",
     "resume": "engram.runner",
     "run": "engram.runner",
@@ -92,6 +102,7 @@ __all__ = [
     "recipe_names",
     "register",
     "remove_class",
+    "remove_images",
     "rename_class",
     "resume",
     "run",

@@ -170,16 +170,21 @@ class Remove:
     """Remove classes from a model: their rows, exemplars and held-out images are gone from its files.
 
     All of them go or none does. The other classes' scores stay what they are. After -- a name may begin with a dash.
+    With --images, single images go instead: every exemplar and held-out image that is one of these files, brought to
+    the model's size. The exit status is 1 where none is found.
 
     For example:
         engram remove model cat
         engram remove model --yes -- -cat
+        engram remove model --images photos/cat/0003.jpg withdrawn
     """
 
     model: Annotated[Positional[str], arg(metavar="MODEL", help_behavior_hint="")]
     """The model directory."""
     classes: Annotated[Positional[tuple[str, ...]], arg(metavar="CLASS [CLASS ...]", help_behavior_hint="")]
-    """The class or classes."""
+    """The class or classes; with --images, image files, folders or patterns."""
+    images: Annotated[bool, arg(help_behavior_hint="")] = False
+    """Remove single images, not classes."""
     drop_learning: Annotated[bool, arg(help_behavior_hint="")] = False
     """Drop learning that was interrupted, which could not go on."""
     yes: Annotated[bool, arg(help_behavior_hint="")] = False

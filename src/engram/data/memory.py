@@ -118,6 +118,12 @@ class Memory:
             relabelled = torch.full_like(samples.labels, moved)
             self._by_label[moved] = Samples(samples.images, relabelled, samples.sources, samples.exemplar)
 
+    def keep(self, label: int, rows: Tensor) -> None:
+        """Keeps these rows of a class's exemplars alone; a class of which there is none is as if it never had any."""
+        left = self._by_label.pop(label)[rows]
+        if len(left):
+            self._by_label = dict(sorted({**self._by_label, label: left}.items()))
+
     def state_dict(self) -> dict[str, Tensor]:
         """The exemplars as tensors, ready to be saved."""
         samples = self.samples()

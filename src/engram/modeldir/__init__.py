@@ -21,6 +21,7 @@ from engram.modeldir.labels import doubts, encode_label, plain_labels
 from engram.modeldir.lesson import Keeping, Known, Lesson, Options
 from engram.modeldir.model import Entry, KnownClass, Model
 from engram.modeldir.pack import open_model, pack_model, read_manifest
+from engram.modeldir.removing import RemovedImages, remove_images
 from engram.modeldir.writer import STATE, Writer
 
 __all__ = [
@@ -31,12 +32,14 @@ __all__ = [
     "ModelConfig",
     "NoModelYet",
     "Pointer",
+    "RemovedImages",
     "Undone",
     "has_learning",
     "learn_into",
     "open_model",
     "read_manifest",
     "remove_class",
+    "remove_images",
     "rename_class",
     "save_model",
     "undo",

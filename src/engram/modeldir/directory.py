@@ -104,8 +104,9 @@ class Snapshot:
         size, checksum = self._files[name]
         content = self._folder.read(name, size)
         if len(content) != size or digest(content) != checksum:
+            way = "" if name == WEIGHTS else ", or take it out with 'engram remove MODEL --images FILE'"
             raise EngramError(
-                f"{self.path / name} is damaged (its checksum does not match); restore it from a copy of the model"
+                f"{self.path / name} is damaged (its checksum does not match); restore it from a copy of the model{way}"
             )
         return content
 

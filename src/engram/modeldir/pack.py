@@ -24,7 +24,7 @@ from engram.modeldir.directory import MANIFEST, WEIGHTS, Pointer, Snapshot, read
 from engram.modeldir.labels import encode_label
 from engram.modeldir.manifest import DIGESTS, count, parse_manifest, temperatures, texts
 from engram.modeldir.model import Entry, Model
-from engram.modeldir.pictures import EXEMPLARS, HELDOUT, from_png, picture_name, picture_names, to_png
+from engram.modeldir.pictures import EXEMPLARS, HELDOUT, from_png, picture_name, picture_names, place_of, to_png
 from engram.modeldir.writer import File
 from engram.models.expanding import ExpandingHead, count_older
 from engram.rundir import versions
@@ -114,15 +114,17 @@ def open_model(
     *,
     images: bool = True,
     without: Collection[Hashable] = (),
+    sparing: Collection[str] = (),
 ) -> tuple[Model, Pointer]:
     """The model at that path, every file read found unchanged, and which generation it is.
 
     images: with its exemplars and held-out images, which learning needs and predicting does not; but for those of the
-    classes in `without`. Whatever is wrong with the directory, what is raised is an EngramError.
+    classes in `without` and the files named in `sparing`. Whatever is wrong with the directory, what is raised is an
+    EngramError.
     """
 
     def read(snapshot: Snapshot) -> tuple[Model, Pointer]:
-        return _unpack(snapshot, device, precision, images, without), snapshot.pointer
+        return _unpack(snapshot, device, precision, images, without, sparing), snapshot.pointer
 
     with _refusing(path):
         return read_model(path, read)
@@ -131,7 +133,7 @@ def open_model(
 def open_previous(path: str | Path) -> Model:
     """The model as it was before its last lesson, on the CPU, all of it unchanged; refuses where that is not kept."""
     with _refusing(path):
-        return read_previous(path, lambda snapshot: _unpack(snapshot, "cpu", "auto", True, ()))
+        return read_previous(path, lambda snapshot: _unpack(snapshot, "cpu", "auto"))
 
 
 @contextmanager
@@ -201,7 +203,12 @@ def _bytes(snapshot: Snapshot, kind: str) -> int:
 
 
 def _unpack(
-    snapshot: Snapshot, device: Device, precision: Precision, images: bool, without: Collection[Hashable]
+    snapshot: Snapshot,
+    device: Device,
+    precision: Precision,
+    images: bool = True,
+    without: Collection[Hashable] = (),
+    sparing: Collection[str] = (),
 ) -> Model:
     where = snapshot.path / MANIFEST
     config, classes, sizes, history, mean, std = parse_manifest(snapshot.manifest, where)
@@ -237,9 +244,9 @@ def _unpack(
         raise EngramError(f"{snapshot.path / WEIGHTS} has class means of another shape; the model is damaged")
     model.reads_only = not images
     if images:
-        wanted = [known.label not in without for known in classes]
-        counts = {kind: [n * is_wanted for n, is_wanted in zip(counts[kind], wanted, strict=True)] for kind in counts}
-        _read_pictures(snapshot, model, counts)
+        places = {place for place, known in enumerate(classes) if known.label in without}
+        names = [name for name in picture_names(counts) if name not in sparing and place_of(name) not in places]
+        _read_pictures(snapshot, model, names)
     return model
 
 
@@ -279,25 +286,22 @@ def _check_head(model: Model, state: dict[str, Tensor], where: Path) -> None:
             raise EngramError(f"{where} does not fit the head that {MANIFEST} describes; the model is damaged")
 
 
-def _read_pictures(snapshot: Snapshot, model: Model, counts: dict[str, list[int]]) -> None:
+def _read_pictures(snapshot: Snapshot, model: Model, names: list[str]) -> None:
     assert model.learner is not None
     height, width = model.config.image_size
-    number = sum(sum(numbers) for numbers in counts.values())
-    check_room(2 * number * height * width * 3, f"{number} images of {width}x{height} pixels")
+    check_room(2 * len(names) * height * width * 3, f"{len(names)} images of {width}x{height} pixels")
 
     def read(name: str) -> np.ndarray:
         return from_png(snapshot.read(name), (height, width), snapshot.path / name)
 
     with ThreadPoolExecutor(8, "pictures") as pool:
         for kind, memory in ((EXEMPLARS, model.learner.memory), (HELDOUT, model.heldout)):
-            names = [
-                picture_name(kind, label, rank) for label, number in enumerate(counts[kind]) for rank in range(number)
-            ]
-            if not names:
+            own = [name for name in names if name.startswith(f"{kind}/")]
+            if not own:
                 continue
-            pixels = np.empty((len(names), height, width, 3), dtype=np.uint8)
-            for place, image in enumerate(pool.map(read, names)):
+            pixels = np.empty((len(own), height, width, 3), dtype=np.uint8)
+            for place, image in enumerate(pool.map(read, own)):
                 pixels[place] = image
-            labels = torch.from_numpy(np.repeat(np.arange(len(counts[kind])), counts[kind]))
-            state = {"images": torch.from_numpy(pixels), "labels": labels, "sources": torch.arange(len(names))}
+            labels = torch.tensor([place_of(name) for name in own])
+            state = {"images": torch.from_numpy(pixels), "labels": labels, "sources": torch.arange(len(own))}
             memory.load_state_dict(state)

@@ -20,6 +20,11 @@ def picture_name(kind: str, label: int, rank: int) -> str:
     return f"{kind}/{label:05d}/{rank:05d}.png"
 
 
+def place_of(name: str) -> int:
+    """The class that a picture of that name is of, by its place."""
+    return int(name.split("/")[1])
+
+
 def picture_names(counts: dict[str, list[int]]) -> Iterator[str]:
     """The names of the pictures of every class; counts: of each kind, by class."""
     for kind, numbers in counts.items():

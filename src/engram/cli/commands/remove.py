@@ -1,17 +1,22 @@
-"""`engram remove`: a class and all that is kept of it, gone from the files."""
+"""`engram remove`: a class and all that is kept of it, or single images, gone from the files."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
 
 from engram.cli.commands.common import print_line
 from engram.cli.commands.models import confirmed, exclude, find_label, naming_flags, printable
+from engram.cli.commands.predict import check_paths, expand
 from engram.cli.model_options import Remove
 from engram.cli.text import count_classes, make_console, shorten
+from engram.errors import EngramError
 from engram.files import typed_path
-from engram.modeldir import read_manifest, remove_class
+from engram.modeldir import RemovedImages, read_manifest, remove_class, remove_images
 from engram.modeldir.labels import encode_label
 
 
@@ -21,6 +26,8 @@ def remove_command(options: Remove, typed: Sequence[str]) -> int:
     exclude(options.quiet, options.json)
     console = make_console()
     place = typed_path(options.model)
+    if options.images:
+        return _remove_images(options, place, console)
     classes = read_manifest(place)["classes"]
     labels = [known["label"] for known in classes]
     call = f"remove_class({str(place)!r}, {{}})"
@@ -44,3 +51,49 @@ def remove_command(options: Remove, typed: Sequence[str]) -> int:
             f"{count_classes(left)} left; what the network's backbone learned from such images stays in its weights",
         )
     return 0
+
+
+def _remove_images(options: Remove, place: Path, console: Console) -> int:
+    """The exit status of `engram remove --images`."""
+    typed = [str(typed_path(text)) for text in options.classes]
+    check_paths(typed)
+    paths = list(expand(typed))
+    if not paths:
+        raise EngramError(f"there is no image in {', '.join(typed)}")
+    question = f"remove what {place} kept of {len(paths)} image{'' if len(paths) == 1 else 's'} for good?"
+    if not options.yes and not options.json and not confirmed(question):
+        print("engram: nothing was removed", file=sys.stderr)
+        return 1
+    with naming_flags("--drop-learning"):
+        removed = remove_images(place, paths, drop_learning=options.drop_learning)
+    if options.json:
+        kinds = {"exemplars": removed.exemplars, "heldout": removed.heldout, "learned": removed.learned}
+        counts = {
+            kind: [{"class": encode_label(label), "images": number} for label, number in found.items()]
+            for kind, found in kinds.items()
+        }
+        print_line(console, json.dumps({"given": removed.given, "found": removed.found, **counts}))
+    elif not removed.found:
+        print(f"engram: the model has nothing of the {removed.given} images; nothing was removed", file=sys.stderr)
+    elif not options.quiet:
+        _tell(console, removed)
+    return 0 if removed.found else 1
+
+
+def _tell(console: Console, removed: RemovedImages) -> None:
+    print_line(console, f"{removed.found} of {removed.given} images were found")
+    for label in dict.fromkeys([*removed.exemplars, *removed.heldout]):
+        counts = [
+            f"{found[label]} {name}{'' if found[label] == 1 else 's'}"
+            for name, found in (("exemplar", removed.exemplars), ("held-out image", removed.heldout))
+            if label in found
+        ]
+        print_line(console, f"removed {' and '.join(counts)} of {printable(label)}")
+    for label, number in removed.learned.items():
+        print_line(console, f"removed the digests of {number} image{'' if number == 1 else 's'} of {printable(label)}")
+    if removed.before:
+        print_line(console, "removed what the model was before its last lesson, which had some of them")
+    print_line(
+        console,
+        "what the network learned from them stays in its weights: only a model learned anew without them has none",
+    )
