@@ -87,7 +87,7 @@ class PlainModel:
     def __init__(self, prepared: Prepared, steps: int) -> None:
         learner = prepared.session.learner
         self.device = prepared.session.engine.device
-        self.network = _normalised_outside(learner.network)
+        self.network = _normalised_outside(learner.network).train()
         self.teacher = _normalised_outside(learner.teacher).eval().requires_grad_(False)
         self.buffers = {name: value.clone() for name, value in learner.buffers.items()}
         self.phase = lengthened(prepared.phase, steps)
@@ -114,7 +114,6 @@ def train_plainly(model: PlainModel, loader: DataLoader[Item]) -> Iterator[float
     # The old classes' proxies are frozen in this phase; weight decay and momentum must not move them either.
     proxies = network.head.get_parameter("weight")
     frozen = proxies[: model.num_old].detach().clone()
-    network.train()
     for _ in range(training.epochs):
         for batch in loader:
             images, labels, exemplar = (part.to(model.device, non_blocking=True) for part in batch)

@@ -438,12 +438,16 @@ def on_terminal(command: list[str], cwd: Path) -> tuple[subprocess.Popen[bytes],
     return process, ours
 
 
-def test_a_terminal_that_closes_has_the_lesson_saved(photos: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("late", [False, True], ids=["told at once", "told late"])
+def test_a_terminal_that_closes_has_the_lesson_saved(photos: Path, tmp_path: Path, late: bool) -> None:
     command = [sys.executable, "-m", "engram", "learn", "model", str(photos / "first"), "--epochs", "60"]
     command += ["--threads", "1", "--device", "cpu"]
     process, terminal = on_terminal(command, tmp_path)
-    process.send_signal(signal.SIGHUP)
+    if not late:
+        process.send_signal(signal.SIGHUP)
     os.close(terminal)
+    if late:
+        time.sleep(0.5)  # what it shows meanwhile has nowhere to go
     with suppress(ProcessLookupError):
         process.send_signal(signal.SIGHUP)  # of the shell, and of the system
     assert process.wait(60) == 129

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -25,7 +26,7 @@ from engram.cli.display import (
     row_cells,
 )
 from engram.cli.interrupt import SAVING, Interrupt
-from engram.cli.text import clock, duration, shorten, stage_name, summary_line, summary_table
+from engram.cli.text import clock, duration, make_console, shorten, stage_name, summary_line, summary_table
 from engram.events import (
     Checkpointed,
     EpochFinished,
@@ -345,3 +346,23 @@ def test_summary_shows_a_dash_for_what_is_not_defined() -> None:
     assert line == (
         "afc-mini-b10-s5: cnn 51.3 on average, 40.0 at the end; nme 49.0 on average, 41.0 at the end; 1:15 (runs/here)"
     )
+
+
+def test_a_terminal_that_closed_is_no_error_and_a_full_disk_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stream(io.StringIO):
+        error = errno.EIO
+
+        def write(self, text: str) -> int:
+            raise OSError(self.error, os.strerror(self.error))
+
+        def isatty(self) -> bool:
+            return True
+
+    stream = Stream()
+    monkeypatch.setattr("sys.stdout", stream)
+    console = make_console()
+    assert console.is_terminal
+    console.print("into nothing")
+    stream.error = errno.ENOSPC
+    with pytest.raises(OSError, match="No space"):
+        console.print("onto a full disk")

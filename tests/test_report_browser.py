@@ -208,6 +208,7 @@ def test_evaluation_fits_a_phone(browser: Browser, tmp_path: Path, classes: int)
         "by": "cnn",
         "unreadable": [],
         "images": 20 * classes,
+        "learned_from": 3,
         "accuracy": 50.0,
         "classes": [{"class": name, "images": 20, "right": 10, "accuracy": 50.0} for name in names],
         "confusion": [

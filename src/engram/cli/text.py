@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 from rich import box
 from rich.cells import cell_len
@@ -30,9 +32,38 @@ class _Console(Console):
         raise BrokenPipeError
 
 
+class _Terminal:
+    """A terminal, which may close: what is written then is lost, and no error. SIGHUP is what says so."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with _unless_closed():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with _unless_closed():
+            self._stream.flush()
+
+
+@contextmanager
+def _unless_closed() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+
+
 def make_console() -> Console:
     """A console on stdout that prints what it is given, without markup; on a pipe as wide as COLUMNS, or wide."""
-    console = _Console(file=sys.stdout, markup=False, highlight=False, emoji=False)
+    file = cast("TextIO", _Terminal(sys.stdout)) if sys.stdout.isatty() else sys.stdout
+    console = _Console(file=file, markup=False, highlight=False, emoji=False)
     if not console.is_terminal:
         console = _Console(file=sys.stdout, markup=False, highlight=False, emoji=False, width=_pipe_width())
     return console
