@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from engram import EngramError, IncrementalClassifier, read_mini
+from engram.cli.commands.info import card
 from engram.modeldir import Model, open_model, read_manifest, remove_class
 from engram.modeldir.calibration import COLDEST, FEWEST, HOTTEST, fit_temperature, mean_confidence
 from engram.modeldir.files import digest
@@ -30,19 +31,24 @@ def drawn(right: int, wrong: int, sharpness: float, classes: int = 5) -> tuple[n
 def test_the_mean_confidence_becomes_the_share_that_is_right(sharpness: float) -> None:
     shares, labels = drawn(right=58, wrong=40, sharpness=sharpness)
     temperature = fit_temperature(shares, labels)
+    assert temperature is not None
+    assert COLDEST <= temperature <= HOTTEST
     assert mean_confidence(np.log(shares), temperature) == pytest.approx(59 / 100, abs=1e-6)
 
 
 def test_no_number_of_images_makes_a_model_certain() -> None:
     shares, labels = drawn(right=30, wrong=0, sharpness=9.0)
-    assert mean_confidence(np.log(shares), fit_temperature(shares, labels)) == pytest.approx(31 / 32, abs=1e-6)
+    temperature = fit_temperature(shares, labels)
+    assert temperature is not None
+    assert mean_confidence(np.log(shares), temperature) == pytest.approx(31 / 32, abs=1e-6)
 
 
-def test_shares_that_no_temperature_mends_end_at_its_bounds() -> None:
+def test_shares_that_no_temperature_mends_are_left_as_they_are() -> None:
     alike, labels = np.full((40, 4), 0.25), np.zeros(40, dtype=int)  # as sure of each class, and right every time
-    assert COLDEST <= fit_temperature(alike, labels) < 1.001 * COLDEST
+    assert fit_temperature(alike, labels) is None
     certain = np.eye(4)[np.zeros(40, dtype=int)]  # shares of exactly 1 and 0, and never right
-    assert 0.999 * HOTTEST < fit_temperature(certain, labels + 1) <= HOTTEST
+    assert fit_temperature(certain, labels + 1) is None
+    assert fit_temperature(np.ones((40, 1)), labels) is None, "one class alone"
 
 
 @pytest.fixture(scope="module")
@@ -83,8 +89,16 @@ def test_the_temperatures_are_saved_and_stay_when_a_class_goes(taught: Increment
     before = read_manifest(tmp_path / "model")["temperatures"]
     assert before == taught.model_.temperatures
     assert before.keys() == {"cnn", "nme"}
+    assert (
+        card(read_manifest(tmp_path / "model"))["confidence"]
+        == "of cnn and nme as often right as it says, on held-out images"
+    )
     remove_class(tmp_path / "model", 0)
     assert read_manifest(tmp_path / "model")["temperatures"] == before, "the other classes' scores stay what they are"
+    remove_class(tmp_path / "model", 1, 2, 3, 4)
+    assert card(read_manifest(tmp_path / "model"))["confidence"].endswith(
+        "on held-out images, most of them removed since"
+    )
 
 
 def test_few_held_out_images_change_nothing(tmp_path: Path) -> None:

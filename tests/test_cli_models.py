@@ -30,7 +30,7 @@ from engram.cli.commands.predict import best_places, expand
 from engram.modeldir.config import fitting_epochs
 from engram.modeldir.directory import Pointer
 from engram.modeldir.writer import Writer
-from helpers import Engram, Outcome
+from helpers import Engram, Outcome, unpack_archive
 from model_helpers import NAMES, everything, opened, pictures, same
 
 FIRST, SECOND = NAMES[:3], NAMES[3:5]
@@ -899,6 +899,16 @@ def test_evaluate_says_how_many_images_were_learned_from(kind: str, engram: Engr
     fresh = engram("evaluate", "model", "new", "--json", "--report", "page.html")
     assert (fresh.err, json.loads(fresh.out)["learned_from"]) == ("", 0)
     assert '<ul class="notes">' not in (tmp_path / "page.html").read_text()
+
+
+def test_evaluate_of_a_model_that_kept_no_note_does_not_say_none(engram: Engram, tmp_path: Path) -> None:
+    unpack_archive(Path(__file__).parent / "fixtures" / "model-format1.tar.xz", tmp_path / "old")
+    place = tmp_path / "photos" / str(opened(tmp_path / "old").labels[0])
+    place.mkdir(parents=True)
+    Image.fromarray(np.zeros((16, 16, 3), dtype=np.uint8)).save(place / "0.png")
+    outcome = engram("evaluate", "old", "photos", "--json", "--report", "page.html")
+    assert json.loads(outcome.out)["learned_from"] is None
+    assert "learned from" not in outcome.err + (tmp_path / "page.html").read_text()
 
 
 def test_every_column_of_what_is_taken_for_what_has_a_name() -> None:

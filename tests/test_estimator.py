@@ -501,6 +501,9 @@ class Painted(IncrementalClassifier):
     def predict_proba(self, X: Any, *, by: str | None = None) -> np.ndarray:
         return super().predict_proba(paint(X), by=by)
 
+    def predict(self, X: Any, *, by: str | None = None) -> np.ndarray:
+        return super().predict(paint(X), by=by)
+
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
         tags.input_tags.two_d_array, tags.input_tags.three_d_array = True, False

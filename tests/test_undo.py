@@ -123,6 +123,15 @@ def test_a_lesson_can_be_taken_back(before: Path, after: Path, model: Path) -> N
     assert undo(model).gone == [*SECOND]
 
 
+def test_a_generation_that_comes_again_has_another_digest(model: Path) -> None:
+    first = read_manifest(model)
+    undo(model)
+    learn(model, NAMES[5:6])
+    now = read_manifest(model)
+    assert now["generation"] == first["generation"]
+    assert now["digest"] != first["digest"]
+
+
 def test_the_pictures_that_are_kept_are_links(after: Path, tmp_path: Path) -> None:
     path = make(tmp_path / "m", FIRST, SECOND)
     files = [file.stat().st_ino for file in path.rglob("*.png")]
@@ -268,6 +277,7 @@ def test_saving_keeps_what_a_lesson_can_go_back_from(model: Path, after: Path) -
     images, labels = pictures(NAMES[5:6])
     classifier = IncrementalClassifier.load(model, device="cpu").set_params(epochs=1)
     classifier.partial_fit(images, labels).save(model)
+    classifier.save(model)  # nothing happened since, and nothing is lost
     assert undo(model).gone == ["falcon"]
     assert same(opened(model), opened(after))
     classifier = IncrementalClassifier.load(model, device="cpu").set_params(epochs=1)
@@ -601,11 +611,11 @@ def test_rename_by_command(engram: Engram, model: Path) -> None:
 
 def test_a_name_of_two_classes_is_not_renamed(engram: Engram, tmp_path: Path) -> None:
     images, _ = pictures(FIRST, 2)
-    list(learn_into("m", images, [1, 1, "1", "1", "x", "x"], config=tiny(epochs=1), device="cpu"))
-    call = "rename_class('m', 1, 'y') or rename_class('m', '1', 'y')"
-    assert_refused(engram("rename", "m", "1", "y"), "'1' is the name of 2 classes", call)
-    rename_class("m", 1, "y")
-    assert opened(tmp_path / "m").labels == ["y", "1", "x"]
+    list(learn_into("m{x}", images, [1, 1, "1", "1", "x", "x"], config=tiny(epochs=1), device="cpu"))
+    call = "rename_class('m{x}', 1, 'y') or rename_class('m{x}', '1', 'y')"
+    assert_refused(engram("rename", "m{x}", "1", "y"), "'1' is the name of 2 classes", call)
+    rename_class("m{x}", 1, "y")
+    assert opened(tmp_path / "m{x}").labels == ["y", "1", "x"]
 
 
 def test_images_are_removed_by_command(engram: Engram, model: Path, tmp_path: Path) -> None:
@@ -631,4 +641,14 @@ def test_images_are_removed_by_command(engram: Engram, model: Path, tmp_path: Pa
         "exemplars": [],
         "heldout": [{"class": "boat", "images": 1}],
         "learned": [],
+        "before": False,
     }
+
+
+def test_images_may_be_named_on_standard_input_slowly(
+    engram: Engram, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, held = kept_of(model, 1)
+    (tmp_path / "it.png").write_bytes(png(held[0]))
+    monkeypatch.setattr("engram.cli.commands.remove.expand", lambda typed: iter([None, "it.png", None]))
+    assert engram("remove", model, "--images", "-").out.startswith("1 of 1 images were found\n")

@@ -180,7 +180,9 @@ def save_model(model: Model, path: str | Path, *, expected: Pointer | None = Non
             )
         refuse_learning(writer, drop=overwrite, argument="overwrite")
         lessons = _lessons_since(model, path) if current is not None and current == expected else ["saved"]
-        previous = current if lessons and set(lessons) == {"learned"} else None
+        if current is not None and not lessons:
+            return writer.commit(manifest, files, previous=current.previous, why=current.why)
+        previous = current if set(lessons) == {"learned"} else None
         return writer.commit(manifest, files, previous=previous, why=REMOVED if "removed" in lessons else SAVED)
 
 

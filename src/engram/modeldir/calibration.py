@@ -7,15 +7,17 @@ import numpy as np
 # Fewer held-out images say too little of how often the model is right.
 FEWEST = 20
 COLDEST, HOTTEST = 0.05, 20.0
+CLOSE = 0.005  # of the mean confidence to its aim
 _HALVINGS = 40
 
 
-def fit_temperature(shares: np.ndarray, labels: np.ndarray) -> float:
+def fit_temperature(shares: np.ndarray, labels: np.ndarray) -> float | None:
     """What logits are to be divided by so that the mean confidence is the share of the images that are called right.
 
-    shares: of each class (N, K), at temperature 1; labels: the true class of each (N,). The confidence is the largest
-    share, and falls steadily as the temperature rises, so there is one answer; the share of the right ones is counted
-    with one more that is right and one that is wrong, so that no number of images makes a model certain.
+    None where nothing between COLDEST and HOTTEST does that. shares: of each class (N, K), at temperature 1; labels:
+    the true class of each (N,). The confidence is the largest share, and falls steadily as the temperature rises, so
+    there is one answer at most; the share of the right ones is counted with one more that is right and one that is
+    wrong, so that no number of images makes a model certain.
     """
     with np.errstate(divide="ignore"):
         logits = np.log(shares)
@@ -24,7 +26,8 @@ def fit_temperature(shares: np.ndarray, labels: np.ndarray) -> float:
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         low, high = (middle, high) if mean_confidence(logits, np.exp(middle)) > aim else (low, middle)
-    return float(np.exp((low + high) / 2))
+    found = float(np.exp((low + high) / 2))
+    return found if abs(mean_confidence(logits, found) - aim) < CLOSE else None
 
 
 def mean_confidence(logits: np.ndarray, temperature: float) -> float:

@@ -240,14 +240,14 @@ class Model:
         )
 
     def calibrate(self) -> None:
-        """Finds the temperatures by the held-out images; with few of them there are none."""
+        """Finds the temperatures by the held-out images; with few of them, and where none does, there are none."""
         self.temperatures = {}
         samples = self.heldout.samples()
         if samples is None or len(samples) < FEWEST:
             return
         labels = samples.labels.numpy()
         found = {by: fit_temperature(self.probabilities(samples.images, by), labels) for by in self.predictors}
-        self.temperatures = found
+        self.temperatures = {by: temperature for by, temperature in found.items() if temperature is not None}
 
     def describe(self) -> dict[str, Any]:
         """What there is to know of the model beside its weights and images, as plain data (labels as they are)."""
@@ -268,7 +268,6 @@ class Model:
             ],
             "stage_sizes": list(self.sizes),
             "temperatures": dict(self.temperatures),
-            "history": [vars(entry) for entry in self.history],
         }
 
     def _taught(self) -> Learner:

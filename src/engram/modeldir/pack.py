@@ -150,7 +150,8 @@ def _refusing(path: str | Path) -> Iterator[None]:
 def read_manifest(path: str | Path) -> dict[str, Any]:
     """What model.json says, checked, with labels as they are: classes, history, configuration; and sizes in bytes.
 
-    undo: what taking back the last lesson would go back to.
+    digest: another one where anything of the model is; a generation's number may come again. undo: what taking back the
+    last lesson would go back to.
     """
 
     def read(snapshot: Snapshot) -> dict[str, Any]:
@@ -163,6 +164,7 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
         return {
             "path": str(path),
             "generation": snapshot.pointer.generation,
+            "digest": snapshot.pointer.digest,
             "engram": str(manifest.get("engram"))[:40],
             "config": config.to_plain(),
             "predictors": texts(manifest.get("predictors"), snapshot.path / MANIFEST),

@@ -84,13 +84,13 @@ def fitting_batch(model: Model) -> int:
 class Evaluated:
     """How a model did: counts (K, K) of true class by predicted class, and what could not be read.
 
-    learned: how many of the images the model was trained on, as far as it knows.
+    learned: how many of the images the model was trained on; None where it does not know of all its classes.
     """
 
     by: str
     counts: np.ndarray
     skipped: list[tuple[str, str]]
-    learned: int = 0
+    learned: int | None = 0
 
     @property
     def images(self) -> int:
@@ -117,6 +117,9 @@ def evaluate_batches(
     counts = np.zeros((len(model.classes),) * 2, dtype=np.int64)
     skipped: list[tuple[str, str]] = []
     trained = digests_in(b"".join(known.digests for known in model.classes))
+    unknown = any(
+        known.images and not known.digests for known in model.classes
+    )  # of a model from before there were any
     learned = 0
 
     def compared(parts: Iterable[Decoded]) -> Iterator[Decoded]:
@@ -130,4 +133,4 @@ def evaluate_batches(
         true = np.array([place_of[path] for path in part.paths], dtype=np.int64)
         np.add.at(counts, (true, part.shares.argmax(axis=1)), 1)
         skipped += part.skipped
-        yield Evaluated(by, counts, skipped, learned)
+        yield Evaluated(by, counts, skipped, None if unknown else learned)

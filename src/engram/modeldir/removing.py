@@ -68,7 +68,7 @@ def remove_images(path: str | Path, images: Any, *, drop_learning: bool = False)
         for name in set(named.values()):
             gone[name.partition("/")[0]][place_of(name)] += 1
         _refuse_last(manifest["classes"], gone[EXEMPLARS], model)
-        before = _before(path, pointer, (height, width), pixels - kept)
+        before = _before(path, pointer, (height, width), pixels - kept - {wanted[i] for i in named})
         noted = {image for images in learned.values() for image in images}
         there = kept | before | noted
         found = sum(i in named or image in there for i, image in enumerate(wanted))

@@ -15,7 +15,7 @@ from engram.cli.display import follow, make_display
 from engram.cli.interrupt import Interrupt
 from engram.cli.options import RunningFlags
 from engram.cli.own_methods import VARIABLE
-from engram.cli.text import bold, is_live, print_line, stage_name, summary_line, summary_table
+from engram.cli.text import bold, is_live, print_line, print_table, stage_name, summary_line, summary_table
 from engram.data.load import FOLDERS, DataConfig, load_store
 from engram.data.store import ImageStore
 from engram.errors import EngramError
@@ -131,7 +131,7 @@ def tell_finished(console: Console, last: RunFinished, quiet: bool) -> None:
     if quiet:
         print_line(console, summary_line(last.result, last.directory))
         return
-    console.print(summary_table(last.result))
+    print_table(console, summary_table(last.result))
     print_line(console, f"files in {last.directory}")
     print_line(console, f"next: engram report {last.directory}")
 

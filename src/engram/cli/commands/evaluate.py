@@ -26,7 +26,7 @@ from engram.cli.commands.models import (
     tell_unreadable,
 )
 from engram.cli.model_options import Evaluate
-from engram.cli.text import fits, make_console, make_table, percent, shorten
+from engram.cli.text import fits, make_console, make_table, percent, print_table, shorten
 from engram.data.folder import list_classes
 from engram.errors import EngramError
 from engram.files import typed_path
@@ -133,14 +133,14 @@ def _tell(console: Console, found: dict[str, Any], quiet: bool, report: Path | N
     print_line(console, line)
     if not quiet:
         tested = [entry for entry in found["classes"] if entry["images"]]
-        console.print(class_table(tested))
+        print_table(console, class_table(tested))
         matrix, unseen = matrix_table(found)
         if max(matrix.row_count, len(matrix.columns) - 1) <= MATRIX and fits(console, matrix):
             console.print(matrix)
             if unseen:
                 console.print(unseen)
         elif found["accuracy"] < 100:
-            console.print(pairs_table(found))
+            print_table(console, pairs_table(found))
     if report is not None:
         print_line(console, f"report: {report}")
 

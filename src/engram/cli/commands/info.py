@@ -26,6 +26,7 @@ from engram.cli.text import (
 )
 from engram.files import typed_path
 from engram.modeldir import has_learning, read_manifest
+from engram.modeldir.calibration import FEWEST
 from engram.modeldir.labels import encode_label
 
 
@@ -63,7 +64,7 @@ def card(manifest: dict[str, Any]) -> dict[str, str]:
         "network": f"{config['backbone']}, images of {width}x{height} pixels, seed {config['seed']}",
         "memory": f"{budget}: {kept} exemplars, {_size(sizes['exemplars'])}",
         "held out": f"{100 * config['validation']:g} % of new images: {held} images, {_size(sizes['heldout'])}",
-        "confidence": "as often right as it says, on held-out images" if manifest["temperatures"] else "not calibrated",
+        "confidence": _confidence(manifest, held),
         "images seen": f"{learned:,}",
         "weights": _size(sizes["weights"]),
         "undo": _undo(manifest),
@@ -76,6 +77,15 @@ def _undo(manifest: dict[str, Any]) -> str:
     if manifest["undo"] is None:
         return printable(manifest["why_no_undo"])
     return f"{back_to(manifest['undo'])}; kept for that: {_size(manifest['undo']['bytes'])}"
+
+
+def _confidence(manifest: dict[str, Any], held: int) -> str:
+    """Which predictors say how often they are right, and by what."""
+    fitted = " and ".join(manifest["temperatures"])
+    if not fitted:
+        return "not calibrated"
+    gone = "" if held >= FEWEST else ", most of them removed since"
+    return f"of {fitted} as often right as it says, on held-out images{gone}"
 
 
 def _size(count: int) -> str:

@@ -30,7 +30,7 @@ from engram.cli.display import follow, make_display
 from engram.cli.interrupt import Interrupt
 from engram.cli.lessons import by_class_table, learned_line, lesson_table
 from engram.cli.model_options import Learn, NewModelFlags
-from engram.cli.text import bold, clock, count_classes, duration, make_console, shorten
+from engram.cli.text import bold, clock, count_classes, duration, make_console, print_table, shorten
 from engram.data.augment import Augmentation
 from engram.data.decode import choose_size
 from engram.data.folder import list_classes, refuse_nested
@@ -326,7 +326,7 @@ def tell_learned(console: Console, event: Learned, options: Learn) -> None:
         return
     accuracy: Mapping[str, float] = event.new_accuracy or event.after
     if accuracy:
-        console.print(lesson_table(event))
+        print_table(console, lesson_table(event))
     if options.by_class and accuracy:
-        console.print(by_class_table(event))
+        print_table(console, by_class_table(event))
     print_line(console, f"next: engram predict {shlex.quote(options.model)} PATH")

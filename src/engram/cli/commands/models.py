@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -100,13 +100,13 @@ def labels_by_name(labels: Iterable[Hashable]) -> dict[str, Hashable]:
     return {str(label): label for label in sorted(labels, key=lambda label: isinstance(label, str))}
 
 
-def find_label(labels: Sequence[Hashable], typed: str, call: str) -> Hashable:
+def find_label(labels: Sequence[Hashable], typed: str, call: Callable[[str], str]) -> Hashable:
     """The label that was typed: text as it is, others as Python writes them. call: what says in Python which it is."""
     found = [label for label in labels if str(label) == typed]
     if len(found) == 1:
         return found[0]
     if found:
-        calls = " or ".join(call.format(ascii(label)) for label in found)
+        calls = " or ".join(call(ascii(label)) for label in found)
         raise EngramError(f"{typed!r} is the name of {len(found)} classes; say in Python which one: {calls}")
     raise EngramError(f"the model knows no class {typed!r}: {suggest(typed, map(str, labels))}")
 

@@ -30,7 +30,10 @@ def remove_command(options: Remove, typed: Sequence[str]) -> int:
         return _remove_images(options, place, console)
     classes = read_manifest(place)["classes"]
     labels = [known["label"] for known in classes]
-    call = f"remove_class({str(place)!r}, {{}})"
+
+    def call(label: str) -> str:
+        return f"remove_class({str(place)!r}, {label})"
+
     asked = [find_label(labels, name, call) for name in dict.fromkeys(options.classes)]  # all are there, or none goes
     names = shorten([printable(label) for label in asked], 60)
     if not options.yes and not options.json and not confirmed(f"remove {names} from {place} for good?"):
@@ -57,7 +60,7 @@ def _remove_images(options: Remove, place: Path, console: Console) -> int:
     """The exit status of `engram remove --images`."""
     typed = [str(typed_path(text)) for text in options.classes]
     check_paths(typed)
-    paths = list(expand(typed))
+    paths = [path for path in expand(typed) if path is not None]
     if not paths:
         raise EngramError(f"there is no image in {', '.join(typed)}")
     question = f"remove what {place} kept of {len(paths)} image{'' if len(paths) == 1 else 's'} for good?"
@@ -72,7 +75,9 @@ def _remove_images(options: Remove, place: Path, console: Console) -> int:
             kind: [{"class": encode_label(label), "images": number} for label, number in found.items()]
             for kind, found in kinds.items()
         }
-        print_line(console, json.dumps({"given": removed.given, "found": removed.found, **counts}))
+        print_line(
+            console, json.dumps({"given": removed.given, "found": removed.found, **counts, "before": removed.before})
+        )
     elif not removed.found:
         print(f"engram: the model has nothing of the {removed.given} images; nothing was removed", file=sys.stderr)
     elif not options.quiet:
@@ -93,7 +98,8 @@ def _tell(console: Console, removed: RemovedImages) -> None:
         print_line(console, f"removed the digests of {number} image{'' if number == 1 else 's'} of {printable(label)}")
     if removed.before:
         print_line(console, "removed what the model was before its last lesson, which had some of them")
-    print_line(
-        console,
-        "what the network learned from them stays in its weights: only a model learned anew without them has none",
-    )
+    if removed.exemplars or removed.learned:  # of what was held out it learned nothing
+        print_line(
+            console,
+            "what the network learned from them stays in its weights: only a model learned anew without them has none",
+        )

@@ -20,7 +20,7 @@ def rename_command(options: Rename, typed: Sequence[str]) -> int:
     exclude(options.quiet, options.json)
     place = typed_path(options.model)
     labels = [known["label"] for known in read_manifest(place)["classes"]]
-    old = find_label(labels, options.old, f"rename_class({str(place)!r}, {{}}, {options.new!r})")
+    old = find_label(labels, options.old, lambda label: f"rename_class({str(place)!r}, {label}, {options.new!r})")
     with naming_flags("--drop-learning"):
         rename_class(place, old, options.new, drop_learning=options.drop_learning)
     if options.json:
