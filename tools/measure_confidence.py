@@ -58,7 +58,7 @@ def rows_of(seed: int) -> Iterator[dict[str, object]]:
             right = model.classes_[shares[fitted].argmax(axis=1)] == mini.test.class_ids[seen]
             sure = [f"{100 * each.max(axis=1).mean():.1f}" for each in shares.values()]
             errors = [f"{100 * calibration_error(each, right):.1f}" for each in shares.values()]
-            found = [f"{100 * right.mean():.1f}", *sure, *errors, f"{fitted.temperatures[by]:.2f}"]
+            found = [f"{100 * right.mean():.1f}", *sure, *errors, f"{fitted.temperatures.get(by, 1.0):.2f}"]
             yield dict(zip(COLUMNS, [seed, end, by, *found], strict=True))
 
 
