@@ -374,3 +374,12 @@ def unpack_archive(archive: Path, place: Path) -> None:
     safely: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
     with tarfile.open(archive) as file:
         file.extractall(place, **safely)
+
+
+def assert_refused(outcome: Outcome, *words: str) -> None:
+    """One sentence on stderr with these words, and the status of a mistake in what was asked."""
+    assert outcome.status == 2, outcome
+    assert outcome.err.startswith("engram: ")
+    assert outcome.err.count("\n") == 1
+    for word in words:
+        assert word in outcome.err, outcome.err

@@ -30,7 +30,7 @@ from engram.cli.commands.predict import best_places, expand
 from engram.modeldir.config import fitting_epochs
 from engram.modeldir.directory import Pointer
 from engram.modeldir.writer import Writer
-from helpers import Engram, Outcome, unpack_archive
+from helpers import Engram, assert_refused, unpack_archive
 from model_helpers import NAMES, everything, opened, pictures, same
 
 FIRST, SECOND = NAMES[:3], NAMES[3:5]
@@ -69,14 +69,6 @@ def taught(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def model(taught: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(taught, tmp_path / "model"))
-
-
-def assert_refused(outcome: Outcome, *words: str) -> None:
-    assert outcome.status == 2, outcome
-    assert outcome.err.startswith("engram: ")
-    assert outcome.err.count("\n") == 1
-    for word in words:
-        assert word in outcome.err, outcome.err
 
 
 # learn

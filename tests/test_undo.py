@@ -22,7 +22,7 @@ from engram.events import Stopped
 from engram.methods.exemplars import class_means
 from engram.modeldir import has_learning, learn_into, open_model, save_model
 from engram.modeldir.holdout import digest_of, digests_in
-from helpers import Engram, Outcome, unpack_archive
+from helpers import Engram, assert_refused, unpack_archive
 from model_helpers import NAMES, everything, learn, make, opened, pictures, png, same, scores, tiny
 
 FIRST, SECOND = NAMES[:3], NAMES[3:5]
@@ -540,14 +540,6 @@ def test_images_stay_while_a_lesson_is_in_progress(model: Path) -> None:
 
 
 # On the command line
-
-
-def assert_refused(outcome: Outcome, *words: str) -> None:
-    assert outcome.status == 2, outcome
-    assert outcome.err.startswith("engram: ")
-    assert outcome.err.count("\n") == 1
-    for word in words:
-        assert word in outcome.err, outcome.err
 
 
 def test_undo_says_what_is_gone(engram: Engram, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

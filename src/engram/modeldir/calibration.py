@@ -14,11 +14,13 @@ _HALVINGS = 40
 def fit_temperature(shares: np.ndarray, labels: np.ndarray) -> float | None:
     """What logits are to be divided by so that the mean confidence is the share of the images that are called right.
 
-    None where nothing between COLDEST and HOTTEST does that. shares: of each class (N, K), at temperature 1; labels:
-    the true class of each (N,). The confidence is the largest share, and falls steadily as the temperature rises, so
-    there is one answer at most; the share of the right ones is counted with one more that is right and one that is
-    wrong, so that no number of images makes a model certain.
+    None where there are fewer than FEWEST, or nothing between COLDEST and HOTTEST does that. shares: of each class
+    (N, K), at temperature 1; labels: the true class of each (N,). The confidence is the largest share, and falls
+    steadily as the temperature rises, so there is one answer at most; the share of the right ones is counted with one
+    more that is right and one that is wrong, so that no number of images makes a model certain.
     """
+    if len(labels) < FEWEST:
+        return None
     with np.errstate(divide="ignore"):
         logits = np.log(shares)
     aim = (np.count_nonzero(shares.argmax(axis=1) == labels) + 1) / (len(labels) + 2)

@@ -13,7 +13,7 @@ from engram.errors import EngramError, suggest
 from engram.modeldir.directory import DAMAGED, REMOVED, UNDONE, Pointer, Snapshot, read_model, read_previous
 from engram.modeldir.labels import alike, decode_label, encode_label, plain_labels
 from engram.modeldir.model import Model
-from engram.modeldir.pack import open_model, open_previous, pack_model, read_manifest
+from engram.modeldir.pack import last_lesson, open_model, open_previous, pack_model, read_manifest
 from engram.modeldir.writer import Writer
 
 
@@ -109,14 +109,12 @@ def undo(path: str | Path, *, drop_learning: bool = False) -> Undone:
         assert pointer.previous is not None
         writer.drop_learning()  # which may be what a kill left of the lesson to undo, and would go on then
         writer.adopt(pointer.previous, why=UNDONE)
-        left = read_manifest(path)
     then = {known.label: known.stage for known in before.classes}
     return Undone(
         gone=[label for label in now if label not in then],
         again=[label for label, stage in now.items() if then.get(label, stage) != stage],
         classes=len(then),
-        lesson=max((i for i, entry in enumerate(left["history"], 1) if entry["what"] == "learned"), default=0),
-        date=left["history"][-1]["date"] if left["history"] else "",
+        **last_lesson(before.history),
     )
 
 

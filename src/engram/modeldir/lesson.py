@@ -228,8 +228,7 @@ class Lesson:
         """Measures the model on held-out images and writes the lesson into its history; epochs: of its main phase."""
         model = self.model
         model.method = self.before.method
-        model.measure()
-        model.calibrate()
+        model.measure(calibrate=True)
         self._past, now = self._accuracy_before(), {known.label: known.accuracy for known in model.classes}
         old = [known.label for known in model.classes[: self.stage.num_old]]
         entry = Entry(

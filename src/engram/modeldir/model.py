@@ -18,7 +18,7 @@ from engram.engine import Engine
 from engram.errors import EngramError, suggest
 from engram.learner import Learner
 from engram.methods import Method, find_method
-from engram.modeldir.calibration import FEWEST, fit_temperature
+from engram.modeldir.calibration import fit_temperature
 from engram.modeldir.config import ModelConfig
 from engram.models.network import Network
 from engram.models.resnet import ResNet, build_backbone
@@ -204,12 +204,10 @@ class Model:
 
     def accuracy_on(self, samples: Samples) -> dict[str, dict[int, float]]:
         """Percent of the images of each label, by predictor and label."""
-        found: dict[str, dict[int, float]] = {}
-        for by in self.predictors:
-            right = self.probabilities(samples.images, by).argmax(axis=1) == samples.labels.numpy()
-            rows = {label: samples.rows_of(label).numpy() for label in dict.fromkeys(samples.labels.tolist())}
-            found[by] = {label: 100 * float(right[own].mean()) for label, own in rows.items()}
-        return found
+        return {by: _accuracy(shares, samples) for by, shares in self._answers(samples).items()}
+
+    def _answers(self, samples: Samples) -> dict[str, np.ndarray]:
+        return {by: self.probabilities(samples.images, by) for by in self.predictors}
 
     def remove(self, labels: Iterable[Hashable], date: str) -> None:
         """Forgets classes: their rows, means, exemplars and held-out images. The others' scores stay what they are.
@@ -230,24 +228,26 @@ class Model:
         self.sizes = tuple(size - stage_of.count(stage) for stage, size in enumerate(self.sizes))
         self.classes = tuple(known for place, known in enumerate(self.classes) if place not in places)
 
-    def measure(self) -> None:
-        """Notes the held-out accuracy of every class."""
+    def measure(self, calibrate: bool = False) -> None:
+        """Notes the held-out accuracy of every class.
+
+        calibrate: also finds the temperatures by these images; with few of them, and where none does, there are none.
+        """
+        if calibrate:
+            self.temperatures = {}
         samples = self.heldout.samples()
-        found = {} if samples is None or not self.classes else self.accuracy_on(samples)
+        answers = {} if samples is None or not self.classes else self._answers(samples)
+        found: dict[str, dict[int, float]] = {}
+        for by, shares in answers.items():
+            assert samples is not None
+            found[by] = _accuracy(shares, samples)
+            temperature = fit_temperature(shares, samples.labels.numpy()) if calibrate else None
+            if temperature is not None:
+                self.temperatures[by] = temperature
         self.classes = tuple(
             replace(known, accuracy={by: values[label] for by, values in found.items() if label in values})
             for label, known in enumerate(self.classes)
         )
-
-    def calibrate(self) -> None:
-        """Finds the temperatures by the held-out images; with few of them, and where none does, there are none."""
-        self.temperatures = {}
-        samples = self.heldout.samples()
-        if samples is None or len(samples) < FEWEST:
-            return
-        labels = samples.labels.numpy()
-        found = {by: fit_temperature(self.probabilities(samples.images, by), labels) for by in self.predictors}
-        self.temperatures = {by: temperature for by, temperature in found.items() if temperature is not None}
 
     def describe(self) -> dict[str, Any]:
         """What there is to know of the model beside its weights and images, as plain data (labels as they are)."""
@@ -274,6 +274,13 @@ class Model:
         if self.learner is None:
             raise EngramError("the model has not learned anything yet; let it learn some classes first")
         return self.learner
+
+
+def _accuracy(shares: np.ndarray, samples: Samples) -> dict[int, float]:
+    """Percent of the images of each label that have their largest share there."""
+    right = shares.argmax(axis=1) == samples.labels.numpy()
+    rows = {label: samples.rows_of(label).numpy() for label in dict.fromkeys(samples.labels.tolist())}
+    return {label: 100 * float(right[own].mean()) for label, own in rows.items()}
 
 
 def _held(memory: Memory | None, label: int) -> int:

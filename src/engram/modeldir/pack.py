@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from base64 import b64encode
-from collections.abc import Collection, Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -182,14 +182,19 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
         return read_model(path, read)
 
 
+def last_lesson(history: Sequence[Entry]) -> dict[str, Any]:
+    """The number of a model's last lesson, and when it became what it is."""
+    lesson = max((number for number, entry in enumerate(history, 1) if entry.what == "learned"), default=0)
+    return {"lesson": lesson, "date": history[-1].date if history else ""}
+
+
 def _undo(path: str | Path, snapshot: Snapshot) -> dict[str, Any]:
     """What undoing the last lesson would go back to, and the bytes that keeping it takes; or why it cannot."""
 
     def read(before: Snapshot) -> dict[str, Any]:
         _, classes, _, history, _, _ = parse_manifest(before.manifest, before.path / MANIFEST)
         return {
-            "lesson": max((i for i, entry in enumerate(history, 1) if entry.what == "learned"), default=0),
-            "date": history[-1].date if history else "",
+            **last_lesson(history),
             "classes": len(classes),
             "bytes": before.bytes_beside(snapshot),
         }
