@@ -83,6 +83,11 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), help="where to measure (default: CUDA if it is there)"
     )
+    options.add_argument(
+        "--precision",
+        choices=("auto", "float32", "tf32", "bf16"),
+        help="what engram computes in (default: bf16 on CUDA, float32 elsewhere)",
+    )
     options.add_argument("--commit", help="the commit measured, where the code is not in a git checkout")
     return options
 
@@ -99,6 +104,7 @@ def scale_of(options: argparse.Namespace) -> Scale:
         "files": options.files,
         "methods": None if options.methods is None else tuple(options.methods.split(",")),
         "device": options.device,
+        "precision": options.precision,
     }
     given = {name: value for name, value in changes.items() if value is not None}
     return replace(QUICK if options.quick else FULL, **given)

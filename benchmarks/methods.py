@@ -69,6 +69,7 @@ def config_of(name: str, scale: Scale, epochs: int | None) -> RunConfig:
         backbone=scale.backbone,
         augmentation=Augmentation(pad=scale.pad),
         device=scale.device,
+        precision=scale.precision,
     )
 
 

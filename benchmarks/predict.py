@@ -77,7 +77,7 @@ def measure_predict(scale: Scale) -> dict[str, Any]:
 def untrained(scale: Scale) -> Model:
     """A model of the benchmark's classes whose network has learned nothing: it takes the same time."""
     config = ModelConfig.choose("afc", image_size=scale.image_size, images=1000, backbone=scale.backbone)
-    model = Model(config, scale.device)
+    model = Model(config, scale.device, scale.precision)
     model.learner = model.make_learner((0.5, 0.5, 0.5), (0.25, 0.25, 0.25), scale.classes)
     model.learner.network.head.grow(scale.classes, generator(1, "benchmark"))
     model.classes = tuple(KnownClass(f"class {i}", 0, 1) for i in range(scale.classes))

@@ -7,7 +7,7 @@ from typing import Any, cast, get_args
 
 import numpy as np
 
-from engram.config import Device, RunConfig
+from engram.config import Device, Precision, RunConfig
 from engram.data.augment import Augmentation
 from engram.data.load import DataConfig
 from engram.data.memory import MemoryConfig
@@ -56,10 +56,13 @@ class Scale:
     rounds: int = 16
     methods: tuple[str, ...] = ()
     device: Device = "auto"
+    precision: Precision = "auto"
 
     def __post_init__(self) -> None:
         if self.device not in get_args(Device):
             raise EngramError(f"no device {self.device!r}: {suggest(self.device, get_args(Device))}")
+        if self.precision not in get_args(Precision):
+            raise EngramError(f"no precision {self.precision!r}: {suggest(self.precision, get_args(Precision))}")
         for name in self.methods:
             find_method(name)  # which refuses what there is not
         if not self.runs or min(self.runs) < 1:
@@ -138,5 +141,6 @@ def afc_config(scale: Scale, *, seed: int = 1, epochs: int = FULL_EPOCHS, finetu
         backbone=scale.backbone,
         augmentation=Augmentation(pad=scale.pad),
         device=scale.device,
+        precision=scale.precision,
         recipe="benchmark",
     )

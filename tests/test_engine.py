@@ -180,10 +180,18 @@ def test_the_plan_is_made_in_pieces_without_a_trace(monkeypatch: pytest.MonkeyPa
     assert all(torch.equal(a, b) for a, b in zip(whole, parameters(), strict=True))
 
 
-def test_our_kernels_are_for_bf16_on_a_gpu() -> None:
+def test_our_kernels_are_for_a_gpu_that_can_run_them(monkeypatch: pytest.MonkeyPatch) -> None:
     session = Session(make_config(), make_store())
     backbone = build_backbone("resnet10", generator(1))
-    assert session.engine.why_not_fused(backbone) == "they are for bf16 on a GPU"
+    assert session.engine.why_not_fused(backbone) == "they are for a GPU"
+    session.engine.device = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr("engram.kernels._has_triton", lambda: False)
+    assert session.engine.why_not_fused(backbone) == "they are written in Triton, which is not installed"
+    monkeypatch.setattr("engram.kernels._has_triton", lambda: True)
+    assert session.engine.why_not_fused(backbone) == "they are for GPUs of compute capability 8.0 and later"
+    session.engine.fuse = False
+    assert session.engine.why_not_fused(backbone) == "they are turned off"
 
 
 def phase_of(session: Session, **changes: Any) -> Phase:

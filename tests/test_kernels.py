@@ -28,7 +28,7 @@ from engram.engine.mixing import Cut  # noqa: E402
 from engram.engine.older import FoldedOlder  # noqa: E402
 from engram.engine.sgd import FlatSGD  # noqa: E402
 from engram.kernels import launch  # noqa: E402
-from engram.kernels.launch import Conv, Norm, NormGradient, Scratch  # noqa: E402
+from engram.kernels.launch import ARITHMETIC, Arithmetic, Conv, Norm, NormGradient, Scratch  # noqa: E402
 from engram.models.expanding import ExpandingBackbone  # noqa: E402
 from engram.models.heads import CosineHead  # noqa: E402
 from engram.models.network import Network  # noqa: E402
@@ -36,8 +36,13 @@ from engram.models.resnet import Block, Group, ResNet  # noqa: E402
 
 # A GPU rounds to the nearest bf16; Triton's interpreter cuts off what does not fit.
 ROUNDING = 1.0 if INTERPRETED else 0.5
-# Of float32 sums, relative to the sum of the absolute terms.
-SUMS = 1e-5
+# Of float32 sums, relative to the sum of the absolute terms, by how the terms are multiplied.
+SUMS = {"ieee": 1e-5, "tf32": 2e-3}
+BF16, FLOAT32 = ARITHMETIC["bf16"], ARITHMETIC["float32"]
+# The interpreter multiplies exactly: TF32 is float32 there.
+NAMES = [name for name in ARITHMETIC if name != "tf32" or not INTERPRETED]
+every_arithmetic = pytest.mark.parametrize("arithmetic", [ARITHMETIC[name] for name in NAMES], ids=NAMES)
+every_store = pytest.mark.parametrize("arithmetic", [BF16, FLOAT32], ids=["bf16", "float32"])
 
 # Convolutions with more pixels than a tile, and a last tile that is not full.
 CONVS = {
@@ -57,17 +62,21 @@ def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     """Tiles and splits as they are, or so small that their sums are taken in several rounds."""
     if request.param == "small tiles":
         monkeypatch.setattr(launch, "PARTIAL_SUMS", 128)
-        monkeypatch.setattr(launch, "TILES", dict.fromkeys(launch.TILES, (32, 4, 2)))
+        for tiles in launch.TILES.values():
+            for channels in list(tiles):
+                monkeypatch.setitem(tiles, channels, (32, 4, 2))
         monkeypatch.setattr(launch, "NORM_TILE", dict.fromkeys(launch.NORM_TILE, 32))
-        small = {channels: (32, 2, *rest) for channels, (_, _, *rest) in launch.WEIGHT_GRADIENT.items()}
-        monkeypatch.setattr(launch, "WEIGHT_GRADIENT", small)
+        for blocks in launch.WEIGHT_GRADIENT.values():
+            for channels, (_, _, *rest) in list(blocks.items()):
+                monkeypatch.setitem(blocks, channels, (32, 2, *rest))
 
 
 class Draw:
     """Random tensors on the device, from one seed."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, arithmetic: Arithmetic = BF16) -> None:
         self.generator = torch.Generator().manual_seed(seed)
+        self.stored = arithmetic.stored
 
     def normal(self, *shape: int) -> Tensor:
         """float32."""
@@ -78,8 +87,8 @@ class Draw:
         return (low + (high - low) * torch.rand(shape, generator=self.generator)).to(DEVICE)
 
     def map(self, *shape: int) -> Tensor:
-        """bf16."""
-        return self.normal(*shape).bfloat16()
+        """As the kernels store it."""
+        return self.normal(*shape).to(self.stored)
 
     def conv(self, conv: Conv, images: int) -> tuple[Tensor, Tensor]:
         """An input, with a mean that the norm has to take away, and a weight."""
@@ -104,6 +113,11 @@ def nhwc(x: Tensor) -> Tensor:
     return x.permute(0, 2, 3, 1)
 
 
+def forward_weight(conv: Conv, weight: Tensor, arithmetic: Arithmetic) -> Tensor:
+    """The flat weight in the order that the forward convolution reads it in."""
+    return weight.view(conv.channels_out, -1).T.reshape(-1) if arithmetic.turned else weight
+
+
 def kernel(conv: Conv, weight: Tensor) -> Tensor:
     """The flat weight as torch has it, (C_out, C_in, 3, 3) in float64."""
     return nchw(weight.view(conv.channels_out, 3, 3, conv.channels_in))
@@ -116,23 +130,25 @@ def convolve(conv: Conv, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return nhwc(exact), nhwc(F.conv2d(inputs.abs(), weights.abs(), stride=conv.stride, padding=1))
 
 
-def spacing(exact: Tensor) -> Tensor:
-    """The distance of neighbouring bf16 numbers at each value."""
-    return torch.where(exact == 0, 0.0, torch.ldexp(torch.ones_like(exact), torch.frexp(exact).exponent - 8))
+def spacing(exact: Tensor, stored: torch.dtype) -> Tensor:
+    """The distance of neighbouring numbers, as they are stored, at each value."""
+    digits = 8 if stored is torch.bfloat16 else 24
+    return torch.where(exact == 0, 0.0, torch.ldexp(torch.ones_like(exact), torch.frexp(exact).exponent - digits))
 
 
-def assert_stored(got: Tensor, exact: Tensor, size: Tensor) -> None:
-    """got is exact in bf16, but for the error of float32 sums whose absolute terms come to size."""
-    assert got.dtype is torch.bfloat16
+def assert_stored(got: Tensor, exact: Tensor, size: Tensor, arithmetic: Arithmetic = BF16) -> None:
+    """got is exact as it is stored, but for the error of float32 sums whose absolute terms come to size."""
+    assert got.dtype is arithmetic.stored
     assert got.shape == exact.shape
-    excess = (got.double() - exact).abs() - ROUNDING * spacing(exact) - SUMS * size
+    rounding = ROUNDING * spacing(exact, arithmetic.stored)
+    excess = (got.double() - exact).abs() - rounding - SUMS[arithmetic.products] * size
     assert excess.max() <= 0, f"{int((excess > 0).sum())} of {excess.numel()} values are off, by up to {excess.max()}"
 
 
-def assert_sums(got: Tensor, exact: Tensor, size: Tensor) -> None:
+def assert_sums(got: Tensor, exact: Tensor, size: Tensor, arithmetic: Arithmetic = FLOAT32) -> None:
     """got is exact, but for the error of float32 sums whose absolute terms come to size."""
     assert got.shape == exact.shape
-    excess = (got.double() - exact).abs() - SUMS * size
+    excess = (got.double() - exact).abs() - SUMS[arithmetic.products] * size
     assert excess.max() <= 0, f"{int((excess > 0).sum())} of {excess.numel()} values are off, by up to {excess.max()}"
 
 
@@ -178,20 +194,22 @@ def assert_norm_gradient(g: Tensor, norm: NormGradient) -> None:
     assert_sums(norm.d_beta, d_beta, size.sum(dim=(0, 1, 2)))
     assert_sums(norm.d_gamma, d_gamma, (size * unit.abs()).sum(dim=(0, 1, 2)))
     factor = gamma.detach() * norm.state[3].double()
-    assert_stored(launch.norm_backward(g, norm), d_y, factor * (size + y.detach().abs() + 1))
+    kind = Arithmetic(g.dtype)  # the norm's own products are exact whatever a convolution's are
+    assert_stored(launch.norm_backward(g, norm), d_y, factor * (size + y.detach().abs() + 1), kind)
 
 
 # Convolutions
 
 
 @every_conv
+@every_arithmetic
 @pytest.mark.usefixtures("tiles")
-def test_the_forward_convolution_leaves_the_state_of_its_norm(conv: Conv, images: int) -> None:
-    draw, room = Draw(), scratch()
+def test_the_forward_convolution_leaves_the_state_of_its_norm(conv: Conv, images: int, arithmetic: Arithmetic) -> None:
+    draw, room = Draw(arithmetic=arithmetic), scratch()
     x, weight = draw.conv(conv, images)
     norm, theirs = make_norm(conv.channels_out, draw)
-    y, state = launch.conv_forward(conv, x, weight, norm, room)
-    assert_stored(y, *convolve(conv, x, weight))
+    y, state = launch.conv_forward(conv, x, forward_weight(conv, weight, arithmetic), norm, room, arithmetic)
+    assert_stored(y, *convolve(conv, x, weight), arithmetic)
     torch.testing.assert_close(state.double(), state_of(y, norm.gamma, norm.beta), rtol=1e-5, atol=1e-5)
     theirs(nchw(y))
     assert theirs.running_mean is not None
@@ -210,7 +228,7 @@ def test_a_variance_far_from_zero_is_not_lost_in_the_squares() -> None:
     weight[:, 1, 1, 0] = 1
     norm, theirs = make_norm(16, draw)
     norm.running_mean.fill_(128)
-    y, state = launch.conv_forward(conv, x, weight.bfloat16().flatten(), norm, scratch())
+    y, state = launch.conv_forward(conv, x, weight.bfloat16().flatten(), norm, scratch(), BF16)
     exact = state_of(y, norm.gamma, norm.beta)
     torch.testing.assert_close(state[3].double(), exact[3], rtol=3e-6, atol=0)
     torch.testing.assert_close(state[2].double(), exact[2], rtol=3e-6, atol=0)
@@ -220,12 +238,14 @@ def test_a_variance_far_from_zero_is_not_lost_in_the_squares() -> None:
 
 
 @every_conv
-def test_a_folded_convolution_ends_in_a_relu(conv: Conv, images: int) -> None:
-    draw = Draw()
+@every_arithmetic
+def test_a_folded_convolution_ends_in_a_relu(conv: Conv, images: int, arithmetic: Arithmetic) -> None:
+    draw = Draw(arithmetic=arithmetic)
     x, weight = draw.conv(conv, images)
     bias = draw.normal(conv.channels_out)
     exact, size = convolve(conv, x, weight)
-    assert_stored(launch.conv_folded(conv, x, weight, bias), (exact + bias.double()).relu(), size + bias.abs())
+    got = launch.conv_folded(conv, x, forward_weight(conv, weight, arithmetic), bias, None, arithmetic)
+    assert_stored(got, (exact + bias.double()).relu(), size + bias.abs(), arithmetic)
 
 
 def shortcut_of(x: Tensor, stride: int, channels: int) -> Tensor:
@@ -240,14 +260,17 @@ SHORTCUTS = pytest.mark.parametrize(
 
 
 @SHORTCUTS
-def test_a_folded_convolution_adds_the_shortcut(channels_in: int, channels_out: int, stride: int) -> None:
-    conv, draw = Conv(channels_out, channels_out, 1, 4, 6, 0, 0), Draw()
+@every_arithmetic
+def test_a_folded_convolution_adds_the_shortcut(
+    channels_in: int, channels_out: int, stride: int, arithmetic: Arithmetic
+) -> None:
+    conv, draw = Conv(channels_out, channels_out, 1, 4, 6, 0, 0), Draw(arithmetic=arithmetic)
     x, weight = draw.conv(conv, 11)
     bias, shortcut = draw.normal(channels_out), draw.map(11, 4 * stride, 6 * stride, channels_in)
-    got = launch.conv_folded(conv, x, weight, bias, shortcut)
+    got = launch.conv_folded(conv, x, forward_weight(conv, weight, arithmetic), bias, shortcut, arithmetic)
     exact, size = convolve(conv, x, weight)
     added = bias.double() + shortcut_of(shortcut, stride, channels_out)
-    assert_stored(got, exact + added, size + added.abs())
+    assert_stored(got, exact + added, size + added.abs(), arithmetic)
 
 
 WAYS_BACK = pytest.mark.parametrize(
@@ -257,9 +280,11 @@ WAYS_BACK = pytest.mark.parametrize(
 )
 
 
-def check_data_gradient(conv: Conv, images: int, with_shortcut: bool, below: str | None) -> None:
+def check_data_gradient(
+    conv: Conv, images: int, with_shortcut: bool, below: str | None, arithmetic: Arithmetic
+) -> None:
     """One launch against torch's gradient, and the norm below against torch's norm."""
-    draw, room = Draw(), scratch()
+    draw, room = Draw(arithmetic=arithmetic), scratch()
     x, weight = draw.conv(conv, images)
     d = draw.map(images, conv.height, conv.width, conv.channels_out)
     shape = torch.Size((images, conv.channels_in, *x.shape[1:3]))
@@ -278,8 +303,8 @@ def check_data_gradient(conv: Conv, images: int, with_shortcut: bool, below: str
         norm, state = make_norm_gradient(x, draw, below == "relu")
         if below == "relu":
             exact = torch.where(x.double() * state[0] + state[1] > 0, exact, 0.0)
-    out = launch.conv_data_gradient(conv, d, weight, shortcut, norm, room)
-    assert_stored(out, exact, size)
+    out = launch.conv_data_gradient(conv, d, weight, shortcut, norm, room, arithmetic)
+    assert_stored(out, exact, size, arithmetic)
     if norm is not None:
         assert_norm_gradient(out, norm)
     assert room.counter.item() == 0
@@ -287,30 +312,34 @@ def check_data_gradient(conv: Conv, images: int, with_shortcut: bool, below: str
 
 @every_inner_conv
 @WAYS_BACK
-def test_the_gradient_at_a_convolutions_input(conv: Conv, images: int, with_shortcut: bool, below: str | None) -> None:
-    check_data_gradient(conv, images, with_shortcut, below)
+@every_arithmetic
+def test_the_gradient_at_a_convolutions_input(
+    conv: Conv, images: int, with_shortcut: bool, below: str | None, arithmetic: Arithmetic
+) -> None:
+    check_data_gradient(conv, images, with_shortcut, below, arithmetic)
 
 
 @every_inner_conv
 @pytest.mark.parametrize("tiles", ["small tiles"], indirect=True)
 @pytest.mark.usefixtures("tiles")
 def test_the_gradient_at_a_convolutions_input_from_many_tiles(conv: Conv, images: int) -> None:
-    check_data_gradient(conv, min(images, 5), with_shortcut=True, below="relu")
+    check_data_gradient(conv, min(images, 5), with_shortcut=True, below="relu", arithmetic=BF16)
 
 
 def test_the_gradient_of_a_shortcut_that_drops_channels() -> None:
-    check_data_gradient(Conv(32, 16, 2, 4, 6, 0, 0), 5, with_shortcut=True, below="norm")
+    check_data_gradient(Conv(32, 16, 2, 4, 6, 0, 0), 5, with_shortcut=True, below="norm", arithmetic=BF16)
 
 
 @every_conv
+@every_arithmetic
 @pytest.mark.usefixtures("tiles")
-def test_the_splits_of_a_weights_gradient_sum_to_it(conv: Conv, images: int) -> None:
-    draw, offset = Draw(), 7
+def test_the_splits_of_a_weights_gradient_sum_to_it(conv: Conv, images: int, arithmetic: Arithmetic) -> None:
+    draw, offset = Draw(arithmetic=arithmetic), 7
     x, _ = draw.conv(conv, images)
     d = draw.map(images, conv.height, conv.width, conv.channels_out)
-    splits = launch.weight_splits(conv, images)
+    splits = launch.weight_splits(conv, images, arithmetic)
     partial = torch.full((splits, offset + conv.weights + 5), torch.nan, device=DEVICE)
-    launch.conv_weight_gradient(conv, x, d, partial, offset)
+    launch.conv_weight_gradient(conv, x, d, partial, offset, arithmetic)
     written = partial[:, offset : offset + conv.weights]
     shape = torch.Size((conv.channels_out, conv.channels_in, 3, 3))
     inputs = nchw(x)[:, : conv.channels_in]
@@ -318,7 +347,7 @@ def test_the_splits_of_a_weights_gradient_sum_to_it(conv: Conv, images: int) -> 
         nhwc(conv2d_weight(a, shape, g, stride=conv.stride, padding=1)).flatten()
         for a, g in ((inputs, nchw(d)), (inputs.abs(), nchw(d).abs()))
     )
-    assert_sums(written.double().sum(dim=0), exact, size)
+    assert_sums(written.double().sum(dim=0), exact, size, arithmetic)
     assert partial[:, :offset].isnan().all()
     assert partial[:, offset + conv.weights :].isnan().all()
 
@@ -326,11 +355,11 @@ def test_the_splits_of_a_weights_gradient_sum_to_it(conv: Conv, images: int) -> 
 @pytest.mark.parametrize("images", [18, 35])
 def test_a_weights_gradient_in_splits_of_their_own_size(images: int) -> None:
     conv = Conv(64, 64, 1, 3, 5, 0, 0)
-    assert launch.weight_splits(conv, images) > 1
+    assert launch.weight_splits(conv, images, BF16) > 1
     draw = Draw()
     x, d = draw.map(images, 3, 5, 64), draw.map(images, 3, 5, 64)
-    partial = torch.full((launch.weight_splits(conv, images), conv.weights), torch.nan, device=DEVICE)
-    launch.conv_weight_gradient(conv, x, d, partial, 0)
+    partial = torch.full((launch.weight_splits(conv, images, BF16), conv.weights), torch.nan, device=DEVICE)
+    launch.conv_weight_gradient(conv, x, d, partial, 0, BF16)
     exact = nhwc(conv2d_weight(nchw(x), torch.Size((64, 64, 3, 3)), nchw(d), padding=1)).flatten()
     assert (partial.double().sum(dim=0) - exact).norm() < 1e-5 * exact.norm()
 
@@ -348,30 +377,33 @@ def test_splits_are_summed(splits: int, row: int) -> None:
 
 
 @SHORTCUTS
-def test_a_norm_adds_the_shortcut(channels_in: int, channels_out: int, stride: int) -> None:
-    draw = Draw()
+@every_store
+def test_a_norm_adds_the_shortcut(channels_in: int, channels_out: int, stride: int, arithmetic: Arithmetic) -> None:
+    draw = Draw(arithmetic=arithmetic)
     y, state = draw.map(11, 4, 6, channels_out), draw.normal(4, channels_out)
     shortcut = draw.map(11, 4 * stride, 6 * stride, channels_in)
     added = shortcut_of(shortcut, stride, channels_out)
     scaled, shift = y.double() * state[0].double(), state[1].double()
     got = launch.norm_apply(y, state, shortcut)
-    assert_stored(got, scaled + shift + added, scaled.abs() + shift.abs() + added.abs())
+    assert_stored(got, scaled + shift + added, scaled.abs() + shift.abs() + added.abs(), arithmetic)
 
 
 @pytest.mark.parametrize("channels", [16, 32, 64])
-def test_a_norm_without_a_shortcut_ends_in_a_relu(channels: int) -> None:
-    draw = Draw()
+@every_store
+def test_a_norm_without_a_shortcut_ends_in_a_relu(channels: int, arithmetic: Arithmetic) -> None:
+    draw = Draw(arithmetic=arithmetic)
     y, state = draw.map(11, 4, 6, channels), draw.normal(4, channels)
     scaled, shift = y.double() * state[0].double(), state[1].double()
-    assert_stored(launch.norm_apply(y, state, None), (scaled + shift).relu(), scaled.abs() + shift.abs())
+    assert_stored(launch.norm_apply(y, state, None), (scaled + shift).relu(), scaled.abs() + shift.abs(), arithmetic)
 
 
 @pytest.mark.parametrize("channels", [16, 32, 64])
+@every_store
 @pytest.mark.usefixtures("tiles")
-def test_the_gradient_of_a_norm(channels: int) -> None:
-    draw, room = Draw(), scratch()
+def test_the_gradient_of_a_norm(channels: int, arithmetic: Arithmetic) -> None:
+    draw, room = Draw(arithmetic=arithmetic), scratch()
     y = draw.map(11, 5, 6, channels) + 0.5
-    g = (0.5 * y + 0.3 + draw.normal(*y.shape)).bfloat16()  # with a part along y, which the norm takes away
+    g = (0.5 * y + 0.3 + draw.normal(*y.shape)).to(arithmetic.stored)  # with a part along y, which the norm takes away
     norm, _ = make_norm_gradient(y, draw, after_relu=False)
     launch.norm_gradient(g, norm, room)
     assert_norm_gradient(g, norm)
@@ -381,7 +413,8 @@ def test_the_gradient_of_a_norm(channels: int) -> None:
 # Augmentation and update
 
 
-def test_augmentation_is_that_of_the_plain_step() -> None:
+@every_store
+def test_augmentation_is_that_of_the_plain_step(arithmetic: Arithmetic) -> None:
     draw, size, pad = Draw(), (18, 15), 3
     images = torch.randint(0, 256, (7, *size, 3), dtype=torch.uint8, generator=draw.generator)
     padded = reference_augment.pad_images(images, pad).to(DEVICE)
@@ -392,12 +425,13 @@ def test_augmentation_is_that_of_the_plain_step() -> None:
     mean, std = torch.tensor([0.5, 0.4, 0.3], device=DEVICE), torch.tensor([0.3, 0.2, 0.25], device=DEVICE)
     plan = (rows, draws.top, draws.left, draws.mirror, draws.factor)
     counter = torch.tensor([2], device=DEVICE)
-    got = launch.augment(padded, plan, counter, 5, size, mean, std)  # fewer than the plan has, as at an epoch's end
+    # Fewer than the plan has, as at an epoch's end.
+    got = launch.augment(padded, plan, counter, 5, size, mean, std, arithmetic)
     step = reference_augment.Draws(draws.top[2, :5], draws.left[2, :5], draws.mirror[2, :5], draws.factor[2, :5])
     unit = nhwc(reference_augment.augment(padded, rows[2, :5], step, size))
     assert (unit == 1).any()  # brightened beyond white
     exact = (unit.double() - mean.double()) / std.double()
-    assert_stored(got[..., :3], exact, (unit + mean) / std)
+    assert_stored(got[..., :3], exact, (unit + mean) / std, arithmetic)
     assert (got[..., 3] == 0).all()
     cut = Cut(
         torch.tensor([3, 0, 4, 1, 2], device=DEVICE), torch.tensor([4, 17, 2, 9], device=DEVICE), unit.new_ones(())
@@ -405,7 +439,8 @@ def test_augmentation_is_that_of_the_plain_step() -> None:
     mixed, unit = cut.paste(got, 1), cut.paste(unit.permute(0, 3, 1, 2), 2).permute(0, 2, 3, 1)
     assert mixed.is_contiguous()
     assert not torch.equal(mixed, got)
-    assert_stored(mixed[..., :3], (unit.double() - mean.double()) / std.double(), (unit + mean) / std)
+    exact = (unit.double() - mean.double()) / std.double()
+    assert_stored(mixed[..., :3], exact, (unit + mean) / std, arithmetic)
 
 
 @pytest.mark.parametrize("clip", [None, 0.5])
@@ -460,8 +495,8 @@ def make_backbone(groups: list[Group], seed: int = 0) -> ResNet:
     return backbone.to(DEVICE)
 
 
-def make_images(count: int, size: tuple[int, int]) -> Tensor:
-    images = Draw(1).map(count, *size, 4)
+def make_images(count: int, size: tuple[int, int], arithmetic: Arithmetic = BF16) -> Tensor:
+    images = Draw(1, arithmetic).map(count, *size, 4)
     images[..., 3] = 0
     return images
 
@@ -544,15 +579,15 @@ GROUPS = [Group(16, 2), Group(16, 1), Group(32, 1, 2)]
 class Pass:
     """Forward and backward of a fused backbone: maps, gradients at maps and at all values, running statistics."""
 
-    def __init__(self) -> None:
+    def __init__(self, arithmetic: Arithmetic = BF16) -> None:
         self.backbone = make_backbone(GROUPS)
-        self.images = make_images(5, SIZE)
+        self.images = make_images(5, SIZE, arithmetic)
         self.before = copy.deepcopy(self.backbone)
         self.values = flat([parameter.data for parameter in self.backbone.parameters()])
         self.gradients = torch.zeros_like(self.values)
-        self.fused = FusedBackbone(self.backbone, SIZE, self.values, self.gradients, batch=6)
+        self.fused = FusedBackbone(self.backbone, SIZE, self.values, self.gradients, 6, arithmetic)
         self.maps = self.fused(self.images)
-        draw = Draw(2)
+        draw = Draw(2, arithmetic)
         self.upstream = [draw.map(*each.shape) for each in self.maps]
         self.at_maps = torch.autograd.grad(self.loss(self.maps), list(self.maps), retain_graph=True)
         self.loss(self.maps).backward()
@@ -581,6 +616,22 @@ class Pass:
 @pytest.fixture(scope="module")
 def passed() -> Pass:
     return Pass()
+
+
+@pytest.mark.parametrize(
+    ("arithmetic", "bound"),
+    # With TF32 a ReLU near zero may take the other side: the gradients of so small a network then differ by 3 %.
+    [(FLOAT32, 2e-5), pytest.param(ARITHMETIC["tf32"], 0.06, marks=pytest.mark.skipif(INTERPRETED, reason="exact"))],
+    ids=["float32", "tf32"],
+)
+def test_a_fused_backbone_in_float32_is_the_module(arithmetic: Arithmetic, bound: float) -> None:
+    passed = Pass(arithmetic)
+    images = nchw(passed.images)[:, :3]
+    exact = passed.reference(lambda backbone: backbone(images)[0])
+    for number, (got, want) in enumerate(zip(passed.results(), exact, strict=True)):
+        assert got.dtype is torch.float32
+        assert apart(got, want) < bound, number
+    assert passed.fused.shadow.data_ptr() == passed.values.data_ptr()
 
 
 def test_a_fused_backbone_is_the_module_with_bf16_for_what_it_stores(passed: Pass) -> None:
@@ -639,7 +690,7 @@ def test_values_changed_by_other_means_are_taken_over() -> None:
     for seed in (0, 1):
         backbone = make_backbone([Group(16, 1)], seed)
         values = flat([parameter.data for parameter in backbone.parameters()])
-        made.append((FusedBackbone(backbone, (4, 6), values, torch.zeros_like(values), batch=3), backbone, values))
+        made.append((FusedBackbone(backbone, (4, 6), values, torch.zeros_like(values), 3, BF16), backbone, values))
     (ours, backbone, values), (theirs, other, other_values) = made
     values.copy_(other_values)
     backbone.load_state_dict(other.state_dict())
@@ -679,10 +730,20 @@ def folded_in_bf16(backbone: ResNet, images: Tensor) -> list[Tensor]:
     return maps
 
 
+def test_a_folded_backbone_in_float32_is_the_module_in_evaluation() -> None:
+    size, backbone = (8, 12), make_backbone(FOLDED_GROUPS)
+    images = make_images(5, size, FLOAT32)
+    with torch.no_grad():
+        plain, _ = copy.deepcopy(backbone).double().eval()(nchw(images)[:, :3])
+    for got, want in zip(FoldedBackbone(backbone, size, FLOAT32)(images), plain, strict=True):
+        assert got.dtype is torch.float32
+        assert apart(got, want) < 1e-6
+
+
 def test_a_folded_backbone_is_the_module_in_evaluation() -> None:
     size, backbone = (8, 12), make_backbone(FOLDED_GROUPS)
     images = make_images(5, size)
-    maps = FoldedBackbone(backbone, size)(images)
+    maps = FoldedBackbone(backbone, size, BF16)(images)
     exact = copy.deepcopy(backbone).double().eval()
     with torch.no_grad():
         plain, _ = exact(nchw(images)[:, :3])
@@ -695,12 +756,12 @@ def test_a_folded_backbone_is_the_module_in_evaluation() -> None:
 def test_a_folded_backbone_takes_over_values_in_place() -> None:
     groups, size = [Group(16, 1), Group(32, 1, 2)], (4, 6)
     one, other = make_backbone(groups, seed=1), make_backbone(groups, seed=2)
-    images, folded = make_images(3, size), FoldedBackbone(one, size)
+    images, folded = make_images(3, size), FoldedBackbone(one, size, BF16)
     places = folded.weights.data_ptr(), folded.biases.data_ptr()
     before = folded(images)
     folded.load(other)
     assert (folded.weights.data_ptr(), folded.biases.data_ptr()) == places
-    for got, want, old in zip(folded(images), FoldedBackbone(other, size)(images), before, strict=True):
+    for got, want, old in zip(folded(images), FoldedBackbone(other, size, BF16)(images), before, strict=True):
         assert torch.equal(got, want)
         assert not torch.equal(got, old)
 
@@ -708,11 +769,11 @@ def test_a_folded_backbone_takes_over_values_in_place() -> None:
 def test_older_backbones_are_folded_each_in_its_place() -> None:
     size, images = (4, 6), make_images(3, (4, 6))
     backbone = ExpandingBackbone(make_backbone([Group(16, 1), Group(32, 1, 2)], seed=1)).to(DEVICE)
-    assert FoldedOlder(backbone, size)(images) is None
+    assert FoldedOlder(backbone, size, BF16)(images) is None
     for seed in (2, 3):
         backbone.expand()
         backbone.load_state_dict(make_backbone([Group(16, 1), Group(32, 1, 2)], seed).state_dict(), strict=False)
-    older = FoldedOlder(backbone, size)
+    older = FoldedOlder(backbone, size, BF16)
     found = older(images)
     exact = copy.deepcopy(backbone).double()
     with torch.no_grad():

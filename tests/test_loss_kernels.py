@@ -26,9 +26,10 @@ from engram.kernels.distance import ELEMENTS as DISTANCE_ELEMENTS  # noqa: E402
 from engram.methods import losses  # noqa: E402
 from engram.models.heads import LSCHead  # noqa: E402
 
-# Of a gradient stored in bf16, relative to the largest of its map: one step of bf16's 8 bits, which a GPU rounds and
-# the interpreter cuts off.
-BF16 = 2**-7
+# The error of a gradient, relative to the largest of its map, by what it is stored in. Of bf16 one step of its 8 bits,
+# which a GPU rounds and the interpreter cuts off.
+SPREAD = {torch.bfloat16: 2**-7, torch.float32: 1e-4}
+every_dtype = pytest.mark.parametrize("dtype", SPREAD, ids=["bf16", "float32"])
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -167,15 +168,17 @@ def test_the_cosine_of_embeddings(features: int) -> None:
 # Maps
 
 
-def two_maps(*shapes: tuple[int, int, int], batch: int = 3) -> tuple[list[Tensor], list[Tensor]]:
-    """bf16 maps of student and teacher that are near each other, in channels-last order as the backbone's are."""
+def two_maps(
+    *shapes: tuple[int, int, int], batch: int = 3, dtype: torch.dtype = torch.bfloat16
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Maps of student and teacher that are near each other, in channels-last order as the backbone's are."""
     ours: list[Tensor] = []
     theirs: list[Tensor] = []
     for number, shape in enumerate(shapes):
         maps = normal(batch, *shape, seed=number)
         near = maps + 0.1 * normal(batch, *shape, seed=100 + number)
-        theirs.append(maps.bfloat16().contiguous(memory_format=torch.channels_last))
-        ours.append(near.bfloat16().contiguous(memory_format=torch.channels_last))
+        theirs.append(maps.to(dtype).contiguous(memory_format=torch.channels_last))
+        ours.append(near.to(dtype).contiguous(memory_format=torch.channels_last))
     return ours, theirs
 
 
@@ -189,8 +192,11 @@ every_shape = pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES.keys
 
 @every_shape
 @pytest.mark.parametrize(("square", "power"), [(True, 1), (False, 2), (False, 1)], ids=["released", "paper", "values"])
-def test_the_weighted_distance_of_channels(shapes: tuple[tuple[int, int, int], ...], square: bool, power: int) -> None:
-    ours, theirs = two_maps(*shapes)
+@every_dtype
+def test_the_weighted_distance_of_channels(
+    shapes: tuple[tuple[int, int, int], ...], square: bool, power: int, dtype: torch.dtype
+) -> None:
+    ours, theirs = two_maps(*shapes, dtype=dtype)
     ours[0][0, 0] = 0  # of no length
     ours[0][0, 1] = theirs[0][0, 1]  # the same
     ours[0][0, 2], theirs[0][0, 2] = 0, 0  # neither has a length
@@ -215,7 +221,7 @@ def test_the_weighted_distance_of_channels(shapes: tuple[tuple[int, int, int], .
         assert one.grad is not None
         assert other.grad is not None
         reach = other.grad.abs().flatten(2).amax(dim=2)[:, :, None, None]
-        assert ((one.grad.double() - other.grad).abs() <= BF16 * reach).all()
+        assert ((one.grad.double() - other.grad).abs() <= SPREAD[dtype] * reach).all()
     assert mine[0].grad is not None
     assert (mine[0].grad[0, 1] == 0).all()
     assert (mine[0].grad[0, 2] == 0).all()
@@ -228,11 +234,12 @@ def test_the_distance_tests_reach_a_second_block() -> None:
 
 @every_shape
 @pytest.mark.parametrize("elements", [16384, 64], ids=["whole maps", "some rows at a time"])
+@every_dtype
 def test_the_distance_of_rows_and_columns(
-    shapes: tuple[tuple[int, int, int], ...], elements: int, monkeypatch: pytest.MonkeyPatch
+    shapes: tuple[tuple[int, int, int], ...], elements: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pod, "ELEMENTS", elements)
-    ours, theirs = two_maps(*shapes)
+    ours, theirs = two_maps(*shapes, dtype=dtype)
     ours[0][1] = theirs[0][1]  # the same
     ours[1][2] = 0  # of no length
     mine, reference = [leaf(maps) for maps in ours], [leaf(maps.double()) for maps in ours]
@@ -252,7 +259,7 @@ def test_the_distance_of_rows_and_columns(
         assert one.grad is not None
         assert other.grad is not None
         reach = other.grad.abs().flatten(1).amax(dim=1)[:, None, None, None]
-        assert ((one.grad.double() - other.grad).abs() <= BF16 * reach).all()
+        assert ((one.grad.double() - other.grad).abs() <= SPREAD[dtype] * reach).all()
     assert mine[0].grad is not None
     assert (mine[0].grad[1] == 0).all()
 
@@ -285,7 +292,7 @@ def both_ways(monkeypatch: pytest.MonkeyPatch, function: Callable[[], tuple[Tens
         found.append([value.detach(), *(each.grad for each in leaves)])
     for without, with_ in zip(*found, strict=True):
         assert with_.dtype == without.dtype
-        spread = BF16 if with_.dtype is torch.bfloat16 else 1e-4
+        spread = SPREAD[with_.dtype]
         reach = float(without.abs().max())
         torch.testing.assert_close(with_, without, rtol=spread, atol=spread * reach)
 

@@ -230,7 +230,6 @@ def test_networks_see_the_centre_of_what_is_stored() -> None:
 
 def test_our_kernels_leave_resizing_to_torch() -> None:
     session = tiny_session(tiny_config(augmentation=VIEW), toy_store(size=16))
-    session.engine.fuse = True
     assert session.engine.why_not_fused(session.learner.network.backbone) == "they crop images, but do not resize them"
 
 

@@ -8,6 +8,7 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor
 
+from engram import kernels
 from engram.data.augment import Augmentation
 from engram.data.stage import Stage
 from engram.engine.capture import CapturedStep, NotRecordable
@@ -47,7 +48,7 @@ class Engine:
         self.augmentation = augmentation
         self.image_size = image_size
         self.capture = device.type == "cuda"
-        self.fuse = device.type == "cuda" and precision == "bf16"
+        self.fuse = True  # our own kernels, where they can
         # On a CPU channels-last costs a fifth of the speed with resnet10, most of it in the distillation loss.
         self.layout = torch.channels_last if device.type == "cuda" else torch.contiguous_format
         self.space = Space(device, augmentation.pad)
@@ -77,9 +78,11 @@ class Engine:
     def why_not_fused(self, backbone: ResNet) -> str | None:
         """Why our own kernels do not run this backbone; None where they do."""
         if not self.fuse:
-            return "they are for bf16 on a GPU"
+            return "they are turned off"
         if self.augmentation.view is not None:
             return "they crop images, but do not resize them"
+        if (why := kernels.why_no_backbones(self.device)) is not None:
+            return why
         from engram.engine.fused import unsupported
 
         return unsupported(backbone, self.image_size)

@@ -123,24 +123,26 @@ class PlainForward:
 
 
 class FusedForward:
-    """By the kernels of engram.kernels, in bf16."""
+    """By the kernels of engram.kernels."""
 
     height_at = 1
 
     def __init__(self, engine: Engine, learner: Learner, batch_size: int) -> None:
         from engram.engine.fused import FoldedBackbone, FusedBackbone
         from engram.engine.older import FoldedOlder
+        from engram.kernels.launch import ARITHMETIC
 
+        self._arithmetic = arithmetic = ARITHMETIC[engine.precision]
         self._learner, self._size = learner, engine.image_size
         self.optimiser = FlatSGD(learner.network, torch.channels_last)
         self.batch_size = batch_size
         optimiser, network = self.optimiser, learner.network
         self._backbone = FusedBackbone(
-            network.backbone, engine.image_size, optimiser.values, optimiser.gradients, batch_size
+            network.backbone, engine.image_size, optimiser.values, optimiser.gradients, batch_size, arithmetic
         )
-        self._folded = FoldedBackbone(learner.teacher.backbone, engine.image_size)
-        self._own_folded = FoldedBackbone(network.backbone, engine.image_size)
-        self._older = FoldedOlder(network.backbone, engine.image_size)
+        self._folded = FoldedBackbone(learner.teacher.backbone, engine.image_size, arithmetic)
+        self._own_folded = FoldedBackbone(network.backbone, engine.image_size, arithmetic)
+        self._older = FoldedOlder(network.backbone, engine.image_size, arithmetic)
 
     def refresh(self, frozen: bool = False) -> None:
         self._backbone.refresh()
@@ -153,7 +155,8 @@ class FusedForward:
         from engram.kernels.launch import augment
 
         network = self._learner.network
-        return augment(pool.padded, plan.tensors()[:5], counter, size, self._size, network.mean, network.std)
+        drawn = plan.tensors()[:5]
+        return augment(pool.padded, drawn, counter, size, self._size, network.mean, network.std, self._arithmetic)
 
     def student(self, images: Tensor, train_backbone: bool) -> Output:
         with torch.set_grad_enabled(train_backbone and torch.is_grad_enabled()):

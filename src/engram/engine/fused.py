@@ -14,6 +14,7 @@ from torch import Tensor
 from engram.engine.branch import Branch
 from engram.kernels.launch import (
     EPSILON,
+    Arithmetic,
     Conv,
     Norm,
     NormGradient,
@@ -105,30 +106,55 @@ def layout(backbone: ResNet, size: tuple[int, int]) -> list[Group]:
     return groups
 
 
+def turned_order(groups: list[Group], device: torch.device) -> Tensor:
+    """For every weight in (3, 3, C_in, C_out) order, layer after layer, its place in (C_out, 3, 3, C_in) order."""
+    convs = [conv for group in groups for conv in group.convs]
+    return torch.cat(
+        [
+            torch.arange(conv.weight, conv.weight + conv.weights, device=device)
+            .view(conv.channels_out, -1)
+            .T.reshape(-1)
+            for conv in convs
+        ]
+    )
+
+
 class FusedBackbone:
-    """A backbone in training, on flat buffers: values and gradients float32, weights also in bf16.
+    """A backbone in training, on flat buffers: values and gradients float32, the weights also as the kernels read them.
 
     values and gradients begin with all weights in (C_out, 3, 3, C_in) order, then all norms' gamma and beta. The way
     back writes the gradients where they belong, and does not add to what is there: one backward pass a step. Asked for
     gradients at the maps alone it writes them too, in vain.
     """
 
-    def __init__(self, backbone: ResNet, size: tuple[int, int], values: Tensor, gradients: Tensor, batch: int) -> None:
+    def __init__(
+        self,
+        backbone: ResNet,
+        size: tuple[int, int],
+        values: Tensor,
+        gradients: Tensor,
+        batch: int,
+        arithmetic: Arithmetic,
+    ) -> None:
         self.groups = layout(backbone, size)
-        self.batch = batch
+        self.batch, self.arithmetic = batch, arithmetic
         convs = [conv for group in self.groups for conv in group.convs]
         weights = sum(conv.weights for conv in convs)
         norms = sum(2 * conv.channels_out for conv in convs)
         self.weights, self.norms = values[:weights], values[weights : weights + norms]
-        self.shadow = self.weights.to(torch.bfloat16)
+        self.shadow = self.weights.to(arithmetic.stored)  # in float32 these are the weights themselves
+        self._turned = turned_order(self.groups, values.device) if arithmetic.turned else None
+        self.forward_weights = self.shadow if self._turned is None else torch.empty_like(self.shadow)
         self.scratch = Scratch.on(values.device, statistics_floats(convs, batch))
-        room = max(_room(group, batch) for group in self.groups)
+        room = max(_room(group, batch, arithmetic) for group in self.groups)
         self.partial = torch.empty(room, device=values.device)
         self.d_weights, self.d_norms = gradients[:weights], gradients[weights : weights + norms]
 
     def __call__(self, images: Tensor) -> tuple[Tensor, ...]:
-        """The maps (N, C, H, W) of images (N, H, W, 4) in bf16, with batch statistics."""
+        """The maps (N, C, H, W) of images (N, H, W, 4), with batch statistics."""
         assert len(images) <= self.batch, (len(images), self.batch)
+        if self._turned is not None:
+            torch.index_select(self.shadow, 0, self._turned, out=self.forward_weights)
         x, maps = images, []
         for number, group in enumerate(self.groups):
             weights = self.weights[group.weights].detach().requires_grad_()  # for autograd to come back for
@@ -142,8 +168,8 @@ class FusedBackbone:
         self.shadow.copy_(self.weights)
 
 
-def _room(group: Group, batch: int) -> int:
-    return weight_splits(group.convs[0], batch) * (group.weights.stop - group.weights.start)
+def _room(group: Group, batch: int, arithmetic: Arithmetic) -> int:
+    return weight_splits(group.convs[0], batch, arithmetic) * (group.weights.stop - group.weights.start)
 
 
 class _Group(torch.autograd.Function):
@@ -162,8 +188,8 @@ class _Group(torch.autograd.Function):
             assert module.running_mean is not None
             assert module.running_var is not None
             norm = Norm(norms[gamma:beta], norms[beta:], module.running_mean, module.running_var)
-            weight = backbone.shadow[layer.weight : layer.weight + layer.weights]
-            y, state = conv_forward(layer, x, weight, norm, backbone.scratch)
+            weight = backbone.forward_weights[layer.weight : layer.weight + layer.weights]
+            y, state = conv_forward(layer, x, weight, norm, backbone.scratch, backbone.arithmetic)
             kept.extend((x, y, state))
             return y, state
 
@@ -212,24 +238,26 @@ class _Backward:
         self.beside = Branch()
         self.used: list[Tensor] = []  # by what runs beside
         if want_values:
-            splits = weight_splits(group.convs[0], len(kept[0]))
+            splits = weight_splits(group.convs[0], len(kept[0]), backbone.arithmetic)
             self.partial = backbone.partial[: splits * weights].view(splits, weights)
 
     def run(self, g: Tensor) -> Tensor | None:
         """From the gradient at the group's output to that at its input; the values' gradients on the way."""
-        scratch, convs = self.backbone.scratch, self.group.convs
+        scratch, arithmetic, convs = self.backbone.scratch, self.backbone.arithmetic, self.group.convs
         norm_gradient(g, self.norms[-1], scratch)
         for second in range(len(convs) - 1, 0, -2):
             first = second - 1
             d = norm_backward(g, self.norms[second])
             self._weights(second, d)
-            inner = conv_data_gradient(convs[second], d, self._weight(second), None, self.norms[first], scratch)
+            inner = conv_data_gradient(
+                convs[second], d, self._weight(second), None, self.norms[first], scratch, arithmetic
+            )
             d = norm_backward(inner, self.norms[first])
             self._weights(first, d)
             if first == 0 and not self.want_input:
                 break
             below = self.norms[first - 1] if first > 0 else None
-            g = conv_data_gradient(convs[first], d, self._weight(first), g, below, scratch)
+            g = conv_data_gradient(convs[first], d, self._weight(first), g, below, scratch, arithmetic)
         if self.group.stem is not None:
             self._weights(0, norm_backward(g, self.norms[0]))
         if self.want_values:
@@ -245,27 +273,29 @@ class _Backward:
     def _weights(self, number: int, d: Tensor) -> None:
         if not self.want_values:
             return
-        conv = self.group.convs[number]
-        assert weight_splits(conv, len(d)) == len(self.partial)
+        conv, arithmetic = self.group.convs[number], self.backbone.arithmetic
+        assert weight_splits(conv, len(d), arithmetic) == len(self.partial)
         self.used.append(d)
+        offset = conv.weight - self.group.weights.start
         with self.beside.launching():
-            conv_weight_gradient(conv, self.inputs[number], d, self.partial, conv.weight - self.group.weights.start)
+            conv_weight_gradient(conv, self.inputs[number], d, self.partial, offset, arithmetic)
 
 
 class FoldedBackbone:
     """A backbone that does not train, its norms folded into its weights: a teacher, or a model to evaluate."""
 
-    def __init__(self, backbone: ResNet, size: tuple[int, int]) -> None:
-        self.groups = layout(backbone, size)
+    def __init__(self, backbone: ResNet, size: tuple[int, int], arithmetic: Arithmetic) -> None:
+        self.groups, self.arithmetic = layout(backbone, size), arithmetic
         device = backbone.conv.weight.device
         convs = [conv for group in self.groups for conv in group.convs]
         elements = [9 * conv.channels_in for conv in convs for _ in range(conv.channels_out)]
-        self.weights = torch.empty(sum(elements), dtype=torch.bfloat16, device=device)
+        self.weights = torch.empty(sum(elements), dtype=arithmetic.stored, device=device)
         self.biases = torch.empty(len(elements), device=device)
         counts = torch.tensor(elements, device=device)  # of the weights of each channel
         self._channel = torch.arange(len(elements), device=device).repeat_interleave(
             counts, output_size=len(self.weights)
         )
+        self._turned = turned_order(self.groups, device) if arithmetic.turned else None
         self.load(backbone)
 
     @torch.no_grad()
@@ -281,16 +311,18 @@ class FoldedBackbone:
         )
         scale = gamma * (variance + EPSILON).rsqrt()
         weights = torch.cat([conv.weight.permute(0, 2, 3, 1).reshape(-1) for conv in convs])
-        self.weights.copy_(weights * scale[self._channel])
+        weights = weights * scale[self._channel]
+        self.weights.copy_(weights if self._turned is None else weights[self._turned])
         self.biases.copy_(beta - mean * scale)
 
     def __call__(self, images: Tensor) -> tuple[Tensor, ...]:
-        """The maps (N, C, H, W) of images (N, H, W, 4) in bf16, with running statistics."""
+        """The maps (N, C, H, W) of images (N, H, W, 4), with running statistics."""
 
         def conv(layer: Conv, x: Tensor, shortcut: Tensor | None) -> Tensor:
             weight = self.weights[layer.weight : layer.weight + layer.weights]
             first = layer.norm // 2  # among gammas and betas both
-            return conv_folded(layer, x, weight, self.biases[first : first + layer.channels_out], shortcut)
+            bias = self.biases[first : first + layer.channels_out]
+            return conv_folded(layer, x, weight, bias, shortcut, self.arithmetic)
 
         x, maps = images, []
         for group in self.groups:

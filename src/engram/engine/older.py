@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from engram.engine.fused import FoldedBackbone
+from engram.kernels.launch import Arithmetic
 from engram.models.expanding import ExpandingBackbone, both_means
 from engram.models.resnet import ResNet
 
@@ -13,8 +14,8 @@ from engram.models.resnet import ResNet
 class FoldedOlder:
     """What `ExpandingBackbone.look_back` gives, for images as the kernels take them; nothing for any other backbone."""
 
-    def __init__(self, backbone: ResNet, size: tuple[int, int]) -> None:
-        self._folded = [FoldedBackbone(each, size) for each in _older(backbone)]
+    def __init__(self, backbone: ResNet, size: tuple[int, int], arithmetic: Arithmetic) -> None:
+        self._folded = [FoldedBackbone(each, size, arithmetic) for each in _older(backbone)]
 
     def load(self, backbone: ResNet) -> None:
         """Takes over the older backbones' values, in place."""
@@ -22,7 +23,7 @@ class FoldedOlder:
             folded.load(each)
 
     def __call__(self, images: Tensor) -> Tensor | None:
-        """Their embeddings (2, B, N D) of images (B, H, W, 4) in bf16; None where there are none."""
+        """Their embeddings (2, B, N D) of images (B, H, W, 4); None where there are none."""
         if not self._folded:
             return None
         with torch.no_grad():

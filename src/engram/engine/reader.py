@@ -28,7 +28,7 @@ class Reader:
     def __init__(self, engine: Engine, network: Network) -> None:
         self._engine, self._network = engine, network
         fused = engine.why_not_fused(network.backbone) is None
-        self._passes = _folded(network, engine.image_size) if fused else _by_modules(network, engine)
+        self._passes = _folded(network, engine) if fused else _by_modules(network, engine)
 
     @torch.no_grad()
     def __call__(self, images: Tensor, mirror: bool = False) -> tuple[Tensor, Tensor]:
@@ -52,16 +52,19 @@ def _by_modules(network: Network, engine: Engine) -> Callable[[Tensor], Output]:
 
 
 @torch.no_grad()
-def _folded(network: Network, size: tuple[int, int]) -> Callable[[Tensor], Output]:
+def _folded(network: Network, engine: Engine) -> Callable[[Tensor], Output]:
     """The network's passes by our own kernels, its norms folded in."""
     from engram.engine.fused import FoldedBackbone
     from engram.engine.older import FoldedOlder
+    from engram.kernels.launch import ARITHMETIC
 
-    backbone, older = FoldedBackbone(network.backbone, size), FoldedOlder(network.backbone, size)
+    size, arithmetic = engine.image_size, ARITHMETIC[engine.precision]
+    backbone = FoldedBackbone(network.backbone, size, arithmetic)
+    older = FoldedOlder(network.backbone, size, arithmetic)
 
     def passes(unit: Tensor) -> Output:
         normalised = ((unit - network.mean) / network.std).permute(0, 2, 3, 1)
-        packed = torch.nn.functional.pad(normalised, (0, 1)).to(torch.bfloat16).contiguous()
+        packed = torch.nn.functional.pad(normalised, (0, 1)).to(arithmetic.stored).contiguous()
         return pooled(network, backbone(packed), older(packed))
 
     return passes

@@ -1,4 +1,4 @@
-"""Hand-written GPU kernels, in Triton: of the residual backbones in bf16, of heads and of losses.
+"""Hand-written GPU kernels, in Triton: of the residual backbones, of heads and of losses.
 
 Tensors in, tensors out; they know nothing of networks. The modules here are only imported where there is a GPU.
 """
@@ -8,7 +8,21 @@ from __future__ import annotations
 from functools import cache
 from importlib.util import find_spec
 
+import torch
 from torch import Tensor
+
+OLDEST = (8, 0)  # the compute capability of the oldest GPUs that the backbones' kernels are for: they multiply bf16
+
+
+def why_no_backbones(device: torch.device) -> str | None:
+    """Why the kernels cannot run a backbone on this device; None where they can."""
+    if device.type != "cuda":
+        return "they are for a GPU"
+    if not _has_triton():
+        return "they are written in Triton, which is not installed"
+    if torch.cuda.get_device_capability(device) < OLDEST:
+        return f"they are for GPUs of compute capability {OLDEST[0]}.{OLDEST[1]} and later"
+    return None
 
 
 def usable(tensor: Tensor) -> bool:

@@ -1,8 +1,8 @@
 """3x3 convolutions, with the sums that the norm after them needs (forward) or the norm below them needs (backward).
 
-Activations are bf16 in (N, H, W, C) order, weights bf16 in (C_out, 3, 3, C_in) order, sums float32. A tile is BLOCK_M
-pixels of the result by all its channels; a tap at a time, the pixels it meets are multiplied with its weights. Every
-sum has a fixed order: the same input gives the same bits.
+Activations are in (N, H, W, C) order, weights in (C_out, 3, 3, C_in) order, both bf16 or both float32; sums are in
+float32. A tile is BLOCK_M pixels of the result by all its channels; a tap at a time, the pixels it meets are multiplied
+with its weights. Every sum has a fixed order: the same input gives the same bits.
 
 Legend: M pixels of the result, CI channels in, CO channels out, T tiles. The images have CX = 4 channels in memory and
 3 in the weight (CW), in tiles of 16; elsewhere all three are CI.
@@ -21,17 +21,17 @@ INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 
 
 @triton.jit
-def multiply(a, b, total):
-    """total + a @ b, for bf16 operands and a float32 total."""
+def multiply(a, b, total, PRODUCTS: tl.constexpr):
+    """total + a @ b in float32; PRODUCTS: how factors in float32 are multiplied, as `tl.dot` has it."""
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), total)
-    return tl.dot(a, b, total)
+    return tl.dot(a, b, total, input_precision=PRODUCTS)
 
 
 @triton.jit(do_not_specialize=["M"])
 def engram_conv_forward(
     x,  # (N, HI, WI, CX)
-    weight,  # (CO, 3, 3, CW)
+    weight,  # (CO, 3, 3, CW), or (3, 3, CW, CO), as BY_K and BY_C say
     bias,  # (CO,), MODE 1 and 2
     shortcut,  # (N, H * SHORTCUT_STRIDE, W * SHORTCUT_STRIDE, CS), MODE 2
     y,  # (N, H, W, CO)
@@ -57,9 +57,12 @@ def engram_conv_forward(
     STRIDE: tl.constexpr,
     SHORTCUT_STRIDE: tl.constexpr,
     MODE: tl.constexpr,  # 0: the state of the norm after it; 1: bias and ReLU; 2: bias and shortcut
+    BY_K: tl.constexpr,  # from a channel out to the next in the weight
+    BY_C: tl.constexpr,  # from a channel in to the next
     BLOCK_M: tl.constexpr,
     BLOCK_T: tl.constexpr,
     STAGES: tl.constexpr,
+    PRODUCTS: tl.constexpr,
 ):
     """The convolution of x, and what a norm needs to know of it (or, with the norm folded in, what follows it)."""
     program = tl.program_id(0)
@@ -77,11 +80,11 @@ def engram_conv_forward(
         valid = inside & (i >= 0) & (i < HI) & (j >= 0) & (j < WI)
         place = ((image * HI + i) * WI + j) * CX
         a = tl.load(x + place[:, None] + c[None, :], mask=valid[:, None] & (c < CX)[None, :], other=0.0)
-        b = tl.load(weight + k[None, :] * (9 * CW) + tap * CW + c[:, None], mask=(c < CW)[:, None], other=0.0)
-        total = multiply(a, b, total)
+        b = tl.load(weight + k[None, :] * BY_K + (tap * CW + c)[:, None] * BY_C, mask=(c < CW)[:, None], other=0.0)
+        total = multiply(a, b, total, PRODUCTS)
     here = pixel[:, None] * CO + k[None, :]
     if MODE == 0:
-        rounded = total.to(tl.bfloat16)
+        rounded = total.to(y.dtype.element_ty)
         tl.store(y + here, rounded, mask=inside[:, None])
         # About the running mean, so that the squares do not drown the variance.
         value = tl.where(inside[:, None], rounded.to(tl.float32) - tl.load(running_mean + k)[None, :], 0.0)
@@ -97,7 +100,7 @@ def engram_conv_forward(
             from_ = (image * H + row) * SHORTCUT_STRIDE * (W * SHORTCUT_STRIDE) + column * SHORTCUT_STRIDE
             mask = inside[:, None] & (k < CS)[None, :]
             total += tl.load(shortcut + from_[:, None] * CS + k[None, :], mask=mask, other=0.0).to(tl.float32)
-        tl.store(y + here, total.to(tl.bfloat16), mask=inside[:, None])
+        tl.store(y + here, total.to(y.dtype.element_ty), mask=inside[:, None])
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -125,6 +128,7 @@ def engram_conv_data_gradient(
     BLOCK_M: tl.constexpr,
     BLOCK_T: tl.constexpr,
     STAGES: tl.constexpr,
+    PRODUCTS: tl.constexpr,
 ):
     """The gradient at the convolution's input, and what the norm below needs to know of it."""
     HO: tl.constexpr = H // STRIDE
@@ -163,7 +167,7 @@ def engram_conv_data_gradient(
         place = ((image * HO + i // STRIDE) * WO + j // STRIDE) * CO
         a = tl.load(d + place[:, None] + k[None, :], mask=valid[:, None], other=0.0)
         b = tl.load(weight + k[:, None] * (9 * CI) + (ky * 3 + kx) * CI + c[None, :])
-        total = multiply(a, b, total)
+        total = multiply(a, b, total, PRODUCTS)
     if SHORTCUT:
         mask = inside[:, None]
         if STRIDE == 2:
@@ -174,14 +178,14 @@ def engram_conv_data_gradient(
         total += tl.load(shortcut + from_[:, None] + c[None, :], mask=mask, other=0.0).to(tl.float32)
     here = pixel[:, None] * CI + c[None, :]
     if NORM == 0:
-        tl.store(out + here, total.to(tl.bfloat16), mask=inside[:, None])
+        tl.store(out + here, total.to(out.dtype.element_ty), mask=inside[:, None])
     else:
         value = tl.load(below + here, mask=inside[:, None], other=0.0).to(tl.float32)
         if NORM == 2:
             scale = tl.load(below_state + c)[None, :]
             shift = tl.load(below_state + CI + c)[None, :]
             total = tl.where(value * scale + shift > 0, total, 0.0)
-        rounded = tl.where(inside[:, None], total, 0.0).to(tl.bfloat16)
+        rounded = tl.where(inside[:, None], total, 0.0).to(out.dtype.element_ty)
         tl.store(out + here, rounded, mask=inside[:, None])
         kept = rounded.to(tl.float32)
         mean = tl.load(below_state + 2 * CI + c)[None, :]
@@ -213,6 +217,7 @@ def engram_conv_weight_gradient(
     BLOCK_P: tl.constexpr,
     BLOCKS: tl.constexpr,  # blocks of pixels in a split
     STAGES: tl.constexpr,
+    PRODUCTS: tl.constexpr,
 ):
     """One split's share of the weight's gradient, for one row of three taps."""
     split = tl.program_id(0)
@@ -236,11 +241,11 @@ def engram_conv_weight_gradient(
             mask = (row_valid & (j >= 0) & (j < WI))[:, None] & (c < CX)[None, :]
             a = tl.load(x + ((base + j) * CX)[:, None] + c[None, :], mask=mask, other=0.0)
             if kx == 0:
-                left = multiply(gradient, a, left)
+                left = multiply(gradient, a, left, PRODUCTS)
             elif kx == 1:
-                middle = multiply(gradient, a, middle)
+                middle = multiply(gradient, a, middle, PRODUCTS)
             else:
-                right = multiply(gradient, a, right)
+                right = multiply(gradient, a, right, PRODUCTS)
     to = partial + split * ROW + k[:, None] * (9 * CW) + ky * (3 * CW) + c[None, :]
     mask = (k[:, None] >= 0) & (c < CW)[None, :]
     tl.store(to, left, mask=mask)

@@ -130,7 +130,7 @@ def engram_distance_backward(
         result = (a - b - a * along[None, :]) * (upstream / a_norm)[None, :]
         if SQUARE:
             result = 2 * value * result
-        tl.store(out + here, result.to(tl.bfloat16), mask=inside)
+        tl.store(out + here, result.to(out.dtype.element_ty), mask=inside)
 
 
 class _Weighted(torch.autograd.Function):
@@ -185,7 +185,7 @@ def weighted_distance(
 ) -> Tensor:
     """For each sample (B,) the sum over maps and channels of factor * weight * distance^power, power being 1 or 2.
 
-    The distance is that of the channels of two bf16 maps (B, C, H, W), each brought to length 1 over its pixels;
+    The distance is that of the channels of two maps (B, C, H, W), each brought to length 1 over its pixels;
     square: of the maps' squares. weights: (C,) or () a map; factors: one a map. Only the student's maps get gradients.
     """
     return _Weighted.apply(square, power, tuple(factors), *student, *teacher, *weights)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -23,11 +24,45 @@ from engram.kernels.simple import engram_augment, engram_sum_splits, engram_upda
 MOMENTUM, EPSILON = 0.1, 1e-5
 IMAGE_CHANNELS = 4  # red, green, blue and a zero
 PARTIAL_SUMS = 2048  # of tiles, taken at once; more would cost every tile registers
-# (pixels in a tile, warps, pipeline stages) by the result's channels.
-TILES = {16: (256, 4, 3), 32: (256, 4, 3), 64: (64, 4, 3)}
-# (pixels in a block, blocks in a split, warps, pipeline stages) by channels out.
-WEIGHT_GRADIENT = {16: (128, 4, 1, 2), 32: (64, 4, 2, 2), 64: (64, 4, 4, 3)}
+# (pixels in a tile, warps, pipeline stages) by what is stored and the result's channels.
+TILES = {
+    torch.bfloat16: {16: (256, 4, 3), 32: (256, 4, 3), 64: (64, 4, 3)},
+    torch.float32: {16: (256, 4, 1), 32: (128, 4, 3), 64: (64, 8, 3)},
+}
+# (pixels in a block, blocks in a split, warps, pipeline stages) by what is stored and channels out.
+WEIGHT_GRADIENT = {
+    torch.bfloat16: {16: (128, 4, 1, 2), 32: (64, 4, 2, 2), 64: (64, 4, 4, 3)},
+    torch.float32: {16: (32, 8, 1, 2), 32: (64, 4, 4, 2), 64: (16, 16, 4, 2)},
+}
 NORM_TILE = {16: 256, 32: 128, 64: 64}
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """What maps and weights are stored in, and how the products of two float32 numbers are taken, as `tl.dot` has it.
+
+    Sums are in float32 whatever is stored.
+    """
+
+    stored: torch.dtype
+    products: Literal["ieee", "tf32"] = "ieee"
+
+    @property
+    def turned(self) -> bool:
+        """Whether a forward convolution wants its weight as (3, 3, C_in, C_out), not (C_out, 3, 3, C_in).
+
+        Without tensor cores, threads beside each other take channels out that are beside each other; the other order
+        would have them wait for the same bank of the shared memory, and the convolution take twice as long.
+        """
+        return self.stored is torch.float32 and self.products == "ieee"
+
+
+# By the name that a precision has elsewhere.
+ARITHMETIC = {
+    "bf16": Arithmetic(torch.bfloat16),
+    "tf32": Arithmetic(torch.float32, "tf32"),
+    "float32": Arithmetic(torch.float32),
+}
 
 
 @dataclass(frozen=True)
@@ -85,13 +120,15 @@ def statistics_floats(convs: list[Conv], batch: int) -> int:
     return max(2 * conv.channels_out * (4 + blocks_of(batch * conv.height * conv.width, 64)) for conv in convs)
 
 
-def conv_forward(conv: Conv, x: Tensor, weight: Tensor, norm: Norm, scratch: Scratch) -> tuple[Tensor, Tensor]:
-    """The convolution of x, and the state (4, C) of its norm."""
+def conv_forward(
+    conv: Conv, x: Tensor, weight: Tensor, norm: Norm, scratch: Scratch, arithmetic: Arithmetic
+) -> tuple[Tensor, Tensor]:
+    """The convolution of x, and the state (4, C) of its norm. weight: flat, turned where the arithmetic wants it."""
     images = len(x)
     pixels = images * conv.height * conv.width
     y = x.new_empty(images, conv.height, conv.width, conv.channels_out)
     state = torch.empty(4, conv.channels_out, device=x.device)
-    block, warps, stages = TILES[conv.channels_out]
+    block, warps, stages = TILES[arithmetic.stored][conv.channels_out]
     engram_conv_forward[(blocks_of(pixels, block),)](
         *(x, weight, state, x, y, scratch.partial, scratch.counter),
         *(norm.gamma, norm.beta, norm.running_mean, norm.running_var, state, pixels, MOMENTUM, EPSILON),
@@ -99,20 +136,24 @@ def conv_forward(conv: Conv, x: Tensor, weight: Tensor, norm: Norm, scratch: Scr
         CS=conv.channels_out,
         SHORTCUT_STRIDE=1,
         MODE=0,
+        **_weight_strides(conv, arithmetic),
         BLOCK_M=block,
         BLOCK_T=PARTIAL_SUMS // conv.channels_out,
         STAGES=stages,
+        PRODUCTS=arithmetic.products,
         num_warps=warps,
     )
     return y, state
 
 
-def conv_folded(conv: Conv, x: Tensor, weight: Tensor, bias: Tensor, shortcut: Tensor | None = None) -> Tensor:
-    """The convolution with its norm folded in, plus the shortcut; without one, its ReLU."""
+def conv_folded(
+    conv: Conv, x: Tensor, weight: Tensor, bias: Tensor, shortcut: Tensor | None, arithmetic: Arithmetic
+) -> Tensor:
+    """The convolution with its norm folded in, plus the shortcut; without one, its ReLU. weight: as above."""
     images = len(x)
     pixels = images * conv.height * conv.width
     y = x.new_empty(images, conv.height, conv.width, conv.channels_out)
-    block, warps, stages = TILES[conv.channels_out]
+    block, warps, stages = TILES[arithmetic.stored][conv.channels_out]
     engram_conv_forward[(blocks_of(pixels, block),)](
         *(x, weight, bias, x if shortcut is None else shortcut, y, bias, bias),
         *(bias, bias, bias, bias, bias, pixels, MOMENTUM, EPSILON),
@@ -120,9 +161,11 @@ def conv_folded(conv: Conv, x: Tensor, weight: Tensor, bias: Tensor, shortcut: T
         CS=1 if shortcut is None else shortcut.shape[3],
         SHORTCUT_STRIDE=1 if shortcut is None else shortcut.shape[1] // conv.height,
         MODE=1 if shortcut is None else 2,
+        **_weight_strides(conv, arithmetic),
         BLOCK_M=block,
         BLOCK_T=PARTIAL_SUMS // conv.channels_out,
         STAGES=stages,
+        PRODUCTS=arithmetic.products,
         num_warps=warps,
     )
     return y
@@ -190,7 +233,13 @@ def norm_backward(g: Tensor, norm: NormGradient) -> Tensor:
 
 
 def conv_data_gradient(
-    conv: Conv, d: Tensor, weight: Tensor, shortcut: Tensor | None, below: NormGradient | None, scratch: Scratch
+    conv: Conv,
+    d: Tensor,
+    weight: Tensor,
+    shortcut: Tensor | None,
+    below: NormGradient | None,
+    scratch: Scratch,
+    arithmetic: Arithmetic,
 ) -> Tensor:
     """The gradient at the convolution's input; completes the gradient of the norm below, if given.
 
@@ -203,7 +252,7 @@ def conv_data_gradient(
     out = d.new_empty(images, height, width, conv.channels_in)
     nothing = scratch.partial
     under = NormGradient(d, *(5 * (nothing,)), after_relu=False) if below is None else below
-    block, warps, stages = TILES[conv.channels_in]
+    block, warps, stages = TILES[arithmetic.stored][conv.channels_in]
     parts = conv.stride**2  # a tile's pixels are that many apart, so that the same taps meet all of them
     engram_conv_data_gradient[(parts * blocks_of(pixels // parts, block),)](
         *(d, weight, d if shortcut is None else shortcut),
@@ -219,27 +268,31 @@ def conv_data_gradient(
         BLOCK_M=block,
         BLOCK_T=PARTIAL_SUMS // conv.channels_in,
         STAGES=stages,
+        PRODUCTS=arithmetic.products,
         num_warps=warps,
     )
     return out
 
 
-def weight_splits(conv: Conv, images: int) -> int:
+def weight_splits(conv: Conv, images: int, arithmetic: Arithmetic) -> int:
     """The splits that the weight's gradient is summed from."""
-    block, blocks, *_ = WEIGHT_GRADIENT[conv.channels_out]
+    block, blocks, *_ = WEIGHT_GRADIENT[arithmetic.stored][conv.channels_out]
     return blocks_of(images * conv.height * conv.width, block * blocks)
 
 
-def conv_weight_gradient(conv: Conv, x: Tensor, d: Tensor, partial: Tensor, offset: int) -> None:
+def conv_weight_gradient(
+    conv: Conv, x: Tensor, d: Tensor, partial: Tensor, offset: int, arithmetic: Arithmetic
+) -> None:
     """Each split's share of the weight's gradient into partial (splits, row), from column `offset` on."""
     images = len(d)
-    block, blocks, warps, stages = WEIGHT_GRADIENT[conv.channels_out]
-    engram_conv_weight_gradient[(weight_splits(conv, images), 3)](
+    block, blocks, warps, stages = WEIGHT_GRADIENT[arithmetic.stored][conv.channels_out]
+    engram_conv_weight_gradient[(weight_splits(conv, images, arithmetic), 3)](
         *(x, d, partial[:, offset:], images * conv.height * conv.width, partial.shape[1]),
         **_shapes(conv),
         BLOCK_P=block,
         BLOCKS=blocks,
         STAGES=stages,
+        PRODUCTS=arithmetic.products,
         num_warps=warps,
     )
 
@@ -259,14 +312,15 @@ def augment(
     size: tuple[int, int],
     mean: Tensor,
     std: Tensor,
+    arithmetic: Arithmetic,
 ) -> Tensor:
-    """The batch (images, H, W, 4) of the step that the counter is at, in bf16, normalised.
+    """The batch (images, H, W, 4) of the step that the counter is at, normalised.
 
     padded: uint8 (P, H + border, W + border, 3). plan: rows, top, left, mirror and factor, each (S, B).
     """
     rows, top, left, mirror, factor = plan
     height, width = size
-    out = torch.empty(images, height, width, IMAGE_CHANNELS, dtype=torch.bfloat16, device=padded.device)
+    out = torch.empty(images, height, width, IMAGE_CHANNELS, dtype=arithmetic.stored, device=padded.device)
     block = 1024
     engram_augment[(images, blocks_of(height * width * IMAGE_CHANNELS, block))](
         *(padded, rows, top, left, mirror, factor, counter, mean, std, out, rows.shape[1]),
@@ -291,7 +345,7 @@ def update(
     decay: float,
     clip: float | None,
 ) -> None:
-    """SGD with momentum on flat buffers (n,); shadow: the first of the values in bf16."""
+    """SGD with momentum on flat buffers (n,); shadow: the first of the values as they are stored for the passes."""
     block = 1024
     engram_update[(blocks_of(len(values), block),)](
         *(values, gradients, velocity, mask, shadow, lr, len(values), len(shadow)),
@@ -299,6 +353,13 @@ def update(
         BLOCK=block,
         num_warps=4,
     )
+
+
+def _weight_strides(conv: Conv, arithmetic: Arithmetic) -> dict[str, int]:
+    """Of the weight of a forward convolution."""
+    if arithmetic.turned:
+        return {"BY_K": 1, "BY_C": conv.channels_out}
+    return {"BY_K": 9 * conv.channels_in, "BY_C": 1}
 
 
 def _shapes(conv: Conv) -> dict[str, int]:

@@ -166,7 +166,7 @@ def engram_norm_apply(
             value += tl.load(shortcut + from_, mask=inside & (c < CS), other=0.0).to(tl.float32)
     else:
         value = tl.maximum(value, 0.0)
-    tl.store(out + e, value.to(tl.bfloat16), mask=inside)
+    tl.store(out + e, value.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -178,4 +178,4 @@ def engram_norm_backward(g, y, coefficients, d, M, C: tl.constexpr, BLOCK: tl.co
     value = tl.load(g + e, mask=inside, other=0.0).to(tl.float32) * tl.load(coefficients + c)
     value += tl.load(y + e, mask=inside, other=0.0).to(tl.float32) * tl.load(coefficients + C + c)
     value += tl.load(coefficients + 2 * C + c)
-    tl.store(d + e, value.to(tl.bfloat16), mask=inside)
+    tl.store(d + e, value.to(d.dtype.element_ty), mask=inside)

@@ -115,7 +115,7 @@ def engram_pod_backward(
     total = tl.load(of_image + row * C, mask=inside, other=0.0)
     total += tl.load(of_image + (H + column) * C, mask=inside, other=0.0)
     value = tl.load(ours + here, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + here, (2 * value * total * tl.load(gradient + image)).to(tl.bfloat16), mask=inside)
+    tl.store(out + here, (2 * value * total * tl.load(gradient + image)).to(out.dtype.element_ty), mask=inside)
 
 
 class _Distances(torch.autograd.Function):
@@ -157,7 +157,7 @@ class _Distances(torch.autograd.Function):
 
 
 def pod_distances(student: Sequence[Tensor], teacher: Sequence[Tensor]) -> Tensor:
-    """The distance (maps, B) of bf16 maps (B, C, H, W), by the sums of their squares over rows and over columns.
+    """The distance (maps, B) of maps (B, C, H, W), by the sums of their squares over rows and over columns.
 
     A sample's sums, all together, are brought to length 1. Only the student's maps get gradients.
     """

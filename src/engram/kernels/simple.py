@@ -17,7 +17,7 @@ def engram_augment(
     counter,  # int64 (1,): the step
     mean,
     std,  # float32 (3,)
-    out,  # bf16 (images, H, W, 4)
+    out,  # (images, H, W, 4)
     B,
     HP: tl.constexpr,
     WP: tl.constexpr,
@@ -45,7 +45,7 @@ def engram_augment(
     value = tl.load(padded + from_, mask=colour, other=0).to(tl.float32)
     value = tl.minimum(value * bright, 1.0)
     value = (value - tl.load(mean + c, mask=colour, other=0.0)) / tl.load(std + c, mask=colour, other=1.0)
-    tl.store(out + b * (H * W * 4) + e, tl.where(colour, value, 0.0).to(tl.bfloat16), mask=inside)
+    tl.store(out + b * (H * W * 4) + e, tl.where(colour, value, 0.0).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -77,7 +77,7 @@ def engram_update(
     clip,
     BLOCK: tl.constexpr,
 ):
-    """SGD with momentum on the flat buffers; the first `shadowed` values are also written in bf16."""
+    """SGD with momentum on the flat buffers; the first `shadowed` values are also written to the shadow."""
     e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = e < n
     value = tl.load(values + e, mask=inside)
@@ -89,4 +89,4 @@ def engram_update(
     tl.store(velocity + e, moved, mask=inside)
     value -= tl.load(lr) * moved * tl.load(mask + e, mask=inside)
     tl.store(values + e, value, mask=inside)
-    tl.store(shadow + e, value.to(tl.bfloat16), mask=inside & (e < shadowed))
+    tl.store(shadow + e, value.to(shadow.dtype.element_ty), mask=inside & (e < shadowed))

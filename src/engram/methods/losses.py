@@ -62,7 +62,7 @@ def _mean_over(per_sample: Tensor, counted: Tensor | None) -> Tensor:
 
 def _for_kernels(maps: Sequence[Tensor]) -> bool:
     """Whether our own kernels take these maps."""
-    return all(kernels.usable(each) and each.dtype is torch.bfloat16 for each in maps)
+    return all(kernels.usable(each) and each.dtype in (torch.bfloat16, torch.float32) for each in maps)
 
 
 def channel_distance(ours: Tensor, theirs: Tensor, square: bool) -> Tensor:
