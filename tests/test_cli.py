@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from engram import ImageStore, read_mini, recipe
 from engram.cli import main
 from engram.cli.arguments import parse
 from engram.cli.commands.common import carry_out
+from engram.cli.commands.doctor import check_torch
 from engram.cli.interrupt import Interrupt
 from engram.cli.options import COMMANDS, RunningFlags
 from engram.cli.overrides import configure
@@ -896,6 +898,28 @@ def test_doctor_finds_this_installation_in_order(engram: Engram, monkeypatch: py
     findings = {finding["what"]: finding for finding in json.loads(engram("doctor", "--json").out)}
     assert findings["torch"]["status"] == "ok"
     assert all(finding["status"] in ("ok", "warning") for finding in findings.values())
+
+
+@pytest.mark.parametrize(
+    ("bf16", "capability", "said"),
+    [
+        (True, (9, 0), "with bf16"),
+        (True, (7, 5), "and slower: they are for GPUs of compute capability 8.0 and later"),
+        (False, (6, 1), "without bf16"),
+    ],
+)
+def test_doctor_says_what_a_gpu_can(
+    monkeypatch: pytest.MonkeyPatch, bf16: bool, capability: tuple[int, int], said: str
+) -> None:
+    properties = SimpleNamespace(name="a GPU", total_memory=16e9)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: properties)
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda: bf16)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
+    monkeypatch.setattr("engram.kernels._has_triton", lambda: True)
+    finding = check_torch()
+    assert finding.status == ("ok" if bf16 else "warning")
+    assert finding.found.endswith(said)
 
 
 def test_doctor_reports_what_is_broken(engram: Engram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,7 +104,7 @@ def test_a_loss_that_waits_for_the_device_is_trained_step_by_step() -> None:
 
     def waits(step: Step) -> Terms:
         terms = phase.loss(step)
-        return {name: term * (1 + 0 * float(term)) for name, term in terms.items()}
+        return {name: term * (1 + 0 * float(term.detach())) for name, term in terms.items()}
 
     stage = session.stage(1)
     slow = session.engine.start(session.learner, stage, replace(phase, loss=waits), 0)
