@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from engram.cli.commands.reproduce import results_tables
+from engram.cli.commands.reproduce import cells_json, results_tables
 from engram.cli.paperplan import cost_lines
 from engram.errors import EngramError
 from engram.methods import METHODS
@@ -617,6 +617,23 @@ def test_a_remark_on_effects_stands_on_the_pages_once_one_is_measured(tmp_path: 
     assert '<span class="paper" title="nothing published">+1.00 against the first row</span>' in page, (
         "no mark: the paper has none"
     )
+
+
+def test_a_table_of_effects_in_the_terminal_compares_runs_of_one_class_order() -> None:
+    """Not 65 of one class order with 66, the mean of two."""
+    original = recipe("afc-cifar100-b50-s10")
+    config = named_after_changes(original, apply_changes(original, ["settings.exemplars_only=true"]))
+    records = [make_record(original, 64.0), make_record(original, 68.0, order="2"), make_record(config, 65.0)]
+    plan = make_plan(AFC.find(["effects"]), records, Asked(columns=["10 stages"]))
+    (table,) = results_tables(plan.experiments[0], [measure(cell) for cell in plan.cells], 120)
+    console = Console(width=120, file=io.StringIO(), record=True)
+    console.print(table)
+    shown = console.export_text()
+    assert "66.00" in shown
+    assert shown.count("against the first row") == 1
+    assert "+1.00 against the first row" in shown
+    (found,) = [cell["effect"] for cell in cells_json(plan) if cell["effect"] is not None]
+    assert found == {"mean": 1.0, "std": None, "n": 1}
 
 
 def test_a_remark_on_no_row_of_its_table_is_refused(tmp_path: Path) -> None:

@@ -24,13 +24,12 @@ from engram.reproduce.cells import (
     WITHIN_STD,
     Measured,
     each_once,
-    effect,
     measure,
 )
 from engram.reproduce.paper import MEASURES, Experiment, Paper, Remark
 from engram.reproduce.plan import Cell, Plan
 from engram.reproduce.records import Record
-from engram.reproduce.text import count, csv_table, grid, markdown, signed, spread
+from engram.reproduce.text import against_first, count, csv_table, grid, markdown, signed, spread
 from engram.rundir import version
 
 _KINDS = {WITHIN_STD: "std", WITHIN_POINT: "point", FURTHER: "far", NOT_RUN: "", UNPUBLISHED: ""}
@@ -165,15 +164,12 @@ def _part(paper: Paper, experiment: Experiment, measured: list[Measured]) -> dic
 
 def _cell(measured: Measured, base: Measured) -> dict[str, str]:
     difference = "" if measured.difference is None else signed(measured.difference)
-    if measured.cell.experiment.kind == "effects" and measured is not base:
-        value = effect(base.cell, measured.cell)
-        difference = "" if value is None else f"{signed(value.mean)} against the first row"
     return {
         "ours": "" if measured.ours is None else spread(measured.ours),
         "n": count(measured),
         "why": measured.why,
         "paper": "" if measured.cell.published is None else spread(measured.cell.published),
-        "difference": difference,
+        "difference": against_first(measured, base) or difference,
         "mark": measured.mark,
         "kind": _KINDS[measured.mark],
     }

@@ -65,6 +65,20 @@ def lines(measured: Measured) -> list[str]:
     return found
 
 
+def against_first(measured: Measured, first: Measured) -> str:
+    """'−1.41 against the first row' of a table of effects; empty elsewhere, and where no run of the two goes together.
+
+    first: the cell of the first row in the same column.
+    """
+    if measured.cell.experiment.kind != "effects" or measured is first:
+        return ""
+    value = effect(first.cell, measured.cell)
+    if value is None:
+        return ""
+    pairs = "" if value.n == measured.n else f" (n = {value.n})"
+    return f"{signed(value.mean)} against the first row{pairs}"
+
+
 def grid(experiment: Experiment, cells: Sequence[Measured]) -> list[tuple[str, list[Measured]]]:
     """The cells of an experiment, row by row, each row with its label."""
     width = len(experiment.columns)

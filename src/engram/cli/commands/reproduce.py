@@ -25,12 +25,12 @@ from engram.data.store import ImageStore
 from engram.errors import EngramError
 from engram.files import typed_path
 from engram.report.words import count_runs
-from engram.reproduce.cells import FURTHER, NOT_RUN, WITHIN_POINT, WITHIN_STD, Measured, measure
+from engram.reproduce.cells import FURTHER, NOT_RUN, WITHIN_POINT, WITHIN_STD, Measured, effect, measure
 from engram.reproduce.cost import costs
 from engram.reproduce.page import headline, remarks, write_page
 from engram.reproduce.paper import MEASURES, Experiment, Paper, load_paper
 from engram.reproduce.plan import Asked, Plan, make_plan
-from engram.reproduce.text import caption, grid, legend, lines
+from engram.reproduce.text import against_first, caption, grid, legend, lines
 from engram.together import plan_members
 
 PAGE = "reproduction.html"
@@ -148,7 +148,9 @@ def results_tables(experiment: Experiment, cells: Sequence[Measured], width: int
 
     Where it is wider than the console its columns are spread over several tables, each with all rows.
     """
-    rows = [(label, [_cell(cell) for cell in row]) for label, row in grid(experiment, cells)]
+    found = grid(experiment, cells)
+    _, firsts = found[0]
+    rows = [(label, [_cell(*pair) for pair in zip(row, firsts, strict=True)]) for label, row in found]
     labels = [column.label for column in experiment.columns]
     widths = [
         max(len(label), *(len(line) for _, row in rows for line in row[i].plain.splitlines())) + GAP
@@ -173,8 +175,8 @@ def results_tables(experiment: Experiment, cells: Sequence[Measured], width: int
     return tables
 
 
-def _cell(measured: Measured) -> Text:
-    texts = lines(measured)
+def _cell(measured: Measured, first: Measured) -> Text:
+    texts = [*lines(measured), *filter(None, [against_first(measured, first)])]
     if measured.ours is None:
         texts[0] = measured.why
     return Text("\n".join(texts), style=_STYLES.get(measured.mark, ""))
@@ -186,6 +188,8 @@ def cells_json(plan: Plan) -> list[dict[str, Any]]:
     for cell in plan.cells:
         measured = measure(cell)
         ours, published = measured.ours, cell.published
+        first = next(other for other in plan.of(cell.experiment) if other.column is cell.column)
+        against = effect(first, cell) if cell.experiment.kind == "effects" and cell is not first else None
         found.append(
             {
                 "experiment": cell.experiment.name,
@@ -196,6 +200,7 @@ def cells_json(plan: Plan) -> list[dict[str, Any]]:
                 "published": None if published is None else {"mean": published.mean, "std": published.std},
                 "ours": None if ours is None else {"mean": ours.mean, "std": ours.std, "n": ours.n},
                 "difference": measured.difference,
+                "effect": None if against is None else {"mean": against.mean, "std": against.std, "n": against.n},
                 "mark": measured.mark,
                 "why": measured.why or None,
             }
