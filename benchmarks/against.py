@@ -12,13 +12,14 @@ from benchmarks.ground import KINDS, TITLES, Ground, Kind
 from benchmarks.plain import PlainSteps, usable_workers
 from benchmarks.report import Table, number, with_spread
 from benchmarks.timing import forget_memory, peak_memory, per_step, time_together
+from engram import kernels
 
 
 def measure_plain(ground: Ground, step: dict[str, Any] | None) -> dict[str, Any]:
     """The plain loop with and without workers, for both kinds of step, and its ratio to what the step part found."""
     entries: list[dict[str, Any]] = []
     counts = sorted({usable_workers(ground.scale.workers), 0}, reverse=True)
-    with _usual_convolutions():
+    with _as_torch_is():
         for kind in KINDS:
             for workers in counts:
                 entry = _measure(ground, kind, workers)
@@ -48,15 +49,15 @@ def _one_run(step: dict[str, Any], kind: Kind) -> float | None:
 
 
 @contextmanager
-def _usual_convolutions() -> Iterator[None]:
-    """torch's own setting of TF32, which engram's engine turns off, and cuDNN's search, which speeds the loop up."""
+def _as_torch_is() -> Iterator[None]:
+    """torch's own setting of TF32, which engram's engine turns off, cuDNN's search, and heads and losses by torch."""
     backend = torch.backends.cudnn
-    before = backend.allow_tf32, backend.benchmark
-    backend.allow_tf32, backend.benchmark = True, True
+    before = backend.allow_tf32, backend.benchmark, kernels.usable
+    backend.allow_tf32, backend.benchmark, kernels.usable = True, True, lambda tensor: False
     try:
         yield
     finally:
-        backend.allow_tf32, backend.benchmark = before
+        backend.allow_tf32, backend.benchmark, kernels.usable = before
 
 
 def plain_tables(result: dict[str, Any]) -> list[Table]:

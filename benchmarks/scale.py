@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from engram.data.augment import Augmentation
 from engram.data.load import DataConfig
 from engram.data.memory import MemoryConfig
 from engram.data.store import ImageStore, Split
-from engram.errors import EngramError, suggest
+from engram.errors import EngramError
 from engram.methods import Training, find_method
 
 # What a whole run of the CIFAR-100 recipes trains, which shorter runs are extrapolated to.
@@ -59,10 +59,6 @@ class Scale:
     precision: Precision = "auto"
 
     def __post_init__(self) -> None:
-        if self.device not in get_args(Device):
-            raise EngramError(f"no device {self.device!r}: {suggest(self.device, get_args(Device))}")
-        if self.precision not in get_args(Precision):
-            raise EngramError(f"no precision {self.precision!r}: {suggest(self.precision, get_args(Precision))}")
         for name in self.methods:
             find_method(name)  # which refuses what there is not
         if not self.runs or min(self.runs) < 1:

@@ -11,7 +11,7 @@ import torch
 
 from conftest import make_config, make_store
 from engram import ImageStore, RunConfig, recipe, run_together, train
-from engram.engine import PhaseLoop
+from engram.engine import Engine, PhaseLoop
 from engram.engine.capture import CapturedStep
 from engram.events import BaseReused, RunFinished, StageFinished, Warned
 from engram.execution import Execution
@@ -30,8 +30,14 @@ pytestmark = [
 ]
 
 
-def at_second_stage(precision: str, **flags: bool) -> tuple[Session, PhaseLoop]:
-    """A session with a base stage behind it, the same bit for bit whatever the flags, before a stage with a teacher."""
+def leave_to_modules(engine: Engine) -> None:
+    """From here on torch's modules run the backbone, not our own kernels."""
+    engine.why_not_fused = lambda backbone: "not now"
+    engine._forward = None
+
+
+def at_second_stage(precision: str, *, capture: bool = True, by_modules: bool = False) -> tuple[Session, PhaseLoop]:
+    """A session with a base stage behind it, the same bit for bit whatever is asked, before a stage with a teacher."""
     config = make_config(device="cuda", precision=precision, settings__train__epochs=12)
     session = Session(config, make_store(train=24))
     learner, engine, method = session.learner, session.engine, session.method
@@ -42,17 +48,17 @@ def at_second_stage(precision: str, **flags: bool) -> tuple[Session, PhaseLoop]:
             pass
     method.finish(learner, base, engine)
     learner.snapshot_teacher()
-    for name, value in flags.items():
-        setattr(engine, name, value)
-    engine._forward = None  # as the flags say, from here on
+    engine.capture, engine._forward = capture, None  # as is asked, from here on
+    if by_modules:
+        leave_to_modules(engine)
     stage = session.stage(1)
     method.grow(learner, stage, engine)
     return session, engine.start(learner, stage, method.phases(learner, stage, engine)[0], 0)
 
 
-def first_steps(precision: str, steps: int = 50, **flags: bool) -> tuple[list[dict[str, float]], torch.Tensor]:
+def first_steps(precision: str, steps: int = 50, **how: bool) -> tuple[list[dict[str, float]], torch.Tensor]:
     """The loss terms of the first steps of a stage with a teacher, and the parameters after them."""
-    session, loop = at_second_stage(precision, **flags)
+    session, loop = at_second_stage(precision, **how)
     losses: list[dict[str, float]] = []
     for taken, _ in enumerate(loop, start=1):
         losses.append(loop.terms())
@@ -73,8 +79,8 @@ def test_recorded_and_eager_steps_agree(precision: str) -> None:
 @pytest.mark.parametrize(("precision", "loss", "weights"), [("bf16", 0.05, 0.02), ("float32", 1e-3, 1e-3)])
 def test_our_kernels_train_as_the_modules_do(precision: str, loss: float, weights: float) -> None:
     # Over five steps: either rounds differently in each, and training amplifies it.
-    fused, values = first_steps(precision, steps=5, fuse=True)
-    plain, plain_values = first_steps(precision, steps=5, fuse=False)
+    fused, values = first_steps(precision, steps=5)
+    plain, plain_values = first_steps(precision, steps=5, by_modules=True)
     for ours, theirs in zip(fused, plain, strict=True):
         assert ours == pytest.approx(theirs, rel=loss)
     assert (values - plain_values).norm() / plain_values.norm() < weights
@@ -139,7 +145,7 @@ def test_every_precision_learns_what_float32_on_the_modules_does(monkeypatch: py
         return train(config)["average_incremental_accuracy"]["cnn"]
 
     found = {precision: average(precision) for precision in ("bf16", "tf32", "float32")}
-    monkeypatch.setattr("engram.kernels.why_no_backbones", lambda device: "not now")
+    monkeypatch.setattr(Engine, "why_not_fused", lambda engine, backbone: "not now")
     plain = average("float32")
     assert found == dict.fromkeys(found, pytest.approx(plain, abs=3))
 
@@ -206,7 +212,7 @@ def test_our_kernels_say_of_an_expanded_network_what_the_modules_say(precision: 
     images = torch.from_numpy(session.store.test.images)
     assert engine.why_not_fused(network.backbone) is None
     fused = engine.infer(network, images)
-    engine.fuse = False
+    leave_to_modules(engine)
     for ours, theirs in zip(fused, engine.infer(network, images), strict=True):
         assert (ours - theirs).norm() / theirs.norm() < bound
     # Every stage has a backbone more, so its steps are recorded anew.
@@ -268,12 +274,14 @@ def test_learned_exemplars_and_factors_are_the_same_recorded_and_eager(precision
 def test_our_kernels_see_neighbours_as_the_modules_do() -> None:
     """With running statistics and the weights of the step before, in a network that trains."""
 
-    def looked_at(fuse: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def looked_at(by_modules: bool) -> tuple[torch.Tensor, torch.Tensor]:
         session = tiny_session(tiny_config("ucir-dde", epochs=3, device="cuda", precision="bf16"))
         learn_stage(session, 0)
         stage = session.stage(1)
         session.method.grow(session.learner, stage, session.engine)
-        session.engine.fuse, session.engine.capture, session.engine._forward = fuse, False, None
+        session.engine.capture, session.engine._forward = False, None
+        if by_modules:
+            leave_to_modules(session.engine)
         (phase,) = session.method.phases(session.learner, stage, session.engine)
         seen: list[torch.Tensor] = []
 
@@ -287,7 +295,7 @@ def test_our_kernels_see_neighbours_as_the_modules_do() -> None:
             break
         return seen[0], seen[1]
 
-    (ours, our_shares), (theirs, their_shares) = looked_at(True), looked_at(False)
+    (ours, our_shares), (theirs, their_shares) = looked_at(by_modules=False), looked_at(by_modules=True)
     assert torch.equal(our_shares, their_shares)
     # The teacher's embeddings are rounded otherwise, so that an image may have another neighbour.
     assert (ours - theirs).abs().median() < 0.02

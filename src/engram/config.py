@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -60,6 +60,9 @@ class RunConfig:
             object.__setattr__(self, name, from_plain(type(value), to_plain(value), name))
         if self.predictor not in method.predictors:
             raise EngramError(f"{self.method} predicts by {', '.join(method.predictors)}, not by {self.predictor}")
+        for name, valid in (("device", get_args(Device)), ("precision", get_args(Precision))):
+            if getattr(self, name) not in valid:
+                raise EngramError(f"{name} must be one of {', '.join(valid)}, got {getattr(self, name)!r}")
         if self.backbone not in BACKBONES:
             raise EngramError(f"no backbone {self.backbone!r}: {suggest(self.backbone, BACKBONES)}")
         if method.memory in ("none", "all") and self.memory.budget != method.memory:

@@ -25,6 +25,7 @@ from engram.data.store import Images
 EXTENSIONS: Final = (".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".webp", ".bmp")
 FILE_BYTES: Final = 512 * 2**20
 SIZES: Final = (16, 24, 32, 48, 64)  # that an image size is chosen from
+LOOKED_AT: Final = 200  # images, about, to choose it
 _FORMATS: Final = ("PNG", "JPEG", "WEBP", "BMP")
 _LARGE_PIXELS: Final = 4_000_000
 _READ_BYTES: Final = 2**20  # at once
@@ -75,10 +76,10 @@ def _load(image: Image.Image, size: int | None) -> Images:
     return np.array(rgb if size is None else central_square(rgb, size), dtype=np.uint8)
 
 
-def choose_size(files: Sequence[Source], looked_at: int = 200) -> int:
+def choose_size(files: Sequence[Source]) -> int:
     """The side in pixels to bring images to: the largest of SIZES that half of those looked at have."""
     sides: list[int] = []
-    for file in files[:: max(1, len(files) // looked_at)]:
+    for file in files[:: max(1, len(files) // LOOKED_AT)]:
         try:
             with quietly(), _open(file) as image:
                 sides.append(min(image.size))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Literal, TypeVar
 
 import torch
@@ -21,8 +21,7 @@ from engram.engine.sweep import sweep
 from engram.engine.tune import tune
 from engram.errors import EngramError
 from engram.learner import Learner
-from engram.methods import Phase, Step, Training
-from engram.methods.look import Look
+from engram.methods import Phase
 from engram.models.network import Network
 from engram.models.resnet import ResNet
 
@@ -48,7 +47,6 @@ class Engine:
         self.augmentation = augmentation
         self.image_size = image_size
         self.capture = device.type == "cuda"
-        self.fuse = True  # our own kernels, where they can
         # On a CPU channels-last costs a fifth of the speed with resnet10, most of it in the distillation loss.
         self.layout = torch.channels_last if device.type == "cuda" else torch.contiguous_format
         self.space = Space(device, augmentation.pad)
@@ -77,11 +75,9 @@ class Engine:
 
     def why_not_fused(self, backbone: ResNet) -> str | None:
         """Why our own kernels do not run this backbone; None where they do."""
-        if not self.fuse:
-            return "they are turned off"
         if self.augmentation.view is not None:
             return "they crop images, but do not resize them"
-        if (why := kernels.why_no_backbones(self.device)) is not None:
+        if (why := kernels.why_not(self.device)) is not None:
             return why
         from engram.engine.fused import unsupported
 
@@ -155,50 +151,10 @@ class Engine:
         """Embeddings (N, D) of uint8 images (N, H, W, 3) in eval mode, not normalised."""
         return self.infer(network, images, mirror)[0]
 
-    def sweep(
-        self,
-        learner: Learner,
-        stage: Stage,
-        rows: Tensor,
-        visit: Callable[[Step], Sequence[Tensor]],
-        batch_size: int,
-    ) -> list[Tensor]:
-        """The sums of what `visit` returns over one augmented pass in train mode; no parameter moves.
-
-        Every image counts once, the last batch being as small as it must, but for one that `leaves_out` says. Batch
-        statistics do move, as in the released code.
-        """
-        return sweep(self, learner, stage, rows, visit, batch_size)
-
-    def sensitivity(
-        self,
-        learner: Learner,
-        stage: Stage,
-        rows: Tensor,
-        objective: Callable[[Step, Tensor], Tensor],
-        power: Literal[1, 2],
-    ) -> dict[str, Tensor]:
-        """For each parameter the mean over the images of |gradient|^power, each image's gradient taken by itself.
-
-        In float32 by torch's modules whatever the precision; statistics and parameters stay as they are.
-        """
-        return sensitivity(self, learner, stage, rows, objective, power)
-
-    def tune(
-        self,
-        learner: Learner,
-        stage: Stage,
-        images: Tensor,
-        rows: Tensor,
-        objective: Callable[[Look], Tensor],
-        training: Training,
-        purpose: str,
-    ) -> Tensor:
-        """The uint8 images (N, H, W, 3) after SGD on their pixels, as floats in levels from 0 to 255, on the CPU.
-
-        The passes are in float32 by torch's modules, whatever the engine's precision.
-        """
-        return tune(self, learner, stage, images, rows, objective, training, purpose)
+    # `Passes` says what they are.
+    sweep = sweep
+    sensitivity = sensitivity
+    tune = tune
 
 
 def _equal(ours: object, theirs: object) -> bool:

@@ -79,7 +79,7 @@ class Group:
         return slice(convs[0].norm, convs[-1].norm + 2 * convs[-1].channels_out)
 
 
-def layout(backbone: ResNet, size: tuple[int, int]) -> list[Group]:
+def layout(backbone: ResNet, size: tuple[int, int], arithmetic: Arithmetic) -> list[Group]:
     """The backbone's groups, with the places of their values: weights and norms each in the order of the modules."""
     height, width = size
     weight = norm = 0
@@ -89,7 +89,7 @@ def layout(backbone: ResNet, size: tuple[int, int]) -> list[Group]:
         nonlocal height, width, weight, norm
         stride = module.stride[0]
         height, width = height // stride, width // stride
-        conv = Conv(module.in_channels, module.out_channels, stride, height, width, weight, norm)
+        conv = Conv(arithmetic, module.in_channels, module.out_channels, stride, height, width, weight, norm)
         weight, norm = weight + conv.weights, norm + 2 * conv.channels_out
         return conv
 
@@ -108,15 +108,12 @@ def layout(backbone: ResNet, size: tuple[int, int]) -> list[Group]:
 
 def turned_order(groups: list[Group], device: torch.device) -> Tensor:
     """For every weight in (3, 3, C_in, C_out) order, layer after layer, its place in (C_out, 3, 3, C_in) order."""
-    convs = [conv for group in groups for conv in group.convs]
-    return torch.cat(
-        [
-            torch.arange(conv.weight, conv.weight + conv.weights, device=device)
-            .view(conv.channels_out, -1)
-            .T.reshape(-1)
-            for conv in convs
-        ]
-    )
+    places = [
+        torch.arange(conv.weight, conv.weight + conv.weights, device=device).view(conv.channels_out, -1)
+        for group in groups
+        for conv in group.convs
+    ]
+    return torch.cat([each.T.reshape(-1) for each in places])
 
 
 class FusedBackbone:
@@ -136,8 +133,8 @@ class FusedBackbone:
         batch: int,
         arithmetic: Arithmetic,
     ) -> None:
-        self.groups = layout(backbone, size)
-        self.batch, self.arithmetic = batch, arithmetic
+        self.groups = layout(backbone, size, arithmetic)
+        self.batch = batch
         convs = [conv for group in self.groups for conv in group.convs]
         weights = sum(conv.weights for conv in convs)
         norms = sum(2 * conv.channels_out for conv in convs)
@@ -146,7 +143,7 @@ class FusedBackbone:
         self._turned = turned_order(self.groups, values.device) if arithmetic.turned else None
         self.forward_weights = self.shadow if self._turned is None else torch.empty_like(self.shadow)
         self.scratch = Scratch.on(values.device, statistics_floats(convs, batch))
-        room = max(_room(group, batch, arithmetic) for group in self.groups)
+        room = max(_room(group, batch) for group in self.groups)
         self.partial = torch.empty(room, device=values.device)
         self.d_weights, self.d_norms = gradients[:weights], gradients[weights : weights + norms]
 
@@ -168,8 +165,8 @@ class FusedBackbone:
         self.shadow.copy_(self.weights)
 
 
-def _room(group: Group, batch: int, arithmetic: Arithmetic) -> int:
-    return weight_splits(group.convs[0], batch, arithmetic) * (group.weights.stop - group.weights.start)
+def _room(group: Group, batch: int) -> int:
+    return weight_splits(group.convs[0], batch) * (group.weights.stop - group.weights.start)
 
 
 class _Group(torch.autograd.Function):
@@ -189,7 +186,7 @@ class _Group(torch.autograd.Function):
             assert module.running_var is not None
             norm = Norm(norms[gamma:beta], norms[beta:], module.running_mean, module.running_var)
             weight = backbone.forward_weights[layer.weight : layer.weight + layer.weights]
-            y, state = conv_forward(layer, x, weight, norm, backbone.scratch, backbone.arithmetic)
+            y, state = conv_forward(layer, x, weight, norm, backbone.scratch)
             kept.extend((x, y, state))
             return y, state
 
@@ -238,26 +235,24 @@ class _Backward:
         self.beside = Branch()
         self.used: list[Tensor] = []  # by what runs beside
         if want_values:
-            splits = weight_splits(group.convs[0], len(kept[0]), backbone.arithmetic)
+            splits = weight_splits(group.convs[0], len(kept[0]))
             self.partial = backbone.partial[: splits * weights].view(splits, weights)
 
     def run(self, g: Tensor) -> Tensor | None:
         """From the gradient at the group's output to that at its input; the values' gradients on the way."""
-        scratch, arithmetic, convs = self.backbone.scratch, self.backbone.arithmetic, self.group.convs
+        scratch, convs = self.backbone.scratch, self.group.convs
         norm_gradient(g, self.norms[-1], scratch)
         for second in range(len(convs) - 1, 0, -2):
             first = second - 1
             d = norm_backward(g, self.norms[second])
             self._weights(second, d)
-            inner = conv_data_gradient(
-                convs[second], d, self._weight(second), None, self.norms[first], scratch, arithmetic
-            )
+            inner = conv_data_gradient(convs[second], d, self._weight(second), None, self.norms[first], scratch)
             d = norm_backward(inner, self.norms[first])
             self._weights(first, d)
             if first == 0 and not self.want_input:
                 break
             below = self.norms[first - 1] if first > 0 else None
-            g = conv_data_gradient(convs[first], d, self._weight(first), g, below, scratch, arithmetic)
+            g = conv_data_gradient(convs[first], d, self._weight(first), g, below, scratch)
         if self.group.stem is not None:
             self._weights(0, norm_backward(g, self.norms[0]))
         if self.want_values:
@@ -273,19 +268,18 @@ class _Backward:
     def _weights(self, number: int, d: Tensor) -> None:
         if not self.want_values:
             return
-        conv, arithmetic = self.group.convs[number], self.backbone.arithmetic
-        assert weight_splits(conv, len(d), arithmetic) == len(self.partial)
+        conv = self.group.convs[number]
+        assert weight_splits(conv, len(d)) == len(self.partial)
         self.used.append(d)
-        offset = conv.weight - self.group.weights.start
         with self.beside.launching():
-            conv_weight_gradient(conv, self.inputs[number], d, self.partial, offset, arithmetic)
+            conv_weight_gradient(conv, self.inputs[number], d, self.partial, conv.weight - self.group.weights.start)
 
 
 class FoldedBackbone:
     """A backbone that does not train, its norms folded into its weights: a teacher, or a model to evaluate."""
 
     def __init__(self, backbone: ResNet, size: tuple[int, int], arithmetic: Arithmetic) -> None:
-        self.groups, self.arithmetic = layout(backbone, size), arithmetic
+        self.groups = layout(backbone, size, arithmetic)
         device = backbone.conv.weight.device
         convs = [conv for group in self.groups for conv in group.convs]
         elements = [9 * conv.channels_in for conv in convs for _ in range(conv.channels_out)]
@@ -321,8 +315,7 @@ class FoldedBackbone:
         def conv(layer: Conv, x: Tensor, shortcut: Tensor | None) -> Tensor:
             weight = self.weights[layer.weight : layer.weight + layer.weights]
             first = layer.norm // 2  # among gammas and betas both
-            bias = self.biases[first : first + layer.channels_out]
-            return conv_folded(layer, x, weight, bias, shortcut, self.arithmetic)
+            return conv_folded(layer, x, weight, self.biases[first : first + layer.channels_out], shortcut)
 
         x, maps = images, []
         for group in self.groups:

@@ -43,7 +43,10 @@ def sensitivity(
     objective: Callable[[Step, Tensor], Tensor],
     power: Literal[1, 2],
 ) -> dict[str, Tensor]:
-    """See Engine.sensitivity."""
+    """As `Passes.sensitivity` has it, by torch's modules in float32 (TF32 where that is the engine's precision).
+
+    Statistics and parameters stay as they are.
+    """
     assert len(rows) > 0, "the sensitivity to no image"
     network, device, pool = learner.network, engine.device, stage.pool
     _check(network)

@@ -29,7 +29,11 @@ def sweep(
     visit: Callable[[Step], Sequence[Tensor]],
     batch_size: int,
 ) -> list[Tensor]:
-    """See Engine.sweep."""
+    """As `Passes.sweep` has it.
+
+    Every image counts once, the last batch being as small as it must, but for one that `leaves_out` says. Batch
+    statistics do move, as in the released code.
+    """
     assert len(rows) > 0, "a sweep over no rows"
     size = min(batch_size, len(rows))
     full, rest = divmod(len(rows), size)

@@ -37,7 +37,10 @@ def tune(
     training: Training,
     purpose: str,
 ) -> Tensor:
-    """See Engine.tune."""
+    """As `Passes.tune` has it: levels from 0 to 255, on the CPU.
+
+    The passes are by torch's modules in float32 (TF32 where that is the engine's precision).
+    """
     assert len(rows) > 0, "images tuned on no rows"
     network, device = learner.network, engine.device
     start = to_unit(images.to(device)).contiguous(memory_format=engine.layout)

@@ -11,11 +11,11 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-OLDEST = (8, 0)  # the compute capability of the oldest GPUs that the backbones' kernels are for: they multiply bf16
+OLDEST = (8, 0)  # the compute capability of the oldest GPUs with bf16
 
 
-def why_no_backbones(device: torch.device) -> str | None:
-    """Why the kernels cannot run a backbone on this device; None where they can."""
+def why_not(device: torch.device) -> str | None:
+    """Why the kernels do not run on this device; None where they do."""
     if device.type != "cuda":
         return "they are for a GPU"
     if not _has_triton():
@@ -26,8 +26,8 @@ def why_no_backbones(device: torch.device) -> str | None:
 
 
 def usable(tensor: Tensor) -> bool:
-    """Whether the kernels can work where this tensor is."""
-    return tensor.is_cuda and _has_triton()
+    """Whether the kernels run where this tensor is."""
+    return tensor.is_cuda and why_not(tensor.device) is None
 
 
 @cache

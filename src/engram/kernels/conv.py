@@ -1,8 +1,9 @@
 """3x3 convolutions, with the sums that the norm after them needs (forward) or the norm below them needs (backward).
 
-Activations are in (N, H, W, C) order, weights in (C_out, 3, 3, C_in) order, both bf16 or both float32; sums are in
-float32. A tile is BLOCK_M pixels of the result by all its channels; a tap at a time, the pixels it meets are multiplied
-with its weights. Every sum has a fixed order: the same input gives the same bits.
+Activations are in (N, H, W, C) order, weights in (C_out, 3, 3, C_in) order (forward in float32: (3, 3, C_in, C_out)),
+both bf16 or both float32; sums are in float32. A tile is BLOCK_M pixels of the result by all its channels; a tap at a
+time, the pixels it meets are multiplied with its weights. Every sum has a fixed order: the same input gives the same
+bits.
 
 Legend: M pixels of the result, CI channels in, CO channels out, T tiles. The images have CX = 4 channels in memory and
 3 in the weight (CW), in tiles of 16; elsewhere all three are CI.

@@ -73,6 +73,8 @@ class Conv:
     with beta behind it, among all norms' values.
     """
 
+    arithmetic: Arithmetic
+
     channels_in: int
     channels_out: int
     stride: int
@@ -120,15 +122,13 @@ def statistics_floats(convs: list[Conv], batch: int) -> int:
     return max(2 * conv.channels_out * (4 + blocks_of(batch * conv.height * conv.width, 64)) for conv in convs)
 
 
-def conv_forward(
-    conv: Conv, x: Tensor, weight: Tensor, norm: Norm, scratch: Scratch, arithmetic: Arithmetic
-) -> tuple[Tensor, Tensor]:
+def conv_forward(conv: Conv, x: Tensor, weight: Tensor, norm: Norm, scratch: Scratch) -> tuple[Tensor, Tensor]:
     """The convolution of x, and the state (4, C) of its norm. weight: flat, turned where the arithmetic wants it."""
     images = len(x)
     pixels = images * conv.height * conv.width
     y = x.new_empty(images, conv.height, conv.width, conv.channels_out)
     state = torch.empty(4, conv.channels_out, device=x.device)
-    block, warps, stages = TILES[arithmetic.stored][conv.channels_out]
+    block, warps, stages = TILES[conv.arithmetic.stored][conv.channels_out]
     engram_conv_forward[(blocks_of(pixels, block),)](
         *(x, weight, state, x, y, scratch.partial, scratch.counter),
         *(norm.gamma, norm.beta, norm.running_mean, norm.running_var, state, pixels, MOMENTUM, EPSILON),
@@ -136,24 +136,22 @@ def conv_forward(
         CS=conv.channels_out,
         SHORTCUT_STRIDE=1,
         MODE=0,
-        **_weight_strides(conv, arithmetic),
+        **_weight_strides(conv),
         BLOCK_M=block,
         BLOCK_T=PARTIAL_SUMS // conv.channels_out,
         STAGES=stages,
-        PRODUCTS=arithmetic.products,
+        PRODUCTS=conv.arithmetic.products,
         num_warps=warps,
     )
     return y, state
 
 
-def conv_folded(
-    conv: Conv, x: Tensor, weight: Tensor, bias: Tensor, shortcut: Tensor | None, arithmetic: Arithmetic
-) -> Tensor:
+def conv_folded(conv: Conv, x: Tensor, weight: Tensor, bias: Tensor, shortcut: Tensor | None = None) -> Tensor:
     """The convolution with its norm folded in, plus the shortcut; without one, its ReLU. weight: as above."""
     images = len(x)
     pixels = images * conv.height * conv.width
     y = x.new_empty(images, conv.height, conv.width, conv.channels_out)
-    block, warps, stages = TILES[arithmetic.stored][conv.channels_out]
+    block, warps, stages = TILES[conv.arithmetic.stored][conv.channels_out]
     engram_conv_forward[(blocks_of(pixels, block),)](
         *(x, weight, bias, x if shortcut is None else shortcut, y, bias, bias),
         *(bias, bias, bias, bias, bias, pixels, MOMENTUM, EPSILON),
@@ -161,11 +159,11 @@ def conv_folded(
         CS=1 if shortcut is None else shortcut.shape[3],
         SHORTCUT_STRIDE=1 if shortcut is None else shortcut.shape[1] // conv.height,
         MODE=1 if shortcut is None else 2,
-        **_weight_strides(conv, arithmetic),
+        **_weight_strides(conv),
         BLOCK_M=block,
         BLOCK_T=PARTIAL_SUMS // conv.channels_out,
         STAGES=stages,
-        PRODUCTS=arithmetic.products,
+        PRODUCTS=conv.arithmetic.products,
         num_warps=warps,
     )
     return y
@@ -233,13 +231,7 @@ def norm_backward(g: Tensor, norm: NormGradient) -> Tensor:
 
 
 def conv_data_gradient(
-    conv: Conv,
-    d: Tensor,
-    weight: Tensor,
-    shortcut: Tensor | None,
-    below: NormGradient | None,
-    scratch: Scratch,
-    arithmetic: Arithmetic,
+    conv: Conv, d: Tensor, weight: Tensor, shortcut: Tensor | None, below: NormGradient | None, scratch: Scratch
 ) -> Tensor:
     """The gradient at the convolution's input; completes the gradient of the norm below, if given.
 
@@ -252,7 +244,7 @@ def conv_data_gradient(
     out = d.new_empty(images, height, width, conv.channels_in)
     nothing = scratch.partial
     under = NormGradient(d, *(5 * (nothing,)), after_relu=False) if below is None else below
-    block, warps, stages = TILES[arithmetic.stored][conv.channels_in]
+    block, warps, stages = TILES[conv.arithmetic.stored][conv.channels_in]
     parts = conv.stride**2  # a tile's pixels are that many apart, so that the same taps meet all of them
     engram_conv_data_gradient[(parts * blocks_of(pixels // parts, block),)](
         *(d, weight, d if shortcut is None else shortcut),
@@ -268,31 +260,29 @@ def conv_data_gradient(
         BLOCK_M=block,
         BLOCK_T=PARTIAL_SUMS // conv.channels_in,
         STAGES=stages,
-        PRODUCTS=arithmetic.products,
+        PRODUCTS=conv.arithmetic.products,
         num_warps=warps,
     )
     return out
 
 
-def weight_splits(conv: Conv, images: int, arithmetic: Arithmetic) -> int:
+def weight_splits(conv: Conv, images: int) -> int:
     """The splits that the weight's gradient is summed from."""
-    block, blocks, *_ = WEIGHT_GRADIENT[arithmetic.stored][conv.channels_out]
+    block, blocks, *_ = WEIGHT_GRADIENT[conv.arithmetic.stored][conv.channels_out]
     return blocks_of(images * conv.height * conv.width, block * blocks)
 
 
-def conv_weight_gradient(
-    conv: Conv, x: Tensor, d: Tensor, partial: Tensor, offset: int, arithmetic: Arithmetic
-) -> None:
+def conv_weight_gradient(conv: Conv, x: Tensor, d: Tensor, partial: Tensor, offset: int) -> None:
     """Each split's share of the weight's gradient into partial (splits, row), from column `offset` on."""
     images = len(d)
-    block, blocks, warps, stages = WEIGHT_GRADIENT[arithmetic.stored][conv.channels_out]
-    engram_conv_weight_gradient[(weight_splits(conv, images, arithmetic), 3)](
+    block, blocks, warps, stages = WEIGHT_GRADIENT[conv.arithmetic.stored][conv.channels_out]
+    engram_conv_weight_gradient[(weight_splits(conv, images), 3)](
         *(x, d, partial[:, offset:], images * conv.height * conv.width, partial.shape[1]),
         **_shapes(conv),
         BLOCK_P=block,
         BLOCKS=blocks,
         STAGES=stages,
-        PRODUCTS=arithmetic.products,
+        PRODUCTS=conv.arithmetic.products,
         num_warps=warps,
     )
 
@@ -355,9 +345,9 @@ def update(
     )
 
 
-def _weight_strides(conv: Conv, arithmetic: Arithmetic) -> dict[str, int]:
+def _weight_strides(conv: Conv) -> dict[str, int]:
     """Of the weight of a forward convolution."""
-    if arithmetic.turned:
+    if conv.arithmetic.turned:
         return {"BY_K": 1, "BY_C": conv.channels_out}
     return {"BY_K": 9 * conv.channels_in, "BY_C": 1}
 

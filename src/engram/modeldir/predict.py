@@ -29,18 +29,14 @@ class Predicted:
 
 
 def predict_files(
-    model: Model,
-    paths: Iterable[str | None],
-    by: str | None = None,
-    batch: int | None = None,
-    workers: int | None = None,
+    model: Model, paths: Iterable[str | None], by: str | None = None, batch: int | None = None
 ) -> Iterator[Predicted]:
     """The files in their order, decoded ahead by threads while the network works. batch: None is `fitting_batch`.
 
     None among the paths: the next may be long in coming, and all before it come at once.
     """
     side = file_side(model.config.image_size)
-    return predict_batches(model, decode_stream(paths, side, batch=batch or fitting_batch(model), workers=workers), by)
+    return predict_batches(model, decode_stream(paths, side, batch=batch or fitting_batch(model)), by)
 
 
 def predict_batches(model: Model, batches: Iterable[Decoded], by: str | None = None) -> Iterator[Predicted]:

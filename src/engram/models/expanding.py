@@ -8,7 +8,6 @@ Legend: B batch, D embedding of one backbone, N older backbones, K capacity in c
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 import torch
@@ -105,9 +104,6 @@ class ExpandingHead(Head):
         """Takes embeddings of that size from here on. Where it is another, the weights are new and zero."""
         if self.weight.shape[1] != dim:
             self.weight = nn.Parameter(self.weight.new_zeros(self.capacity, dim))
-
-    def _fresh(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        return torch.randn(shape, generator=generator) / math.sqrt(shape[-1])
 
     def forward(self, embedding: Tensor) -> Tensor:
         return F.linear(embedding, self.weight)

@@ -101,9 +101,13 @@ class Head(nn.Module, ABC):
             rows.fill_(empty)
             rows[: len(kept)] = moved
 
-    @abstractmethod
     def _fresh(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """Random values for rows of a class parameter."""
+        """Values for rows of a class parameter to begin with.
+
+        Random ones, with the variance of a last layer, which no rectification follows: scores of features of length 1
+        have it too.
+        """
+        return torch.randn(shape, generator=generator) / math.sqrt(shape[-1])
 
     @abstractmethod
     def forward(self, embedding: Tensor) -> Tensor:
@@ -137,9 +141,6 @@ class LSCHead(Head):
         """The proxies of a class."""
         return self.weight.shape[1]
 
-    def _fresh(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        return torch.randn(shape, generator=generator) / math.sqrt(shape[-1])
-
     def forward(self, embedding: Tensor) -> Tensor:
         factor = self.sharpness**2
         if kernels.usable(embedding):
@@ -157,12 +158,9 @@ class LSCHead(Head):
 class CosineHead(Head):
     """One weight a class; the score is its cosine with the embedding, and the loss sees it through a learned scale."""
 
-    def __init__(self, dim: int, capacity: int, learned_scale: bool = True) -> None:
-        super().__init__(capacity, learned_scale)
+    def __init__(self, dim: int, capacity: int) -> None:
+        super().__init__(capacity, learned_scale=True)
         self.weight = nn.Parameter(torch.zeros(capacity, dim))
-
-    def _fresh(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        return torch.randn(shape, generator=generator) / math.sqrt(shape[-1])
 
     def forward(self, embedding: Tensor) -> Tensor:
         return F.normalize(embedding, dim=1) @ F.normalize(self.weight, dim=1).T
@@ -193,10 +191,7 @@ class LinearHead(Head):
             self.class_parameters = ("weight",)
 
     def _fresh(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        if name == "bias":
-            return torch.zeros(shape)
-        # The variance of a last layer, which no rectification follows: scores of features of length 1 have it too.
-        return torch.randn(shape, generator=generator) / math.sqrt(shape[-1])
+        return torch.zeros(shape) if name == "bias" else super()._fresh(name, shape, generator)
 
     def correct(self, labels: range) -> None:
         """Starts a new correction, of these classes alone."""
@@ -242,9 +237,7 @@ class NormalisedHead(Head):
         self.register_buffer("variance", torch.ones(capacity))
 
     def _fresh(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        if name == "weight":
-            return torch.randn(shape, generator=generator) / math.sqrt(shape[-1])
-        return torch.full(shape, float(name == "gain"))
+        return super()._fresh(name, shape, generator) if name == "weight" else torch.full(shape, float(name == "gain"))
 
     def _randomise(self, labels: range, generator: torch.Generator) -> None:
         super()._randomise(labels, generator)

@@ -5,17 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+STARTS, ROUNDS = 10, 100
 
-def kmeans(points: Tensor, k: int, generator: torch.Generator, restarts: int = 10, rounds: int = 100) -> Tensor:
+
+def kmeans(points: Tensor, k: int, generator: torch.Generator) -> Tensor:
     """Centres (k, D) of the points (N, D) with the least squared distance over several k-means++ starts.
 
     All starts run side by side. With fewer points than k the points themselves are repeated.
     """
     if len(points) <= k:
         return points[torch.arange(k, device=points.device) % len(points)].clone()
-    centres = _plus_plus(points, k, generator, restarts)  # (R, k, D)
+    centres = _plus_plus(points, k, generator, STARTS)  # (R, k, D)
     assigned = None
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         distance = _distances(points, centres)
         nearest = distance.argmin(dim=2)  # (R, N)
         if assigned is not None and torch.equal(nearest, assigned):
