@@ -121,9 +121,34 @@ def test_the_number_of_images_decides_the_epochs(engram: Engram, tmp_path: Path)
     assert fitting_epochs(2_000, (64, 64), "cpu") == 15
 
 
+def test_the_last_lesson_again_is_done_already(engram: Engram, photos: Path, model: Path, tmp_path: Path) -> None:
+    """As a command that was killed once its lesson was in the model, and is given again."""
+    before = everything(model)
+    again = engram("learn", model, photos / "second", *QUICK)
+    assert (again.status, again.err) == (0, "")
+    assert re.fullmatch(r"dingo, easel: learned on \S+ \S+ in the last lesson; nothing was done\n", again.out)
+    told = engram("learn", model, photos / "second", *QUICK, "--json").events()
+    assert [(event["event"], event["classes"]) for event in told] == [("learned_before", ["dingo", "easel"])]
+    assert everything(model) == before
+    other = Path(shutil.copytree(photos / "second", tmp_path / "other"))
+    Image.new("RGB", (16, 16), (9, 99, 199)).save(other / "dingo" / "003.png")
+    assert_refused(engram("learn", model, other, *QUICK), "dingo, easel", "--more-of-known")
+
+
+def test_what_a_kill_left_goes_with_the_same_command(engram: Engram, photos: Path, model: Path) -> None:
+    generations = model / "generations"
+    assert engram("remove", model, "boat", "--yes").status == 0
+    (left,) = generations.iterdir()
+    for command in (["remove", model, "boat", "--yes"], ["undo", model, "--yes"], ["learn", model, photos / "second"]):
+        stray = Path(shutil.copytree(left, generations / "000099"))  # as if the kill came before it was deleted
+        (stray / "boat").write_text("what was removed")
+        assert_refused(engram(*command, *(QUICK if command[0] == "learn" else ())))
+        assert list(generations.iterdir()) == [left], command[0]
+
+
 def test_known_classes_are_left_out_or_learned_again(engram: Engram, photos: Path, model: Path, tmp_path: Path) -> None:
     before = opened(model)
-    assert_refused(engram("learn", model, photos / "second", *QUICK), "dingo, easel", "--more-of-known")
+    assert_refused(engram("learn", model, photos / "first", *QUICK), "apple, boat, camel", "--more-of-known")
     assert same(opened(model), before)
     both = folder(tmp_path / "both", ("apple", "goose"), count=6, seed=3)
     outcome = engram("learn", model, both, *QUICK)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import sys
+import threading
 import warnings
 from collections.abc import Hashable
 from contextlib import ExitStack
@@ -110,6 +111,23 @@ def test_a_lesson_that_fails_leaves_it_as_it_was(fitted: IncrementalClassifier) 
         classifier.partial_fit(*pictures(NAMES[3:5]), progress=interrupt)
     assert np.array_equal(classifier.predict_proba(images), before)
     assert classifier.classes_.tolist() == list(NAMES[:3])
+
+
+def test_threads_that_teach_and_remove_take_turns(fitted: IncrementalClassifier) -> None:
+    classifier = copy.deepcopy(fitted)
+    begun = threading.Event()
+
+    def teach(name: str) -> None:
+        classifier.partial_fit(*pictures([name]), progress=lambda event: begun.set())
+
+    threads = [threading.Thread(target=teach, args=(name,)) for name in NAMES[3:6]]
+    for thread in threads:
+        thread.start()
+    assert begun.wait(60)
+    classifier.remove("boat")  # while a lesson is learned
+    for thread in threads:
+        thread.join()
+    assert sorted(classifier.classes_.tolist()) == sorted({*NAMES[:6]} - {"boat"})
 
 
 def test_progress_is_told() -> None:
@@ -554,9 +572,9 @@ def test_scikit_learns_tools_take_it() -> None:
 def test_the_readmes_model_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The second Python of the README, but for fewer images and epochs."""
+    """The first Python of the README, but for fewer images and epochs."""
     readme = (Path(__file__).parent.parent / "README.md").read_text()
-    code = readme.split("```python")[2].split("```")[0]
+    code = readme.split("```python")[1].split("```")[0]
     assert "epochs=4" in code
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}

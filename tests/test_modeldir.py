@@ -656,7 +656,7 @@ def of_classes(model: Model) -> dict[str, np.ndarray]:
 
 
 def assert_scores_left(found: dict[str, np.ndarray], before: dict[str, np.ndarray], place: int) -> None:
-    """The scores are those from before without one class; a product's last bit may depend on how many there are."""
+    """The scores are those from before without one class, but for the last bit of products with fewer rows."""
     assert found.keys() == before.keys()
     for by, left in found.items():
         np.testing.assert_allclose(left, np.delete(before[by], place, axis=1), rtol=1e-6, atol=1e-6, err_msg=by)

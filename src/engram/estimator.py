@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from engram.config import Device, Precision
 from engram.data.augment import Augmentation
 from engram.data.memory import MemoryConfig
+from engram.data.room import return_memory
 from engram.data.store import Images
 from engram.errors import EngramError, suggest
 from engram.events import Event
@@ -27,6 +30,10 @@ from engram.modeldir.labels import doubts, label_array, plain_labels
 from engram.modeldir.lesson import Keeping, Lesson, Options
 
 Follow = Callable[[Event], None]
+
+# Whose turn it is to change a classifier; not among its own attributes, which are copied and pickled.
+_TURNS: WeakKeyDictionary[IncrementalClassifier, threading.RLock] = WeakKeyDictionary()
+_GUARD = threading.Lock()
 
 
 class IncrementalClassifier:
@@ -78,7 +85,8 @@ class IncrementalClassifier:
         files' bytes, open files and pictures of Pillow. y: a hashable label for each. progress: called with each event
         of the training.
         """
-        return self._learn(None, X, y, False, progress)
+        with self._turn():
+            return self._learn(None, X, y, False, progress)
 
     def partial_fit(
         self,
@@ -100,7 +108,8 @@ class IncrementalClassifier:
             odd = [label for label in plain_labels(y) if label not in given]
             if odd:
                 raise EngramError(f"the label {odd[0]!r} of y is not among the classes given")
-        return self._learn(getattr(self, "model_", None), X, y, more_of_known, progress)
+        with self._turn():
+            return self._learn(getattr(self, "model_", None), X, y, more_of_known, progress)
 
     def _learn(
         self, model: Model | None, X: Any, y: Any, refresh: bool, progress: Follow | None
@@ -120,6 +129,7 @@ class IncrementalClassifier:
             warnings.warn(doubt, UserWarning, stacklevel=3)  # of whoever called fit or partial_fit
         learned = _consume(lesson.take(Keeping()), progress)
         assert learned is not None
+        return_memory()
         if progress is not None:
             progress(lesson.learned(None))
         self._adopt(learned)
@@ -182,10 +192,11 @@ class IncrementalClassifier:
 
     def remove(self, label: Hashable, *more: Hashable) -> IncrementalClassifier:
         """Forgets a class, or several; the scores of the others stay what they are. Files change when it is saved."""
-        model = self._fitted().copy()
-        model.remove(plain_labels([label, *more]), datetime.now(UTC).isoformat(timespec="seconds"))
-        model.measure()
-        self._adopt(model)
+        with self._turn():
+            model = self._fitted().copy()
+            model.remove(plain_labels([label, *more]), datetime.now(UTC).isoformat(timespec="seconds"))
+            model.measure()
+            self._adopt(model)
         return self
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> None:
@@ -194,10 +205,11 @@ class IncrementalClassifier:
         The directory is new, or the one it was loaded from or saved to, if nobody changed it since; `overwrite`
         replaces any model.
         """
-        held = getattr(self, "_place", None)
-        expected: Pointer | None = held[1] if held is not None and held[0] == Path(path).resolve() else None
-        pointer = save_model(self._fitted(), path, expected=expected, overwrite=overwrite)
-        self._place = (Path(path).resolve(), pointer)
+        with self._turn():
+            held = getattr(self, "_place", None)
+            expected: Pointer | None = held[1] if held is not None and held[0] == Path(path).resolve() else None
+            pointer = save_model(self._fitted(), path, expected=expected, overwrite=overwrite)
+            self._place = (Path(path).resolve(), pointer)
 
     @classmethod
     def load(
@@ -225,6 +237,11 @@ class IncrementalClassifier:
         loaded._adopt(model)
         loaded._place = (Path(path).resolve(), pointer)
         return loaded
+
+    def _turn(self) -> threading.RLock:
+        """What a thread holds that changes or saves the model: another waits, so that no change is lost."""
+        with _GUARD:
+            return _TURNS.setdefault(self, threading.RLock())
 
     def _fitted(self) -> Model:
         model: Model | None = getattr(self, "model_", None)

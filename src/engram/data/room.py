@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from engram.errors import EngramError
@@ -29,3 +31,13 @@ def check_room(need: int, what: str) -> None:
         raise EngramError(
             f"{what} need {need / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free; use fewer or smaller images"
         )
+
+
+def return_memory() -> None:
+    """Gives freed memory back to the system, where its C library can.
+
+    glibc keeps what was freed, and a process that learns classes one after the other asks for pieces of ever other
+    sizes: after six lessons it held 515 MB of which it used 285.
+    """
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)

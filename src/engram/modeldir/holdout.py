@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -126,6 +126,14 @@ class Split:
         told = [f"{_images(count)} of {one!r} also in {other!r}" for (one, other), count in pairs.most_common(NAMED)]
         more = f" and {len(pairs) - NAMED} more such pairs" if len(pairs) > NAMED else ""
         return f"the same pictures in two classes (a folder renamed?): {', '.join(told)}{more}; {', '.join(parts)}"
+
+
+def knows_all(model: Model, images: np.ndarray, labels: Sequence[Hashable]) -> bool:
+    """Whether the model was given every one of these images before, under its label, to learn from or to hold out."""
+    kept = _kept_by(model)
+    return all(
+        label in kept and digest_of(image) in kept[label].seen for image, label in zip(images, labels, strict=True)
+    )
 
 
 def _kept_by(model: Model) -> dict[Hashable, Kept]:

@@ -251,6 +251,12 @@ class Writer:
         self._lock = handle
 
 
+def tidy(path: str | Path) -> None:
+    """Deletes what a kill left in the model at that path, where nobody is changing it and it can be."""
+    with suppress(EngramError, OSError):
+        Writer(path).close()
+
+
 def _entry(pointer: Pointer | None) -> dict[str, str | None]:
     """A generation as `current` names it."""
     if pointer is None:

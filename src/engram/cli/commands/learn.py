@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import sys
@@ -38,12 +39,13 @@ from engram.data.memory import MemoryConfig
 from engram.errors import EngramError
 from engram.events import EpochsChosen, Event, ImagesRead, Learned, Stopped, Warned
 from engram.files import typed_path
-from engram.modeldir import RESUMED, ModelConfig, NoModelYet, has_learning, learn_into, read_manifest
+from engram.modeldir import RESUMED, ModelConfig, NoModelYet, has_learning, learn_into, open_model, read_manifest
 from engram.modeldir.config import LARGEST_SIDE, VALIDATION_LEAST, fitting_epochs
 from engram.modeldir.directory import POINTER
+from engram.modeldir.holdout import knows_all
 from engram.modeldir.inputs import file_side
 from engram.modeldir.labels import doubts
-from engram.modeldir.writer import refuse_others
+from engram.modeldir.writer import refuse_others, tidy
 
 HOLD_OUT = 0.2
 NAMED = 5  # classes in a warning
@@ -64,6 +66,10 @@ def learn_command(options: Learn, typed: Sequence[str]) -> int:
     paths, labels = _listed(options, manifest)
     if manifest is not None:
         _refuse_changes(options.new, ModelConfig.from_plain(manifest["config"]), place)
+        tidy(place)
+        if _is_learned(options, manifest, place, paths, labels):
+            _tell_learned_before(console, manifest, labels, options)
+            return 0
         paths, labels = _leave_out_known(options, manifest, paths, labels)
     size = _side(options.new, manifest, paths)
     config = choose_config(options, size, len(paths)) if manifest is None else None  # refused before, not after reading
@@ -169,6 +175,33 @@ def _refuse_changes(flags: NewModelFlags, config: ModelConfig, place: Path) -> N
             )
     if flags.set:
         raise EngramError(f"the model at {place} has its settings, and they are for good; leave --set out")
+
+
+def _is_learned(
+    options: Learn, manifest: dict[str, Any], place: Path, paths: Sequence[str], labels: Sequence[Hashable]
+) -> bool:
+    """Whether these are the images of the last lesson, as they are after a kill that came once it was done."""
+    history, classes = manifest["history"], manifest["classes"]
+    if options.lesson.more_of_known or not history or history[-1]["what"] != "learned":
+        return False
+    last = max(known["stage"] for known in classes)
+    if set(labels) != {known["label"] for known in classes if known["stage"] == last}:
+        return False
+    if len(labels) != history[-1]["images"]:
+        return False
+    images, kept = read_files(paths, _side(options.new, manifest, paths), skip_bad=True, console=None)
+    return knows_all(open_model(place, "cpu")[0], images, [labels[position] for position in kept])
+
+
+def _tell_learned_before(
+    console: Console, manifest: dict[str, Any], labels: Sequence[Hashable], options: Learn
+) -> None:
+    names = list(dict.fromkeys(printable(label) for label in labels))
+    date = printable(manifest["history"][-1]["date"])[:16].replace("T", " ")
+    if options.json:
+        print_line(console, json.dumps({"event": "learned_before", "classes": names, "date": date}))
+    else:
+        print_line(console, f"{shorten(names, 60)}: learned on {date} in the last lesson; nothing was done")
 
 
 def _leave_out_known(

@@ -18,6 +18,7 @@ from engram.errors import EngramError
 from engram.files import typed_path
 from engram.modeldir import RemovedImages, read_manifest, remove_class, remove_images
 from engram.modeldir.labels import encode_label
+from engram.modeldir.writer import tidy
 
 
 def remove_command(options: Remove, typed: Sequence[str]) -> int:
@@ -29,6 +30,7 @@ def remove_command(options: Remove, typed: Sequence[str]) -> int:
     if options.images:
         return _remove_images(options, place, console)
     classes = read_manifest(place)["classes"]
+    tidy(place)  # also where this finds nothing to remove, because a kill came between the removal and its end
     labels = [known["label"] for known in classes]
 
     def call(label: str) -> str:

@@ -17,6 +17,7 @@ from engram.errors import EngramError
 from engram.files import typed_path
 from engram.modeldir import Undone, read_manifest, undo
 from engram.modeldir.labels import encode_label
+from engram.modeldir.writer import tidy
 
 
 def undo_command(options: Undo, typed: Sequence[str]) -> int:
@@ -26,6 +27,7 @@ def undo_command(options: Undo, typed: Sequence[str]) -> int:
     place = typed_path(options.model)
     manifest = _manifest(place)
     if manifest is not None and manifest["undo"] is None:
+        tidy(place)
         raise EngramError(manifest["why_no_undo"])
     back = "" if manifest is None else f" ({back_to(manifest['undo'])})"
     if not options.yes and not options.json and not confirmed(f"take back the last lesson of {place} for good{back}?"):
