@@ -904,8 +904,8 @@ def test_doctor_finds_this_installation_in_order(engram: Engram, monkeypatch: py
     ("bf16", "capability", "said"),
     [
         (True, (9, 0), "with bf16"),
-        (True, (7, 5), "and slower: they are for GPUs of compute capability 8.0 and later"),
-        (False, (6, 1), "without bf16"),
+        (True, (7, 9), "and slower: they are for GPUs of compute capability 8.0 and later"),
+        (False, (7, 5), "without bf16"),
     ],
 )
 def test_doctor_says_what_a_gpu_can(
@@ -914,7 +914,7 @@ def test_doctor_says_what_a_gpu_can(
     properties = SimpleNamespace(name="a GPU", total_memory=16e9)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: properties)
-    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda: bf16)
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: bf16)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
     monkeypatch.setattr("engram.kernels._has_triton", lambda: True)
     finding = check_torch()

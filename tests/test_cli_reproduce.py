@@ -113,7 +113,7 @@ def test_again_is_the_same_and_trains_nothing(engram: Engram, paper: Path, photo
     assert lines[0].startswith("Table 1: Memory (average incremental accuracy, %)")
     assert any(line.startswith(LEGEND_START) for line in lines)
     # 50 is missed by less than 60, 200 and the two of 10 by more than a point; Replay's 33 is as the run has it.
-    assert lines[-2].startswith("5 of 7 published numbers have ours beside them: ")
+    assert lines[-2].startswith("5 of 7 published numbers were measured: ")
     assert lines[-1] == str(done / "reproduction.html")
     assert "no recipe yet" in outcome.out
 
@@ -327,7 +327,7 @@ def test_the_page_in_words(engram: Engram, paper: Path, done: Path, tmp_path: Pa
     outcome = engram("results", "page", "page.md", done, "--paper", paper)
     assert outcome.out == "page.md: 6 runs\n"
     page = (tmp_path / "page.md").read_text()
-    assert page.startswith("# Reproduction\n\nA paper in miniature. 5 of 7 published numbers have ours beside them")
+    assert page.startswith("# Reproduction\n\nA paper in miniature. 5 of 7 published numbers were measured")
     for heading in ("## What reproduces", "## What does not", "## Effects: ", "## Table 2", "## The runs"):
         assert heading in page
     assert "| no distillation | " in page

@@ -559,9 +559,8 @@ def test_a_number_that_tables_repeat_counts_once() -> None:
     published = [cell for cell in of_accuracy if cell.cell.published is not None]
     assert len(published) == 6
     assert headline(published) == (
-        "1 of 1 published numbers have ours beside them: 1 within the paper's standard deviation; "
-        "1 of these from one run of one class order, where the paper has means of 3. "
-        "The tables repeat some: 6 of 6 cells."
+        "1 of 1 published numbers were measured: 1 within the paper's standard deviation (1 from a single run); "
+        "the paper's are means over 3 class orders. Some stand in several tables: 6 of 6 cells are filled."
     )
     assert {cell.mark for cell in published} == {"within one standard deviation"}, "in the other five, too"
     (table4,) = make_plan(AFC.find(["table4"]), [record], Asked(rows=["AFC"], columns=["CNN"])).cells
@@ -573,8 +572,8 @@ def test_the_headline_tells_single_runs_from_means() -> None:
     whole = [make_record("afc-cifar100-b50-s25", 63.5, order=order) for order in "123"]
     cells = measure_all(make_plan(AFC.find(["table1"]), [*single, *whole], Asked(rows=["AFC (CNN)"])))
     assert headline(cells) == (
-        "3 of 4 published numbers have ours beside them: 2 within the paper's standard deviation, 1 further off; "
-        "1 and 1 of these from one run of one class order, where the paper has means of 3."
+        "3 of 4 published numbers were measured: 2 within the paper's standard deviation (1 from a single run), "
+        "1 further off (1 from a single run); the paper's are means over 3 class orders."
     )
     assert "one run" not in headline([cell for cell in cells if cell.n == 3])
 

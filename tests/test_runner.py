@@ -244,9 +244,9 @@ def test_images_are_checked_before_anything_is_trained() -> None:
 
 
 def test_readme_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    """The Python of the README, word for word, but for fewer images and epochs."""
+    """The second Python of the README, word for word, but for fewer images and epochs."""
     readme = (Path(__file__).parent.parent / "README.md").read_text()
-    code = readme.split("```python")[1].split("```")[0]
+    code = readme.split("```python")[2].split("```")[0]
     assert "train__epochs=4" in code
     quick = code.replace("train__epochs=4", "train__epochs=1").replace(
         "store = ", "x_train, y_train = x_train[::10], y_train[::10]\nstore = "

@@ -11,11 +11,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from engram.metrics import Estimate
 from engram.report.figures import WIDTH, colour, line_style
 from engram.report.svg import CARD, INK, MUTED, Drawing, finish, plain, plain_label
 from engram.reproduce.cells import POINT, Measured, curve, effect, last_importance, predictor_of
 from engram.reproduce.paper import Column, Experiment
+from engram.reproduce.text import spread
 
 _DARK = 0.16  # of a band
 MOST_LINES = 12  # that can be told apart in one plot
@@ -71,11 +71,7 @@ def _legend(cell: Measured) -> str:
     predictor = predictor_of(cell)
     who = plain_label(cell.cell.row.label, 28)
     named = who if f"({predictor})" in who else f"{who}, {predictor}"
-    return f"{named}, n = {cell.n}: {_spread(cell.ours)} %"
-
-
-def _spread(value: Estimate) -> str:
-    return f"{value.mean:.2f}" if value.std is None else f"{value.mean:.2f} ± {value.std:.2f}"
+    return f"{named}, n = {cell.n}: {spread(cell.ours)} %"
 
 
 def importance(experiment: Experiment, cells: Sequence[Measured]) -> Drawing | None:

@@ -90,17 +90,20 @@ def headline(cells: Sequence[Measured]) -> str:
     if not measured:
         return f"None of the {len(published)} published numbers asked for was measured yet."
     marks = Counter(cell.mark for cell in measured)
-    parts = [f"{marks[mark]} {text}" for mark, text in _NEAR.items() if marks[mark]]
-    text = f"{len(measured)} of {len(published)} published numbers have ours beside them: {', '.join(parts)}"
     single = [cell for cell in measured if cell.n == 1 and len(cell.cell.experiment.orders) > 1]
+    alone = Counter(cell.mark for cell in single)
+    parts = [
+        f"{marks[mark]} {text}{f' ({alone[mark]} from a single run)' if alone[mark] else ''}"
+        for mark, text in _NEAR.items()
+        if marks[mark]
+    ]
+    text = f"{len(measured)} of {len(published)} published numbers were measured: {', '.join(parts)}"
     if single:
-        of = Counter(cell.mark for cell in single)
-        counts = join([str(of[mark]) for mark in _NEAR if marks[mark]])
         orders = join(sorted({str(len(cell.cell.experiment.orders)) for cell in single}))
-        text += f"; {counts} of these from one run of one class order, where the paper has means of {orders}"
+        text += f"; the paper's are means over {orders} class orders"
     if len(in_tables) > len(published):
         filled = sum(cell.mark != NOT_RUN for cell in in_tables)
-        text += f". The tables repeat some: {filled} of {len(in_tables)} cells"
+        text += f". Some stand in several tables: {filled} of {len(in_tables)} cells are filled"
     return f"{text}."
 
 
