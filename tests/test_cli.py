@@ -915,7 +915,7 @@ def test_doctor_says_what_a_gpu_can(
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: properties)
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: bf16)
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
+    monkeypatch.setattr("engram.kernels._capability", lambda device: capability)
     monkeypatch.setattr("engram.kernels._has_triton", lambda: True)
     finding = check_torch()
     assert finding.status == ("ok" if bf16 else "warning")

@@ -185,7 +185,7 @@ def test_our_kernels_are_for_a_gpu_that_can_run_them(monkeypatch: pytest.MonkeyP
     backbone = build_backbone("resnet10", generator(1))
     assert session.engine.why_not_fused(backbone) == "they are for a GPU"
     session.engine.device = torch.device("cuda")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr("engram.kernels._capability", lambda device: (7, 5))
     monkeypatch.setattr("engram.kernels._has_triton", lambda: False)
     assert session.engine.why_not_fused(backbone) == "they are written in Triton, which is not installed"
     monkeypatch.setattr("engram.kernels._has_triton", lambda: True)

@@ -20,7 +20,7 @@ def why_not(device: torch.device) -> str | None:
         return "they are for a GPU"
     if not _has_triton():
         return "they are written in Triton, which is not installed"
-    if torch.cuda.get_device_capability(device) < OLDEST:
+    if _capability(device) < OLDEST:
         return f"they are for GPUs of compute capability {OLDEST[0]}.{OLDEST[1]} and later"
     return None
 
@@ -28,6 +28,11 @@ def why_not(device: torch.device) -> str | None:
 def usable(tensor: Tensor) -> bool:
     """Whether the kernels run where this tensor is."""
     return tensor.is_cuda and why_not(tensor.device) is None
+
+
+@cache  # so that a step that is being recorded asks nothing of the device
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 @cache
