@@ -459,7 +459,7 @@ def test_a_cache_that_cannot_be_locked_is_done_without(tmp_path: Path, monkeypat
     def flock(*_: object) -> None:
         raise OSError(37, "No locks available")
 
-    monkeypatch.setattr("engram.stagecache.fcntl.flock", flock)
+    monkeypatch.setattr("engram.files.fcntl.flock", flock)
     cache = StageCache(tmp_path / "cache")
     events = list(run(make_config(), make_store(), cache=cache))
     warnings = [event.message for event in events if isinstance(event, Warned)]

@@ -1,8 +1,9 @@
-"""Writing files so that a reader never sees half of one, and reading JSON with errors for people."""
+"""Writing files so that a reader never sees half of one, locks, and reading JSON with errors for people."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import tempfile
@@ -38,6 +39,34 @@ def writing(path: Path) -> Iterator[None]:
         else:
             what = error.strerror or str(error)
         raise EngramError(f"cannot write {path}: {what}; what was written before is intact") from error
+
+
+def lock(path: Path) -> int | None:
+    """A handle on the file at the path, made if there is none, that nobody else has locked; None while somebody has.
+
+    Closing the handle lets it go. Links are not followed.
+    """
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_at(path, handle):
+                return handle
+        except BlockingIOError:
+            os.close(handle)
+            return None
+        except BaseException:
+            os.close(handle)
+            raise
+        os.close(handle)  # it was removed between opening and locking
+
+
+def _is_at(path: Path, handle: int) -> bool:
+    """Whether the open file is the one that the path names now."""
+    try:
+        return os.path.samestat(path.lstat(), os.fstat(handle))
+    except FileNotFoundError:
+        return False
 
 
 @contextmanager

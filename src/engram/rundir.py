@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import platform
@@ -20,7 +19,7 @@ from safetensors.numpy import save
 
 from engram.errors import EngramError
 from engram.events import Event
-from engram.files import TEMPORARY, read_json, remove_temporaries, write_bytes, write_json, writing
+from engram.files import TEMPORARY, lock, read_json, remove_temporaries, write_bytes, write_json, writing
 from engram.metrics import METRICS
 
 FORMAT = 1
@@ -130,15 +129,11 @@ class RunDirectory:
                 file.write("\n")
 
     def _acquire(self) -> None:
-        path = self.path / LOCK
-        with writing(path):
-            lock = path.open("w", encoding="utf-8")
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                lock.close()
-                raise EngramError(f"another process is writing to {self.path}; wait for it or stop it") from error
-        self._lock = lock
+        with writing(self.path / LOCK):
+            handle = lock(self.path / LOCK)
+        if handle is None:
+            raise EngramError(f"another process is writing to {self.path}; wait for it or stop it")
+        self._lock = os.fdopen(handle, "w", encoding="utf-8")  # which is closed with whatever drops it
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

@@ -5,7 +5,6 @@ An entry is named by everything that determines it, so a changed setting has ano
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import inspect
 import os
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from engram.checkpoint import Checkpoint, load_checkpoint, read_data, save_checkpoint
 from engram.errors import EngramError
-from engram.files import remove_temporaries, writing
+from engram.files import lock, remove_temporaries, writing
 from engram.rundir import METHOD_CODE, METHOD_FILE
 
 LIMIT_BYTES = 2**30
@@ -155,19 +154,10 @@ class StageCache:
         path = self._lock_path(key)
         with writing(path):
             self.folder.mkdir(parents=True, exist_ok=True)
-            while True:
-                file = path.open("a", encoding="utf-8")
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    if _is_at(path, file):
-                        break
-                except BlockingIOError:
-                    file.close()
-                    return None
-                except BaseException:
-                    file.close()
-                    raise
-                file.close()  # it was removed between opening and locking
+            handle = lock(path)
+            if handle is None:
+                return None
+            file = os.fdopen(handle, "w", encoding="utf-8")
             file.truncate(0)
             file.write(holder)
             file.flush()
@@ -211,11 +201,3 @@ class StageCache:
 
     def _lock_path(self, key: str) -> Path:
         return self.folder / f"{key}{LOCK}"
-
-
-def _is_at(path: Path, file: IO[str]) -> bool:
-    """Whether the open file is the one that the path names now."""
-    try:
-        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
-    except FileNotFoundError:
-        return False

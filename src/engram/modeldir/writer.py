@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -16,7 +15,7 @@ from typing import Any
 
 from engram.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from engram.errors import EngramError
-from engram.files import TEMPORARY, writing
+from engram.files import TEMPORARY, lock, writing
 from engram.modeldir.directory import (
     FILE,
     FORMAT,
@@ -233,22 +232,10 @@ class Writer:
                 raise EngramError(f"{place} is no folder of this model (a link, or a file); remove it")
 
     def _acquire(self) -> None:
-        path = self.path / LOCK
-        with writing(path):
-            while True:
-                handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-                try:
-                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    if _is_at(path, handle):
-                        break
-                except BlockingIOError:
-                    os.close(handle)
-                    raise EngramError(f"another process is changing the model at {self.path}; wait for it") from None
-                except BaseException:
-                    os.close(handle)
-                    raise
-                os.close(handle)  # it was removed between opening and locking
-        self._lock = handle
+        with writing(self.path / LOCK):
+            self._lock = lock(self.path / LOCK)
+        if self._lock is None:
+            raise EngramError(f"another process is changing the model at {self.path}; wait for it")
 
 
 def tidy(path: str | Path) -> None:
@@ -277,14 +264,6 @@ def refuse_others(path: Path) -> None:
         raise EngramError(f"{path} has lost its file {POINTER!r}: it is damaged; restore it from a copy")
     if others:
         raise EngramError(f"{path} is not a model directory and holds {min(others)!r}; choose a new or empty one")
-
-
-def _is_at(path: Path, handle: int) -> bool:
-    """Whether the open file is the one that the path names now."""
-    try:
-        return os.path.samestat(path.lstat(), os.fstat(handle))
-    except FileNotFoundError:
-        return False
 
 
 def _link(source: Path, path: Path, content: bytes) -> bool:
