@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from benchmarks import __main__ as command
-from benchmarks import report
+from benchmarks import against, report
 from benchmarks.after import summarise_after
+from benchmarks.against import measure_plain
 from benchmarks.ground import KINDS, Ground, Kind
 from benchmarks.growth import fit_growth, summarise_growth
 from benchmarks.kernels import ORDER, OTHER, TABLE, Kernel, breakdown, kind_of
@@ -27,6 +28,7 @@ from benchmarks.plain import PlainImages, PlainSteps
 from benchmarks.runs import AFTER, StageTimes
 from benchmarks.scale import FULL, QUICK, afc_config, store_of
 from benchmarks.timing import EngineSteps, per_step, time_together
+from engram import kernels
 from engram.data.augment import Augmentation, Draws, augment, pad_images
 from engram.data.samples import Samples
 from engram.errors import EngramError
@@ -439,6 +441,15 @@ def test_a_mistake_is_answered_with_a_sentence(
     error = capsys.readouterr().err
     assert sentence in error
     assert "Traceback" not in error
+
+
+def test_the_plain_loop_has_none_of_our_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    monkeypatch.setattr(kernels, "usable", lambda tensor: True)
+    monkeypatch.setattr(against, "_measure", lambda *_: seen.append(kernels.usable(torch.ones(1))) or {"ms": {}})
+    measure_plain(Ground(replace(CPU, workers=0)), None)
+    assert seen == [False, False]
+    assert kernels.usable(torch.ones(1))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens where there is no CUDA device")

@@ -52,7 +52,7 @@ class Arithmetic:
         """Whether a forward convolution wants its weight as (3, 3, C_in, C_out), not (C_out, 3, 3, C_in).
 
         Without tensor cores, threads beside each other take channels out that are beside each other; the other order
-        would have them wait for the same bank of the shared memory, and the convolution take twice as long.
+        would have them wait for the same bank of the shared memory.
         """
         return self.stored is torch.float32 and self.products == "ieee"
 
