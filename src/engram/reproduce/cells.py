@@ -107,6 +107,11 @@ def effect(base: Cell, cell: Cell) -> Difference | None:
     return paired(values(cell), values(base))
 
 
+def effect_of(cell: Cell, first: Cell) -> Difference | None:
+    """The effect of a cell in a table of effects, first being that of the first row; None for that and elsewhere."""
+    return effect(first, cell) if cell.experiment.kind == "effects" and cell is not first else None
+
+
 def curve(cell: Cell) -> tuple[list[int], list[Estimate]] | None:
     """Classes seen and accuracy after each stage over the cell's runs; None where there are none."""
     curves = [record.curve(cell.predictor or "") for record in cell.records]

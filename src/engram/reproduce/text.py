@@ -16,6 +16,7 @@ from engram.reproduce.cells import (
     WITHIN_STD,
     Measured,
     effect,
+    effect_of,
     predictor_of,
 )
 from engram.reproduce.paper import MEASURES, Experiment, Published
@@ -70,9 +71,7 @@ def against_first(measured: Measured, first: Measured) -> str:
 
     first: the cell of the first row in the same column.
     """
-    if measured.cell.experiment.kind != "effects" or measured is first:
-        return ""
-    value = effect(first.cell, measured.cell)
+    value = effect_of(measured.cell, first.cell)
     if value is None:
         return ""
     pairs = "" if value.n == measured.n else f" (n = {value.n})"

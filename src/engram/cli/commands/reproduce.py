@@ -25,7 +25,7 @@ from engram.data.store import ImageStore
 from engram.errors import EngramError
 from engram.files import typed_path
 from engram.report.words import count_runs
-from engram.reproduce.cells import FURTHER, NOT_RUN, WITHIN_POINT, WITHIN_STD, Measured, effect, measure
+from engram.reproduce.cells import FURTHER, NOT_RUN, WITHIN_POINT, WITHIN_STD, Measured, effect_of, measure
 from engram.reproduce.cost import costs
 from engram.reproduce.page import headline, remarks, write_page
 from engram.reproduce.paper import MEASURES, Experiment, Paper, load_paper
@@ -189,7 +189,7 @@ def cells_json(plan: Plan) -> list[dict[str, Any]]:
         measured = measure(cell)
         ours, published = measured.ours, cell.published
         first = next(other for other in plan.of(cell.experiment) if other.column is cell.column)
-        against = effect(first, cell) if cell.experiment.kind == "effects" and cell is not first else None
+        against = effect_of(cell, first)
         found.append(
             {
                 "experiment": cell.experiment.name,
