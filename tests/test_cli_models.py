@@ -171,7 +171,7 @@ def test_known_classes_are_left_out_or_learned_again(engram: Engram, photos: Pat
         (["--backbone", "resnet32"], "--backbone resnet10"),
         (["--image-size", "32"], "--image-size 16"),
         (["--memory", "total=50"], "--memory per_class=20"),
-        (["--hold-out", "0.5"], "--hold-out 0.2"),
+        (["--holdout", "0.5"], "--holdout 0.2"),
         (["--seed", "4"], "--seed 1"),
         (["--no-mirror"], "--no-mirror"),
         (["--set", "train.lr=0.2"], "--set"),
@@ -186,7 +186,7 @@ def test_what_was_chosen_once_is_kept(
 
 def test_flags_reach_a_new_model(engram: Engram, photos: Path) -> None:
     flags = ["--method", "icarl", "--backbone", "resnet10", "--image-size", "8", "--memory", "total=9", "--seed", "3"]
-    flags += ["--hold-out", "0", "--no-mirror", "--set", "train.lr=0.5"]
+    flags += ["--holdout", "0", "--no-mirror", "--set", "train.lr=0.5"]
     assert engram("learn", "model", photos / "first", *QUICK, *flags).status == 0
     config = read_manifest("model")["config"]
     assert (config["method"], config["image_size"], config["seed"], config["validation"]) == ("icarl", [8, 8], 3, 0)
@@ -203,7 +203,7 @@ def test_flags_reach_a_new_model(engram: Engram, photos: Path) -> None:
         (["learn", "model", "FIRST", "--epochs", "2", "--minutes", "1"], ["--epochs and --minutes"]),
         (["learn", "model", "FIRST", "--epochs", "0"], ["--epochs", "0"]),
         (["learn", "model", "FIRST", "--minutes", "0"], ["--minutes", "0"]),
-        (["learn", "model", "FIRST", "--hold-out", "1"], ["--hold-out", "1"]),
+        (["learn", "model", "FIRST", "--holdout", "1"], ["--holdout", "1"]),
         (["learn", "model", "FIRST", "--image-size", "4"], ["--image-size", "4"]),
         (["learn", "model", "FIRST", "--image-size", "5000"], ["--image-size must be 8 to 1024 pixels"]),
         (["learn", "model", "FIRST", "--seed", "99999999999999999999"], ["larger than any number of a model"]),

@@ -22,7 +22,7 @@ class NewModelFlags:
     """Side that images are brought to: the central square, resized."""
     memory: Annotated[str | None, arg(metavar="BUDGET", help_behavior_hint="(default: per_class=20)")] = None
     """Images of each class to keep in the model: per_class=20, total=2000, all or none."""
-    hold_out: Annotated[float | None, arg(metavar="SHARE", help_behavior_hint="(default: 0.2)")] = None
+    holdout: Annotated[float | None, arg(metavar="SHARE", help_behavior_hint="(default: 0.2)")] = None
     """Share of each class's images, 50 at most, never trained on and kept to measure accuracy with."""
     no_mirror: Annotated[bool, arg(help_behavior_hint="")] = False
     """Do not mirror images in training: for letters, signs, and all where left and right differ."""

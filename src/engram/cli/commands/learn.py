@@ -47,7 +47,7 @@ from engram.modeldir.inputs import file_side
 from engram.modeldir.labels import doubts
 from engram.modeldir.writer import refuse_others, tidy
 
-HOLD_OUT = 0.2
+HOLDOUT = 0.2
 NAMED = 5  # classes in a warning
 
 
@@ -116,8 +116,8 @@ def _check(options: Learn) -> None:
         raise EngramError(f"--minutes must be more than 0, got {lesson.minutes:g}")
     if lesson.checkpoint_minutes < 0:
         raise EngramError(f"--checkpoint-minutes must be 0 or more, got {lesson.checkpoint_minutes:g}")
-    if options.new.hold_out is not None and not 0 <= options.new.hold_out < 1:
-        raise EngramError(f"--hold-out must be a share of 0 or more and below 1, got {options.new.hold_out:g}")
+    if options.new.holdout is not None and not 0 <= options.new.holdout < 1:
+        raise EngramError(f"--holdout must be a share of 0 or more and below 1, got {options.new.holdout:g}")
 
 
 def _refuse_among_images(place: Path, images: Path) -> None:
@@ -163,7 +163,7 @@ def _refuse_changes(flags: NewModelFlags, config: ModelConfig, place: Path) -> N
         "backbone": (flags.backbone, config.backbone),
         "image-size": (flags.image_size, config.image_size[0]),
         "memory": (flags.memory and str(MemoryConfig.parse(flags.memory, memory.selection)), str(memory)),
-        "hold-out": (flags.hold_out, config.validation),
+        "holdout": (flags.holdout, config.validation),
         "no-mirror": (flags.no_mirror or None, not config.augmentation.flip),
         "seed": (flags.seed, config.seed),
     }
@@ -258,7 +258,7 @@ def choose_config(options: Learn, size: int, images: int) -> ModelConfig:
         backbone=flags.backbone,
         settings=settings,
         seed=1 if flags.seed is None else flags.seed,
-        validation=HOLD_OUT if flags.hold_out is None else flags.hold_out,
+        validation=HOLDOUT if flags.holdout is None else flags.holdout,
         device=options.place.device,
     )
     if flags.no_mirror:
