@@ -96,7 +96,7 @@ def test_what_was_kept_and_what_was_learned_stand_apart(tmp_path: Path) -> None:
     # 80 on 50 classes of 50, 55, ..., 100 that were seen.
     still = sum(80 * 50 / seen for seen in range(50, 101, 5)) / 11
     assert "the best base stage of these runs (80.00) and never learned another class" in page
-    assert f"would have an average of {still:.2f}. " in page
+    assert f"would have an average of {still:.2f}.\n" in page
     record.result["stages"][-1]["accuracy_by_stage"]["cnn"] = [70.0, *[5.0] * 9, 25.0]
     assert TOOL._base_and_later(record, "cnn") == (70.0, 7.0)
 

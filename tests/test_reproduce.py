@@ -607,7 +607,7 @@ def test_a_remark_on_effects_stands_on_the_pages_once_one_is_measured(tmp_path: 
     original = recipe("afc-cifar100-b50-s10")
     config = named_after_changes(original, apply_changes(original, ["settings.exemplars_only=true"]))
     base, changed = make_record(original, 64.0), make_record(config, 65.0)
-    said = "How much a run moves by rounding alone"
+    said = "Rounding alone moves a run too"
     assert said not in document(AFC, [base])
     assert document(AFC, [base, changed]).count(said) == 1
     plan = make_plan(AFC.find(["effects"]), [base, changed])

@@ -39,10 +39,14 @@ FAR = 2.0  # points from the paper
 PICTURE = "methods-compared"
 # A method's card, which is NAME.md for all others.
 CARDS = {"afc": "../afc.md"} | {method: f"{card}.md" for card, methods in METHODS.items() for method in methods}
-BORROWED = "† is the time of the method's own recipe, from which the row's differs in a setting; so in the picture."
-FOUND = ["after the last stage", "of its base and later classes", "average by the other"]
-HEADER = ["", "by", "average", "paper", "less the paper's", *FOUND, "ms a step, later stages", "seconds of a run alone"]
-EMBEDDED = ["", "by", "average", *FOUND]
+BORROWED = (
+    "A dagger (†) marks a time that was measured with the method's own recipe,\n"
+    "  which differs from the row's in one setting; the picture uses it too."
+)
+FOUND = ["final", "final, base and later", "average, other predictor"]
+COST = ["ms per step, later stages", "seconds per run, alone"]
+HEADER = ["", "predictor", "average", "paper", "difference", *FOUND, *COST]
+EMBEDDED = ["", "predictor", "average", *FOUND]
 
 
 @dataclass(frozen=True)
@@ -151,12 +155,17 @@ the paper's numbers alone; a test checks that it is what this command gives.
 {"".join(f"  {sentence}{chr(10)}" for sentence in _orders(records))}- **Accuracy**: {_runs(rows, RUN)}
 - **Times**: {_timed(files)}
 
-{image}Accuracy, in %, is the average over all stages, the base included, and that after the last stage, by the
-predictor that the row reports (CNN is the head, NME the nearest mean of exemplars); the latter also of the base classes
-and of those that came later, which says what an average does not: what was kept, and what was learned.
-{_still(rows)}Beside it the same run's average by the other predictor.
-A star marks what the paper's authors ran again with others' code. Rows without a number of the paper are not in its
-Table 1 with 10 stages.{f" {BORROWED}" if any(row.cost and row.borrowed for row in rows) else ""}
+{image}How to read the table (accuracy in %):
+
+- **average**: mean accuracy over all stages, including the base, by the row's predictor (CNN is the head, NME the
+  nearest mean of exemplars).
+- **final**: accuracy after the last stage. **Final, base and later**: the same for the base classes and for the classes
+  that came later. They show what was kept and what was learned, which an average does not.
+- **average, other predictor**: the same run's average by the other predictor.
+- **paper**: missing where the paper's Table 1 has no such row with 10 stages. A star marks rows for which the paper's
+  authors ran other people's code again.{f" {BORROWED}" if any(row.cost and row.borrowed for row in rows) else ""}
+
+{_still(rows).rstrip()}
 
 {_table(HEADER, rows, _cells)}
 ## Further than {FAR:g} points from the paper
@@ -220,13 +229,13 @@ def _timed(files: Sequence[dict[str, Any]]) -> str:
         f"{files[0]['hardware']['name']}; torch {torch}; commit {commit}. One short run of each method, alone, on\n"
         f"  random images, {epochs} epochs of each phase and three stages, n = 1; the seconds are extrapolated to the\n"
         "  whole recipe ([how](../benchmark.md#methods-what-each-method-costs), [commands](#commands-of-the-times)).\n"
-        "  A tenth more or less means nothing ([what is known of their faults](../../results/README.md))."
+        "  Differences of 10 % or less mean nothing ([known faults](../../results/README.md#times-of-single-methods))."
     )
 
 
 def _commands(files: Sequence[dict[str, Any]]) -> str:
     lines = "".join(f"    {file['command']}\n" for file in files)
-    said = "The oldest first; of a method in several of them the latest counts."
+    said = "Oldest first. If a method is in several of them, the latest counts."
     return f"\n## Commands of the times\n\n{said}\n\n{lines}" if files else ""
 
 

@@ -41,7 +41,7 @@ def fill(text: str, table: str) -> str:
 
 def table_of(methods: Sequence[str], cells: Sequence[Measured]) -> str:
     """The cells of those methods, a line each."""
-    lines = ["| | published | measured here | less the published |", "|---|---|---|---|"]
+    lines = ["| | published | measured here | difference |", "|---|---|---|---|"]
     for cell in cells:
         row, column = cell.cell.row, cell.cell.column
         if row.recipe in methods and cell.in_paper:

@@ -49,9 +49,9 @@ def _opening(paper: Paper, cells: Sequence[Measured], command: str, file: str | 
     checked = "; a test checks that it is what this command gives" if command == COMMAND else ""
     place = "[`results/`](../results/README.md)" if command == COMMAND else "a file of results"
     starred = any(cell.cell.row.label.endswith("*") for cell in cells)
-    star = "A star marks what the paper's authors ran again with others' code. " if starred else ""
-    repeated = """Where a table repeats a number without its standard deviation, that of the other table counts;
-where there is none, one point is the measure.
+    star = "A star marks rows for which the paper's authors ran other people's code again. " if starred else ""
+    repeated = """If a table repeats a number without its standard deviation, that of the other table is used;
+if there is none, a number is judged by one point alone.
 """
     if not any(cell.cell.published for cell in cells):
         repeated = ""
@@ -61,7 +61,7 @@ where there is none, one point is the measure.
 
 Made by `{command}`{checked}.
 {_reproduce(next(iter(paper.experiments)), file)} runs what is not there yet; `engram results merge` adds it to {place}.
-A number of ours stands beside the paper's and never in its place: what was not run says so.
+Our numbers stand beside the paper's and never replace them. What was not run is marked "not run".
 
 {legend(cells)}.
 {star}{repeated}"""
