@@ -156,6 +156,13 @@ def test_every_command_has_help_with_an_example(command: str, engram: Engram) ->
     assert command in engram("--help").out
 
 
+def test_what_else_was_typed_does_not_change_the_help(engram: Engram) -> None:
+    beside = engram("results", "merge", "--help")
+    assert beside.status == 0
+    assert "WHAT OUT IN [IN ...]" in beside.out.splitlines()[0]
+    assert beside.out == engram("results", "--help").out
+
+
 @pytest.mark.parametrize("columns", ["80", "60", "300"])
 def test_the_prose_of_the_help_is_broken_between_words(
     columns: str, engram: Engram, monkeypatch: pytest.MonkeyPatch

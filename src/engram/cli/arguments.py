@@ -66,8 +66,8 @@ def parse(arguments: Sequence[str]) -> tuple[str, Any]:
         what = "flag" if name.startswith("-") else "command"
         raise EngramError(f"no {what} {name!r}: {suggest(name, [*COMMANDS, '--help', '--version'])}")
     rest, options = list(arguments[1:]), COMMANDS[name]
-    if not {"-h", "--help"} & set(rest):
-        rest = check(name, known_arguments(options), rest)
+    # Beside --help tyro would leave what else was typed out of the line of usage.
+    rest = ["--help"] if {"-h", "--help"} & set(rest) else check(name, known_arguments(options), rest)
     with _wrapped_help():
         return name, tyro.cli(options, prog=f"engram {name}", args=rest, config=_CONFIG)
 

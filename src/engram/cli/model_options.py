@@ -53,7 +53,7 @@ class LessonFlags:
 
 
 @dataclass(frozen=True)
-class PlaceFlags:
+class HardwareFlags:
     """Where it is computed."""
 
     device: Annotated[Literal["auto", "cpu", "cuda"], arg(metavar="WHERE", help_behavior_hint="(default: auto)")] = (
@@ -78,9 +78,9 @@ class Learn:
         engram learn model more-photos --more-of-known --by-class
     """
 
-    new: NewModelFlags
+    new_model: NewModelFlags
     lesson: LessonFlags
-    place: PlaceFlags
+    hardware: HardwareFlags
     model: Annotated[Positional[str], arg(metavar="MODEL", help_behavior_hint="")]
     """The model directory; made where there is none."""
     images: Annotated[Positional[str], arg(metavar="IMAGES", help_behavior_hint="")]
@@ -106,7 +106,7 @@ class Predict:
         find inbox -name '*.jpg' | engram predict model -
     """
 
-    place: PlaceFlags
+    hardware: HardwareFlags
     model: Annotated[Positional[str], arg(metavar="MODEL", help_behavior_hint="")]
     """The model directory."""
     paths: Annotated[Positional[tuple[str, ...]], arg(metavar="PATH [PATH ...]", help_behavior_hint="")]
@@ -150,7 +150,7 @@ class Evaluate:
         engram evaluate model photos/test --report evaluation.html
     """
 
-    place: PlaceFlags
+    hardware: HardwareFlags
     model: Annotated[Positional[str], arg(metavar="MODEL", help_behavior_hint="")]
     """The model directory."""
     images: Annotated[Positional[str], arg(metavar="IMAGES", help_behavior_hint="")]

@@ -19,7 +19,7 @@ from engram.cli.commands.models import (
     bar,
     exclude,
     labels_by_name,
-    prepare_place,
+    prepare_hardware,
     printable,
     refuse_models,
     tell_passed_over,
@@ -45,10 +45,10 @@ def evaluate_command(options: Evaluate, typed: Sequence[str]) -> int:
     report = None if options.report is None else typed_path(options.report)
     if report is not None and report.suffix.lower() not in (".html", ".htm"):
         raise EngramError(f"the report must be a file that ends in .html, got {report}")
-    prepare_place(options.place)
+    prepare_hardware(options.hardware)
     refuse_models("evaluate", options.images)
     paths, labels = list_classes(options.images)
-    model, _ = open_model(typed_path(options.model), options.place.device, images=False)
+    model, _ = open_model(typed_path(options.model), options.hardware.device, images=False)
     tell_passed_over(options.images)
     paths, places, unknown = known_images(model, paths, labels, options.images)
     console = make_console()

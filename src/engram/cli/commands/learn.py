@@ -21,7 +21,7 @@ from engram.cli.commands.models import (
     exclude,
     labels_by_name,
     naming_flags,
-    prepare_place,
+    prepare_hardware,
     printable,
     read_files,
     refuse_models,
@@ -55,7 +55,7 @@ def learn_command(options: Learn, typed: Sequence[str]) -> int:
     """The exit status of `engram learn`."""
     exclude(options.quiet, options.json)
     _check(options)
-    prepare_place(options.place)
+    prepare_hardware(options.hardware)
     console = make_console()
     silent = options.quiet or options.json
     place = typed_path(options.model)
@@ -65,13 +65,13 @@ def learn_command(options: Learn, typed: Sequence[str]) -> int:
     manifest = known_model(place)
     paths, labels = _listed(options, manifest)
     if manifest is not None:
-        _refuse_changes(options.new, ModelConfig.from_plain(manifest["config"]), place)
+        _refuse_changes(options.new_model, ModelConfig.from_plain(manifest["config"]), place)
         tidy(place)
         if _is_learned(options, manifest, place, paths, labels):
             _tell_learned_before(console, manifest, labels, options)
             return 0
         paths, labels = _leave_out_known(options, manifest, paths, labels)
-    size = _side(options.new, manifest, paths)
+    size = _side(options.new_model, manifest, paths)
     config = choose_config(options, size, len(paths)) if manifest is None else None  # refused before, not after reading
     started = time.perf_counter()
     images, kept = read_files(paths, size, options.lesson.skip_bad, None if silent else console)
@@ -80,7 +80,7 @@ def learn_command(options: Learn, typed: Sequence[str]) -> int:
     epochs = options.lesson.epochs
     if manifest is not None and epochs is None and options.lesson.minutes is None:
         trained = len(images) + sum(known["exemplars"] for known in manifest["classes"])
-        epochs = fitting_epochs(trained, (size, size), options.place.device)
+        epochs = fitting_epochs(trained, (size, size), options.hardware.device)
     if not silent:
         begun = has_learning(place) and not options.lesson.restart
         _tell_beginning(console, place, None if begun else config, labels, read)
@@ -98,7 +98,7 @@ def learn_command(options: Learn, typed: Sequence[str]) -> int:
         undoable=not options.lesson.no_undo,
         stop=interrupt,
         checkpoint_minutes=options.lesson.checkpoint_minutes,
-        device=options.place.device,
+        device=options.hardware.device,
     )
     lesson = 1 + (0 if manifest is None else len(manifest["history"]))
     again = shlex.join(["engram", *(word for word in typed if word != "--restart")])  # which would drop it once more
@@ -116,8 +116,8 @@ def _check(options: Learn) -> None:
         raise EngramError(f"--minutes must be more than 0, got {lesson.minutes:g}")
     if lesson.checkpoint_minutes < 0:
         raise EngramError(f"--checkpoint-minutes must be 0 or more, got {lesson.checkpoint_minutes:g}")
-    if options.new.holdout is not None and not 0 <= options.new.holdout < 1:
-        raise EngramError(f"--holdout must be a share of 0 or more and below 1, got {options.new.holdout:g}")
+    if options.new_model.holdout is not None and not 0 <= options.new_model.holdout < 1:
+        raise EngramError(f"--holdout must be a share of 0 or more and below 1, got {options.new_model.holdout:g}")
 
 
 def _refuse_among_images(place: Path, images: Path) -> None:
@@ -189,7 +189,7 @@ def _is_learned(
         return False
     if len(labels) != history[-1]["images"]:
         return False
-    images, kept = read_files(paths, _side(options.new, manifest, paths), skip_bad=True, console=None)
+    images, kept = read_files(paths, _side(options.new_model, manifest, paths), skip_bad=True, console=None)
     return knows_all(open_model(place, "cpu")[0], images, [labels[position] for position in kept])
 
 
@@ -243,7 +243,7 @@ def _kept_labels(labels: Sequence[Hashable], kept: Sequence[int]) -> list[Hashab
 
 def choose_config(options: Learn, size: int, images: int) -> ModelConfig:
     """The configuration of a new model."""
-    flags = options.new
+    flags = options.new_model
     settings: dict[str, Any] = {}
     for text in flags.set:
         key, equals, value = text.partition("=")
@@ -259,7 +259,7 @@ def choose_config(options: Learn, size: int, images: int) -> ModelConfig:
         settings=settings,
         seed=1 if flags.seed is None else flags.seed,
         validation=HOLDOUT if flags.holdout is None else flags.holdout,
-        device=options.place.device,
+        device=options.hardware.device,
     )
     if flags.no_mirror:
         config = replace(config, augmentation=Augmentation(pad=config.augmentation.pad, flip=False))

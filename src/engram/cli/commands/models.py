@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from engram.cli.commands.common import check_threads, use_threads
-from engram.cli.model_options import PlaceFlags
+from engram.cli.model_options import HardwareFlags
 from engram.cli.text import is_live, shorten
 from engram.data.decode import EXTENSIONS
 from engram.data.decoding import decode_files
@@ -25,7 +25,7 @@ from engram.modeldir.directory import looks_like_model
 SHOWN = 20  # of the files that cannot be read, by name
 
 
-def prepare_place(flags: PlaceFlags) -> None:
+def prepare_hardware(flags: HardwareFlags) -> None:
     """Takes over how many threads to use; refuses a number that cannot be."""
     check_threads(flags.threads)
     use_threads(flags.threads)

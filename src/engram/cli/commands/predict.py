@@ -17,7 +17,7 @@ from rich.console import Console
 
 from engram.cli import UNREADABLE
 from engram.cli.arriving import arriving_lines
-from engram.cli.commands.models import bar, prepare_place, printable, tell_others, tell_unreadable
+from engram.cli.commands.models import bar, prepare_hardware, printable, tell_others, tell_unreadable
 from engram.cli.model_options import Predict
 from engram.data.folder import walk_images
 from engram.errors import EngramError
@@ -38,8 +38,8 @@ def predict_command(options: Predict, typed: Sequence[str]) -> int:
             raise EngramError(f"{name} must be at least 1, got {value}")
     paths = [str(typed_path(text)) for text in options.paths]
     check_paths(paths)
-    prepare_place(options.place)
-    model, _ = open_model(typed_path(options.model), options.place.device, images=False)
+    prepare_hardware(options.hardware)
+    model, _ = open_model(typed_path(options.model), options.hardware.device, images=False)
     model.predictor(options.by)
     # Where lines run down the same terminal, they are the progress.
     hidden = options.quiet or sys.stdout.isatty()
