@@ -18,7 +18,7 @@ from engram.data.stream import Stream, class_order, describe_order
 from engram.errors import EngramError, suggest
 from engram.methods import METHODS, Settings, find_method
 from engram.models.resnet import BACKBONES
-from engram.plain import dotted, from_plain, replace_at, to_plain
+from engram.plain import dotted, fitted, from_plain, replace_at, to_plain
 
 Device = Literal["auto", "cpu", "cuda"]
 Precision = Literal["auto", "float32", "tf32", "bf16"]
@@ -55,6 +55,11 @@ class RunConfig:
             raise EngramError(
                 f"{self.method} takes {method.settings.__name__} as its settings, got {type(self.settings).__name__}"
             )
+        if type(self.order) is int:
+            object.__setattr__(self, "order", str(self.order))
+        for setting in fields(self):  # of the kind that it will be read back as, or refused by name
+            if setting.name != "settings":
+                object.__setattr__(self, setting.name, fitted(RunConfig, setting.name, getattr(self, setting.name)))
         for name in ("settings", "augmentation"):  # as it will be read back: a 1 for a float is 1.0
             value = getattr(self, name)
             object.__setattr__(self, name, from_plain(type(value), to_plain(value), name))

@@ -23,7 +23,7 @@ from engram.errors import EngramError, suggest
 from engram.events import Event
 from engram.methods import Settings
 from engram.modeldir import Model, ModelConfig, open_model, save_model
-from engram.modeldir.config import as_size, fitting_epochs, short
+from engram.modeldir.config import as_size, short
 from engram.modeldir.directory import Pointer
 from engram.modeldir.inputs import read_batches, read_images
 from engram.modeldir.labels import doubts, label_array, plain_labels
@@ -48,8 +48,6 @@ class IncrementalClassifier:
 
     The constructor only stores its arguments. After fit: classes_ (in order of arrival), n_classes_, model_.
     """
-
-    _has_own_epochs = False  # whether the settings that it was fitted with say how many
 
     def __init__(
         self,
@@ -117,7 +115,6 @@ class IncrementalClassifier:
         if y is None:
             raise EngramError("requires y to be passed, but the target y is None")
         labels = plain_labels(y)
-        is_first = model is None
         if model is None:
             images = self._first_images(X)
             model = Model(self._configure(images), self.device, self.precision)
@@ -133,18 +130,16 @@ class IncrementalClassifier:
         if progress is not None:
             progress(lesson.learned(None))
         self._adopt(learned)
-        if is_first:
-            self._has_own_epochs = _names_epochs(self.settings)
         return self
 
     def _lesson_epochs(self, model: Model, images: int) -> int | None:
         """The epochs of a lesson of so many images; None: those of the model's configuration."""
         if not model.classes:
             return None  # the configuration was made for these images
-        if self.epochs is not None or self._has_own_epochs:
+        if self.epochs is not None:
             return self.epochs
         kept = 0 if model.learner is None else len(model.learner.memory)
-        return fitting_epochs(images + kept, model.config.image_size, self.device)
+        return model.config.lesson_epochs(images + kept, self.device)
 
     def _first_images(self, given: Any) -> Images:
         return read_images(given, None if self.image_size is None else as_size(self.image_size))
@@ -289,13 +284,6 @@ class IncrementalClassifier:
 def _shares(model: Model, X: Any, by: str | None) -> np.ndarray:
     read = model.reader(by)
     return np.concatenate([read(images).cpu().numpy() for images in read_batches(X, model.config.image_size)])
-
-
-def _names_epochs(settings: Settings | Mapping[str, Any] | None) -> bool:
-    """Whether the settings say how long to train: all of them do, and some of them where the epochs are among them."""
-    if isinstance(settings, Mapping):
-        return any(str(path).replace("__", ".") in ("train.epochs", "rehearse.epochs") for path in settings)
-    return settings is not None
 
 
 def _consume(events: Any, progress: Follow | None) -> Model | None:

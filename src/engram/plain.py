@@ -80,6 +80,11 @@ def replace_at(value: T, path: str, item: Any, where: str = "") -> T:
     return dataclasses.replace(value, **{name: inner})
 
 
+def fitted(kind: type, name: str, item: Any) -> Any:
+    """The item as the setting of that name of a dataclass wants it; refuses what does not fit."""
+    return _convert(_hints(kind)[name], item, name)
+
+
 def _convert(hint: Any, item: Any, label: str) -> Any:
     """The item as the annotation wants it; text is read as the command line would give it."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)

@@ -45,13 +45,12 @@ def run(
     check_config(config)
     if store is None:
         store = load_store(config.data)
+    bases = which_cache(cache)  # before there is a directory: what is refused leaves none behind
     session = Session(settle(config, store), store)
     files = None
     if directory is not None:
         files = RunDirectory.create(Path(directory), {**_manifest(session), "command": command})
-    yield from Execution(session, files, stop, stop_after_stage, checkpoint_minutes, which_cache(cache)).events(
-        resumed=False
-    )
+    yield from Execution(session, files, stop, stop_after_stage, checkpoint_minutes, bases).events(resumed=False)
 
 
 def resume(

@@ -32,7 +32,9 @@ class MemoryConfig:
             raise EngramError(f"no memory budget {self.budget!r}: {suggest(str(self.budget), ['per_class', 'total'])}")
         if self.selection not in SELECTORS:
             raise EngramError(f"no exemplar selection {self.selection!r}: {suggest(self.selection, SELECTORS)}")
-        if self.budget in ("per_class", "total") and self.size < 1:
+        if self.budget in ("all", "none"):
+            object.__setattr__(self, "size", 0)  # there is none, so that two such are equal
+        elif self.size < 1:
             raise EngramError(
                 f"the memory must hold at least one exemplar a class, got {self.budget}={self.size}; "
                 "use 'none' to keep nothing"

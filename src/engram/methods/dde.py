@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engram.data.stage import Stage
-from engram.errors import EngramError, suggest
+from engram.errors import EngramError
 from engram.learner import Learner
 from engram.methods._base import Method, Neighbours, Passes, Phase, Step
 from engram.methods.exemplars import balanced_rows
-from engram.methods.settings import AFTER_BASE, Settings, refuse_negative
+from engram.methods.settings import AFTER_BASE, Settings, check_choice, refuse_negative
 from engram.models.effect import MomentumEffect
 from engram.models.heads import Head
 from engram.models.network import Network, Output
@@ -51,8 +51,7 @@ class DDESettings:
     fit_rate: float = 2e-3
 
     def __post_init__(self) -> None:
-        if self.removal not in REMOVALS:
-            raise EngramError(f"no removal {self.removal!r}: {suggest(str(self.removal), REMOVALS)}")
+        check_choice(self, "removal", REMOVALS)
         refuse_negative(self, "neighbours", "strength", "fit_epochs", "fit_rate")
 
     def around(self, stage: Stage) -> Neighbours | None:

@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from engram.data.stage import Stage
-from engram.errors import EngramError, suggest
 from engram.learner import Learner
 from engram.methods._base import Passes, Step, register
 from engram.methods.distillation import cross_entropy
 from engram.methods.importance import sampled_rows
 from engram.methods.linear import seen_columns
 from engram.methods.losses import MASKED
-from engram.methods.settings import AFTER_BASE
+from engram.methods.settings import AFTER_BASE, check_choice
 from engram.methods.tether import MeasuredMethod, MeasuredSettings, keep_omega
 
 Label = Literal["true", "predicted", "sampled"]
@@ -36,8 +35,7 @@ class EWCSettings(MeasuredSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.label not in LABELS:
-            raise EngramError(f"no label {self.label!r}: {suggest(str(self.label), LABELS)}")
+        check_choice(self, "label", LABELS)
 
 
 def draw_labels(logits: Tensor, columns: Tensor, numbers: Tensor) -> Tensor:

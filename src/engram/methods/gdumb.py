@@ -19,10 +19,9 @@ from engram.learner import Learner
 from engram.methods._base import Method, Passes, Phase, Settings, Step, Terms, Training, register
 from engram.methods.batches import CutMix
 from engram.methods.exemplars import balanced_count, balanced_rows
-from engram.methods.settings import AFTER_BASE
+from engram.methods.settings import AFTER_BASE, base_settings
 from engram.models.heads import Head, NormalisedHead
 from engram.models.network import Part
-from engram.plain import to_plain
 from engram.random import generator
 
 KEPT = "base."
@@ -72,7 +71,7 @@ class GDumb(Method[GDumbSettings]):
         return NormalisedHead(dim, capacity)
 
     def base_key(self) -> dict[str, Any] | None:
-        return {"host": "gdumb", "train": to_plain(self.settings.train), "cutmix": to_plain(self.settings.cutmix)}
+        return {"host": "gdumb", **base_settings(self.settings)}
 
     def grow(self, learner: Learner, stage: Stage, passes: Passes) -> None:
         network, fresh = learner.network, generator(learner.seed, "head", stage.index)

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from engram.data.stage import Stage
-from engram.errors import EngramError, suggest
+from engram.errors import EngramError
 from engram.learner import Learner
 from engram.methods import losses
 from engram.methods._base import Method, Passes, Phase, Settings, Step, Terms, Training
 from engram.methods.exemplars import balanced_count, balanced_rows, unit_embeddings
-from engram.methods.settings import AFTER_BASE, base_settings
+from engram.methods.settings import AFTER_BASE, base_settings, check_choice
 from engram.models.heads import Head, LSCHead, Similarity
 from engram.models.kmeans import kmeans
 from engram.models.network import Part
@@ -62,8 +62,7 @@ class HostSettings(Settings):
     )
 
     def __post_init__(self) -> None:
-        if self.variant not in VARIANTS:
-            raise EngramError(f"no variant {self.variant!r}: {suggest(str(self.variant), VARIANTS)}")
+        check_choice(self, "variant", VARIANTS)
         for name, choices in DIFFERENCES.items():
             value = getattr(self, name, None)
             if value is not None and value not in choices.values():

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -24,7 +24,6 @@ from engram.methods.importance import check_finite, check_samples
 from engram.methods.linear import EVERYTHING, LinearMethod, classify, classify_new, note_single_class
 from engram.methods.settings import AFTER_BASE
 from engram.models.network import Part
-from engram.plain import to_plain
 
 SINGLE_CLASS = (
     "without a memory new classes are told apart among themselves alone: such a class is not learned; bring two or "
@@ -61,11 +60,6 @@ def tethered_phase(learner: Learner, stage: Stage, training: Training, held: Tet
     alone = learner.memory.config.budget == "none"
     loss, train = (classify_new, Part.BACKBONE | Part.NEW_CLASSES) if alone else (classify, EVERYTHING)
     return Phase("main", len(stage.pool), lambda: stage.all_rows, loss, train, training, tether=held)
-
-
-def tethered_base_key(training: Training) -> dict[str, Any]:
-    """What determines a base stage without a tether, whatever is measured after it."""
-    return {"host": "tethered", "train": to_plain(training)}
 
 
 def hold(learner: Learner) -> None:
@@ -134,9 +128,6 @@ MeasuredSettingsT = TypeVar("MeasuredSettingsT", bound=MeasuredSettings)
 
 class MeasuredMethod(TetheredMethod[MeasuredSettingsT]):
     """One whose omega is measured once a stage is trained; it adds the measure."""
-
-    def base_key(self) -> dict[str, Any] | None:
-        return tethered_base_key(self.settings.train)
 
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
         settings = self.settings

@@ -31,7 +31,7 @@ class ModelConfig:
 
     image_size: height and width in pixels. validation: the share of each class's images, VALIDATION_MOST at most and
     of fewer than VALIDATION_LEAST none, that is held out to measure accuracy on, now and after later learning; they are
-    kept in the model.
+    kept in the model. epochs_given: the settings' epochs were asked for, and are those of every lesson.
     """
 
     method: str
@@ -42,6 +42,7 @@ class ModelConfig:
     augmentation: Augmentation = field(default_factory=Augmentation)
     seed: int = 1
     validation: float = 0.0
+    epochs_given: bool = False
 
     def __post_init__(self) -> None:
         for name, kinds in _KINDS.items():
@@ -83,6 +84,10 @@ class ModelConfig:
         if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
             raise EngramError(f"epochs must be a whole number of 1 or more, got {epochs!r}")
         return replace(self, settings=_with_epochs(self.settings, epochs))
+
+    def lesson_epochs(self, images: int, device: Device) -> int | None:
+        """The epochs of a later lesson of so many images, exemplars included; None: the settings' own, once given."""
+        return None if self.epochs_given else fitting_epochs(images, self.image_size, device)
 
     def lesson_settings(self, epochs: int | None) -> Settings:
         """The settings of a lesson of so many epochs (None: the configuration's own).
@@ -148,6 +153,7 @@ class ModelConfig:
             augmentation=_default_augmentation(size) if augmentation is None else augmentation,
             seed=plain(seed),
             validation=plain(validation),
+            epochs_given=_names_epochs(settings),
         )
         return config.with_epochs(epochs)
 
@@ -229,6 +235,13 @@ def _memory(given: MemoryConfig | int | str | None, default: MemoryConfig, metho
     if isinstance(given, MemoryConfig):
         return given
     raise EngramError(f"the memory must be a number of exemplars a class, a text or a MemoryConfig, got {given!r}")
+
+
+def _names_epochs(settings: Settings | Mapping[str, Any] | None) -> bool:
+    """Whether the settings say how long to train: all of them do, and some of them where the epochs are among them."""
+    if isinstance(settings, Mapping):
+        return any(str(path).replace("__", ".") in ("train.epochs", "rehearse.epochs") for path in settings)
+    return settings is not None
 
 
 def fitting_epochs(images: int, size: tuple[int, int], device: Device) -> int:

@@ -85,9 +85,11 @@ class Head(nn.Module, ABC):
             room = torch.zeros(capacity, *old.shape[1:], dtype=old.dtype, device=old.device)
             room[: len(old)] = old.detach()
             setattr(self, name, nn.Parameter(room, requires_grad=old.requires_grad))
-        seen = torch.zeros(capacity, dtype=torch.bool, device=self.seen.device)
-        seen[: len(self.seen)] = self.seen
-        self.seen = seen
+        for name, empty in self.class_buffers.items():
+            held = self.get_buffer(name)
+            grown = torch.full((capacity,), empty, dtype=held.dtype, device=held.device)
+            grown[: len(held)] = held
+            setattr(self, name, grown)
 
     @torch.no_grad()
     def drop(self, labels: Collection[int]) -> None:
@@ -201,13 +203,6 @@ class LinearHead(Head):
             self.corrected.zero_()
             self.corrected[labels.start : labels.stop] = True
 
-    def reserve(self, capacity: int) -> None:
-        if self.correction is not None and capacity > self.capacity:
-            corrected = torch.zeros(capacity, dtype=torch.bool, device=self.corrected.device)
-            corrected[: len(self.corrected)] = self.corrected
-            self.corrected = corrected
-        super().reserve(capacity)
-
     def forward(self, embedding: Tensor) -> Tensor:
         scores = F.linear(embedding, self.weight, self.bias)
         if self.correction is None:
@@ -243,12 +238,6 @@ class NormalisedHead(Head):
         super()._randomise(labels, generator)
         self.mean[labels.start : labels.stop] = 0
         self.variance[labels.start : labels.stop] = 1
-
-    def reserve(self, capacity: int) -> None:
-        room = max(0, capacity - self.capacity)
-        super().reserve(capacity)
-        if room:
-            self.mean, self.variance = F.pad(self.mean, (0, room)), F.pad(self.variance, (0, room), value=1)
 
     def forward(self, embedding: Tensor) -> Tensor:
         scores = F.linear(embedding, self.weight)

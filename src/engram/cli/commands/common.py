@@ -26,7 +26,6 @@ from engram.rundir import MANIFEST, is_used
 from engram.sharedbase import user_cache
 from engram.stagecache import StageCache
 
-RUNS = Path("runs")
 THREADS_MOST = 1024
 
 
@@ -133,7 +132,7 @@ def tell_finished(console: Console, last: RunFinished, quiet: bool) -> None:
         return
     print_table(console, summary_table(last.result))
     print_line(console, f"files in {last.directory}")
-    print_line(console, f"next: engram report {last.directory}")
+    print_line(console, f"next: engram report {shlex.quote(str(last.directory))}")
 
 
 def tell_stopped(console: Console, last: Stopped) -> None:
@@ -141,4 +140,4 @@ def tell_stopped(console: Console, last: Stopped) -> None:
     where = stage_name(last.stage, last.stages)
     how = "saved, interrupted in" if last.reason == "interrupted" else "stopped after"
     print_line(console, f"{how} {where}; to go on:")
-    console.print(bold(f"engram resume {last.directory}"), soft_wrap=True)
+    console.print(bold(f"engram resume {shlex.quote(str(last.directory))}"), soft_wrap=True)

@@ -16,9 +16,9 @@ from typing import Literal
 
 from rich.table import Table
 
-from engram.cli.commands.common import RUNS, print_line
+from engram.cli.commands.places import RUNS
 from engram.cli.options import Doctor
-from engram.cli.text import make_console
+from engram.cli.text import make_console, print_line
 from engram.errors import EngramError
 
 Status = Literal["ok", "warning", "problem"]

@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.table import Table
 
 from engram.cli import UNREADABLE
-from engram.cli.commands.common import print_line
 from engram.cli.commands.models import (
     bar,
     exclude,
@@ -26,7 +25,7 @@ from engram.cli.commands.models import (
     tell_unreadable,
 )
 from engram.cli.model_options import Evaluate
-from engram.cli.text import fits, make_console, make_table, percent, print_table, shorten
+from engram.cli.text import fits, make_console, make_table, percent, print_line, print_table, shorten
 from engram.data.folder import list_classes
 from engram.errors import EngramError
 from engram.files import typed_path

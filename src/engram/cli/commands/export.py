@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from engram.cli.commands.common import print_line
 from engram.cli.model_options import Export
-from engram.cli.text import make_console
+from engram.cli.text import make_console, print_line
 from engram.errors import EngramError
 from engram.files import typed_path
 from engram.modeldir import Model, open_model

@@ -9,7 +9,6 @@ from typing import Any
 
 from rich.table import Table
 
-from engram.cli.commands.common import print_line
 from engram.cli.commands.models import printable
 from engram.cli.commands.undo import back_to
 from engram.cli.model_options import Info
@@ -21,6 +20,7 @@ from engram.cli.text import (
     make_console,
     make_table,
     percent,
+    print_line,
     print_table,
     shorten,
 )

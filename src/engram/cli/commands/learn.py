@@ -16,7 +16,6 @@ from typing import Any
 
 from rich.console import Console
 
-from engram.cli.commands.common import print_line
 from engram.cli.commands.models import (
     exclude,
     labels_by_name,
@@ -31,7 +30,7 @@ from engram.cli.display import follow, make_display
 from engram.cli.interrupt import Interrupt
 from engram.cli.lessons import by_class_table, learned_line, lesson_table
 from engram.cli.model_options import Learn, NewModelFlags
-from engram.cli.text import bold, clock, count_classes, duration, make_console, print_table, shorten
+from engram.cli.text import bold, clock, count_classes, duration, make_console, print_line, print_table, shorten
 from engram.data.augment import Augmentation
 from engram.data.decode import choose_size
 from engram.data.folder import list_classes, refuse_nested
@@ -40,7 +39,7 @@ from engram.errors import EngramError
 from engram.events import EpochsChosen, Event, ImagesRead, Learned, Stopped, Warned
 from engram.files import typed_path
 from engram.modeldir import RESUMED, ModelConfig, NoModelYet, has_learning, learn_into, open_model, read_manifest
-from engram.modeldir.config import LARGEST_SIDE, VALIDATION_LEAST, fitting_epochs
+from engram.modeldir.config import LARGEST_SIDE, VALIDATION_LEAST
 from engram.modeldir.directory import POINTER
 from engram.modeldir.holdout import knows_all
 from engram.modeldir.inputs import file_side
@@ -64,8 +63,9 @@ def learn_command(options: Learn, typed: Sequence[str]) -> int:
     refuse_others(place)  # before the images are read, and again when it is written
     manifest = known_model(place)
     paths, labels = _listed(options, manifest)
-    if manifest is not None:
-        _refuse_changes(options.new_model, ModelConfig.from_plain(manifest["config"]), place)
+    known = None if manifest is None else ModelConfig.from_plain(manifest["config"])
+    if manifest is not None and known is not None:
+        _refuse_changes(options.new_model, known, place)
         tidy(place)
         if _is_learned(options, manifest, place, paths, labels):
             _tell_learned_before(console, manifest, labels, options)
@@ -78,9 +78,9 @@ def learn_command(options: Learn, typed: Sequence[str]) -> int:
     read = ImagesRead(len(images), time.perf_counter() - started)
     labels = _kept_labels(labels, kept)
     epochs = options.lesson.epochs
-    if manifest is not None and epochs is None and options.lesson.minutes is None:
-        trained = len(images) + sum(known["exemplars"] for known in manifest["classes"])
-        epochs = fitting_epochs(trained, (size, size), options.hardware.device)
+    if manifest is not None and known is not None and epochs is None and options.lesson.minutes is None:
+        trained = len(images) + sum(each["exemplars"] for each in manifest["classes"])
+        epochs = known.lesson_epochs(trained, options.hardware.device)
     if not silent:
         begun = has_learning(place) and not options.lesson.restart
         _tell_beginning(console, place, None if begun else config, labels, read)

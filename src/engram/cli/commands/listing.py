@@ -11,10 +11,9 @@ from typing import Any
 from rich.console import Console
 from rich.padding import Padding
 
-from engram.cli.commands.common import print_line
 from engram.cli.commands.places import run_status
 from engram.cli.options import List
-from engram.cli.text import make_console, make_table, percent, print_table
+from engram.cli.text import make_console, make_table, percent, print_line, print_table
 from engram.data.fetch import data_home
 from engram.errors import EngramError
 from engram.files import read_json

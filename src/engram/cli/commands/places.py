@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from engram.cli.commands.common import RUNS
 from engram.errors import EngramError
 from engram.files import read_json
 from engram.rundir import LOCK, MANIFEST, RESULT, free_directory, read_manifest
 
+RUNS = Path("runs")
 REPORT = "report.html"  # of a demo, written last
 
 

@@ -9,9 +9,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from engram.cli.commands.common import print_line
 from engram.cli.options import Prepare
-from engram.cli.text import is_live, make_console
+from engram.cli.text import is_live, make_console, print_line
 from engram.data.cifar import read_cifar100
 from engram.data.fetch import data_home, fetch_cifar100
 from engram.data.imagenet import IMAGENET

@@ -9,11 +9,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from engram.cli.commands.common import print_line
 from engram.cli.commands.models import confirmed, exclude, find_label, naming_flags, printable
 from engram.cli.commands.predict import check_paths, expand
 from engram.cli.model_options import Remove
-from engram.cli.text import count_classes, make_console, shorten
+from engram.cli.text import count_classes, make_console, print_line, shorten
 from engram.errors import EngramError
 from engram.files import typed_path
 from engram.modeldir import RemovedImages, read_manifest, remove_class, remove_images

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from engram.cli.commands.common import print_line
 from engram.cli.commands.models import exclude, find_label, naming_flags, printable
 from engram.cli.model_options import Rename
-from engram.cli.text import make_console
+from engram.cli.text import make_console, print_line
 from engram.files import typed_path
 from engram.modeldir import read_manifest, rename_class
 from engram.modeldir.labels import encode_label

@@ -7,9 +7,8 @@ import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 
-from engram.cli.commands.common import print_line
 from engram.cli.options import Report
-from engram.cli.text import make_console
+from engram.cli.text import make_console, print_line
 from engram.errors import EngramError
 from engram.files import typed_path
 from engram.report import is_report_folder, write_report

@@ -7,9 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from engram.cli.commands.common import print_line
 from engram.cli.options import Results
-from engram.cli.text import make_console
+from engram.cli.text import make_console, print_line
 from engram.errors import EngramError
 from engram.files import typed_path, write_bytes
 from engram.report.words import count_runs

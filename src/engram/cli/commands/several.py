@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,6 @@ from rich.table import Table
 from engram.cli import INTERRUPTED
 from engram.cli.board import make_board
 from engram.cli.commands.common import (
-    RUNS,
     check_last_stage,
     command_line,
     print_line,
@@ -26,6 +26,7 @@ from engram.cli.commands.common import (
     tell_missing,
     use_threads,
 )
+from engram.cli.commands.places import RUNS
 from engram.cli.interrupt import Interrupt
 from engram.cli.options import Run, RunningFlags
 from engram.cli.tally import Tally
@@ -196,7 +197,7 @@ def tell_results(console: Console, last: Last, parent: Path) -> None:
         reused = sum(map(_took_over_base, complete))
         if reused:
             print_line(console, f"time: without the base stage in {reused} of {len(results)} runs, which took it over")
-        print_line(console, f"next: engram report {parent}")
+        print_line(console, f"next: engram report {shlex.quote(str(parent))}")
 
 
 def results_of(complete: Sequence[RunFinished | RunSkipped]) -> list[dict[str, Any]]:

@@ -9,10 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from engram.cli.commands.common import print_line
 from engram.cli.commands.models import confirmed, exclude, naming_flags, printable
 from engram.cli.model_options import Undo
-from engram.cli.text import count_classes, make_console, shorten
+from engram.cli.text import count_classes, make_console, print_line, shorten
 from engram.errors import EngramError
 from engram.files import typed_path
 from engram.modeldir import Undone, read_manifest, undo
