@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from engram.runner import resume, run, train
     from engram.stagecache import StageCache
     from engram.together import run_together
+    from engram.trained import TrainedRun, open_run
 
 # Before torch is loaded. Its threads wait for each other some hundred times a step, and each does so busily for
 # long before it sleeps: beside other programs that is most of the time there is. A thirtieth of that is enough.
@@ -57,9 +58,11 @@ _HOME = {
     "RunConfig": "engram.config",
     "StageCache": "engram.stagecache",
     "Step": "engram.methods",
+    "TrainedRun": "engram.trained",
     "Training": "engram.methods",
     "learn_into": "engram.modeldir",
     "open_model": "engram.modeldir",
+    "open_run": "engram.trained",
     "read_cifar100": "engram.data.cifar",
     "read_folder": "engram.data.folder",
     "read_manifest": "engram.modeldir",
@@ -91,9 +94,11 @@ __all__ = [
     "RunConfig",
     "StageCache",
     "Step",
+    "TrainedRun",
     "Training",
     "learn_into",
     "open_model",
+    "open_run",
     "read_cifar100",
     "read_folder",
     "read_manifest",
