@@ -5,7 +5,10 @@ from __future__ import annotations
 import difflib
 import errno
 import re
+import sysconfig
+import traceback
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 
 class EngramError(ValueError):
@@ -16,6 +19,7 @@ class EngramError(ValueError):
 
 
 SHOWN_NAMES = 20  # of those that are valid, where none is near, and of those that begin with what was typed
+DETAILS = "the details are in "  # how a note with an unexpected error begins that says where its traceback was kept
 ALSO_CALLED = {"gpu": "cuda"}  # which 'cpu' is more like
 
 
@@ -67,8 +71,18 @@ def explain(error: BaseException) -> tuple[str, bool]:
         message = "there is not enough memory for this; try a smaller --batch-size or --image-size"
     else:
         unexpected = True
-        message = f"unexpected error: {type(error).__name__}: {error}"
+        message = f"unexpected error: {type(error).__name__}: {error}{_in_own_file(error)}"
     return " ".join(message.split()), unexpected
+
+
+def _in_own_file(error: BaseException) -> str:
+    """The place of an error in a file of neither this package nor one that is installed, such as a method's own."""
+    libraries = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    installed = [str(Path(__file__).parent), *libraries]
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if frame.filename.endswith(".py") and not any(frame.filename.startswith(place) for place in installed):
+            return f" ({frame.filename}, line {frame.lineno}, in {frame.name})"
+    return ""
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

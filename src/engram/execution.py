@@ -74,9 +74,15 @@ class Execution:
             for event in self._events(resumed):
                 if self.files is not None and not isinstance(event, UNLOGGED):
                     self.files.append(event)
+                if self.files is not None and isinstance(event, RunFinished):
+                    self.files.clear_error()
                 left = time.monotonic()
                 yield event
                 self.away += time.monotonic() - left
+        except Exception as error:
+            if self.files is not None:
+                self.files.write_error(error)
+            raise
         finally:
             self.base.release()
             if self.files is not None:

@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import time
+import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -17,13 +18,14 @@ from typing import IO, Any
 import numpy as np
 from safetensors.numpy import save
 
-from engram.errors import EngramError
+from engram.errors import DETAILS, EngramError, explain
 from engram.events import Event
 from engram.files import TEMPORARY, lock, read_json, remove_temporaries, write_bytes, write_json, writing
 from engram.metrics import METRICS
 
 FORMAT = 1
 MANIFEST, RESULT, EVENTS, LOCK = "run.json", "result.json", "events.jsonl", ".lock"
+ERROR = "error.txt"
 CHECKPOINT = "checkpoint/state.safetensors"
 METHOD_FILE, METHOD_CODE = "method_file", "method_code"  # of a method from outside the package, among the versions
 UNKNOWN_CODE = "unknown"
@@ -113,6 +115,19 @@ class RunDirectory:
     def write_stage(self, stage: int, arrays: Mapping[str, np.ndarray]) -> None:
         """Keeps a stage's predictions and importance in stages/."""
         write_bytes(self.path / "stages" / f"{stage:03d}.safetensors", save(dict(arrays)))
+
+    def write_error(self, error: Exception) -> None:
+        """Keeps the traceback of an unexpected error in the directory, and a note with the error that says so."""
+        if not explain(error)[1]:
+            return
+        with suppress(EngramError):  # a full disk, say: the error itself is what matters
+            write_bytes(self.path / ERROR, "".join(traceback.format_exception(error)).encode())
+            error.add_note(f"{DETAILS}{self.path / ERROR}")
+
+    def clear_error(self) -> None:
+        """Removes what an earlier attempt left of its error."""
+        with suppress(OSError):
+            (self.path / ERROR).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Lets another process write."""

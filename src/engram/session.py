@@ -22,7 +22,7 @@ from engram.engine.room import check_pool
 from engram.errors import EngramError
 from engram.evaluation import predict
 from engram.learner import Learner
-from engram.methods import Method, find_method
+from engram.methods import Method, Phase, find_method
 from engram.models.network import Network
 from engram.models.resnet import build_backbone
 from engram.plain import to_plain
@@ -146,12 +146,25 @@ class Session:
             new = self.stream.new_labels(index)
             quota = self.config.memory.per_class(new.start) if new.start else 0
             kept = [int(min(counts[label], counts[label] if quota is None else quota)) for label in range(new.start)]
-            phases = self.method.phases(self.learner, _outline(index, new, counts, kept), self.engine)
+            phases = self._planned_phases(_outline(index, new, counts, kept))
             names = tuple(self.store.class_names[self.stream.order[label]] for label in new)
             images = int(counts[new.start : new.stop].sum()) + sum(kept)
             planned = tuple(PhasePlan.of(phase) for phase in phases)
             plans.append(StagePlan(index, names, new.stop, images, sum(kept), planned))
         return plans
+
+    def _planned_phases(self, outline: Stage) -> list[Phase]:
+        try:
+            return self.method.phases(self.learner, outline, self.engine)
+        except EngramError:
+            raise
+        except Exception as error:
+            raise EngramError(
+                f"{self.config.method} cannot be planned: its phases() failed ({type(error).__name__}: {error}). It is "
+                "also asked before anything is learned, with no tensors of the method in the learner and no images in "
+                "the stage: read those in the loss (step.buffers), or in the rows or start of a phase; ENGRAM_DEBUG=1 "
+                "shows where"
+            ) from error
 
     def card(self) -> dict[str, str]:
         """The protocol card, with the epochs that the plan has."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from engram.cli.own_methods import bring_in_methods
-from engram.errors import explain
+from engram.errors import DETAILS, explain
 
 # Where each command is carried out; imported when it is asked for, because most of them need torch.
 _MODULES = {
@@ -93,6 +93,7 @@ def _explain(error: Exception) -> int:
         traceback.print_exception(error)
     message, unexpected = explain(error)
     if unexpected:
-        message += "; run again with ENGRAM_DEBUG=1 for the details"
+        kept = [note for note in getattr(error, "__notes__", []) if note.startswith(DETAILS)]
+        message += f"; {kept[0] if kept else 'run again with ENGRAM_DEBUG=1 for the details'}"
     print(f"engram: {message}", file=sys.stderr)
     return 1 if unexpected else 2

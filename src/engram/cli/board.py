@@ -6,6 +6,7 @@ Like displays of one run, boards consume events and have no way to influence the
 from __future__ import annotations
 
 import json
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -71,12 +72,16 @@ class JsonBoard(Board):
 
 
 class QuietBoard(Board):
-    """One line for each run that has ended well."""
+    """One line for each run that has ended well, and warnings on stderr."""
 
     def __init__(self, console: Console) -> None:
         self._file = console.file
+        self._warnings: set[str] = set()
 
     def show(self, run: str, event: Event) -> None:
+        if isinstance(event, Warned) and event.message not in self._warnings:
+            self._warnings.add(event.message)
+            print(f"engram: {run}: {event.message}", file=sys.stderr)
         if isinstance(event, (RunFinished, RunSkipped)):
             self._file.write(end_line(run, event) + "\n")
             self._file.flush()

@@ -6,6 +6,7 @@ Displays consume events and have no way to influence the run.
 from __future__ import annotations
 
 import json
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Iterator
@@ -91,10 +92,15 @@ def make_display(
 
 
 class QuietDisplay(Display):
-    """Shows nothing."""
+    """Shows warnings alone, on stderr, each once."""
+
+    def __init__(self) -> None:
+        self._warnings: set[str] = set()
 
     def show(self, event: Event) -> None:
-        pass
+        if isinstance(event, Warned) and event.message not in self._warnings:
+            self._warnings.add(event.message)
+            print(f"engram: {event.message}", file=sys.stderr)
 
 
 class JsonDisplay(Display):

@@ -22,69 +22,14 @@ from engram.learner import Learner
 from engram.methods.batches import Beside, CutMix, Mixed
 from engram.methods.exemplars import choose_exemplars
 from engram.methods.look import Look
-from engram.methods.settings import Settings, check_choice
+from engram.methods.settings import Settings
+from engram.methods.training import Training
 from engram.models.heads import Head
 from engram.models.network import Network, Output, Part
 from engram.models.resnet import ResNet
 from engram.stagecache import versions_outside
 
 Terms = dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Training:
-    """How one phase trains: SGD with momentum over so many epochs.
-
-    clip: each gradient is clamped element-wise to [-clip, clip]. schedule "cosine" falls to 0 over the phase; "steps"
-    multiplies by `factor` at each of the milestones, which are shares of the phase (0.5: after half of its epochs);
-    "restarts" has a tenth of the rate for one epoch and then, epoch by epoch, cosines from the rate down to `factor` of
-    it, over 1, 2, 4, 8 ... epochs (so that it ends low after 16, 32, 64 ...); "rise" is a warm-up, epoch by epoch in
-    equal steps up to the rate, which the last epoch has.
-    remainder: what is left of an epoch after the full batches is dropped (a fresh permutation each epoch) or kept as a
-    smaller batch, unless it is one image of which the backbone leaves but one number a channel. A phase with fewer
-    images than batch_size trains on batches of what there is.
-    clip_norm: gradients longer than that, all that train taken as one vector, are brought to that length.
-    """
-
-    epochs: int = 160
-    batch_size: int = 128
-    lr: float = 0.1
-    schedule: Literal["cosine", "constant", "steps", "restarts", "rise"] = "cosine"
-    milestones: tuple[float, ...] = ()
-    factor: float = 0.1
-    momentum: float = 0.9
-    weight_decay: float = 5e-4
-    clip: float | None = 5.0
-    remainder: Literal["drop", "keep"] = "drop"
-    clip_norm: float | None = None
-
-    def __post_init__(self) -> None:
-        for name, least in (
-            ("epochs", 0),
-            ("batch_size", 1),
-            ("lr", 0),
-            ("momentum", 0),
-            ("weight_decay", 0),
-        ):
-            if getattr(self, name) < least:
-                raise EngramError(f"{name} must be at least {least}, got {getattr(self, name)}")
-        schedules = ("cosine", "constant", "steps", "restarts", "rise")
-        for name, choices in (("schedule", schedules), ("remainder", ("drop", "keep"))):
-            check_choice(self, name, choices)
-        if any(not 0 < share < 1 for share in self.milestones) or list(self.milestones) != sorted(self.milestones):
-            raise EngramError(f"milestones must be shares of the phase between 0 and 1 in order, got {self.milestones}")
-        if not 0 < self.factor <= 1:
-            raise EngramError(f"factor must be above 0 and at most 1, got {self.factor}")
-        if self.clip is not None and self.clip <= 0:
-            raise EngramError(f"clip must be above 0, or none, got {self.clip}")
-        if self.clip_norm is not None and self.clip_norm <= 0:
-            raise EngramError(f"clip_norm must be above 0, or none, got {self.clip_norm}")
-
-    def batches(self, images: int) -> tuple[int, int]:
-        """The steps of an epoch over so many images, and the size of its batches (the last may be smaller)."""
-        size = min(self.batch_size, images)
-        steps = images // size if self.remainder == "drop" else -(-images // size)
-        return steps, size
 
 
 @dataclass(frozen=True)
@@ -260,6 +205,7 @@ class Passes(Protocol):
 
 
 SettingsT = TypeVar("SettingsT", bound=Settings)
+_MADE = "_made"  # the attribute of a method that says that it has all the others
 
 
 class Method(ABC, Generic[SettingsT]):
@@ -269,6 +215,9 @@ class Method(ABC, Generic[SettingsT]):
     any of its phases has a teacher; where not, none is kept. class_buffers: those of its tensors in the learner whose
     first dimension is the class, for a class that is removed. told_buffers: how the names of those begin that go into
     the file of a stage.
+
+    Once made it does not change: what a stage leaves for the next goes into the learner (`Learner.store`), which is
+    what a checkpoint has.
     """
 
     predictors: tuple[str, ...] = ("cnn", "nme")
@@ -278,6 +227,14 @@ class Method(ABC, Generic[SettingsT]):
 
     def __init__(self, settings: SettingsT) -> None:
         self.settings = settings
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if getattr(self, _MADE, False):
+            raise EngramError(
+                f"{type(self).__name__} changes its attribute {name!r} after it was made, which a resumed run would "
+                "not know of; keep a tensor with learner.store(name, tensor), and the loss finds it in step.buffers"
+            )
+        super().__setattr__(name, value)
 
     def backbone(self, backbone: ResNet) -> ResNet:
         """The backbone as the method wants it, made of the one that the run is set to; that very one by default."""
@@ -293,7 +250,12 @@ class Method(ABC, Generic[SettingsT]):
 
     @abstractmethod
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
-        """The training loops of the stage, in order."""
+        """The training loops of the stage, in order.
+
+        It is also asked for a plan, several times before anything is learned: then the learner has nothing of the
+        method's, and the stage's images are empty. So it counts nothing and looks at no image; a phase's `rows` and
+        `start` are for that, and the loss has the learner's tensors in `step.buffers`.
+        """
 
     def base_key(self) -> dict[str, Any] | None:
         """What of the settings determines how the base stage trains, so that runs that agree in it can share one.
@@ -326,11 +288,17 @@ class MethodInfo:
     memory: Literal["needed", "none", "all", "optional"]
     predictors: tuple[str, ...]
     settings: type[Settings]
-    make: Callable[..., Method]
+    kind: type[Method]
     selection: Selection = "herding"
     brightened: bool = True
     shares_base: bool = False
     versions: Mapping[str, str] = field(default_factory=dict)
+
+    def make(self, settings: Settings) -> Method:
+        """The method with these settings, which does not change from here on."""
+        method = self.kind(settings)
+        object.__setattr__(method, _MADE, True)
+        return method
 
     def base_key(self, method: Method) -> dict[str, Any] | None:
         """The method's base_key, with this name in it unless methods share it; None: the base stage is not shared."""
@@ -366,7 +334,7 @@ def register(
 
     def decorate(cls: type[MethodT]) -> type[MethodT]:
         if name in METHODS:
-            raise EngramError(f"a method named {name!r} is registered already ({METHODS[name].make.__qualname__})")
+            raise EngramError(f"a method named {name!r} is registered already ({METHODS[name].kind.__qualname__})")
         if memory in ("none", "optional") and "nme" in cls.predictors:
             raise EngramError(
                 f"{name} cannot predict by nme, the nearest mean of exemplars, with memory={memory!r}; "

@@ -13,9 +13,9 @@ from engram.events import Event
 from engram.sharedbase import which_cache
 from engram.stagecache import StageCache
 from engram.together.members import Member, plan_members
-from engram.together.workers import ERROR, Workers
+from engram.together.workers import Workers
 
-__all__ = ["ERROR", "Member", "Workers", "plan_members", "run_together"]
+__all__ = ["Member", "Workers", "plan_members", "run_together"]
 
 
 def run_together(

@@ -13,9 +13,7 @@ import torch
 
 from engram.engine.branch import FIRST
 from engram.errors import EngramError, explain
-from engram.events import BaseReused, Event, RunFailed, RunFinished, RunSkipped, StageFinished
-from engram.files import write_bytes
-from engram.rundir import MANIFEST
+from engram.events import BaseReused, Event, RunFailed, RunSkipped, StageFinished
 from engram.runner import resume, run
 from engram.stagecache import StageCache
 from engram.together.members import Member
@@ -26,7 +24,6 @@ MOST = 30  # torch has 32 streams to give out; with more runs two would be on th
 # long as the others together take.
 TURN = 1e-4
 WAITING_EVENTS = 1000  # beyond these a run waits for whoever reads them
-ERROR = "error.txt"
 
 
 _TURNS = threading.Lock()
@@ -179,11 +176,7 @@ class Workers:
         else:
             how = {**self._how, "command": self._command}
             events = run(member.config, member.store, member.directory, stop=self._stopping, **how)
-        for event in events:
-            if isinstance(event, RunFinished) and member.directory is not None:
-                with suppress(OSError):
-                    (member.directory / ERROR).unlink(missing_ok=True)
-            yield event
+        yield from events
 
     @contextmanager
     def _stream(self, member: Member) -> Iterator[None]:
@@ -206,10 +199,7 @@ class Workers:
 
 
 def _failure(member: Member, error: Exception) -> RunFailed:
-    """The event of a run that ended in an error; the traceback of an unexpected one goes into its directory too."""
+    """The event of a run that ended in an error, with the traceback of an unexpected one."""
     message, unexpected = explain(error)
     trace = "".join(traceback.format_exception(error)) if unexpected else None
-    if trace is not None and member.directory is not None and (member.directory / MANIFEST).exists():
-        with suppress(EngramError):
-            write_bytes(member.directory / ERROR, trace.encode())
     return RunFailed(message, member.place, unexpected, trace)

@@ -336,8 +336,6 @@ def _told(events: Iterator[Event], console: Console, quiet: bool) -> Iterator[Ev
             text = chosen_line(event)
         elif isinstance(event, Warned):
             event = Warned(re.sub(r"\bafter stage \d+\b", "after this lesson", event.message))
-            if quiet:
-                print(f"engram: {event.message}", file=sys.stderr)
         if text is None:
             yield event
         elif not quiet:

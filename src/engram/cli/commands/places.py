@@ -9,7 +9,7 @@ from typing import Any
 
 from engram.errors import EngramError
 from engram.files import read_json
-from engram.rundir import LOCK, MANIFEST, RESULT, free_directory, read_manifest
+from engram.rundir import ERROR, LOCK, MANIFEST, RESULT, free_directory, read_manifest
 
 RUNS = Path("runs")
 REPORT = "report.html"  # of a demo, written last
@@ -19,13 +19,13 @@ def run_status(path: Path, total: int, done: int) -> str:
     """How far the run in a directory is, in a few words."""
     if done < total and is_running(path):
         return "running"
-    return "finished" if done == total else _stopped_after(done)
+    return "finished" if done == total else _ended_after(done, "failed" if (path / ERROR).exists() else "stopped")
 
 
-def _stopped_after(done: int) -> str:
+def _ended_after(done: int, how: str) -> str:
     if not done:
-        return "not a stage yet"
-    return "stopped after the base" if done == 1 else f"stopped after stage {done - 1}"
+        return "not a stage yet" if how == "stopped" else f"{how} in the base"
+    return f"{how} after the base" if done == 1 else f"{how} after stage {done - 1}"
 
 
 def is_running(path: Path) -> bool:

@@ -34,14 +34,14 @@ from engram.cli.text import bold, clock, make_console, make_table, percent, prin
 from engram.config import RunConfig, directory_name
 from engram.data.load import DataConfig, outline_store
 from engram.data.store import ImageStore
-from engram.errors import EngramError
+from engram.errors import DETAILS, EngramError
 from engram.events import Event, RunFailed, RunFinished, RunSkipped, Stopped, read_events
 from engram.files import typed_path
 from engram.metrics import Estimate, estimate, paired
 from engram.report.words import count_runs
-from engram.rundir import EVENTS, UNKNOWN_CODE, method_code, read_manifest
+from engram.rundir import ERROR, EVENTS, UNKNOWN_CODE, method_code, read_manifest
 from engram.stagecache import StageCache
-from engram.together import ERROR, Member, Workers, plan_members
+from engram.together import Member, Workers, plan_members
 
 STOP = "--stop-after-stage"
 
@@ -292,7 +292,7 @@ def tell_failures(last: Last, count: int) -> None:
     lines = [f"engram: {len(failed)} of {count} runs failed"]
     for run, event in failed.items():
         kept = Path(event.directory or "") / ERROR
-        where = f"; the details are in {kept}" if event.unexpected and kept.exists() else ""
+        where = f"; {DETAILS}{kept}" if event.unexpected and kept.exists() else ""
         lines.append(f"engram: {run}: {event.message}{where}")
         if event.traceback is not None and not where:
             lines.append(event.traceback.rstrip())

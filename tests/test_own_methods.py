@@ -1,0 +1,92 @@
+"""Methods from outside the package: what they are told when something in them is wrong, and what they may count on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+RECIPE = ["own-mini-b10-s5", "--epochs", "1", "--threads", "1", "--no-cache"]
+METHOD = """
+import torch
+from engram.methods import register
+from engram.methods.host import HostSettings, classification_loss, host_phases
+from engram.methods.replay import Replay
+
+
+@register("own", settings=HostSettings, title="Replay that keeps a number from stage to stage")
+class Own(Replay):
+    def phases(self, learner, stage, passes):
+        PLAN
+        return host_phases(self.settings, learner, stage, passes, self.loss, {})
+
+    def loss(self, step):
+        return {"classification": KEPT * classification_loss(self.settings, step).mean()}
+
+    def finish(self, learner, stage, passes):
+        FINISH
+"""
+STORE = 'learner.store("factor", torch.tensor(0.5 ** (stage.index + 1)))'
+
+
+def write(place: Path, plan: str = "pass", kept: str = 'step.buffers["factor"]', finish: str = STORE) -> Path:
+    """A file with a method."""
+    file = place / "own.py"
+    file.write_text(METHOD.replace("PLAN", plan).replace("KEPT", kept).replace("FINISH", finish))
+    return file
+
+
+def call(place: Path, *arguments: str, program: str = "engram") -> subprocess.CompletedProcess[str]:
+    """A command in a process of its own: what it registers is gone with it."""
+    environment = {**os.environ, "ENGRAM_METHODS": str(place / "own.py"), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    environment.pop("ENGRAM_DEBUG", None)
+    command = [sys.executable, "-m", program, *arguments]
+    cwd = place if program == "engram" else ROOT
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_what_a_stage_leaves_on_the_method_itself_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, kept="1.0", finish="self.factor = 0.5")
+    done = call(tmp_path, "run", *RECIPE, "--stop-after-stage", "0", "--quiet")
+    assert done.returncode == 2
+    for words in ("Own changes its attribute 'factor'", "learner.store", "step.buffers"):
+        assert words in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_phases_that_cannot_be_planned_are_told_why(tmp_path: Path) -> None:
+    write(tmp_path, plan='float(learner.buffers["factor"])')
+    done = call(tmp_path, "run", *RECIPE, "--dry-run")
+    assert done.returncode == 2
+    for words in ("own cannot be planned", "KeyError: 'factor'", "before anything is learned", "step.buffers"):
+        assert words in done.stderr
+
+
+def test_an_error_in_a_method_is_told_with_its_place_and_mended_the_run_goes_on(tmp_path: Path) -> None:
+    file = write(tmp_path, kept='(step.buffers["factor"] if len(step.buffers) else 1.0)', finish="learner.nothing()")
+    failed = call(tmp_path, "run", *RECIPE, "--out", "run", "--quiet")
+    line = 1 + file.read_text().splitlines().index("        learner.nothing()")
+    assert failed.returncode == 1
+    assert f"({file}, line {line}, in finish)" in failed.stderr
+    assert f"the details are in {Path('run') / 'error.txt'}" in failed.stderr
+    assert failed.stderr.count("\n") == 1
+    assert "learner.nothing()" in (tmp_path / "run" / "error.txt").read_text()
+    assert "failed in the base" in call(tmp_path, "list", "runs", "--root", ".").stdout
+    write(tmp_path, kept='(step.buffers["factor"] if len(step.buffers) else 1.0)')
+    done = call(tmp_path, "resume", "run", "--threads", "1", "--stop-after-stage", "1", "--quiet")
+    assert done.returncode == 0, done.stderr
+    write(tmp_path, kept='(1.0 * step.buffers["factor"] if len(step.buffers) else 1.0)')
+    edited = call(tmp_path, "resume", "run", "--threads", "1", "--quiet")
+    assert edited.returncode == 0, edited.stderr
+    assert "was not trained so far with the code that its method own has now" in edited.stderr, "quiet, but not silent"
+    assert not (tmp_path / "run" / "error.txt").exists(), "it is of no interest any more"
+
+
+def test_the_contract_is_tested_of_a_method_from_outside(tmp_path: Path) -> None:
+    write(tmp_path, kept="1.0")
+    flags = ["tests/test_methods_contract.py", "-o", "addopts=", "-q", "-p", "no:cacheprovider"]
+    done = call(tmp_path, *flags, "-k", "own and resumes_exactly", program="pytest")
+    assert done.returncode == 0, done.stdout
+    assert " passed" in done.stdout
