@@ -460,7 +460,7 @@ def test_full_disk_loses_nothing(
     [
         (MemoryError(), 2, "not enough memory"),
         (OSError(errno.ENOSPC, "No space left on device", "x"), 2, "the disk is full"),
-        (ZeroDivisionError("oh\nno"), 1, "unexpected error: ZeroDivisionError: oh no; run again with ENGRAM_DEBUG=1"),
+        (ZeroDivisionError("oh\nno"), 1, "in fail); run again with ENGRAM_DEBUG=1"),
         (KeyboardInterrupt(), 130, "interrupted"),
         (BrokenPipeError(), 141, ""),
     ],
@@ -939,6 +939,24 @@ def test_doctor_reports_what_is_broken(engram: Engram, tmp_path: Path, monkeypat
     assert outcome.status == 1
     assert "problem cifar100" in outcome.out
     assert "problem images" in outcome.out
+
+
+def test_doctor_reports_a_torch_that_cannot_be_loaded(tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise OSError('libcudart.so.99: no such file')")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "engram", "doctor"]
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "problem torch" in done.stdout
+    assert "libcudart.so.99" in done.stdout
+
+
+def test_commands_that_need_no_torch_do_not_load_it(tmp_path: Path) -> None:
+    code = "import sys, engram.cli.commands.{0}; assert 'torch' not in sys.modules"
+    for name in ("report", "prepare", "doctor"):
+        subprocess.run([sys.executable, "-c", code.format(name)], cwd=tmp_path, check=True)
 
 
 def test_prepare_fetches_checks_and_says_where_it_is(

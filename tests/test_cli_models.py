@@ -164,6 +164,13 @@ def test_known_classes_are_left_out_or_learned_again(engram: Engram, photos: Pat
     assert opened(model).labels == [*NAMES[1:5], "apple", "goose"]
 
 
+def test_epochs_that_were_set_for_good_are_those_of_every_lesson(engram: Engram, photos: Path, tmp_path: Path) -> None:
+    small = ["--backbone", "resnet10", "--method", "replay", "--set", "train.epochs=2", "--quiet"]
+    assert engram("learn", "model", photos / "first", *small).status == 0
+    assert engram("learn", "model", folder(tmp_path / "more", ("goose",), count=4), "--quiet").status == 0
+    assert [entry["epochs"] for entry in read_manifest("model")["history"]] == [2, 2]
+
+
 @pytest.mark.parametrize(
     ("flags", "word"),
     [

@@ -310,8 +310,12 @@ def test_epochs_are_chosen_for_each_lesson(monkeypatch: pytest.MonkeyPatch, tmp_
     assert epochs(loaded) == [4, 5, 4 + 3]
     assert epochs(quick(epochs=1).fit(*first).partial_fit(*second)) == [1, 1]
     whole = chosen.model_.config.with_epochs(3).settings
-    for settings in ({"train__epochs": 3}, whole):
-        assert epochs(quick(epochs=None, settings=settings).fit(*first).partial_fit(*second)) == [3, 3]
+    for number, settings in enumerate(({"train__epochs": 3}, whole)):
+        given = quick(epochs=None, settings=settings).fit(*first).partial_fit(*second)
+        assert epochs(given) == [3, 3]
+        given.save(tmp_path / f"given-{number}")
+        again = IncrementalClassifier.load(tmp_path / f"given-{number}", device="cpu").partial_fit(*third)
+        assert epochs(again) == [3, 3, 3]
 
 
 # Files
@@ -394,6 +398,7 @@ def test_arguments_are_stored_and_checked_when_they_count() -> None:
         ({"backbone": "resnet"}, "no backbone 'resnet'"),
         ({"settings": {"train.lrr": 1}}, r"no setting 'train.lrr': did you mean 'train.lr'\?"),
         ({"settings": {"train.epochs": 0}}, "train.epochs must be at least 1, got 0"),
+        ({"augmentation": Augmentation(pad=0, view=0.5)}, "a model sees its images whole; leave view=0.5 out"),
         ({"validation": 1.0}, "validation must be a share"),
         ({"device": "tpu"}, "device must be one of"),
         ({"precision": "bf16"}, "bf16 is for CUDA devices"),

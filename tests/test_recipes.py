@@ -130,7 +130,29 @@ def test_order_and_memory_are_taken_in_python_as_they_are_typed() -> None:
     assert config.with_value("order", 2) == replace(config, order="2")
     memory = MemoryConfig("per_class", 7, "random")
     assert config.with_value("memory", "per_class=7") == config.with_value("memory", memory)
+    assert replace(config, order=2) == config.with_value("order", 2)
     with pytest.raises(EngramError, match="order should be text"):
         config.with_value("order", True)
     with pytest.raises(EngramError, match="memory"):
         config.with_value("memory", "lots")
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"seed": 1.5}, "seed should be a whole number, got 1.5"),
+        ({"base": "5.5"}, "base should be a whole number"),
+        ({"memory": "none"}, "memory"),
+        ({"data": "mini"}, "data"),
+        ({"order": None}, "order should be text"),
+    ],
+)
+def test_what_a_resumed_run_could_not_read_back_is_refused(changed: dict[str, Any], words: str) -> None:
+    with pytest.raises(EngramError, match=words):
+        replace(recipe("afc-mini-b10-s5"), **changed)
+
+
+def test_no_memory_is_one_memory_however_it_is_said() -> None:
+    assert MemoryConfig("none") == MemoryConfig("none", 0) == MemoryConfig.parse("none")
+    config = recipe("ewc-mini-b10-s5")
+    assert config.with_value("memory.budget", "none").fingerprint() == config.with_value("memory", "none").fingerprint()

@@ -130,6 +130,10 @@ def test_settings_of_the_tables() -> None:
         ('set = ["memory=per_class=2", SMALL]', 'set = "memory=all"', ["set of figure1 should be a list of texts"]),
         ('recipe = "afc" }', 'recipe = "afc", set = "memory=all" }', ["set of AFC (CNN)", "got 'memory=all'"]),
         ("[[remark]]", "[remark]", ["[[remark]] should be a list of tables"]),
+        ('recipe = "afc" }', 'recipe = "afc", label = 3 }', ["label of the method 'AFC' should be a text, got 3"]),
+        ('name = "figure2"', 'name = "figure2"\nmethods = 3', ["the methods of figure2 should be a table"]),
+        ('"memory=per_class=2"', '"seed=2"', ["figure1 sets 'seed=2'", "'orders'", "--seeds"]),
+        ('"memory=per_class=2"', '" order = 4"', ["figure1 sets ' order = 4'"]),
     ],
 )
 def test_a_paper_that_is_wrong_is_refused_with_its_name(tmp_path: Path, old: str, new: str, words: list[str]) -> None:

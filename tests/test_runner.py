@@ -397,3 +397,9 @@ def test_what_was_said_of_a_stage_is_not_said_again_by_a_resumed_run(tmp_path: P
     config, store = make_config("lwf", base=2, increment=1), make_store()
     events = [*run(config, store, tmp_path / "run", stop_after_stage=1), *resume(tmp_path / "run", store)]
     assert sum(isinstance(event, Warned) for event in events) == 1
+
+
+def test_a_run_that_is_refused_leaves_no_directory_behind(tmp_path: Path) -> None:
+    with pytest.raises(EngramError, match="cache"):
+        list(run(make_config(), make_store(), tmp_path / "run", cache="somewhere"))  # pyright: ignore[reportArgumentType]
+    assert not (tmp_path / "run").exists()

@@ -29,7 +29,9 @@ class MemoryConfig:
 
     def __post_init__(self) -> None:
         if self.budget not in ("per_class", "total", "all", "none"):
-            raise EngramError(f"no memory budget {self.budget!r}: {suggest(str(self.budget), ['per_class', 'total'])}")
+            raise EngramError(
+                f"no memory budget {self.budget!r}: {suggest(str(self.budget), ['per_class', 'total', 'all', 'none'])}"
+            )
         if self.selection not in SELECTORS:
             raise EngramError(f"no exemplar selection {self.selection!r}: {suggest(self.selection, SELECTORS)}")
         if self.budget in ("all", "none"):

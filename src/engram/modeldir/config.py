@@ -52,6 +52,8 @@ class ModelConfig:
             raise EngramError(f"images must have 8 to {LARGEST_SIDE} pixels on each side, got {shown}")
         if not 0 <= self.validation < 1:
             raise EngramError(f"validation must be a share of 0 or more and below 1, got {self.validation}")
+        if self.augmentation.view is not None:
+            raise EngramError(f"a model sees its images whole; leave view={self.augmentation.view} out")
         if self.augmentation.pad > max(self.image_size):
             raise EngramError(f"the crop padding must be no more than the image, got {self.augmentation.pad} pixels")
         self._as_run()  # which checks the rest

@@ -249,9 +249,15 @@ class _Reader:
                 self.fail(f"{row.label} of {experiment.name} has {len(row.values)} numbers, not one for each column")
             for column in experiment.columns:
                 try:
-                    experiment.spec(row, column)
+                    spec = experiment.spec(row, column)
                 except (KeyError, IndexError, ValueError) as error:
                     self.fail(f"{experiment.name} names {error}, which is no value of the column {column.label!r}")
+                for change in spec.set:
+                    if change.partition("=")[0].strip() in ("order", "seed"):
+                        self.fail(
+                            f"{experiment.name} sets {change!r}: class orders stand in its 'orders', and --seeds says "
+                            "the seeds; a cell is the mean over both"
+                        )
 
     def _table(self, name: str, published: Any) -> dict[str, Any]:
         if published is None:
@@ -275,7 +281,10 @@ class _Reader:
         return tuple(columns)
 
     def _rows(self, name: str, entry: dict[str, Any], table: dict[str, Any]) -> tuple[Row, ...]:
-        methods = {**self.data.get("methods", {}), **entry.get("methods", {})}
+        known = [part.get("methods", {}) for part in (self.data, entry)]
+        if not all(isinstance(part, dict) for part in known):
+            self.fail(f"the methods of {name} should be a table, [methods], got {known}")
+        methods = {**known[0], **known[1]}
         rows: list[Row] = []
         for given in self._list(entry.get("rows", table.get("rows", [])), "tables", f"rows of {name}"):
             if "values" not in given:
@@ -293,6 +302,8 @@ class _Reader:
             self.fail(f"{name} has the inference {inference!r}: it is CNN or NME")
         if not isinstance(method.get("recipe"), str):
             self.fail(f"the method {given['method']!r} says no recipe")
+        if not isinstance(method.get("label", ""), str):
+            self.fail(f"the label of the method {given['method']!r} should be a text, got {method['label']!r}")
         label = method.get("label", given["method"]) + (f" ({inference})" if inference else "")
         label += "*" if given.get("rerun_by_afc_authors") else ""
         values = given.get("values")
