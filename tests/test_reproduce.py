@@ -25,7 +25,7 @@ from engram.reproduce.cost import ALONE, costs, work_of
 from engram.reproduce.document import COMMAND, document
 from engram.reproduce.page import headline, remarks, write_page
 from engram.reproduce.paper import Experiment, Published, load_paper
-from engram.reproduce.plan import Asked, Cell, make_plan, run_name
+from engram.reproduce.plan import Asked, Cell, make_plan, refuse_edited, run_name
 from engram.reproduce.records import Record, check_record, parse_line
 from engram.reproduce.store import merge, read_file, read_results, write_file
 from paper_helpers import NUMBERS, PAPER, experiment_on, make_record, write_paper
@@ -315,6 +315,16 @@ def test_of_two_machines_the_latest_run_counts_once() -> None:
     found = measure(cell_of("table1", "AFC (CNN)", "5 stages", [new, old]))
     assert found.ours is not None
     assert (found.ours.mean, found.n) == (60.0, 1)
+
+
+def test_a_run_beside_those_of_other_code_is_refused_before_it_is_trained() -> None:
+    data = json.loads(make_record(order="1").to_line())
+    edited = check_record({**data, "versions": {**data["versions"], "method_code": "c0de"}}, "elsewhere")
+    asked = Asked(rows=["AFC (CNN)"], columns=["5 stages"])
+    with pytest.raises(EngramError, match=r"elsewhere is a run of afc-cifar100-b50-s5 with other code .* has now"):
+        refuse_edited(make_plan(AFC.find(["table1"]), [edited], asked))
+    refuse_edited(make_plan(AFC.find(["table1"]), [make_record()], asked))
+    refuse_edited(make_plan(AFC.find(["table1"]), [edited], replace(asked, orders=["1"])))  # nothing to train
 
 
 def test_runs_of_other_images_or_code_are_not_taken_together() -> None:

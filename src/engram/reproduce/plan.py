@@ -10,11 +10,12 @@ from engram.config import RunConfig, directory_name
 from engram.data.load import PLACED
 from engram.data.stream import check_order
 from engram.errors import EngramError, suggest
+from engram.methods import find_method
 from engram.recipes import recipe, recipe_names
 from engram.recipes.changes import apply_changes, named_after_changes
 from engram.reproduce.paper import Column, Experiment, Published, Row
 from engram.reproduce.records import Record, protocol_key
-from engram.rundir import method_code, read_result
+from engram.rundir import METHOD_CODE, method_code, read_result
 
 NOT_IN_PAPER, NO_RECIPE = "not in the paper", "no recipe yet"
 
@@ -120,6 +121,20 @@ def _refuse_others(cells: Sequence[Cell], what: Callable[[Record], str], how: st
         if len(first) > 1:
             one, two = list(first.values())[:2]
             raise EngramError(f"{one.source} and {two.source} are runs of {one.recipe} {how}; leave one of them out")
+
+
+def refuse_edited(plan: Plan) -> None:
+    """Refuses, before anything is trained, runs that would be averaged with those of other code of their method."""
+    for cell in plan.cells:
+        for wanted in cell.left:
+            now = find_method(wanted.config.method).versions.get(METHOD_CODE, "")
+            for record in cell.records:
+                if method_code(record.data) != now:
+                    raise EngramError(
+                        f"{record.source} is a run of {record.recipe} with other code than the method "
+                        f"{wanted.config.method} has now, and {wanted.name} would be averaged with it; leave that run "
+                        "out (--out, --results), or bring its code back"
+                    )
 
 
 def _refuse_unknown_orders(runs: Iterable[Wanted]) -> None:

@@ -29,7 +29,7 @@ from engram.reproduce.cells import FURTHER, NOT_RUN, WITHIN_POINT, WITHIN_STD, M
 from engram.reproduce.cost import costs
 from engram.reproduce.page import headline, remarks, write_page
 from engram.reproduce.paper import MEASURES, Experiment, Paper, load_paper
-from engram.reproduce.plan import Asked, Plan, make_plan
+from engram.reproduce.plan import Asked, Plan, make_plan, refuse_edited
 from engram.reproduce.text import against_first, caption, grid, legend, lines
 from engram.together import plan_members
 
@@ -79,6 +79,7 @@ def reproduce_command(options: Reproduce, typed: Sequence[str]) -> int:
         del last
         show(*plan_now())
 
+    refuse_edited(plan)
     use_threads(flags.threads)
     configs, stores = with_images(plan, lambda data: read_images(data, console, silent=flags.quiet or flags.json))
     members = plan_members(configs, directory=runs, read=stores.__getitem__)
