@@ -181,12 +181,14 @@ def test_an_unknown_method_says_how_ones_own_is_brought_in(
     assert engram("run", "steady-mini-b10-s5", *SHORT, "--stop-after-stage", "0").status == 0
     monkeypatch.delenv("ENGRAM_METHODS")
     METHODS.pop("steady")
-    for command in (("run", "steady-mini-b10-s5"), ("resume", "run")):
+    for command in (("run", "steady-mini-b10-s5"), ("resume", "run"), ("run", "acf-mini-b10-s5")):
         outcome = engram(*command)
         assert outcome.status == 2
         assert "ENGRAM_METHODS=FILE.py" in outcome.err
-    for known in ("afc-mini-b10-s6", "acf-mini-b10-s5", "AFC mini b10 s5"):
-        assert "ENGRAM_METHODS" not in engram("run", known).err, "the method is known, or nearly so"
+    near = engram("run", "warm-mini-b10-s5").err
+    assert "did you mean 'wa-mini-b10-s5'? (one of your own: " in near, "it may be either"
+    for known in ("afc", "afc-mini-b10-s6", "AFC mini b10 s5", "afc_mini_b10_s5"):
+        assert "ENGRAM_METHODS" not in engram("run", known).err, "the method is known"
 
 
 def test_a_module_on_the_path_is_named_as_one(engram: Engram, own: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ backbone that its published numbers are of. `<method>-folder` is for your own im
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ from engram.config import RunConfig
 from engram.data.augment import Augmentation
 from engram.data.load import DataConfig
 from engram.data.memory import MemoryConfig
-from engram.errors import EngramError, same_key, suggest
+from engram.errors import EngramError, suggest
 from engram.methods import METHODS, OWN_METHODS, MethodInfo
 from engram.recipes import imagenet
 
@@ -147,10 +148,15 @@ def recipe(name: str) -> RunConfig:
     """The configuration of that name."""
     catalogue = _catalogue()
     if name not in catalogue:
-        known = any(same_key(name).startswith(same_key(method)) for method in METHODS)
-        known = known or suggest(name.partition("-")[0], METHODS).startswith("did you mean")
-        raise EngramError(f"no recipe {name!r}: {_nearest(name, list(catalogue))}{'' if known else f' {OWN_METHODS}'}")
+        hint = "" if _names_method(name) else f" {OWN_METHODS}"
+        raise EngramError(f"no recipe {name!r}: {_nearest(name, list(catalogue))}{hint}")
     return replace(catalogue[name](), recipe=name)
+
+
+def _names_method(name: str) -> bool:
+    """Whether the name begins with a method's, a whole word of it: "AFC mini" with afc's, "warm-mini" not with wa's."""
+    words = re.sub(r"[\s_]+", "-", name.strip().casefold())
+    return any(f"{words}-".startswith(f"{method}-") for method in METHODS)
 
 
 def _nearest(name: str, names: list[str]) -> str:
