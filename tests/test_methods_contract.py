@@ -121,6 +121,21 @@ def test_what_is_said_here_of_methods_is_of_known_ones() -> None:
     assert SETTINGS.keys() | CHANGED.keys() | FALLS_BELOW.keys() | HELD_BACK.keys() <= METHODS.keys()
 
 
+@pytest.mark.parametrize(
+    "name", ["", "a/b", "../../x", "My Method", "Mine", "my_method", "my--method", "-mine", "mine-", "mine\n", 3]
+)
+def test_a_method_is_called_as_a_part_of_a_recipes_name_can_be(name: Any) -> None:
+    with pytest.raises(EngramError, match=r"cannot be called .*lower-case letters and digits, with single dashes"):
+        register(name, settings=HostSettings, title="Mine")(Replay)
+    assert name not in METHODS
+
+
+def test_a_method_may_not_be_taken_for_an_nme_recipe() -> None:
+    with pytest.raises(EngramError, match="'afc-nme': so are recipes of afc that predict by nme; choose a name"):
+        register("afc-nme", settings=HostSettings, title="Mine")(Replay)
+    assert "afc-nme" not in METHODS
+
+
 @pytest.mark.parametrize("memory", ["none", "optional"])
 def test_a_method_without_exemplars_may_not_predict_by_them(memory: Any) -> None:
     assert "nme" in Replay.predictors

@@ -22,6 +22,7 @@ from engram.learner import Learner
 from engram.methods.batches import Beside, CutMix, Mixed
 from engram.methods.exemplars import choose_exemplars
 from engram.methods.look import Look
+from engram.methods.registering import check_name, check_predictors
 from engram.methods.settings import Settings
 from engram.methods.training import Training
 from engram.models.heads import Head
@@ -324,7 +325,7 @@ def register(
     brightened: bool = True,
     shares_base: bool = False,
 ) -> Callable[[type[MethodT]], type[MethodT]]:
-    """A class decorator that makes a method known by name.
+    """A class decorator that makes a method known by name: lower-case letters, digits and single dashes.
 
     memory says what the method is defined with: a budget of exemplars, none, every image, or ("optional") a budget or
     none, with none in its recipes; selection, how its recipes choose them; brightened, whether they change the
@@ -333,13 +334,10 @@ def register(
     """
 
     def decorate(cls: type[MethodT]) -> type[MethodT]:
+        check_name(name)
         if name in METHODS:
             raise EngramError(f"a method named {name!r} is registered already ({METHODS[name].kind.__qualname__})")
-        if memory in ("none", "optional") and "nme" in cls.predictors:
-            raise EngramError(
-                f"{name} cannot predict by nme, the nearest mean of exemplars, with memory={memory!r}; "
-                f'write predictors = ("cnn",) in {cls.__name__}'
-            )
+        check_predictors(name, cls, cls.predictors, memory)
         # The versions now: what is edited later is not what runs.
         told = (selection, brightened, shares_base, versions_outside(cls))
         METHODS[name] = MethodInfo(name, title, paper, memory, cls.predictors, settings, cls, *told)
