@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -28,6 +28,7 @@ from engram.methods import METHODS, Method, Phase, Step, Training, find_method, 
 from engram.methods.batches import Mixed
 from engram.methods.host import HostSettings
 from engram.methods.replay import Replay
+from engram.methods.settings import refuse_negative
 from engram.runner import run
 from engram.session import Session
 from helpers import (
@@ -134,6 +135,38 @@ def test_a_method_may_not_be_taken_for_an_nme_recipe() -> None:
     with pytest.raises(EngramError, match="'afc-nme': so are recipes of afc that predict by nme; choose a name"):
         register("afc-nme", settings=HostSettings, title="Mine")(Replay)
     assert "afc-nme" not in METHODS
+
+
+@dataclass(frozen=True)
+class Lacking(HostSettings):
+    weight: float = field(kw_only=True)
+
+
+@dataclass(frozen=True)
+class Unwilling(HostSettings):
+    weight: float = -1.0
+
+    def __post_init__(self) -> None:
+        refuse_negative(self, "weight")
+
+
+@pytest.mark.parametrize(
+    ("made_of", "given", "sentence"),
+    [
+        (Replay, {"settings": Lacking}, r"'weight'\); give every setting of Lacking a default"),
+        (Replay, {"settings": Unwilling}, r"without arguments \(weight must be 0 or more, got -1"),
+        (Replay, {"settings": dict}, "settings of mine must be a class made from engram"),
+        (Replay, {"settings": HostSettings()}, "settings of mine must be a class made from"),
+        (Replay, {"memory": "lots"}, "memory of mine must be one of needed, none, all, optional, got 'lots'"),
+        (Replay, {"selection": "best"}, r"selection of mine must be one of herding, .*, got 'best'"),
+        (HostSettings, {}, "register takes a class made from Method"),
+        (print, {}, r"mine is registered with .*; register takes a class made from Method"),
+    ],
+)
+def test_what_no_run_could_be_made_of_is_not_registered(made_of: Any, given: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(EngramError, match=sentence):
+        register("mine", **{"settings": HostSettings, "title": "Mine"} | given)(made_of)
+    assert "mine" not in METHODS
 
 
 @pytest.mark.parametrize("memory", ["none", "optional"])

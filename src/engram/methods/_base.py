@@ -22,7 +22,7 @@ from engram.learner import Learner
 from engram.methods.batches import Beside, CutMix, Mixed
 from engram.methods.exemplars import choose_exemplars
 from engram.methods.look import Look
-from engram.methods.registering import check_name, check_predictors
+from engram.methods.registering import check_choices, check_class, check_name, check_predictors, check_settings
 from engram.methods.settings import Settings
 from engram.methods.training import Training
 from engram.models.heads import Head
@@ -337,6 +337,9 @@ def register(
         check_name(name)
         if name in METHODS:
             raise EngramError(f"a method named {name!r} is registered already ({METHODS[name].kind.__qualname__})")
+        check_class(name, cls, Method)
+        check_settings(name, settings)
+        check_choices(name, memory, selection)
         check_predictors(name, cls, cls.predictors, memory)
         # The versions now: what is edited later is not what runs.
         told = (selection, brightened, shares_base, versions_outside(cls))
