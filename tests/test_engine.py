@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import pytest
@@ -17,9 +18,9 @@ from conftest import make_config, make_store
 from engram import EngramError
 from engram.data.stage import NEVER
 from engram.engine.capture import NotRecordable
-from engram.engine.loop import Epoch
+from engram.engine.loop import Epoch, NonFiniteLoss
 from engram.engine.space import TERMS
-from engram.methods import Phase, Step
+from engram.methods import Phase, Step, Terms
 from engram.models.network import Network, Part
 from engram.models.resnet import BACKBONES, build_backbone
 from engram.random import generator
@@ -273,6 +274,33 @@ def test_what_a_phase_starts_with_is_done_once_before_its_rows() -> None:
     next(iter(loop))
     session.engine.start(session.learner, session.stage(0), phase, 0, loop.state())
     assert done == ["start", "rows"], "going on is no new start"
+
+
+@pytest.mark.parametrize(
+    ("taken", "sentence"),
+    [
+        (
+            0,
+            r"is not finite .* step 1 of \d+ .* first step of the phase, so look at how 'apart' is computed \(the",
+        ),
+        (1, r"stopped being finite .* step 2 of \d+ .*: try a lower learning rate$"),
+    ],
+)
+def test_what_is_not_finite_before_anything_moved_is_not_blamed_on_the_learning_rate(taken: int, sentence: str) -> None:
+    session = Session(make_config(), make_store())
+    phase = phase_of(session)
+    steps = count()
+
+    def loss(step: Step) -> Terms:
+        logits = step.student.logits  # of which those of the classes to come are minus infinity
+        apart = (logits - logits).sum() if next(steps) == taken else logits[:, 0].sum()
+        return phase.loss(step) | {"apart": apart}
+
+    loop = session.engine.start(session.learner, session.stage(0), replace(phase, loss=loss), 0)
+    for _ in zip(range(taken + 1), loop, strict=False):
+        pass
+    with pytest.raises(NonFiniteLoss, match=sentence):
+        loop.terms()
 
 
 @pytest.mark.parametrize(

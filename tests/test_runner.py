@@ -137,7 +137,8 @@ def test_non_finite_loss_names_the_place_and_keeps_the_checkpoint(store: ImageSt
         patch.setattr(afc, "read_importance", poisoned)
         with pytest.raises(
             NonFiniteLoss,
-            match=r"stage 1, phase main, epoch 1, step 1 of \d+ \(classification = .*discrepancy = (inf|nan)",
+            match=r"stage 1, phase main, epoch 1, step 1 of \d+ \(classification = .*discrepancy = (inf|nan)"
+            r".* look at how 'discrepancy' is computed \(the logits of classes not yet seen are minus infinity\)",
         ):
             list(resume(directory, store, checkpoint_minutes=0))
     assert (directory / "checkpoint" / "state.safetensors").read_bytes() == kept

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -215,12 +216,13 @@ class PhaseLoop:
         if len(bad) == 0:
             return
         row = int(bad[0])
-        named = zip(self._term_names, values[row].tolist(), strict=True)
-        terms = ", ".join(f"{name} = {value:g}" for name, value in named)
+        named = dict(zip(self._term_names, values[row].tolist(), strict=True))
+        terms = ", ".join(f"{name} = {value:g}" for name, value in named.items())
+        is_first = (epoch, first + row) == (0, 0)
         raise NonFiniteLoss(
-            f"the loss stopped being finite in stage {self._stage.index}, phase {self.phase.name}, "
-            f"epoch {epoch + 1}, step {first + row + 1} of {self.steps} ({terms}); "
-            "nothing was saved after it: try a lower learning rate"
+            f"the loss {'is not' if is_first else 'stopped being'} finite in stage {self._stage.index}, "
+            f"phase {self.phase.name}, epoch {epoch + 1}, step {first + row + 1} of {self.steps} ({terms}); "
+            f"nothing was saved after it: {_look_first(named) if is_first else 'try a lower learning rate'}"
         )
 
     def _plan_ahead(self) -> None:
@@ -319,3 +321,12 @@ def _values(terms: Terms, room: int, phase: str) -> Tensor:
     if not values.requires_grad:
         raise EngramError(f"no term of the {phase} phase depends on what it trains, so there is nothing to learn")
     return values
+
+
+def _look_first(terms: Mapping[str, float]) -> str:
+    """What to do about terms that are not finite before the phase has moved anything."""
+    wrong = " and ".join(repr(name) for name, value in terms.items() if not math.isfinite(value))
+    return (
+        f"it is the first step of the phase, so look at how {wrong} is computed (the logits of classes not yet seen "
+        "are minus infinity) before trying a lower learning rate"
+    )
