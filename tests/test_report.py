@@ -401,6 +401,8 @@ def test_configurations_of_one_method_have_no_winner(tmp_path: Path) -> None:
         ((60.0, 30.0), (57.0, 28.0), "2.5 ± 0.7 points above replay|higher in 2): more than the spread"),
         ((33.0, 31.0), (27.15, 30.65), "3.1 ± 3.9 points above replay|higher in 2): within the spread"),
         ((40.0, 30.0, 80.0), (38.0, 33.0), "0.5 ± 3.5 points below replay|higher in 1): within the spread"),
+        ((40.0, 30.0), (38.0, 32.0), "afc ends level with replay (0.0 ± 2.8 points, mean|higher in 1): within the"),
+        ((40.0, 30.0, 80.0), (38.02, 32.0), "afc ends level with replay (0.0 ± 2.8 points, mean"),
         ((40.0, 30.0), (20.0,), None),
     ],
 )

@@ -126,12 +126,14 @@ def _lead(best: Sequence[Group]) -> list[str]:
     gap = first.difference(second, "final_accuracy")
     if gap is None or gap.std is None:
         return []
-    size = number(Estimate(abs(gap.mean), gap.std, gap.n), 1)
-    side = "above" if gap.mean >= 0 else "below"
+    size = f"{number(Estimate(abs(gap.mean), gap.std, gap.n), 1)} points"
+    ends, told = f"{size} {'above' if gap.mean > 0 else 'below'}", ""
+    if float(f"{gap.mean:.1f}") == 0:
+        ends, told = "level with", f"{size}, "
     verdict = "more than" if abs(gap.mean) > gap.std else "within"
     return [
-        f"{first.label} ends {size} points {side} {second.label} (mean and standard deviation over {gap.n} pairs of "
-        f"runs with the same class order and seed; higher in {gap.higher}): {verdict} the spread of these differences."
+        f"{first.label} ends {ends} {second.label} ({told}mean and standard deviation over {gap.n} pairs of runs with "
+        f"the same class order and seed; higher in {gap.higher}): {verdict} the spread of these differences."
     ]
 
 
