@@ -83,9 +83,21 @@ NAMES = ["ant", "bee", "cat", "dog", "elk"]
 
 @settings(deadline=None)
 @given(st.permutations(range(5)), st.lists(st.booleans(), min_size=5, max_size=5))
-def test_an_order_may_be_given_by_name_or_by_id(order: list[int], by_name: list[bool]) -> None:
+def test_an_order_is_given_by_name_or_by_id_and_not_by_both(order: list[int], by_name: list[bool]) -> None:
     spec = ", ".join(NAMES[i] if named else str(i) for i, named in zip(order, by_name, strict=True))
-    assert class_order(spec, "folder", NAMES) == tuple(order)
+    if len(set(by_name)) == 1:
+        assert class_order(spec, "folder", NAMES) == tuple(order)
+    else:
+        with pytest.raises(EngramError, match=r"both names, such as '.*, and ids, such as '.*; give every class by"):
+            class_order(spec, "folder", NAMES)
+
+
+def test_in_an_order_of_classes_that_are_called_by_numbers_numbers_are_names() -> None:
+    names = ["1", "2", "3", "4"]
+    assert class_order("4,3,2,1", "folder", names) == (3, 2, 1, 0)
+    for spec in ("0,4,3,2", "0,1,2,3"):
+        with pytest.raises(EngramError, match="and ids, such as '0'; give every class by its name"):
+            class_order(spec, "folder", names)
 
 
 @settings(deadline=None)
@@ -120,7 +132,7 @@ def test_published_orders_have_a_number() -> None:
     ("spec", "dataset", "sentence"),
     [
         ("ant,bee,cat,dog,ant", "folder", "names ant more than once"),
-        ("ant,bee,0,dog,elk", "folder", "names ant more than once"),
+        ("0,1,2,3,0", "folder", "names ant more than once"),
         ("ant,bee,cat", "folder", "lacks 2 of the 5 classes: dog, elk"),
         ("ant,bee,cat,dgo,elk", "folder", r"names 'dgo', which is no class here: did you mean 'dog'\?"),
         ("ant,bee,cat,dog,7", "folder", "names '7', which is no class here"),

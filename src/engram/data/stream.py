@@ -58,7 +58,7 @@ def class_order(spec: str, dataset: str, class_names: Sequence[str]) -> tuple[in
 
     `"1"`, `"2"`, ...: the data set's published order of that number, or, where none is published, a shuffle with
     that number as its seed. `"natural"`: by class id. `"seed:N"`: a shuffle with seed N. Else the classes
-    themselves, by id or name, separated by commas.
+    themselves, separated by commas, all by name or all by id; where names are numbers, by name.
     """
     check_order(spec, dataset)
     count = len(class_names)
@@ -106,15 +106,7 @@ def _shuffled(seed: int, count: int) -> tuple[int, ...]:
 
 def _listed(items: list[str], class_names: Sequence[str]) -> tuple[int, ...]:
     count = len(class_names)
-    ids_by_name = {name: i for i, name in enumerate(class_names)}
-    order: list[int] = []
-    for item in items:
-        if item in ids_by_name:
-            order.append(ids_by_name[item])
-        elif item.isdecimal() and int(item) < count:
-            order.append(int(item))
-        else:
-            raise EngramError(f"the class order names {item!r}, which is no class here: {suggest(item, class_names)}")
+    order = _ids(items, class_names)
     repeated = sorted({class_names[i] for i in order if order.count(i) > 1})
     if repeated:
         raise EngramError(f"the class order names {', '.join(repeated)} more than once; each class comes once")
@@ -126,3 +118,21 @@ def _listed(items: list[str], class_names: Sequence[str]) -> tuple[int, ...]:
         )
         raise EngramError(f"the class order lacks {len(absent)} of the {count} classes: {shown}{several}")
     return tuple(order)
+
+
+def _ids(items: list[str], class_names: Sequence[str]) -> list[int]:
+    """The ids of classes that are all given by name, or all by id; what may be either is a name."""
+    ids_by_name = {name: i for i, name in enumerate(class_names)}
+    others = [item for item in items if item not in ids_by_name]
+    for item in others:
+        if not item.isdecimal() or int(item) >= len(class_names):
+            raise EngramError(f"the class order names {item!r}, which is no class here: {suggest(item, class_names)}")
+    if not others:
+        return [ids_by_name[item] for item in items]
+    named = [item for item in items if item in ids_by_name]
+    if named:
+        raise EngramError(
+            f"the class order has both names, such as {named[0]!r}, and ids, such as {others[0]!r}; "
+            "give every class by its name, or every class by its id"
+        )
+    return [int(item) for item in items]
