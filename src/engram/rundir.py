@@ -47,7 +47,7 @@ class RunDirectory:
             if is_used(path):
                 raise EngramError(
                     f"{path} already exists and is not empty; 'engram resume {path}' goes on with a run, "
-                    "or choose another directory with --out"
+                    "or choose another directory"
                 )
             path.mkdir(parents=True, exist_ok=True)
         content = {
@@ -59,7 +59,7 @@ class RunDirectory:
         run._acquire()
         if is_used(path):
             run.close()
-            raise EngramError(f"another process has begun a run in {path}; choose another directory with --out")
+            raise EngramError(f"another process has begun a run in {path}; choose another directory")
         remove_temporaries(path)
         try:
             write_json(path / MANIFEST, run.manifest)
