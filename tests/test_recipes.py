@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from engram import EngramError, MemoryConfig, RunConfig, Training, read_mini, recipe, recipe_names
@@ -156,3 +157,13 @@ def test_no_memory_is_one_memory_however_it_is_said() -> None:
     assert MemoryConfig("none") == MemoryConfig("none", 0) == MemoryConfig.parse("none")
     config = recipe("ewc-mini-b10-s5")
     assert config.with_value("memory.budget", "none").fingerprint() == config.with_value("memory", "none").fingerprint()
+
+
+def test_an_order_is_taken_in_python_as_a_list() -> None:
+    config = recipe("afc-folder")
+    for listed in ([5, 4, 3], (5, 4, 3), range(5, 2, -1), np.array([5, 4, 3])):
+        assert config.with_value("order", listed) == config.with_value("order", "5,4,3")
+    assert config.with_value("order", ["fox", "girl"]).order == "fox,girl"
+    for listed, told in (([3], "1 in all"), ([], "0 in all"), (["a,b", "c"], "'a,b' in it"), ([1.5, 2], "1.5 in it")):
+        with pytest.raises(EngramError, match=f"a list has every class by id, or by a name without commas, got {told}"):
+            config.with_value("order", listed)

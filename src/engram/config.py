@@ -14,7 +14,7 @@ from engram.data.augment import Augmentation
 from engram.data.load import DataConfig
 from engram.data.memory import MemoryConfig
 from engram.data.store import ImageStore
-from engram.data.stream import Stream, class_order, describe_order
+from engram.data.stream import Stream, class_order, describe_order, order_text
 from engram.errors import EngramError, suggest
 from engram.methods import METHODS, Settings, find_method
 from engram.models.resnet import BACKBONES
@@ -95,12 +95,13 @@ class RunConfig:
     def with_value(self, path: str, value: Any) -> RunConfig:
         """A copy with the value at a dotted path changed, such as `settings.train.epochs`.
 
-        An order may be its number, and the memory a text, such as "per_class=7", which keeps its selection.
+        An order may be its number, or a list of all classes by name or by id, and the memory a text, such as
+        "per_class=7", which keeps its selection.
         """
         if path == "memory" and isinstance(value, str):
             value = MemoryConfig.parse(value, self.memory.selection)
-        if path == "order" and isinstance(value, int) and not isinstance(value, bool):
-            value = str(value)
+        if path == "order":
+            value = order_text(value)
         if path.startswith("settings."):
             rest = path.removeprefix("settings.")
             return replace(self, settings=replace_at(self.settings, rest, value, "settings"))

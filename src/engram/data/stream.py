@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
 
 import numpy as np
 
@@ -71,6 +73,24 @@ def class_order(spec: str, dataset: str, class_names: Sequence[str]) -> tuple[in
         published = published_orders(dataset)
         return published[int(spec) - 1] if published else _shuffled(int(spec), count)
     return _listed([item.strip() for item in spec.split(",")], class_names)
+
+
+def order_text(value: Any) -> Any:
+    """A class order as `class_order` takes it: a number, or a list of classes, as text; anything else as it is."""
+    if _is_id(value):
+        return str(int(value))
+    if isinstance(value, (str, bytes)) or not isinstance(value, (Sequence, np.ndarray)):
+        return value
+    items = [str(int(item)) if _is_id(item) else item for item in value]
+    wrong = [item for item in items if not isinstance(item, str) or not item.strip() or "," in item]
+    if wrong or len(items) < 2:
+        got = f"{wrong[0]!r} in it" if wrong else f"{len(items)} in all"
+        raise EngramError(f"a class order that is a list has every class by id, or by a name without commas, got {got}")
+    return ",".join(items)
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def check_order(spec: str, dataset: str) -> None:
