@@ -596,14 +596,32 @@ def test_wrong_requests(tmp_path: Path) -> None:
         write_report([tmp_path / "nowhere"])
     with pytest.raises(EngramError, match="was given twice"):
         write_report([run, tmp_path / "x" / ".." / "run"])
-    with pytest.raises(EngramError, match="it holds runs, so give those"):
-        write_report([tmp_path])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(EngramError, match=r"empty is not a run directory: it has no run\.json; give another one"):
+        write_report([run, tmp_path / "empty"])
     with pytest.raises(EngramError, match=r"ends in \.html"):
         write_report([run], run / "run.json")
     blocker = tmp_path / "file"
     blocker.write_text("", encoding="utf-8")
     with pytest.raises(EngramError, match="cannot write"):
         write_report([run], blocker / "report.html")
+
+
+def test_one_path_or_a_folder_of_runs_may_be_given(tmp_path: Path) -> None:
+    for seed in (1, 2, 3):
+        fake_run(tmp_path / "runs" / str(seed), seed=seed, **SHAPE)
+    assert write_report(str(tmp_path / "runs" / "1")) == tmp_path / "runs" / "1" / "report.html"
+    (tmp_path / "runs" / "3" / "result.json").unlink()
+    said: list[str] = []
+    page = write_report(tmp_path / "runs", tell=said.append)
+    assert page == tmp_path / "runs" / "report.html"
+    assert said == [f"left out {tmp_path / 'runs' / '3'}: it has no finished stage yet"]
+    both = write_report([tmp_path / "runs" / "1", str(tmp_path / "runs" / "2")], str(tmp_path / "both.html"))
+    assert both.read_text(encoding="utf-8").replace("both_files", "report_files") == page.read_text(encoding="utf-8")
+    with pytest.raises(EngramError, match="3 has no finished stage yet"):
+        write_report(tmp_path / "runs" / "3")
+    with pytest.raises(EngramError, match="was given twice"):
+        write_report([tmp_path / "runs", tmp_path / "runs" / "1"])
 
 
 def test_a_template_of_another_folder_may_include_the_reports_own(tmp_path: Path) -> None:

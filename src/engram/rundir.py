@@ -204,6 +204,11 @@ def find_runs(root: Path) -> list[Path]:
     return sorted(found)
 
 
+def runs_in(path: Path) -> list[Path]:
+    """The directory itself where it is a run, or the runs in it, those of a demo included."""
+    return [path] if (path / MANIFEST).exists() else find_runs(path)
+
+
 def is_used(path: Path) -> bool:
     """Whether there is something at the path that a new run would write over."""
     return path.exists() and (not path.is_dir() or not all(_is_litter(entry.name) for entry in path.iterdir()))

@@ -14,18 +14,22 @@ FILES = "FILES.txt"  # in the folder beside a page: the names of the files that 
 
 
 def write_report(
-    directories: Sequence[Path], out: Path | None = None, tell: Callable[[str], None] = lambda _: None
+    directories: str | Path | Sequence[str | Path],
+    out: str | Path | None = None,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> Path:
-    """The path of the HTML page made from these run directories.
+    """The path of the HTML page made from these run directories, or from one.
 
-    `out` is the page's file name, or a folder for it; by default `report.html` in the run's own directory, or in the
-    folder that several runs share. Figures and CSV files go to a folder named like the page plus `_files`.
-    A run that repeats another's configuration, class order and seed is not counted; `tell` gets a sentence on each.
+    A folder that is no run stands for the runs in it that have a finished stage. `out` is the page's file name, or a
+    folder for it; by default `report.html` in the one directory that was given, or in the folder that several share.
+    Figures and CSV files go to a folder named like the page plus `_files`. A run that repeats another's configuration,
+    class order and seed is not counted. `tell` gets a sentence on each run that is left out.
     Raises EngramError, naming the file, where a directory is not a run, has no finished stage, or is damaged.
     """
     from engram.report import page  # matplotlib takes a second to import; `engram --help` must not pay for it
 
-    return page.write_report(directories, out, tell)
+    given = [directories] if isinstance(directories, (str, Path)) else directories
+    return page.write_report([Path(path) for path in given], None if out is None else Path(out), tell)
 
 
 def is_report_folder(path: Path) -> bool:

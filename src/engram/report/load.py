@@ -176,9 +176,7 @@ def load_run(directory: Path) -> Run:
     if not directory.is_dir():
         raise EngramError(f"{directory} is not a directory; give the directory of a run.")
     if not (directory / MANIFEST).exists():
-        inner = sorted(path.parent.name for path in directory.glob(f"*/{MANIFEST}"))
-        hint = f"; it holds runs, so give those, such as {directory / inner[0]}" if inner else ""
-        raise EngramError(f"{directory} is not a run directory: it has no {MANIFEST}{hint or '; give another one'}.")
+        raise EngramError(f"{directory} is not a run directory: it has no {MANIFEST}; give another one.")
     info = _Record(_json(directory / MANIFEST), directory / MANIFEST)
     if info.get("format", int) != FORMAT:
         raise EngramError(

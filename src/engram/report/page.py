@@ -17,7 +17,7 @@ from engram.report.html import template
 from engram.report.load import load_runs
 from engram.report.svg import SERIES, Drawing, drawing_style
 from engram.report.tables import PAIRED, confused_pairs, csv_files, duration, number, predictor_name
-from engram.rundir import version
+from engram.rundir import RESULT, runs_in, version
 
 _OPEN_CONFUSIONS = 3
 _EXACT_COLUMNS = 6  # of the table of stages; where there are more, they get one digit, so that all are in sight
@@ -27,14 +27,14 @@ _PREDICTOR_WORDS = {
 }
 
 
-def write_report(directories: Sequence[Path], out: Path | None, tell: Callable[[str], None]) -> Path:
+def write_report(given: Sequence[Path], out: Path | None, tell: Callable[[str], None]) -> Path:
     """The path of the HTML page made from these run directories; figures and tables stand in a folder beside it."""
-    paths = [Path(directory) for directory in directories]
+    paths = _run_directories(given, tell)
     runs, repeats = without_repeats(load_runs(paths))
     for repeat, counted in repeats.items():
         tell(f"left out {repeat.directory}: {counted.directory} has the same configuration, class order and seed")
     groups = make_groups(runs)
-    target = _target(paths, out)
+    target = _target(given if len(given) == 1 else paths, out)
     folder = target.with_name(f"{target.stem}_files")
     with drawing_style():
         context, drawings = _context(groups, len(repeats))
@@ -45,12 +45,23 @@ def write_report(directories: Sequence[Path], out: Path | None, tell: Callable[[
     return target
 
 
-def _target(directories: list[Path], out: Path | None) -> Path:
+def _run_directories(given: Sequence[Path], tell: Callable[[str], None]) -> list[Path]:
+    """What was given, with the runs in it that have a finished stage in place of a folder of runs."""
+    found: list[Path] = []
+    for path in given:
+        runs = runs_in(path)
+        finished = [run for run in runs if run == path or (run / RESULT).exists()]
+        for run in [run for run in runs if finished and run not in finished]:
+            tell(f"left out {run}: it has no finished stage yet")
+        found += finished or runs or [path]  # of what cannot be used, reading it says why
+    return found
+
+
+def _target(directories: Sequence[Path], out: Path | None) -> Path:
     if out is None:
         parents = [directory.resolve().parent for directory in directories]
         home = directories[0] if len(directories) == 1 else Path(os.path.commonpath(parents))
         return home / "report.html"
-    out = Path(out)
     if out.is_dir():
         return out / "report.html"
     if out.suffix.lower() not in (".html", ".htm"):

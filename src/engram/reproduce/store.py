@@ -15,7 +15,7 @@ from pathlib import Path
 from engram.errors import EngramError
 from engram.files import write_bytes
 from engram.reproduce.records import KIND, Record, is_complete, parse_line, read_run
-from engram.rundir import MANIFEST, find_runs
+from engram.rundir import MANIFEST, runs_in
 
 SUFFIX = ".jsonl"
 _SHOWN = 3
@@ -41,7 +41,7 @@ def read_results(places: Sequence[Path]) -> Found:
         if place.is_file():
             found.records.extend(read_file(place))
             continue
-        runs = [place] if (place / MANIFEST).exists() else find_runs(place)
+        runs = runs_in(place)
         files = sorted(place.glob(f"*{SUFFIX}")) if not (place / MANIFEST).exists() else []
         if not runs and not files:
             raise EngramError(f"{place} holds no run directory and no file of results (*{SUFFIX}); give another")

@@ -12,7 +12,7 @@ from engram.cli.text import make_console, print_line
 from engram.errors import EngramError
 from engram.files import typed_path
 from engram.report import is_report_folder, write_report
-from engram.rundir import MANIFEST, RESULT, find_runs
+from engram.rundir import MANIFEST, RESULT, runs_in
 
 
 def report_command(options: Report, typed: Sequence[str]) -> int:
@@ -42,7 +42,7 @@ def expand(given: Sequence[Path]) -> list[Path]:
         raise EngramError(
             f"there is no run directory at {(missing or given)[0]}; 'engram list runs' shows those there are"
         )
-    found = [(path, _runs_in(path)) for path in given if path.is_dir()]
+    found = [(path, runs_in(path)) for path in given if path.is_dir()]
     if len(given) > 1:
         found = [(path, runs) for path, runs in found if runs or not is_report_folder(path)]
     runs = [run for _, inner in found for run in inner]
@@ -57,8 +57,3 @@ def expand(given: Sequence[Path]) -> list[Path]:
     for run in [run for run in runs if run not in finished]:
         print(f"engram: left out {run}: it has no finished stage yet", file=sys.stderr)
     return finished
-
-
-def _runs_in(path: Path) -> list[Path]:
-    """The directory itself where it is a run, or the runs in it, those of a demo included."""
-    return [path] if (path / MANIFEST).exists() else find_runs(path)
