@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,8 @@ import torch
 from engram.cli.arguments import parse
 from engram.cli.overrides import configure, configure_all
 from engram.config import directory_name
+from engram.recipes import recipe
+from engram.together.members import name_runs
 from helpers import Engram, Outcome, timeless
 from test_cli import assert_refused, contents, one_thread, photos, start
 
@@ -354,3 +358,13 @@ def test_threads_are_those_the_runs_began_with(photos: Path, tmp_path: Path, eng
     assert outcome.status == 0
     assert "different numbers of CPU threads" in outcome.err
     torch.set_num_threads(1)
+
+
+def test_given_class_orders_have_names_of_their_own() -> None:
+    orders = ("natural", "seed:7", "2", "a,b,c", "c,b,a")
+    names = [directory_name(replace(recipe("afc-folder"), order=order)) for order in orders]
+    assert names[:3] == [f"afc-folder-order{order}-seed1" for order in ("natural", "seed-7", "2")]
+    assert all(re.fullmatch("afc-folder-ordergiven-[0-9a-f]{8}-seed1", name) for name in names[3:])
+    assert names[3] != names[4]
+    assert directory_name(replace(recipe("afc-folder"), order="a, b,c ")) == names[3]
+    assert list(name_runs([replace(recipe("afc-folder"), order=order) for order in orders])) == names

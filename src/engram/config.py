@@ -214,9 +214,14 @@ def config_hash(plain: dict[str, Any]) -> str:
 
 
 def directory_name(config: RunConfig) -> str:
-    """The name of the run's directory where none was given: recipe and what was changed of it, order and seed."""
+    """The name of the run's directory where none was given: recipe and what was changed of it, order and seed.
+
+    Of an order that is given class by class it has a digest.
+    """
     name, _, changed = config.recipe.partition(" (")
-    order = "given" if "," in config.order else re.sub(r"[^\w.]+", "-", config.order)
+    order = re.sub(r"[^\w.]+", "-", config.order)
+    if "," in config.order:
+        order = f"given-{_digest(','.join(item.strip() for item in config.order.split(',')))}"
     return f"{name}{_spelled(changed.removesuffix(')'))}-order{order}-seed{config.seed}"
 
 
@@ -224,6 +229,9 @@ def _spelled(changed: str) -> str:
     """Changes of a recipe as part of a file's name; of many the first, and a digest of all."""
     slug = re.sub(r"[^\w.-]+", "-", changed).rstrip("-.")
     if len(slug) > LONGEST_CHANGES:
-        digest = hashlib.blake2b(changed.encode(), digest_size=4).hexdigest()
-        slug = f"{slug[: LONGEST_CHANGES - 9].rstrip('-.')}-{digest}"
+        slug = f"{slug[: LONGEST_CHANGES - 9].rstrip('-.')}-{_digest(changed)}"
     return f"-{slug}" if slug else ""
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
