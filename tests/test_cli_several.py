@@ -368,3 +368,32 @@ def test_given_class_orders_have_names_of_their_own() -> None:
     assert names[3] != names[4]
     assert directory_name(replace(recipe("afc-folder"), order="a, b,c ")) == names[3]
     assert list(name_runs([replace(recipe("afc-folder"), order=order) for order in orders])) == names
+
+
+def test_a_class_order_is_read_from_a_file(engram: Engram, tmp_path: Path) -> None:
+    for number, text in enumerate(("fox\ngirl\n elk \n", "fox,girl, elk", "\ufefffox,\r\ngirl,\r\n\r\nelk,")):
+        Path(f"{number}.txt").write_text(text, encoding="utf-8", newline="")
+        for flags in (["--order", f"@{number}.txt"], ["--set", f"order=@{tmp_path}/{number}.txt"]):
+            (config,) = configure_all(parse(["run", "afc-folder", *flags])[1])
+            assert config == replace(recipe("afc-folder"), order="fox,girl,elk")
+    Path("other.txt").write_text("elk\nfox\ngirl")
+    both = configure_all(parse(["run", "afc-folder", "--orders", "@0.txt,2,@other.txt"])[1])
+    assert [config.order for config in both] == ["fox,girl,elk", "2", "elk,fox,girl"]
+
+
+def test_a_class_order_that_is_in_no_file_is_refused(engram: Engram, tmp_path: Path) -> None:
+    for name, content in (("empty", b" \n,\n"), ("one", b"3\n"), ("picture", b"\x89PNG\xff"), ("wrong", b"a\nb\n")):
+        Path(name).write_bytes(content)
+    for name, said in (
+        ("nowhere", ["there is no file nowhere"]),
+        ("", ["cannot be read"]),
+        (".", ["cannot be read"]),
+        ("empty", ["empty", "is empty"]),
+        ("one", ["names '3' alone"]),
+        ("picture", ["not text in UTF-8"]),
+    ):
+        expected = [*said, "every class, one a line or with commas between"]
+        assert_refused(engram("run", "afc-mini-b10-s5", "--order", f"@{name}", "--dry-run"), *expected)
+        assert_refused(engram("run", "afc-mini-b10-s5", "--orders", f"1,@{name}", "--dry-run"), *expected)
+    assert_refused(engram("run", "afc-mini-b10-s5", "--order", "@wrong", "--dry-run"), "names 'a', which is no class")
+    assert_refused(engram("run", "afc-mini-b10-s5", "--order", "wrong", "--dry-run"), "'wrong' is none of", "@FILE")

@@ -38,11 +38,11 @@ class StreamFlags:
     base: Annotated[int | None, arg(metavar="N", help_behavior_hint=OF_RECIPE)] = None
     """Classes of the base stage."""
     increment: Annotated[int | None, arg(metavar="N", help_behavior_hint=OF_RECIPE)] = None
-    """New classes of each later stage."""
+    """New classes of each later stage; the last may have fewer."""
     order: Annotated[str | None, arg(metavar="ORDER", help_behavior_hint=OF_RECIPE)] = None
-    """Class order: a number, seed:N, natural, or every class by name or id with commas between."""
+    """Class order: a number, seed:N, natural, every class by name (or by id) with commas between, or @FILE of them."""
     orders: Annotated[str | None, arg(metavar="ORDER,ORDER", help_behavior_hint="")] = None
-    """Several class orders, such as 1,2,3: a run for each of them."""
+    """Several class orders, such as 1,2,3 or @one.txt,@two.txt: a run for each of them."""
     memory: Annotated[str | None, arg(metavar="BUDGET", help_behavior_hint=OF_RECIPE)] = None
     """Exemplars to keep: per_class=20, total=2000, all or none."""
     selection: Annotated[

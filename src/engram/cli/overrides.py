@@ -19,7 +19,7 @@ from engram.recipes.changes import apply_changes, named_after_changes
 def configure_all(options: Run) -> list[RunConfig]:
     """The configuration of every run that was asked for: each recipe with each class order and each seed."""
     _refuse_repeated("recipe", options.recipes)
-    orders = listed("--orders", options.stream.orders)
+    orders = [read_order(order) for order in listed("--orders", options.stream.orders)]
     seeds = [] if options.training.seeds is None else listed_seeds(options.training.seeds)
     for flag, single, several in (("--order", options.stream.order, orders), ("--seed", options.training.seed, seeds)):
         key = flag.removeprefix("--")
@@ -67,8 +67,30 @@ def configure(options: Run, name: str) -> RunConfig:
     config = _with_stream(config, options.stream)
     config = _with_training(config, options.training)
     config = apply_changes(config, options.training.set)
+    config = replace(config, order=read_order(config.order))
     refuse_no_epochs(config.settings, "settings.")
     return named_after_changes(original, config)
+
+
+def read_order(order: str) -> str:
+    """The class order that was typed; for @FILE the classes in the file, a line each or with commas between."""
+    if not order.startswith("@"):
+        return order
+    path = typed_path(order[1:])
+    how = "it should have every class, one a line or with commas between"
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise EngramError(f"there is no file {path} for the class order {order!r}; {how}") from None
+    except UnicodeDecodeError:
+        raise EngramError(f"the file {path} of the class order is not text in UTF-8; {how}") from None
+    except OSError as error:
+        raise EngramError(f"the file {path} of the class order cannot be read ({error.strerror}); {how}") from None
+    classes = [name for line in text.splitlines() for name in map(str.strip, line.split(",")) if name]
+    if len(classes) < 2:
+        found = f"names {classes[0]!r} alone" if classes else "is empty"
+        raise EngramError(f"the file {path} of the class order {found}; {how}")
+    return ",".join(classes)
 
 
 def _with_data(config: RunConfig, flags: DataFlags) -> RunConfig:

@@ -99,7 +99,8 @@ def check_order(spec: str, dataset: str) -> None:
     seeded = spec.startswith("seed:") and spec[5:].isdecimal()
     if not (spec == "natural" or seeded or spec.isdecimal() or "," in spec):
         raise EngramError(
-            f"the class order {spec!r} is none of: a number, 'natural', 'seed:N', or all classes separated by commas"
+            f"the class order {spec!r} is none of: a number, 'natural', 'seed:N', or all classes separated by commas, "
+            "which a command also reads from a file, as @FILE"
         )
     published = published_orders(dataset)
     if spec.isdecimal() and published and not 1 <= int(spec) <= len(published):
