@@ -446,6 +446,34 @@ def test_differences_are_of_runs_with_the_same_class_order_and_seed(tmp_path: Pa
     assert "run by run" not in Page(alone).text, "one pair has no spread"
 
 
+def test_given_class_orders_are_called_by_numbers(tmp_path: Path) -> None:
+    """Whose names would be all their classes; a warning of the drawing, which has no room for that, is an error."""
+    names = [f"class number {i}" for i in range(100)]
+    orders = [list(range(100)), list(range(99, -1, -1))]
+    runs = []
+    for method in ("afc", "replay"):
+        for number, ids in enumerate(orders):
+            run = fake_run(
+                tmp_path / f"{method}{number}", method=method, class_names=names, **{**LIGHT, "stage_sizes": (60, 40)}
+            )
+            given = ",".join(str(i) if method == "afc" else names[i] for i in ids)
+            config = json.loads((run / "run.json").read_text(encoding="utf-8"))["config"] | {"order": given}
+            edit_json(run / "run.json", config=config, order={"name": given, "class_ids": ids})
+            runs.append(run)
+    runs.append(fake_run(tmp_path / "seeded", class_names=names, **{**LIGHT, "stage_sizes": (60, 40)}))
+    page = write_report(runs)
+    folder = page.with_name("report_files")
+    labels = re.findall(r">((?:afc|replay)[^<]*)<", (folder / "seconds.svg").read_text(encoding="utf-8"))
+    assert sorted(labels) == ["afc, 1/1", "afc, given 1/1", "afc, given 2/1", "replay, given 1/1", "replay, given 2/1"]
+    for table in ("runs.csv", "seconds.csv"):
+        found = {(row["run"], row["order"]) for row in read_csv(folder / table)}
+        assert found == {(run.name, order) for run, order in zip(runs, ["given 1", "given 2"] * 2 + ["1"], strict=True)}
+    text = Page(page).text
+    assert "replay1 (order given 2, seed 1)" in text
+    assert "Order given 2 class number 99, class number 98, " in text
+    assert {row["pairs"] for row in read_csv(folder / "differences.csv")} == {"2"}, "by name or by id, it is the same"
+
+
 def test_different_class_orders_are_told_and_no_mean_is_called_the_best(tmp_path: Path) -> None:
     told = "Not every group has the same class orders and seeds"
     afc = [fake_run(tmp_path / f"afc{o}", order=o, **LIGHT) for o in (1, 2)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, overload
@@ -94,6 +94,16 @@ class Run:
         return self.order, self.class_order, self.seed
 
     @property
+    def arrivals(self) -> tuple[str, ...]:
+        """The names of the classes in their order."""
+        return tuple(self.class_names[i] for i in self.class_order)
+
+    @property
+    def has_given_order(self) -> bool:
+        """True when the class order was given class by class: it has no name but itself."""
+        return "," in str(self.config.get("order"))
+
+    @property
     def is_complete(self) -> bool:
         """True when every planned stage has finished."""
         return len(self.stages) == len(self.stage_sizes)
@@ -158,7 +168,10 @@ class _Record:
 
 
 def load_runs(directories: Sequence[Path]) -> list[Run]:
-    """The runs of these directories, in the order given; a directory given twice is refused."""
+    """The runs of these directories, in the order given; a directory given twice is refused.
+
+    A class order that was given class by class is called "given 1", "given 2" and so on, the same one the same.
+    """
     if not directories:
         raise EngramError("No run directory was given; name at least one, such as runs/afc-mini-b10-s10.")
     seen: dict[Path, Path] = {}
@@ -167,7 +180,16 @@ def load_runs(directories: Sequence[Path]) -> list[Run]:
         if resolved in seen:
             raise EngramError(f"{directory} was given twice; name each run once, or its spread would look too small.")
         seen[resolved] = directory
-    return [load_run(directory) for directory in seen.values()]
+    return _with_short_orders([load_run(directory) for directory in seen.values()])
+
+
+def _with_short_orders(runs: list[Run]) -> list[Run]:
+    """The runs with a number for each class order that was given class by class, whose name would be all of it."""
+    numbers: dict[tuple[str, ...], int] = {}
+    for run in runs:
+        if run.has_given_order:
+            numbers.setdefault(run.arrivals, len(numbers) + 1)
+    return [replace(run, order=f"given {numbers[run.arrivals]}") if run.has_given_order else run for run in runs]
 
 
 def load_run(directory: Path) -> Run:

@@ -235,6 +235,7 @@ def _protocol(cell: _Cell) -> dict[str, Any]:
         card.insert(0, ("Recipe", cell.group.first.recipe))
     made = [
         ("Runs", words.join(f"{run.directory.name} (order {run.order}, seed {run.seed})" for run in runs)),
+        *{f"Order {run.order}": ", ".join(run.arrivals) for run in runs if run.has_given_order}.items(),
         ("Settings hash", words.join(dict.fromkeys(run.config_hash for run in runs))),
     ]
     machine = [*_merged([run.versions for run in runs]), *_merged([run.hardware for run in runs])]
