@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import grimp
 import pytest
 import torch
 
@@ -20,7 +21,7 @@ from engram.events import BaseReused, EpochFinished, Event, RunFinished, Warned
 from engram.methods import METHODS, _base
 from engram.methods.host import HostSettings
 from engram.session import Session
-from engram.stagecache import StageCache, code_digest
+from engram.stagecache import _TRAINING, StageCache, code_digest
 
 
 def key(config: RunConfig, **store: int) -> str:
@@ -265,3 +266,14 @@ def test_the_cache_knows_who_trained_an_entry(tmp_path: Path) -> None:
     list(run(make_config(), make_store(), tmp_path / "runs" / "first", cache=cache))
     list(run(make_config(), make_store(), tmp_path / "runs" / "second", cache=cache))
     assert [cache.trained_by(entry.key) for entry in cache.entries()] == ["first"]
+
+
+def test_what_trains_a_base_stage_is_in_its_key() -> None:
+    """A module that training imports is in the digest of the code, or is named here as one that trains nothing."""
+    graph = grimp.build_graph("engram")
+    roots = [f"engram.{name.removesuffix('.py')}" for name in _TRAINING]
+    used = {used for module in ("engram.session", "engram.stagework") for used in graph.find_upstream_modules(module)}
+    others = {name for name in used if not any(name == root or name.startswith(f"{root}.") for root in roots)}
+    files = {"checkpoint", "files", "rundir", "stagecache"}
+    values = {"config", "plain"}  # what comes of them is in the key
+    assert others == {f"engram.{name}" for name in files | values | {"errors", "evaluation", "events", "metrics"}}

@@ -28,7 +28,7 @@ _SLACK = 1e-9  # of a difference of decimals that should be on the line
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """A cell with its numbers. ours: None where no run was measured; difference: ours less the paper's."""
+    """A cell with its numbers. ours: None where no run was measured; difference: ours minus the paper's."""
 
     cell: Cell
     ours: Estimate | None

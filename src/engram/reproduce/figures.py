@@ -104,7 +104,7 @@ def importance(experiment: Experiment, cells: Sequence[Measured]) -> Drawing | N
 
 
 def differences(experiment: Experiment, cells: Sequence[Measured]) -> Drawing | None:
-    """Ours less the paper's for each cell that has both, with our sample standard deviation; the band is one point."""
+    """Ours minus the paper's for each cell that has both, with our sample standard deviation; the band is one point."""
     found = [cell for cell in cells if cell.difference is not None]
     if not found:
         return None
@@ -128,7 +128,7 @@ def differences(experiment: Experiment, cells: Sequence[Measured]) -> Drawing | 
     axes.set_xlim(-reach, reach)
     axes.axvspan(-POINT, POINT, color=MUTED, alpha=0.08, linewidth=0, zorder=0)
     _difference_axis(axes, labels)
-    axes.set_title("Ours less the paper's")
+    axes.set_title("Ours minus the paper's")
     alt = f"Ours less the published number in points, for the cells of {plain(experiment.heading)} that were run."
     return finish(figure, _file(f"{experiment.name}_differences"), alt)
 

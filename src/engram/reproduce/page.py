@@ -44,7 +44,7 @@ _NEAR = {  # in the order that a sentence counts them
     FURTHER: "further off",
 }
 _CAPTIONS = {
-    "table": "Dots: ours less the paper's mean, with our standard deviation; grey: the paper's; shaded: one point.",
+    "table": "Dots: ours minus the paper's mean, with our standard deviation; grey: the paper's; shaded: one point.",
     "curves": "Lines are means over n runs; bands show one sample standard deviation to each side.",
     "importance": "Lines are means of the sorted values over n runs; bands reach from the lowest run to the highest.",
     "effects": "Dots: mean difference over n pairs of runs of one class order and seed, with its standard deviation.",
