@@ -313,7 +313,9 @@ def test_held_out_images_do_not_pass_for_the_test_split() -> None:
     assert protocol_key(held) != protocol_key(settle(config, whole))
     asked = config.with_value("data.holdout", "0.2")
     assert settle(asked, load_store(asked.data)) == held
-    assert settle(asked, whole) == settle(config, whole), "nor the test split for held-out ones"
+    for other, has in ((whole, "none"), (whole.holdout(0.5, seed=0), "0.5")):  # nor the test split for held-out ones
+        with pytest.raises(EngramError, match=rf"held-out share of 0\.2, and the images that were given have {has};"):
+            settle(asked, other)
     assert settle(config, make_store().holdout(0.2, seed=0)).data == DataConfig("arrays", holdout=0.2)
 
 

@@ -106,7 +106,17 @@ def check_config(config: Any) -> None:
 
 
 def settle(config: RunConfig, store: ImageStore) -> RunConfig:
-    """The configuration as a run of these images here has it; its name says what of its recipe was changed."""
+    """The configuration as a run of these images here has it; its name says what of its recipe was changed.
+
+    Refuses images without the held-out share that it asks for: the run would be measured on the test split.
+    """
+    asked = config.data.holdout
+    if asked is not None and asked != store.held_out:
+        has = "none" if store.held_out is None else f"{store.held_out:g}"
+        raise EngramError(
+            f"the run asks for a held-out share of {asked:g}, and the images that were given have {has}; "
+            f"give store.holdout({asked:g}, seed=0), or leave data.holdout out"
+        )
     # run.json must not name images that were not used, nor pass held-out ones for the test split.
     data = config.data if store.origin == config.data.name else DataConfig(store.origin)
     config = replace(config, data=replace(data, holdout=store.held_out))

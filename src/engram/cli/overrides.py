@@ -72,6 +72,14 @@ def configure(options: Run, name: str) -> RunConfig:
     return named_after_changes(original, config)
 
 
+def images_at(text: str) -> str:
+    """The path that --data names, kept whole, so that a run can be resumed from another directory."""
+    path = typed_path(text)
+    if not path.exists():
+        raise EngramError(f"there is no file or folder {text}; --data should say where the images are")
+    return str(path.resolve())
+
+
 def read_order(order: str) -> str:
     """The class order that was typed; for @FILE the classes in the file, a line each or with commas between."""
     if not order.startswith("@"):
@@ -96,12 +104,8 @@ def read_order(order: str) -> str:
 def _with_data(config: RunConfig, flags: DataFlags) -> RunConfig:
     data = config.data
     if flags.data is not None:
-        path = typed_path(flags.data)
-        if not path.exists():
-            raise EngramError(f"there is no file or folder {flags.data}; --data should say where the images are")
-        # Kept whole, so that the run can be resumed from another directory.
         name = "folder" if data.name in ("mini", "arrays") else data.name
-        data = replace(data, name=name, path=str(path.resolve()))
+        data = replace(data, name=name, path=images_at(flags.data))
     for flag, given, takers in (
         ("--image-size", flags.image_size is not None, FOLDERS),
         ("--test-fraction", flags.test_fraction is not None, ("folder",)),

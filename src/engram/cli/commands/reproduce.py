@@ -16,7 +16,7 @@ from engram.cli.commands.common import check_last_stage, check_running, print_li
 from engram.cli.commands.several import Last, work_through
 from engram.cli.knownruns import Known, known_records, origin_line
 from engram.cli.options import Reproduce
-from engram.cli.overrides import listed, listed_seeds
+from engram.cli.overrides import images_at, listed, listed_seeds
 from engram.cli.paperplan import print_plan
 from engram.cli.text import make_console, make_table
 from engram.config import RunConfig
@@ -111,18 +111,12 @@ def with_images(
 
 
 def _asked(options: Reproduce) -> Asked:
-    path = None
-    if options.data is not None:
-        place = typed_path(options.data)
-        if not place.exists():
-            raise EngramError(f"there is no file or folder {options.data}; --data should say where the images are")
-        path = str(place.resolve())
     return Asked(
         rows=listed("--rows", options.rows) or None,
         columns=listed("--columns", options.columns) or None,
         orders=listed("--orders", options.orders) or None,
         seeds=listed_seeds(options.seeds),
-        data_path=path,
+        data_path=None if options.data is None else images_at(options.data),
         device=options.device,
         precision=None if options.precision == "auto" else options.precision,
     )

@@ -28,7 +28,7 @@ from engram.cli.commands.places import new_directory
 from engram.cli.commands.several import run_several
 from engram.cli.interrupt import Interrupt
 from engram.cli.options import Resume, Run
-from engram.cli.overrides import configure_all
+from engram.cli.overrides import configure_all, images_at
 from engram.cli.text import card_table, make_console, make_table, print_table, shorten
 from engram.config import RunConfig, directory_name
 from engram.data.load import outline_store
@@ -98,12 +98,7 @@ def resume_command(options: Resume, typed: Sequence[str]) -> int:
         return 0
     check_last_stage(flags, len(manifest["stage_sizes"]))
     config = RunConfig.from_plain(manifest["config"])
-    data = config.data
-    if options.data is not None:
-        path = typed_path(options.data)
-        if not path.exists():
-            raise EngramError(f"there is no file or folder {options.data}; --data should say where the images are")
-        data = replace(data, path=str(path.resolve()))
+    data = config.data if options.data is None else replace(config.data, path=images_at(options.data))
     # The threads it began with: with another number a CPU's sums differ in their last bits.
     use_threads(flags.threads or manifest.get("hardware", {}).get("threads"))
     store = read_images(data, console, silent=flags.quiet or flags.json)
