@@ -88,7 +88,7 @@ class Learn:
     by_class: Annotated[bool, arg(help_behavior_hint="")] = False
     """Print accuracy before and after for each class."""
     quiet: Annotated[bool, arg(help_behavior_hint="")] = False
-    """Print one line at the end, and errors."""
+    """Print one line at the end; warnings and errors go to stderr."""
     json: Annotated[bool, arg(help_behavior_hint="")] = False
     """Print every event as one line of JSON, and nothing else; notices go to stderr."""
 

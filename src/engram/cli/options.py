@@ -97,7 +97,7 @@ class RunningFlags:
     threads: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: one a core)")] = None
     """CPU threads to use; 1 is quicker where other programs keep the cores busy."""
     quiet: Annotated[bool, arg(help_behavior_hint="")] = False
-    """Print one line at the end of a run, and errors."""
+    """Print one line at the end of a run; warnings and errors go to stderr."""
     json: Annotated[bool, arg(help_behavior_hint="")] = False
     """Print every event as one line of JSON, and nothing else."""
 
