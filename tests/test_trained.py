@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from conftest import make_config, make_store
-from engram import EngramError, open_run, run, train
+from engram import EngramError, open_run, read_mini, recipe, run, train
 
 
 @pytest.mark.parametrize("method", ["afc", "der", "mnemonics", "bic", "naive"])
@@ -52,3 +54,17 @@ def test_what_is_no_run_and_what_are_no_images_is_refused(tmp_path: Path) -> Non
     (tmp_path / "run" / "checkpoint" / "state.safetensors").unlink()
     with pytest.raises(EngramError, match="there is no checkpoint"):
         open_run(tmp_path / "run")
+
+
+def test_the_example_in_the_documentation_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (Path(__file__).parents[1] / "docs" / "run-directory.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    (place,) = re.findall(r'open_run\("(.*?)"\)', block)
+    config = recipe("replay-mini-b10-s5").with_settings(train__epochs=1).with_value("backbone", "resnet10")
+    for _ in run(config, directory=tmp_path / place, stop_after_stage=0):
+        pass
+    monkeypatch.chdir(tmp_path)
+    found: dict[str, Any] = {}
+    exec(block, found)
+    assert len(found["features"]) == len(found["answers"]) == len(read_mini().test)
+    assert set(found["answers"]) <= set(found["trained"].class_names)
