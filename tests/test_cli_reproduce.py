@@ -115,7 +115,8 @@ def test_again_is_the_same_and_trains_nothing(engram: Engram, paper: Path, photo
     # 50 is missed by less than 60, 200 and the two of 10 by more than a point; Replay's 33 is as the run has it.
     assert lines[-2].startswith("5 of 7 published numbers were measured: ")
     assert lines[-1] == str(done / "reproduction.html")
-    assert "no recipe yet" in outcome.out
+    hint = "(one of your own: import its module first, for a command by ENGRAM_METHODS=FILE.py)"
+    assert f"no recipe yet: unheard-folder {hint}" in outcome.out
 
 
 def test_one_run_is_one_and_marks_are_explained_where_there_are_some(

@@ -13,6 +13,7 @@ from rich.table import Table
 from engram.cli.knownruns import Known, origin_line, origins
 from engram.cli.options import Reproduce
 from engram.cli.text import make_table, print_line, print_table
+from engram.methods import OWN_METHODS
 from engram.report.words import count_runs, join
 from engram.reproduce.cost import Cost, this_hardware
 from engram.reproduce.plan import Plan
@@ -36,9 +37,8 @@ def print_plan(console: Console, plan: Plan, estimates: Sequence[Cost], known: K
         table.add_row(caption(experiment), str(len(cells)), str(len(names)), str(done), str(lacking) if lacking else "")
     print_table(console, table)
     print_table(console, _runs_table(plan))
-    missing = list(dict.fromkeys(re.sub(r"-b\d+-s\d+$", "", cell.missing) for cell in plan.cells if cell.missing))
-    if missing:
-        print_line(console, f"no recipe yet: {', '.join(missing)}")
+    if missing := missing_line(plan):
+        print_line(console, missing)
     total, left = len(plan.runs), len(plan.left)
     print_line(console, f"{count_runs(total)}, each counted once: {total - left} done, {left} to do")
     for text in filter(None, (_bare_line(plan), origin_line(plan, known))):
@@ -109,6 +109,12 @@ def cost_lines(estimates: Sequence[Cost], here: str, left: int, at_once: int) ->
 def _long(seconds: float) -> str:
     minutes = max(1, round(seconds / 60))
     return f"{minutes} min" if minutes < 120 else f"{minutes} min ({minutes / 60:.1f} h)"
+
+
+def missing_line(plan: Plan) -> str | None:
+    """Which recipes of the plan there are not, by what they begin with; None where there are all."""
+    missing = list(dict.fromkeys(re.sub(r"-b\d+-s\d+$", "", cell.missing) for cell in plan.cells if cell.missing))
+    return f"no recipe yet: {', '.join(missing)} {OWN_METHODS}" if missing else None
 
 
 def plan_json(plan: Plan, estimates: Sequence[Cost], known: Known, here: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from engram.cli.commands.several import Last, work_through
 from engram.cli.knownruns import Known, known_records, origin_line
 from engram.cli.options import Reproduce
 from engram.cli.overrides import images_at, listed, listed_seeds
-from engram.cli.paperplan import print_plan
+from engram.cli.paperplan import missing_line, print_plan
 from engram.cli.text import make_console, make_table
 from engram.config import RunConfig
 from engram.data.load import DataConfig
@@ -132,8 +132,8 @@ def print_results(console: Console, paper: Paper, plan: Plan, known: Known, page
             for text in filter(None, (experiment.note, *remarks(paper, cells[id(experiment)]))):
                 console.print(text, style="dim")
         console.print(legend(cell for group in cells.values() for cell in group), style="dim")
-    if origin := origin_line(plan, known):
-        print_line(console, origin)
+    for text in filter(None, (missing_line(plan), origin_line(plan, known))):
+        print_line(console, text)
     print_line(console, headline([cell for group in cells.values() for cell in group]))
     print_line(console, str(page))
 
