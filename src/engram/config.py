@@ -55,8 +55,7 @@ class RunConfig:
             raise EngramError(
                 f"{self.method} takes {method.settings.__name__} as its settings, got {type(self.settings).__name__}"
             )
-        if type(self.order) is int:
-            object.__setattr__(self, "order", str(self.order))
+        object.__setattr__(self, "order", order_text(self.order))
         for setting in fields(self):  # of the kind that it will be read back as, or refused by name
             if setting.name != "settings":
                 object.__setattr__(self, setting.name, fitted(RunConfig, setting.name, getattr(self, setting.name)))
@@ -101,7 +100,7 @@ class RunConfig:
         if path == "memory" and isinstance(value, str):
             value = MemoryConfig.parse(value, self.memory.selection)
         if path == "order":
-            value = order_text(value)
+            return replace(self, order=value)
         if path.startswith("settings."):
             rest = path.removeprefix("settings.")
             return replace(self, settings=replace_at(self.settings, rest, value, "settings"))

@@ -70,12 +70,12 @@ class Execution:
 
     def events(self, resumed: bool) -> Iterator[Event]:
         """All events, each written to events.jsonl before it is passed on."""
+        if self.files is not None:
+            self.files.clear_error()
         try:
             for event in self._events(resumed):
                 if self.files is not None and not isinstance(event, UNLOGGED):
                     self.files.append(event)
-                if self.files is not None and isinstance(event, RunFinished):
-                    self.files.clear_error()
                 left = time.monotonic()
                 yield event
                 self.away += time.monotonic() - left

@@ -67,7 +67,8 @@ class Session:
         seen = config.augmentation.seen(store.image_size)
         self.engine = Engine(torch.device(device), precision, config.augmentation, seen)
         memory = Memory(config.memory)
-        networks = (self._network().to(device), self._network().to(device))
+        made = (config, self.method, store.num_classes, *self.normalisation)
+        networks = (make_network(*made).to(device), make_network(*made).to(device))
         self.learner = Learner(*networks, memory, config.seed, self.method.taught)
 
     @property
@@ -84,11 +85,6 @@ class Session:
             return self.store.mean, self.store.std
         rows = np.flatnonzero(self._train_labels < self.stream.sizes[0])
         return pixel_statistics(self.store.train.images, rows)
-
-    def _network(self) -> Network:
-        backbone = self.method.backbone(build_backbone(self.config.backbone, generator(self.config.seed, "backbone")))
-        head = self.method.head(backbone.dim, self.store.num_classes)
-        return Network(backbone, head, *self.normalisation)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -186,6 +182,14 @@ class Session:
         accuracy = {name: metrics.accuracy(targets, labels) for name, labels in predictions.items()}
         by_stage = {name: metrics.accuracy_by_stage(targets, labels, sizes) for name, labels in predictions.items()}
         return accuracy, by_stage, arrays
+
+
+def make_network(
+    config: RunConfig, method: Method, classes: int, mean: Sequence[float], std: Sequence[float]
+) -> Network:
+    """The network of such a run before it has learned anything, with room for so many classes."""
+    backbone = method.backbone(build_backbone(config.backbone, generator(config.seed, "backbone")))
+    return Network(backbone, method.head(backbone.dim, classes), mean, std)
 
 
 def describe_epochs(plans: Sequence[StagePlan], on: str) -> str:

@@ -16,9 +16,8 @@ from engram.data.augment import centre, to_unit
 from engram.errors import EngramError
 from engram.methods import find_method
 from engram.models.network import Network, Output
-from engram.models.resnet import build_backbone
-from engram.random import generator
 from engram.rundir import CHECKPOINT, read_manifest
+from engram.session import make_network
 
 BATCH = 256  # images at a time
 
@@ -68,8 +67,7 @@ def open_run(directory: str | Path, device: str | torch.device = "cpu") -> Train
     config, names = RunConfig.from_plain(manifest["config"]), manifest["data"]["class_names"]
     checkpoint = load_checkpoint(path / CHECKPOINT)
     method = find_method(config.method).make(config.settings)
-    backbone = method.backbone(build_backbone(config.backbone, generator(config.seed, "backbone")))
-    network = Network(backbone, method.head(backbone.dim, len(names)), (0.0,) * 3, (1.0,) * 3)  # until it is loaded
+    network = make_network(config, method, len(names), (0.0,) * 3, (1.0,) * 3)  # which are loaded, too
     prefix, tensors = "network.", checkpoint.tensors
     state = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
     network.make_room(state)

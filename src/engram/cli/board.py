@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from engram.cli.display import PLAIN_SECONDS
+from engram.cli.display import PLAIN_SECONDS, Unsaid
 from engram.cli.interrupt import SAVING, Interrupt
 from engram.cli.screen import Screen, moving_line
 from engram.cli.tally import Line, Tally
@@ -76,11 +76,10 @@ class QuietBoard(Board):
 
     def __init__(self, console: Console) -> None:
         self._file = console.file
-        self._warnings: set[str] = set()
+        self._warnings = Unsaid()
 
     def show(self, run: str, event: Event) -> None:
-        if isinstance(event, Warned) and event.message not in self._warnings:
-            self._warnings.add(event.message)
+        if isinstance(event, Warned) and self._warnings.is_new(event.message):
             print(f"engram: {run}: {event.message}", file=sys.stderr)
         if isinstance(event, (RunFinished, RunSkipped)):
             self._file.write(end_line(run, event) + "\n")
@@ -95,7 +94,7 @@ class PlainBoard(Board):
         self._tally = tally
         self._seconds = seconds
         self._said = time.monotonic()
-        self._warnings: set[str] = set()
+        self._warnings = Unsaid()
 
     def show(self, run: str, event: Event) -> None:
         self._tally.note(run, event)
@@ -111,8 +110,7 @@ class PlainBoard(Board):
             self._say(f"{run}: base: as another run trained it")
         elif isinstance(event, BaseAwaited):
             self._say(f"{run}: {_awaiting(event.holder)}")
-        elif isinstance(event, Warned) and event.message not in self._warnings:
-            self._warnings.add(event.message)
+        elif isinstance(event, Warned) and self._warnings.is_new(event.message):
             self._say(f"{run}: warning: {event.message}")
         elif time.monotonic() - self._said >= self._seconds:
             self._say(self._tally.text())
@@ -145,7 +143,7 @@ class LiveBoard(Board):
         self.console = console
         self._interrupt = interrupt
         self._tally = tally
-        self._warnings: set[str] = set()
+        self._warnings = Unsaid()
         self.move(console, self.render, refresh, per_second=4)
 
     def show(self, run: str, event: Event) -> None:
@@ -153,8 +151,7 @@ class LiveBoard(Board):
         if isinstance(event, (RunFinished, RunSkipped, RunFailed, Stopped)):
             style = "red" if isinstance(event, RunFailed) else ""
             self.console.print(Text(end_line(run, event), style=style))
-        elif isinstance(event, Warned) and event.message not in self._warnings:
-            self._warnings.add(event.message)
+        elif isinstance(event, Warned) and self._warnings.is_new(event.message):
             self.console.print(Text(f"{run}: warning: {event.message}", style="yellow"))
 
     def render(self) -> Group:

@@ -91,15 +91,27 @@ def make_display(
     return PlainDisplay(console, lesson=lesson)
 
 
+class Unsaid:
+    """Tells what was said before, so that a warning that comes again is shown once."""
+
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+
+    def is_new(self, message: str) -> bool:
+        """Whether it was not said yet; from here on it was."""
+        is_new = message not in self._said
+        self._said.add(message)
+        return is_new
+
+
 class QuietDisplay(Display):
     """Shows warnings alone, on stderr, each once."""
 
     def __init__(self) -> None:
-        self._warnings: set[str] = set()
+        self._warnings = Unsaid()
 
     def show(self, event: Event) -> None:
-        if isinstance(event, Warned) and event.message not in self._warnings:
-            self._warnings.add(event.message)
+        if isinstance(event, Warned) and self._warnings.is_new(event.message):
             print(f"engram: {event.message}", file=sys.stderr)
 
 
@@ -122,7 +134,7 @@ class PlainDisplay(Display):
         self._seconds = seconds
         self._lesson = lesson
         self._said = time.monotonic()
-        self._warnings: set[str] = set()
+        self._warnings = Unsaid()
 
     def show(self, event: Event) -> None:
         if isinstance(event, RunStarted):
@@ -139,8 +151,7 @@ class PlainDisplay(Display):
             self._say(reused_line(event))
         elif isinstance(event, BaseAwaited):
             self._say(awaited_line(event))
-        elif isinstance(event, Warned) and event.message not in self._warnings:
-            self._warnings.add(event.message)
+        elif isinstance(event, Warned) and self._warnings.is_new(event.message):
             self._say(f"warning: {event.message}")
 
     def _say(self, line: str) -> None:
@@ -208,7 +219,7 @@ class LiveDisplay(Display):
         self._done = 0.0
         self._left: float | None = None
         self._columns: list[tuple[str, int]] = []
-        self._warnings: set[str] = set()
+        self._warnings = Unsaid()
         # Its own thread keeps the bar moving while the run is between events.
         self.move(console, self.render, refresh, per_second=8)
 
@@ -235,8 +246,7 @@ class LiveDisplay(Display):
             self._doing, self._progress = event.reason, None
         elif isinstance(event, BaseReused):
             self.console.print(Text(reused_line(event), style="dim"))
-        elif isinstance(event, Warned) and event.message not in self._warnings:
-            self._warnings.add(event.message)
+        elif isinstance(event, Warned) and self._warnings.is_new(event.message):
             self.console.print(Text(f"warning: {event.message}", style="yellow"))
 
     def _print_row(self, event: StageFinished) -> None:

@@ -63,9 +63,8 @@ def learn_command(options: Learn, typed: Sequence[str]) -> int:
     refuse_others(place)  # before the images are read, and again when it is written
     manifest = known_model(place)
     paths, labels = _listed(options, manifest)
-    known = None if manifest is None else ModelConfig.from_plain(manifest["config"])
-    if manifest is not None and known is not None:
-        _refuse_changes(options.new_model, known, place)
+    if manifest is not None:
+        _refuse_changes(options.new_model, ModelConfig.from_plain(manifest["config"]), place)
         tidy(place)
         if _is_learned(options, manifest, place, paths, labels):
             _tell_learned_before(console, manifest, labels, options)
@@ -78,9 +77,9 @@ def learn_command(options: Learn, typed: Sequence[str]) -> int:
     read = ImagesRead(len(images), time.perf_counter() - started)
     labels = _kept_labels(labels, kept)
     epochs = options.lesson.epochs
-    if manifest is not None and known is not None and epochs is None and options.lesson.minutes is None:
-        trained = len(images) + sum(each["exemplars"] for each in manifest["classes"])
-        epochs = known.lesson_epochs(trained, options.hardware.device)
+    if manifest is not None and epochs is None and options.lesson.minutes is None:
+        trained = len(images) + sum(known["exemplars"] for known in manifest["classes"])
+        epochs = ModelConfig.from_plain(manifest["config"]).lesson_epochs(trained, options.hardware.device)
     if not silent:
         begun = has_learning(place) and not options.lesson.restart
         _tell_beginning(console, place, None if begun else config, labels, read)
