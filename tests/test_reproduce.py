@@ -596,7 +596,7 @@ def test_the_page_says_everything_once() -> None:
     page = document(AFC, [make_record("afc-cifar100-b50-s50", accuracy=70.0, order=order) for order in "123"])
     (line,) = [line for line in page.splitlines() if line.startswith("- ") and "+7.82" in line]
     assert line == "- Table 1, AFC (CNN): 50 stages +7.82 (n = 3; also in Tables 3, 4, 5, 6 and 7)"
-    assert page.count("AFC (CNN) with 50 stages is above the paper.") == 1
+    assert page.count("AFC (CNN) with 50 stages is 1.2 above the paper.") == 1
     _, _, table3 = page.partition("## Table 3")
     assert "\nNot run: iCaRL, BiC, UCIR (CNN), PODNet (CNN), AFC exemplars only (CNN).\n" in table3
     assert "Not run. `engram reproduce table10` would run it." in page
@@ -609,7 +609,7 @@ def test_a_remark_stands_by_the_numbers_it_is_about() -> None:
         )
         return " ".join(remarks(AFC, measure_all(plan)))
 
-    assert "AFC (CNN) with 50 stages is above" in said("AFC (CNN)", "50 stages", "afc-cifar100-b50-s50", 70.0)
+    assert "AFC (CNN) with 50 stages is 1.2 above" in said("AFC (CNN)", "50 stages", "afc-cifar100-b50-s50", 70.0)
     assert said("AFC (CNN)", "50 stages", "afc-cifar100-b50-s50", 62.0) == "", "where nothing is off"
     assert said("AFC (CNN)", "5 stages", "afc-cifar100-b50-s5", 10.0) == ""
     other = said("iCaRL", "10 stages", "icarl-cifar100-b50-s10", 10.0)
