@@ -121,18 +121,29 @@ def test_the_number_of_images_decides_the_epochs(engram: Engram, tmp_path: Path)
     assert fitting_epochs(2_000, (64, 64), "cpu") == 15
 
 
-def test_the_last_lesson_again_is_done_already(engram: Engram, photos: Path, model: Path, tmp_path: Path) -> None:
-    """As a command that was killed once its lesson was in the model, and is given again."""
+def test_a_lesson_given_again_is_done_already(engram: Engram, photos: Path, model: Path, tmp_path: Path) -> None:
+    """As by a command that was killed once its lesson was in the model, or that is given every night."""
     before = everything(model)
     again = engram("learn", model, photos / "second", *QUICK)
     assert (again.status, again.err) == (0, "")
-    assert re.fullmatch(r"dingo, easel: learned on \S+ \S+ in the last lesson; nothing was done\n", again.out)
+    assert re.fullmatch(
+        r"dingo, easel: learned before \(the last lesson was on \S+ \S+\); nothing was done\n", again.out
+    )
     told = engram("learn", model, photos / "second", *QUICK, "--json").events()
     assert [(event["event"], event["classes"]) for event in told] == [("learned_before", ["dingo", "easel"])]
-    assert everything(model) == before
+    assert engram("learn", model, photos / "first", *QUICK).out.startswith("apple, boat, camel: learned before (")
     other = Path(shutil.copytree(photos / "second", tmp_path / "other"))
+    shutil.copytree(photos / "first", other, dirs_exist_ok=True)
+    assert engram("learn", model, other, *QUICK).out.startswith("apple, boat, camel, dingo, easel: learned before (")
+    assert everything(model) == before
     Image.new("RGB", (16, 16), (9, 99, 199)).save(other / "dingo" / "003.png")
-    assert_refused(engram("learn", model, other, *QUICK), "dingo, easel", "--more-of-known")
+    assert_refused(engram("learn", model, other, *QUICK), "knows apple, boat, camel, dingo, easel", "--more-of-known")
+    shutil.rmtree(other / "dingo")
+    for file in other.rglob("*.png"):
+        file.write_bytes(b"")
+    unreadable = engram("learn", model, other, *QUICK)
+    assert (unreadable.status, unreadable.out) == (2, "")
+    assert "nothing to learn" in unreadable.err.splitlines()[-1]
 
 
 def test_what_a_kill_left_goes_with_the_same_command(engram: Engram, photos: Path, model: Path) -> None:
@@ -407,13 +418,23 @@ def test_skip_bad_passes_over_empty_class_folders(engram: Engram, tmp_path: Path
     folder(tmp_path / "photos", FIRST, count=6)
     (tmp_path / "photos" / "goose").mkdir()
     (tmp_path / "photos" / "goose" / "notes.txt").write_text("none yet")
-    assert_refused(engram("learn", "model", "photos", *QUICK), "goose has no image")
+    assert_refused(engram("learn", "model", "photos", *QUICK), "without an image: goose", "--skip-bad")
     outcome = engram("learn", "model", "photos", *QUICK, "--skip-bad")
     assert outcome.status == 0
     assert outcome.err.splitlines()[1:] == ["engram: left out class folders that have no image: goose"]
     assert opened(tmp_path / "model").labels == [*FIRST]
     (tmp_path / "none" / "goose").mkdir(parents=True)
     assert_refused(engram("learn", "other", "none", *QUICK, "--skip-bad"), "goose has no image")
+
+
+def test_minutes_that_are_too_few_are_said_to_be(engram: Engram, photos: Path) -> None:
+    flags = ("--minutes", "0.0001", "--threads", "1", "--device", "cpu", "--image-size", "8")
+    outcome = engram("learn", "model", photos / "first", *flags)
+    assert outcome.status == 0
+    said = r"even a lesson of one epoch takes more than 0\.0001 minutes: about \S+( s)?; it is done anyway"
+    assert re.search(said, outcome.out)
+    quiet = engram("learn", "other", photos / "first", *flags, "--quiet")
+    assert re.fullmatch(f"engram: {said}\n", quiet.err)
 
 
 def test_minutes_become_epochs_that_fit(engram: Engram, photos: Path) -> None:
@@ -778,6 +799,11 @@ def test_hostile_images_are_named_and_passed_over_by_predict(engram: Engram, tau
         (line,) = [line for line in outcome.err.splitlines() if f"/{name} " in line]
         assert reason in line
     assert f"{len(expected)} of {len(expected) + 1} images could not be read" in outcome.err
+    answers = engram("predict", taught, "inbox", "--json").events()
+    errors = {Path(answer["path"]).name: answer["error"] for answer in answers if "error" in answer}
+    assert errors.keys() == expected.keys(), "an answer to each path"
+    assert all(expected[name] in reason for name, reason in errors.items())
+    assert [answer["class"] for answer in answers if "error" not in answer] == ["boat"]
 
 
 def test_hostile_images_are_refused_or_passed_over_by_learn(engram: Engram, tmp_path: Path) -> None:
@@ -794,7 +820,12 @@ def test_hostile_images_are_refused_or_passed_over_by_learn(engram: Engram, tmp_
     (tmp_path / "more" / "dingo" / "000.png").write_bytes(b"")
     lost = engram("learn", "model", "more", *QUICK, "--skip-bad")
     assert lost.status == 2
-    assert "no image of the class 'dingo' could be read" in lost.err.splitlines()[-1]
+    assert "no image could be read of dingo" in lost.err.splitlines()[-1]
+    folder(tmp_path / "more", ("easel",))
+    left = engram("learn", "model", "more", *QUICK, "--skip-bad")
+    assert left.status == 0
+    assert "engram: left out classes of which no image could be read: dingo" in left.err.splitlines()
+    assert opened(tmp_path / "model").labels == [*FIRST, "easel"]
 
 
 # info, evaluate, remove
@@ -902,6 +933,20 @@ def test_evaluate_counts_what_is_taken_for_what(engram: Engram, taught: Path, ph
     said = engram("evaluate", taught, "test", "--by", "cnn").out
     assert said.startswith(f"accuracy {found['accuracy']:.1f} % of 20 images, by cnn")
     assert "taken for" in said
+
+
+def test_a_name_that_is_not_text_does_not_stop_the_report_of_evaluate(
+    engram: Engram, photos: Path, taught: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(photos / "test", tmp_path / "test")
+    try:
+        (tmp_path / "test" / os.fsdecode(b"caf\xe9")).mkdir()
+    except OSError:
+        pytest.skip("this file system takes text alone for a name")
+    shutil.copy(next((tmp_path / "test" / "apple").iterdir()), tmp_path / "test" / os.fsdecode(b"caf\xe9") / "0.png")
+    outcome = engram("evaluate", taught, "test", "--report", "page.html")
+    assert outcome.status == 0, outcome
+    assert "caf\\udce9" in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("kind", ["png", "jpg"])

@@ -293,6 +293,16 @@ def test_pictures_with_two_names_in_one_lesson_are_learned_and_not_held_out() ->
     )
 
 
+@pytest.mark.parametrize(("wrong", "right"), [("apple", "boat"), ("boat", "apple")])
+def test_pictures_that_the_model_has_under_another_name_are_named(taught: Path, wrong: str, right: str) -> None:
+    """Both classes are learned again, and the model has the pictures under the name that was wrong."""
+    images, names = pictures(("apple", "boat"))
+    moved = [place for place, name in enumerate(names) if name == wrong][4:]
+    labels = [right if place in moved else name for place, name in enumerate(names)]
+    said = told(Lesson(opened(taught), images, labels, Options(known="refresh")))
+    assert f"4 images of {right!r} also in {wrong!r}" in said
+
+
 def test_exemplars_are_pictures_anyone_can_open(taught: Path) -> None:
     files = {name: content for name, content in everything(taught).items() if "/000002/exemplars/" in name}
     images, _ = pictures(NAMES[:5])

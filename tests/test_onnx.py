@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
 from engram import EngramError, open_model
 from engram.cli import main
@@ -84,6 +86,23 @@ def test_the_file_says_what_it_is(model: Path, tmp_path: Path, capsys: pytest.Ca
     assert out.read_bytes() == before
     assert main(["export", str(model), str(out), "--overwrite", "--by", "nme", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["by"] == "nme"
+
+
+def test_a_norm_may_be_written_in_powers(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As from torch 2.15 on."""
+    program, table = torch.export.ExportedProgram, torch.export.default_decompositions()
+    powers: list[int] = []
+
+    def norm(x: Tensor, order: float = 2, dim: Any = None, keepdim: bool = False, **_: Any) -> Tensor:
+        powers.append(1)
+        return x.pow(order).sum(dim, keepdim).pow(1 / order)
+
+    table[torch.ops.aten.linalg_vector_norm.default] = norm
+    run = program.run_decompositions
+    monkeypatch.setattr(program, "run_decompositions", lambda self: run(self, table))
+    out = export_onnx(open_model(model, "cpu", "float32")[0], tmp_path / "model.onnx")
+    assert powers, "or nothing was tested"
+    assert (tmp_path / "model.onnx").exists(), out
 
 
 def test_a_network_that_answers_otherwise_is_not_written(

@@ -188,6 +188,11 @@ class EpochsChosen(Event):
     seconds: float
     seconds_per_epoch: float
 
+    @property
+    def fits(self) -> bool:
+        """Not where even one epoch takes longer."""
+        return self.seconds <= 60 * self.minutes
+
 
 @dataclass(frozen=True)
 class ImagesRead(Event):

@@ -94,6 +94,11 @@ def write_bytes(path: Path, content: bytes) -> None:
         file.write(content)
 
 
+def write_text(path: Path, text: str) -> None:
+    """Puts the text at the path in UTF-8, whole or not at all; what names of files have beside it is written out."""
+    write_bytes(path, text.encode(errors="backslashreplace"))
+
+
 def remove_temporaries(folder: Path, older_than: float = 0.0) -> None:
     """Removes what a killed process left half-written below the folder, if it is that many seconds old."""
     for path in folder.rglob(f".*{TEMPORARY}"):

@@ -23,7 +23,7 @@ PROGRESS_SECONDS = 0.2
 RATE_SECONDS = 5.0
 # What an image costs, against training without a teacher; only for the estimate of the time left.
 TEACHER_COST, FROZEN_COST, NEIGHBOUR_COST = 1.5, 0.3, 0.08
-# What a step costs beside its images, in images: on an H200 one of 16 takes two thirds of the time of one of 128
+# What a step costs beside its images, in images: on an H200 one of 16 takes about 0.7 of the time of one of 128
 # (GDumb's against the others' in results/methods-h200-1.json).
 STEP_COST = 210
 AFTER = 2.0  # what follows a stage's training (importance, exemplars, test images), in epochs

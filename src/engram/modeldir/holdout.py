@@ -115,7 +115,8 @@ class Split:
         for label, copies in self._copies.items():
             coming.discard(label)
             for picture in copies:
-                others = (other for other in self._names[picture] if other != label and other not in coming)
+                later = {other for other in coming if picture in self._copies[other]}
+                others = (other for other in self._names[picture] if other != label and other not in later)
                 pairs.update((str(label), str(other)) for other in others)
         if not pairs:
             return None

@@ -228,6 +228,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "mul.Tensor": _plain("Mul"),
     "neg": _plain("Neg"),
     "permute": lambda graph, x, order: graph.add("Transpose", [x], perm=list(order)),
+    "pow.Tensor_Scalar": _plain("Pow"),
     "relu": _plain("Relu"),
     "select.int": lambda graph, x, dim, index: graph.add("Gather", [x, graph.constant(torch.tensor(index))], axis=dim),
     "slice.Tensor": _slice,

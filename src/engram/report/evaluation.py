@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from engram.files import write_bytes
+from engram.files import write_text
 
 _NAMED = 20  # classes, at most, of those left out
 
@@ -15,7 +15,7 @@ def write_evaluation(found: dict[str, Any], out: Path) -> Path:
 
     found: what `engram evaluate --json` prints.
     """
-    write_bytes(out, render(found).encode())
+    write_text(out, render(found))
     return out
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import quote
 
 from engram.errors import EngramError
-from engram.files import write_bytes
+from engram.files import write_text
 from engram.metrics import METRICS
 from engram.report import FILES, figures, words
 from engram.report.groups import Group, make_groups, rivals, without_repeats
@@ -41,7 +41,7 @@ def write_report(given: Sequence[Path], out: Path | None, tell: Callable[[str], 
     page = template("report.html.jinja").render(**context, folder=quote(folder.name), folder_name=folder.name)
     files = {f"{drawing.name}.svg": drawing.svg for drawing in drawings} | csv_files(groups)
     write_folder(folder, files)
-    write_bytes(target, page.encode())
+    write_text(target, page)
     return target
 
 
@@ -74,8 +74,8 @@ def write_folder(folder: Path, files: dict[str, str]) -> None:
     manifest = folder / FILES
     earlier = manifest.read_text(encoding="utf-8").splitlines() if manifest.is_file() else []
     for name, text in files.items():
-        write_bytes(folder / name, text.encode())
-    write_bytes(manifest, "".join(f"{name}\n" for name in sorted(files)).encode())
+        write_text(folder / name, text)
+    write_text(manifest, "".join(f"{name}\n" for name in sorted(files)))
     for name in set(earlier) - set(files):
         if Path(name).name == name:
             (folder / name).unlink(missing_ok=True)

@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import quote
 
 from engram.errors import EngramError
-from engram.files import write_bytes
+from engram.files import write_text
 from engram.report.html import template
 from engram.report.page import write_folder
 from engram.report.svg import drawing_style
@@ -76,7 +76,7 @@ def write_page(file: Path, paper: Paper, plan: Plan) -> Path:
     files |= {f"{part['name']}.csv": csv_table(part["measured"]) for part in parts}
     files |= {f"{drawing.name}.svg": drawing.svg for part in parts for drawing in part["drawings"]}
     write_folder(folder, files)
-    write_bytes(file, text.encode())
+    write_text(file, text)
     return file
 
 

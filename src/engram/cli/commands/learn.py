@@ -32,7 +32,7 @@ from engram.cli.lessons import by_class_table, learned_line, lesson_table
 from engram.cli.model_options import Learn, NewModelFlags
 from engram.cli.text import bold, clock, count_classes, duration, make_console, print_line, print_table, shorten
 from engram.data.augment import Augmentation
-from engram.data.decode import choose_size
+from engram.data.decode import EXTENSIONS, choose_size
 from engram.data.folder import list_classes, refuse_nested
 from engram.data.memory import MemoryConfig
 from engram.errors import EngramError
@@ -133,12 +133,17 @@ def _listed(options: Learn, manifest: dict[str, Any] | None) -> tuple[list[str],
 
     With --skip-bad, empty class folders are passed over by name.
     """
-    empty: list[str] | None = [] if options.lesson.skip_bad else None
+    empty: list[str] = []
     paths, labels = list_classes(options.images, empty)
+    names = shorten([printable(name) for name in empty], 60)
+    if empty and not options.lesson.skip_bad:
+        raise EngramError(
+            f"class folders without an image: {names}; add some ({', '.join(EXTENSIONS)}), remove them, or go on "
+            "without them with --skip-bad"
+        )
     refuse_nested(options.images, is_new=manifest is None)
     tell_passed_over(options.images)
     if empty:
-        names = shorten([printable(name) for name in empty], 60)
         print(f"engram: left out class folders that have no image: {names}", file=sys.stderr)
     known = labels_by_name([] if manifest is None else [known["label"] for known in manifest["classes"]])
     return paths, [known.get(label, label) for label in labels]
@@ -179,28 +184,23 @@ def _refuse_changes(flags: NewModelFlags, config: ModelConfig, place: Path) -> N
 def _is_learned(
     options: Learn, manifest: dict[str, Any], place: Path, paths: Sequence[str], labels: Sequence[Hashable]
 ) -> bool:
-    """Whether these are the images of the last lesson, as they are after a kill that came once it was done."""
-    history, classes = manifest["history"], manifest["classes"]
-    if options.lesson.more_of_known or not history or history[-1]["what"] != "learned":
-        return False
-    last = max(known["stage"] for known in classes)
-    if set(labels) != {known["label"] for known in classes if known["stage"] == last}:
-        return False
-    if len(labels) != history[-1]["images"]:
+    """Whether the model was given all of these images before, as when a command is given again."""
+    if options.lesson.more_of_known or not set(labels) <= {known["label"] for known in manifest["classes"]}:
         return False
     images, kept = read_files(paths, _side(options.new_model, manifest, paths), skip_bad=True, console=None)
-    return knows_all(open_model(place, "cpu")[0], images, [labels[position] for position in kept])
+    return bool(kept) and knows_all(open_model(place, "cpu")[0], images, [labels[position] for position in kept])
 
 
 def _tell_learned_before(
     console: Console, manifest: dict[str, Any], labels: Sequence[Hashable], options: Learn
 ) -> None:
     names = list(dict.fromkeys(printable(label) for label in labels))
-    date = printable(manifest["history"][-1]["date"])[:16].replace("T", " ")
+    lessons = [entry["date"] for entry in manifest["history"] if entry["what"] == "learned"]
+    date = printable(lessons[-1])[:16].replace("T", " ")
     if options.json:
         print_line(console, json.dumps({"event": "learned_before", "classes": names, "date": date}))
     else:
-        print_line(console, f"{shorten(names, 60)}: learned on {date} in the last lesson; nothing was done")
+        print_line(console, f"{shorten(names, 60)}: learned before (the last lesson was on {date}); nothing was done")
 
 
 def _leave_out_known(
@@ -232,11 +232,13 @@ def _side(flags: NewModelFlags, manifest: dict[str, Any] | None, paths: Sequence
 
 
 def _kept_labels(labels: Sequence[Hashable], kept: Sequence[int]) -> list[Hashable]:
-    """The labels of the images that could be read; refuses a class of which there is none."""
+    """The labels of the images that could be read; names classes of which there is none, and refuses to learn none."""
     found = [labels[position] for position in kept]
-    lost = sorted(set(labels) - set(found), key=str)
+    lost = sorted({printable(label) for label in set(labels) - set(found)})
+    if not found:
+        raise EngramError(f"no image could be read of {shorten(lost, 60)}; mend the images or give others")
     if lost:
-        raise EngramError(f"no image of the class {printable(lost[0])!r} could be read; mend its images or remove it")
+        print(f"engram: left out classes of which no image could be read: {shorten(lost, 60)}", file=sys.stderr)
     return found
 
 
@@ -339,14 +341,17 @@ def _told(events: Iterator[Event], console: Console, quiet: bool) -> Iterator[Ev
             yield event
         elif not quiet:
             print_line(console, text)
+        elif isinstance(event, EpochsChosen) and not event.fits:
+            print(f"engram: {text}", file=sys.stderr)
 
 
 def chosen_line(event: EpochsChosen) -> str:
     """How many epochs there will be, and why."""
     epochs = f"{event.epochs} epoch{'s' if event.epochs > 1 else ''} of {duration(event.seconds_per_epoch)}"
-    if event.seconds > 60 * event.minutes:
-        return f"one epoch is more than fits into {event.minutes:g} minutes: it takes about {clock(event.seconds)}"
-    return f"by the first steps {epochs} each fit into {event.minutes:g} minutes: about {clock(event.seconds)} in all"
+    minutes = f"{event.minutes:g} minute{'' if event.minutes == 1 else 's'}"
+    if not event.fits:
+        return f"even a lesson of one epoch takes more than {minutes}: about {clock(event.seconds)}; it is done anyway"
+    return f"by the first steps {epochs} each fit into {minutes}: about {clock(event.seconds)} in all"
 
 
 def tell_learned(console: Console, event: Learned, options: Learn) -> None:

@@ -107,7 +107,7 @@ def _matches(pattern: str) -> Iterator[str]:
 
 
 def write_lines(out: TextIO, model: Model, part: Predicted, top: int, as_json: bool) -> None:
-    """A line for each image, written at once for the whole batch."""
+    """A line for each image, written at once for the whole batch; as JSON, for those that cannot be read too."""
     best = best_places(part.shares, min(top, len(model.classes)))
     names = [encode_label(label) if as_json else printable(label) for label in model.labels]
     shares = np.take_along_axis(part.shares, best, axis=1)
@@ -116,6 +116,8 @@ def write_lines(out: TextIO, model: Model, part: Predicted, top: int, as_json: b
         for places, column in zip(best.T.tolist(), shares.T.tolist(), strict=True)
     ]
     out.write("".join((_json if as_json else _text)(part.paths, columns)))
+    if as_json:  # so that whoever waits for an answer to each path gets one
+        out.writelines(json.dumps({"path": path, "error": reason}) + "\n" for path, reason in part.skipped)
     out.flush()
 
 

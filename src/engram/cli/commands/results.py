@@ -10,7 +10,7 @@ from pathlib import Path
 from engram.cli.options import Results
 from engram.cli.text import make_console, print_line
 from engram.errors import EngramError
-from engram.files import typed_path, write_bytes
+from engram.files import typed_path, write_text
 from engram.report.words import count_runs
 from engram.reproduce.document import document
 from engram.reproduce.paper import load_paper
@@ -39,7 +39,7 @@ def results_command(options: Results, typed: Sequence[str]) -> int:
         if not summary:
             raise EngramError("there is no run of a recipe as it stands in what was given; nothing was written")
         text, what = as_text(summary), f"{len(summary)} recipes as they stand, of "
-    write_bytes(out, text.encode())
+    write_text(out, text)
     print_line(make_console(), f"{out}: {what}{count_runs(len(records))}")
     return 0
 
