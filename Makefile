@@ -3,6 +3,7 @@
 # make setup  install alone
 # make pages  make the pages and tables that come from results/ anew
 PYTHON ?= python3
+CONSTRAINTS ?= --constraint constraints.txt
 BIN := .venv/bin
 STAMP := .venv/.installed
 
@@ -20,7 +21,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("engram needs Python 3.11 or newer, this is " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
 	@echo "installing into .venv; torch is large, so this can take a few minutes"
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS) --editable '.[dev]'
 	touch $(STAMP)
 
 check: setup
