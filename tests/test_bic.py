@@ -78,6 +78,11 @@ def test_a_memory_that_shrinks_keeps_the_share_that_is_held_back() -> None:
     assert torch.bincount(stage.pool.labels[balanced_validation(held)]).tolist() == [2] * 6
 
 
+def test_the_correction_sees_as_many_images_of_each_class_that_has_any() -> None:
+    held = {0: torch.tensor([3, 4, 5]), 1: torch.tensor([6, 7]), 2: torch.tensor([], dtype=torch.int64)}
+    assert balanced_validation(held).tolist() == [3, 4, 6, 7]
+
+
 def test_the_correction_is_trained_alone_on_images_as_they_are() -> None:
     session = bic_session()
     learn_stage(session, 0)

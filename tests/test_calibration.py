@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,17 @@ def test_the_temperatures_are_saved_and_stay_when_a_class_goes(taught: Increment
     assert card(read_manifest(tmp_path / "model"))["confidence"].endswith(
         "on held-out images, most of them removed since"
     )
+
+
+def test_the_temperatures_stay_when_the_estimator_forgets_a_class(taught: IncrementalClassifier) -> None:
+    assert taught.model_.temperatures
+    assert copy.deepcopy(taught).remove(0).model_.temperatures == taught.model_.temperatures
+
+
+def test_as_many_images_as_are_enough_are_enough() -> None:
+    shares, labels = drawn(right=FEWEST - 8, wrong=8, sharpness=3.0)
+    assert fit_temperature(shares, labels) is not None
+    assert fit_temperature(shares[1:], labels[1:]) is None
 
 
 def test_few_held_out_images_change_nothing(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from PIL import Image
 from engram.data import cifar, folder, mini
 from engram.data.cifar import OFFICIAL_NAMES, published_orders, read_cifar100
 from engram.data.folder import read_folder
+from engram.data.load import DataConfig, load_store
 from engram.data.mini import read_mini
 from engram.data.store import ImageStore, Split, stratified_split
 from engram.errors import EngramError
@@ -600,6 +601,8 @@ def test_folder_split_depends_on_names_not_on_the_file_system(tmp_path: Path, mo
     monkeypatch.setattr(folder.os, "scandir", Backwards)
     assert read_folder(tmp_path / "photos", test_fraction=0.3, seed=1).fingerprint() == store.fingerprint()
     assert read_folder(tmp_path / "photos", test_fraction=0.3, seed=2).fingerprint() != store.fingerprint()
+    half = load_store(DataConfig("folder", str(tmp_path / "photos"), test_fraction=0.5))
+    assert half.fingerprint() == read_folder(tmp_path / "photos", test_fraction=0.5).fingerprint()
 
 
 def test_folder_class_called_train_is_a_class(tmp_path: Path) -> None:

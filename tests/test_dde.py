@@ -155,6 +155,17 @@ def test_a_step_sees_the_neighbours_that_the_teacher_finds_in_the_epoch(method: 
             assert step.shares[i % size].tolist() == [0.25] * 4
 
 
+def test_where_an_epoch_ends_in_a_smaller_batch_nothing_beyond_it_is_a_neighbour() -> None:
+    """More are asked for than there are: every other new image is found, and no more."""
+    session, stage = at_second_stage("ucir-dde", batch_size=7, train__remainder="keep")
+    assert len(stage.pool) % 7
+    new = stage.pool.labels >= stage.num_old
+    for step in spied(session, stage, replace(main_phase(session, stage), neighbours=Neighbours(len(stage.pool)))):
+        assert step.shares is not None
+        found = (step.shares > 0).sum(dim=1)
+        assert torch.equal(found, new.sum() - (step.labels >= stage.num_old).long())
+
+
 def test_neighbours_may_be_looked_for_among_the_first_alone() -> None:
     session, stage = at_second_stage("ucir-dde", batch_size=50)
     phase = main_phase(session, stage)
@@ -419,6 +430,16 @@ def test_a_saved_model_predicts_as_it_did(method: str) -> None:
     )
 
 
+@hosts
+@pytest.mark.parametrize("removal", ["fixed", "learned"])
+def test_after_the_base_stage_nothing_is_taken_away(method: str, removal: str) -> None:
+    session = tiny_session(tiny_config(method).with_settings(dde__removal=removal))
+    learn_stage(session, 0)
+    effect = effect_of(session.learner.network)
+    assert effect.moving.any()
+    assert not effect.factors.any()
+
+
 def test_no_direction_yet_has_no_effect() -> None:
     effect, head = MomentumEffect(4), CosineHead(4, 3)
     head.grow(3, torch.Generator().manual_seed(0))
@@ -455,8 +476,9 @@ def test_a_learned_removal_lowers_the_entropy_of_the_balanced_set(method: str) -
     learned = effect.factors.tolist()
     assert learned != pytest.approx([0, settings.strength], abs=1e-3)
     blend, strength = fit_removal(settings, learner, stage, embedding, labels)
-    fitted = entropy(float(strength * (1 - blend)), float(strength * blend))
-    assert fitted < entropy(0, settings.strength) - 1e-4
+    fitted = [float(strength * (1 - blend)), float(strength * blend)]
+    assert learned == pytest.approx(fitted, abs=1e-4), "of the direction before, and of this stage's"
+    assert entropy(*fitted) < entropy(0, settings.strength) - 1e-4
 
 
 def test_the_learned_removal_is_adam_on_the_formula() -> None:
@@ -465,11 +487,12 @@ def test_the_learned_removal_is_adam_on_the_formula() -> None:
     stage = [learn_stage(session, index) for index in range(3)][-1]
     learner = session.learner
     head, effect = learner.network.head, effect_of(learner.network)
-    settings = DDESettings(removal="learned", fit_epochs=6, fit_rate=0.01)
+    settings = DDESettings(removal="learned", fit_epochs=6, fit_rate=0.3)  # far enough to have to turn back
     random = np.random.default_rng(0)
     given, labels = random.normal(size=(20, effect.moving.shape[0])), random.integers(0, 6, 20)
     assert isinstance(head, CosineHead)
     assert head.scale is not None
+    head.scale.data.fill_(4.0)
     scale, weight = head.scale.item(), head.weight.detach().double().numpy()
 
     def loss(numbers: np.ndarray) -> float:
@@ -486,7 +509,7 @@ def test_the_learned_removal_is_adam_on_the_formula() -> None:
         steps = np.eye(2) * 1e-5
         gradient = np.array([(loss(numbers + step) - loss(numbers - step)) / 2e-5 for step in steps])
         mean, square = 0.9 * mean + 0.1 * gradient, 0.999 * square + 0.001 * gradient**2
-        rate = 0.01 if t <= 3 else 0.001
+        rate = 0.3 if t <= 3 else 0.03
         numbers = numbers - rate * (mean / (1 - 0.9**t)) / (np.sqrt(square / (1 - 0.999**t)) + 1e-8)
     got = fit_removal(settings, learner, stage, torch.tensor(given).float(), torch.tensor(labels))
     assert [float(each) for each in got] == pytest.approx(numbers.tolist(), abs=2e-4)

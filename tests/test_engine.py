@@ -19,8 +19,9 @@ from engram import EngramError
 from engram.data.stage import NEVER
 from engram.engine.capture import NotRecordable
 from engram.engine.loop import Epoch, NonFiniteLoss
-from engram.engine.space import TERMS
-from engram.methods import Phase, Step, Terms
+from engram.engine.plan import learning_rates
+from engram.engine.space import PLANNED_STEPS, TERMS, Space
+from engram.methods import Neighbours, Phase, Step, Terms
 from engram.models.network import Network, Part
 from engram.models.resnet import BACKBONES, build_backbone
 from engram.random import generator
@@ -60,6 +61,15 @@ def recording_session(monkeypatch: pytest.MonkeyPatch, recording: type) -> Sessi
     session = Session(make_config(increment=1, settings__train__remainder="drop"), make_store())
     session.engine.capture = True
     return session
+
+
+def test_a_plan_with_more_steps_than_there_is_room_for_gets_more() -> None:
+    space = Space(torch.device("cpu"), pad=0)
+    first = space.plan(3, 4)
+    assert space.plan(PLANNED_STEPS, 4) is first
+    version = space.version
+    assert len(space.plan(PLANNED_STEPS + 1, 4)) == PLANNED_STEPS + 1 <= len(space.history)
+    assert space.version > version, "what was recorded with the one before is recorded anew"
 
 
 def test_a_recording_serves_every_stage(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,6 +231,23 @@ def test_a_frozen_network_keeps_its_statistics_and_trains_its_head() -> None:
         replace(phase, train=Part.BACKBONE)
 
 
+def test_an_epoch_tells_the_last_of_its_rates() -> None:
+    session = Session(make_config(), make_store())
+    phase = phase_of(session)
+    loop = session.engine.start(session.learner, session.stage(0), phase, 0)
+    for _ in loop:
+        pass
+    rates = learning_rates(phase.training, loop.steps).view(-1, loop.steps)
+    assert rates[0, 0] > rates[0, -1]
+    assert [epoch.lr for epoch in loop.finished(wait=True)] == pytest.approx(rates[:, -1].tolist())
+
+
+def test_neighbours_need_a_teacher_to_find_them() -> None:
+    session = Session(make_config(), make_store())
+    with pytest.raises(AssertionError, match="found by the teacher"):
+        phase_of(session, neighbours=Neighbours(1))
+
+
 def test_what_follows_an_update_is_in_force_at_the_next_step() -> None:
     session = Session(make_config(), make_store())
 
@@ -284,6 +311,7 @@ def test_what_a_phase_starts_with_is_done_once_before_its_rows() -> None:
             r"is not finite .* step 1 of \d+ .* first step of the phase, so look at how 'apart' is computed \(the",
         ),
         (1, r"stopped being finite .* step 2 of \d+ .*: try a lower learning rate$"),
+        (4, r"stopped being finite .* epoch 2, step 1 of 4 .*: try a lower learning rate$"),
     ],
 )
 def test_what_is_not_finite_before_anything_moved_is_not_blamed_on_the_learning_rate(taken: int, sentence: str) -> None:

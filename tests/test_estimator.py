@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import pickle
+import shutil
 import sys
 import threading
 import warnings
 from collections.abc import Hashable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -342,6 +344,15 @@ def test_saved_and_loaded_it_is_the_same_and_goes_on_the_same(fitted: Incrementa
         other.save(tmp_path / "m")
 
 
+def test_a_copy_of_where_it_was_saved_is_another_place(fitted: IncrementalClassifier, tmp_path: Path) -> None:
+    one = copy.deepcopy(fitted)
+    one.save(tmp_path / "m")
+    shutil.copytree(tmp_path / "m", tmp_path / "copy")
+    with pytest.raises(EngramError, match="there is another model at"):
+        one.save(tmp_path / "copy")
+    one.save(tmp_path / "m")
+
+
 def test_numbers_of_numpy_and_torch_are_pythons_also_in_tuples(tmp_path: Path) -> None:
     images, _ = pictures(NAMES[:2], 2)
     labels: list[Any] = [
@@ -360,6 +371,14 @@ def test_labels_that_files_have_not_are_refused_at_save(tmp_path: Path) -> None:
     with pytest.raises(EngramError, match=r"the label b'x' \(bytes\) cannot be saved"):
         classifier.save(tmp_path / "m")
     assert not (tmp_path / "m").exists()
+
+
+def test_after_a_removal_the_accuracy_is_measured_anew() -> None:
+    classifier = quick(epochs=1, validation=0.25).fit(*pictures(NAMES[:3]))
+    model = classifier.model_
+    model.classes = tuple(replace(known, accuracy={"cnn": -1.0}) for known in model.classes)
+    classifier.remove("boat")
+    assert all(known.accuracy["cnn"] >= 0 for known in classifier.model_.classes)
 
 
 def test_a_removed_class_changes_no_other_score(fitted: IncrementalClassifier, tmp_path: Path) -> None:
@@ -473,6 +492,23 @@ def test_defaults_are_chosen_by_the_images() -> None:
     assert chosen.settings.train.epochs == 7  # pyright: ignore[reportAttributeAccessIssue]
     assert chosen.settings.train.lr == 0.3  # pyright: ignore[reportAttributeAccessIssue]
     assert ModelConfig.from_plain(chosen.to_plain()) == chosen
+
+
+@pytest.mark.parametrize(
+    ("side", "backbone", "pad"),
+    [(8, "resnet10", 1), (12, "resnet10", 2), (24, "resnet10", 3), (25, "resnet32", 3), (28, "resnet32", 4)],
+)
+def test_backbone_and_crops_go_by_the_side_of_the_images(side: int, backbone: str, pad: int) -> None:
+    chosen = ModelConfig.choose(image_size=side, images=100, device="cpu")
+    assert (chosen.backbone, chosen.augmentation.pad) == (backbone, pad)
+
+
+@pytest.mark.parametrize(
+    ("images", "batch"), [(1, 16), (639, 16), (640, 32), (1279, 32), (1280, 64), (2559, 64), (2560, 128)]
+)
+def test_a_batch_is_a_twentieth_of_the_images_at_most(images: int, batch: int) -> None:
+    chosen = ModelConfig.choose(image_size=16, images=images, device="cpu")
+    assert chosen.settings.train.batch_size == batch  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_unfitted_it_says_so_with_and_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,7 +134,9 @@ def test_every_stage_starts_from_the_base_weights_with_a_new_head() -> None:
     weights: list[Tensor] = []
     for index in (1, 2):
         stage = session.stage(index)
+        learned = session.learner.network.head.get_parameter("weight").detach()[:2].clone()
         session.method.grow(session.learner, stage, session.engine)
+        assert not torch.isin(session.learner.network.head.get_parameter("weight")[:2], learned).any()
         for name, value in backbone_of(session).items():
             assert torch.equal(value, base[name]), f"{name} at stage {index}, running statistics included"
         weights.append(session.learner.network.head.get_parameter("weight").detach()[:2].clone())
@@ -143,6 +145,7 @@ def test_every_stage_starts_from_the_base_weights_with_a_new_head() -> None:
         for name in ("conv.weight", "bn.running_mean"):
             assert not torch.equal(backbone_of(session)[name], base[name]), "everything trains"
         assert not torch.equal(session.learner.network.head.get_parameter("weight")[:2], weights[-1])
+        session.method.finish(session.learner, stage, session.engine)
         session.learner.memory.update(
             stage.pool, choose_exemplars(session.learner, stage, session.engine), stage.num_seen
         )

@@ -113,6 +113,12 @@ def test_orthonormal_brings_singular_values_to_one_and_leaves_zero() -> None:
     np.testing.assert_allclose(values, [1, 1, 1, 1, 1, 0], atol=1e-8)
 
 
+def test_a_weak_direction_counts_whole_and_one_that_is_hardly_there_less() -> None:
+    values = torch.linalg.svdvals(orthonormal(torch.diag(torch.tensor([1.0, 1e-4, 1e-7], dtype=torch.float64))))
+    np.testing.assert_allclose(values[:2], 1, atol=1e-8)
+    assert 0 < values[2] < 0.1
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_both_distances_are_their_formulas(seed: int) -> None:
     theirs, ours = random_features(seed)

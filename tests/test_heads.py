@@ -361,6 +361,26 @@ def test_a_correction_is_of_the_scores_of_its_classes_alone() -> None:
     assert torch.equal(head(x)[:, :5], plain(x))
 
 
+def test_more_room_does_not_make_a_head_train_that_stands_still() -> None:
+    head = CosineHead(4, 2).requires_grad_(False)
+    head.reserve(5)
+    assert not head.weight.requires_grad
+    head.requires_grad_().reserve(7)
+    assert head.weight.requires_grad
+
+
+def test_a_dropped_class_leaves_room_as_it_was_before_any_class() -> None:
+    head = NormalisedHead(4, 3)
+    head.grow(3, torch.Generator().manual_seed(1))
+    head(torch.randn(8, 4, generator=torch.Generator().manual_seed(2)))
+    before = {name: value.clone() for name, value in head.state_dict().items()}
+    head.drop([1])
+    new = NormalisedHead(4, 3).state_dict()
+    for name, value in head.state_dict().items():
+        assert torch.equal(value[:2], before[name][[0, 2]]), name
+        assert torch.equal(value[2:], new[name][2:]), name
+
+
 def test_a_linear_head_sees_what_is_positive_in_the_last_map() -> None:
     network = tiny_network(LinearHead(8, 3))
     network.head.grow(3, torch.Generator().manual_seed(1))

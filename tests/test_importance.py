@@ -200,6 +200,38 @@ def test_the_sweep_sees_every_image_once_whatever_the_batches() -> None:
         assert max(sizes) == min(size, 9)
 
 
+def test_the_sweep_mixes_the_classes() -> None:
+    session, _ = session_without_batch_norm()
+    stage = make_stage(1, 1, [0] * 8 + [1] * 8 + [2] * 8)
+    batches: list[set[int]] = []
+
+    def visit(step: Step) -> list[Tensor]:
+        batches.append(set(step.labels.tolist()))
+        return [torch.zeros(())]
+
+    session.engine.sweep(session.learner, stage, stage.all_rows, visit, 8)
+    assert all(len(labels) > 1 for labels in batches), "the norms would see one class at a time"
+
+
+def test_the_sweep_draws_anew_in_each_stage() -> None:
+    session = tiny_session()
+    session.learner.network = without_batch_norm(session.learner.network)
+    seen: list[dict[int, Tensor]] = []
+    for index in (1, 2):
+        stage = make_stage(index, 0, list(range(6)))
+        found: dict[int, Tensor] = {}
+
+        def visit(step: Step) -> list[Tensor]:
+            found.update(zip(step.labels.tolist(), step.student.embedding.detach(), strict=True))  # noqa: B023
+            return [torch.zeros(())]
+
+        session.engine.sweep(session.learner, stage, stage.all_rows, visit, 3)
+        seen.append(found)
+    first, second = seen
+    assert first.keys() == second.keys() == set(range(6))
+    assert not any(torch.allclose(first[label], second[label]) for label in first)
+
+
 def test_the_sweep_is_augmented_and_the_same_each_time() -> None:
     config = tiny_config("afc")
     session = tiny_session(config)

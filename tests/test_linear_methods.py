@@ -11,6 +11,7 @@ from engram.engine.plan import learning_rates
 from engram.errors import EngramError
 from engram.events import Warned
 from engram.methods import find_method
+from engram.methods.wa import keep_from_negative
 from engram.recipes import recipe
 from engram.runner import run
 from helpers import (
@@ -54,6 +55,17 @@ def test_short_recipes_keep_the_methods_own_rate(method: str) -> None:
     for name, epochs in ((f"{method}-mini-b10-s5", 16), (f"{method}-folder", 60)):
         train = recipe(name).settings.train  # pyright: ignore[reportAttributeAccessIssue]
         assert (train.epochs, train.lr, train.milestones) == (epochs, own.lr, own.milestones)
+
+
+def test_wa_makes_zero_of_a_negative_weight() -> None:
+    session = tiny_session(tiny_config("wa"))
+    session.method.grow(session.learner, session.stage(0), session.engine)
+    weight = session.learner.network.get_parameter("head.weight")
+    before = weight.detach().clone()
+    assert (before < 0).any()
+    with torch.no_grad():
+        keep_from_negative(session.learner.network)
+    assert torch.equal(weight, torch.where(before > 0, before, 0))
 
 
 def test_wa_keeps_the_head_from_turning_negative_and_aligns_the_new_classes() -> None:

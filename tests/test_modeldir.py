@@ -10,6 +10,7 @@ import time
 from base64 import b64encode
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ import torch
 
 import engram.modeldir.writer as writer
 from engram import EngramError
+from engram.checkpoint import Checkpoint
 from engram.data.samples import Samples
 from engram.events import Checkpointed, EpochFinished, Learned, Stopped, Warned
 from engram.methods import METHODS
@@ -71,6 +73,23 @@ def test_the_phases_after_the_main_one_are_never_too_short_to_matter() -> None:
         assert lesson.train.epochs == (epochs or 3)  # pyright: ignore[reportAttributeAccessIssue]
     without = ModelConfig.choose("afc", image_size=16, images=30, settings={"finetune.epochs": 0})
     assert without.lesson_settings(3).finetune.epochs == 0  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(("took", "epochs"), [(0.0, 100), (30.0, 50), (59.9, 1)])
+def test_the_time_that_measuring_took_is_no_time_to_learn(
+    took: float, epochs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lesson = Lesson(Model(tiny(), "cpu"), *pictures(NAMES[:2]), Options())
+    clock = [0.0]
+
+    def measure(*_: object) -> float:
+        clock[0] += took
+        return 0.6 / fitting._work(lesson, 1)  # seconds of a unit of work, so that an epoch takes 0.6
+
+    monkeypatch.setattr(fitting, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(fitting, "_seconds_per_work", measure)
+    chosen = fitting.epochs_that_fit(lesson, minutes=1)
+    assert chosen.epochs == max(1, epochs - fitting.AFTER)
 
 
 def test_the_history_has_the_epochs_that_were_trained() -> None:
@@ -211,6 +230,29 @@ def test_a_class_of_which_all_is_held_out_already_is_refused(tmp_path: Path) -> 
     held = opened(path).heldout.of(0).images.numpy()
     with pytest.raises(EngramError, match="nothing new of the class 'apple'"):
         Lesson(opened(path), held, ["apple"] * len(held), Options("refresh"))
+
+
+@pytest.mark.parametrize(("count", "share", "held"), [(8, 0.2, 2), (7, 0.2, 1), (10, 0.25, 3), (8, 0.02, 1)])
+def test_the_share_held_out_is_the_nearest_whole_number_and_one_at_least(count: int, share: float, held: int) -> None:
+    lesson = Lesson(Model(tiny(validation=share), "cpu"), *pictures(NAMES[:2], count), Options())
+    assert [len(lesson.model.heldout.of(place)) for place in (0, 1)] == [held, held]
+    assert [known.images for known in lesson.model.classes] == [count - held] * 2
+
+
+def test_a_lesson_that_the_memory_has_no_room_for_is_refused() -> None:
+    model = in_memory(tiny(epochs=1, memory="total=3"), NAMES[:2])
+    with pytest.raises(EngramError, match="less than one for each of 4 classes; give at least total=4"):
+        Lesson(model, *pictures(NAMES[2:4]), Options())
+
+
+def test_the_shares_of_the_nearest_mean_are_a_softmax_of_ten_times_the_cosines(taught: Path) -> None:
+    model = opened(taught)
+    assert model.temperatures == {}
+    images, _ = pictures(NAMES, 2, seed=9)
+    powers = np.exp(10 * scores(model, images)["nme"].astype(np.float64))
+    np.testing.assert_allclose(
+        model.probabilities(images, "nme"), powers / powers.sum(axis=1, keepdims=True), rtol=1e-5
+    )
 
 
 def test_copies_of_an_image_are_all_learned_or_held_out_once() -> None:
@@ -362,6 +404,13 @@ def test_before_and_after_of_a_class_learned_again_are_of_the_same_images(
     assert bool(learned.before) == (len(known) < 3)
     if len(again) > len(known):
         assert by_class["easel"]["before"] is None
+
+
+def test_a_class_learned_again_changes_nothing_of_the_model_before() -> None:
+    before = in_memory(tiny(epochs=1, validation=0.25), NAMES[:2])
+    before.classes = tuple(replace(known, accuracy={"cnn": -1.0, "nme": -1.0}) for known in before.classes)
+    next_lesson(before, *pictures(NAMES[:1], seed=3), Options("refresh"))
+    assert [known.accuracy for known in before.classes] == [{"cnn": -1.0, "nme": -1.0}] * 2
 
 
 @pytest.mark.parametrize("method", ["afc", "der", "mnemonics"])
@@ -536,6 +585,8 @@ def test_learning_that_stopped_goes_on_to_the_same_model(steps: int, tmp_path: P
         learn(path, NAMES[3:6])
     with pytest.raises(EngramError, match=r"not the same images, labels and options \(epochs: 2 then, 5 now\); give"):
         learn(path, NAMES[3:5], epochs=5)
+    with pytest.raises(EngramError, match="not the same images"):
+        learn(path, NAMES[3:5], seed=1)
     with pytest.raises(EngramError, match="was interrupted; finish it first"):
         remove_class(path, "apple")
     assert isinstance(learn(path, NAMES[3:5])[-1], Learned)
@@ -552,6 +603,29 @@ def test_learning_of_odd_methods_goes_on_too(method: str, tmp_path: Path) -> Non
     assert isinstance(learn(path, NAMES[2:4], stop=stop_after(1))[-1], Stopped)
     learn(path, NAMES[2:4])
     assert same(opened(path), opened(whole))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "value", "reason"),
+    [
+        ("phase.rows", torch.tensor([0, 1000]), "rows"),
+        ("phase.rows", torch.tensor([-1, 0]), "rows"),
+        ("phase.momentum.head.weight", torch.zeros(1), "momentum"),
+    ],
+)
+def test_learning_does_not_go_on_from_where_it_cannot_have_stood(
+    tensor: str, value: torch.Tensor, reason: str, tmp_path: Path
+) -> None:
+    path = make(tmp_path / "m", NAMES[:2], config=tiny(epochs=1))
+    learn(path, NAMES[2:3], stop=stop_after(1))
+    with writer.Writer(path) as held:
+        checkpoint = held.learning()
+        assert checkpoint is not None
+        assert tensor in checkpoint.tensors
+        data = {name: each for name, each in checkpoint.data.items() if name != "digest"}
+        held.save_learning(Checkpoint({**checkpoint.tensors, tensor: value}, data))
+    with pytest.raises(EngramError, match=rf"its checkpoint does not fit \({reason}\); drop it"):
+        learn(path, NAMES[2:3])
 
 
 def test_learning_in_progress_can_be_dropped(tmp_path: Path) -> None:
@@ -734,6 +808,18 @@ def test_the_last_class_can_go_and_the_model_begins_again(tmp_path: Path) -> Non
         remove_class(path, "apple")
     learn(path, NAMES[2:4])
     assert opened(path).labels == list(NAMES[2:4])
+
+
+def test_a_model_that_begins_again_goes_on_with_its_backbone(tmp_path: Path) -> None:
+    path = make(tmp_path / "m", NAMES[:2])
+    remove_class(path, *NAMES[:2])
+    model = opened(path)
+    lesson = Lesson(model, *pictures(NAMES[2:4]), Options())
+    assert model.learner is not None
+    assert lesson.model.learner is not None
+    fresh = lesson.model.learner.network.backbone.state_dict()
+    for name, value in model.learner.network.backbone.state_dict().items():
+        assert torch.equal(fresh[name], value), name
 
 
 def damage(file: Path) -> Path:

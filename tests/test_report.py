@@ -20,11 +20,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from engram.errors import EngramError
+from engram.metrics import Estimate
 from engram.report import write_report
 from engram.report.groups import Group, make_groups
 from engram.report.html import template
 from engram.report.load import load_runs
-from engram.report.tables import csv_files
+from engram.report.tables import csv_files, duration
 from engram.report.words import headline, notes, title
 from fake_runs import edit_json, fake_run
 
@@ -655,3 +656,12 @@ def test_one_path_or_a_folder_of_runs_may_be_given(tmp_path: Path) -> None:
 def test_a_template_of_another_folder_may_include_the_reports_own(tmp_path: Path) -> None:
     (tmp_path / "page.jinja").write_text("{{ name }}\n{% include 'style.css' %}", encoding="utf-8")
     assert template("page.jinja", tmp_path).render(name="<b>").startswith("&lt;b&gt;\n:root")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(42.04, "42.0 s"), (99.4, "99.4 s"), (99.7, "1 min 40 s"), (3599.7, "1 h 00 min"), (7625.0, "2 h 07 min")],
+)
+def test_seconds_are_said_as_people_say_them(seconds: float, said: str) -> None:
+    assert duration(Estimate(seconds, None, 1)) == said
+    assert duration(Estimate(seconds, 185.0, 2)).split("\N{NO-BREAK SPACE}") == [said, "±", "3 min 05 s"]

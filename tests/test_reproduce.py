@@ -9,8 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
+from safetensors.numpy import save_file
 
 from engram.cli.commands.reproduce import cells_json, results_tables
 from engram.cli.paperplan import cost_lines
@@ -20,13 +22,13 @@ from engram.recipes import recipe, recipe_names
 from engram.recipes.changes import apply_changes, named_after_changes
 from engram.report.figures import line_style
 from engram.reproduce import text
-from engram.reproduce.cells import effect, measure, measure_all
+from engram.reproduce.cells import curve, each_once, effect, measure, measure_all
 from engram.reproduce.cost import ALONE, costs, work_of
 from engram.reproduce.document import COMMAND, document
 from engram.reproduce.page import headline, remarks, write_page
 from engram.reproduce.paper import Experiment, Published, load_paper
 from engram.reproduce.plan import Asked, Cell, make_plan, refuse_edited, run_name
-from engram.reproduce.records import Record, check_record, parse_line
+from engram.reproduce.records import Record, _importance, check_record, parse_line, protocol_key
 from engram.reproduce.store import merge, read_file, read_results, write_file
 from paper_helpers import NUMBERS, PAPER, experiment_on, make_record, write_paper
 
@@ -192,6 +194,7 @@ def edited(change: Any) -> dict[str, Any]:
         (lambda d: d["result"]["stages"][1]["accuracy_by_stage"].update(cnn=[60.0]), "one for each stage"),
         (lambda d: d["result"].update(seed=4), "another run"),
         (lambda d: d["result"].update(seconds="long"), "'long' seconds"),
+        (lambda d: d["result"].update(seconds=-1.0), "-1.0 seconds"),
         (lambda d: d["result"].pop("stages"), "form of a result"),
     ],
 )
@@ -237,6 +240,12 @@ def test_merging_drops_duplicates_and_keeps_other_machines(tmp_path: Path) -> No
     write_file(tmp_path / "a.jsonl", merged)
     write_file(tmp_path / "b.jsonl", merge(read_results([tmp_path]).records[::-1]))
     assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes(), "in whatever order they come"
+
+
+def test_runs_on_other_images_are_no_conflict() -> None:
+    one, two = make_record(accuracy=60.0), make_record(accuracy=60.5)
+    other = check_record({**two.data, "data": {**two.data["data"], "fingerprint": "beef"}}, "by hand")
+    assert len(merge([one, other])) == 2
 
 
 def test_a_conflict_is_named_and_not_settled() -> None:
@@ -414,6 +423,31 @@ def test_marks(published: Published | None, values: list[float], mark: str) -> N
         assert found.difference == pytest.approx(statistics.fmean(values) - published.mean)
 
 
+def test_importance_is_kept_from_high_to_low(tmp_path: Path) -> None:
+    file = tmp_path / "005.safetensors"
+    maps = {"importance.0": np.array([1.0, 3.0, 0.5]), "importance.1": np.array([0.25, 1.23456789])}
+    save_file({**maps, "targets": np.arange(3)}, file)
+    assert _importance(file) == [[3.0, 1.0, 0.5], [1.23457, 0.25]]
+
+
+def test_the_spread_of_importance_is_that_of_the_last_map() -> None:
+    record = make_record(importance=[[5.0, 1.0], [2.5, 1.0, -0.5]])
+    assert record.value("importance_spread", "cnn") == pytest.approx(statistics.pstdev([2.5, 1.0, -0.5]))
+    assert make_record().value("importance_spread", "cnn") is None
+
+
+def test_a_curve_is_the_mean_of_runs_with_the_same_stages() -> None:
+    plan = make_plan([AFC.experiments["table1"]], [])
+    cell = next(c for c in plan.cells if (c.row.label, c.column.label) == ("AFC (CNN)", "10 stages"))
+    alike = (make_record("afc-cifar100-b50-s10", 60.0), make_record("afc-cifar100-b50-s10", 62.0, order="2"))
+    found = curve(replace(cell, found=alike))
+    assert found is not None
+    assert found[0] == list(range(50, 101, 5))
+    assert [(value.mean, value.n) for value in found[1]] == [(61.0, 2)] * 11
+    assert curve(replace(cell, found=(alike[0], make_record("afc-cifar100-b50-s5", 62.0, order="2")))) is None
+    assert curve(replace(cell, found=())) is None
+
+
 def test_words_of_a_cell() -> None:
     found = numbers(AFC.experiments["table1"], Published(61.0, 0.5), [60.0, 61.0])
     assert text.lines(found) == ["60.50 ± 0.71 (n = 2 of 3)", "paper 61.00 ± 0.50", "−0.50 ●"]
@@ -504,6 +538,56 @@ def test_runs_like_none_that_was_measured_are_not_counted(tmp_path: Path) -> Non
     assert (cost.seconds, cost.uncounted) == (pytest.approx(50.0), {"whose images are not here": 1})
 
 
+def test_of_a_run_that_was_begun_what_is_left_costs(tmp_path: Path) -> None:
+    """Two runs with one base stage: once the first has trained it, in whatever cache, the second is counted whole."""
+    asked = Asked(rows=["AFC (CNN)"], columns=["5 stages", "10 stages"], orders=["1"])
+    plan = make_plan(AFC.find(["table1"]), [], asked)
+    first, second = (work_of(wanted.config).stages for wanted in plan.left.values())
+    measured = make_record(seconds=50.0, order="2")
+    (whole,) = costs(plan, [measured], tmp_path)
+    name = next(iter(plan.left))
+    (tmp_path / name).mkdir()
+    result = {**measured.result, "stages": measured.result["stages"][:2]}
+    (tmp_path / name / "result.json").write_text(json.dumps(result))
+    (begun,) = costs(plan, [measured], tmp_path)
+    rate = 50.0 / sum(work_of(recipe("afc-cifar100-b50-s5")).stages)
+    assert whole.seconds == pytest.approx(rate * (sum(first) + sum(second[1:])))
+    assert begun.seconds == pytest.approx(rate * (sum(first[2:]) + sum(second)))
+
+
+def test_where_and_how_it_was_computed_is_no_part_of_a_protocol() -> None:
+    config = recipe("afc-cifar100-b50-s5")
+    free = {"data.path": "elsewhere", "device": "cpu", "precision": "float32", "predictor": "nme", "recipe": "custom"}
+    for path, value in free.items():
+        assert protocol_key(config.with_value(path, value)) == protocol_key(config), path
+    for path, value in {"seed": 2, "order": "2", "increment": 5, "data.holdout": 0.1}.items():
+        assert protocol_key(config.with_value(path, value)) != protocol_key(config), path
+
+
+def test_a_class_order_that_one_of_the_data_sets_has_is_not_refused(tmp_path: Path) -> None:
+    text = PAPER + experiment_on("first", "cifar100-b50-s5", small=False)
+    text += experiment_on("both", "cifar100-b50-s5", "mini-b10-s5", small=False)
+    paper, asked = load_paper(write_paper(tmp_path, text)), Asked(orders=["7"])
+    assert len(make_plan(paper.find(["both"]), [], asked).left) == 2
+    with pytest.raises(EngramError, match="published class orders 1 to 3, got 7"):
+        make_plan(paper.find(["first"]), [], asked)
+
+
+def test_a_cell_about_a_precision_keeps_its_own() -> None:
+    asked = Asked(rows=["float32 instead of bf16"], columns=["10 stages"], orders=["1"], precision="tf32")
+    plan = make_plan(AFC.find(["effects"]), [], asked)
+    assert [wanted.config.precision for wanted in plan.left.values()] == ["tf32", "float32"]
+
+
+def test_a_base_stage_that_was_not_trained_is_no_work_of_a_measured_run(tmp_path: Path) -> None:
+    asked = Asked(rows=["AFC (CNN)"], columns=["5 stages"], orders=["1"])
+    plan = make_plan(AFC.find(["table1"]), [], asked)
+    (wanted,) = plan.left.values()
+    (cost,) = costs(plan, [make_record(seconds=50.0, order="2", reused_base=True)], tmp_path)
+    work = work_of(wanted.config).stages
+    assert cost.seconds == pytest.approx(50.0 * sum(work) / sum(work[1:]))
+
+
 def test_a_run_is_told_from_those_of_its_precision(tmp_path: Path) -> None:
     """Base stages are not shared by two precisions, and a processor's own precision is float32."""
     name, rows = "afc-cifar100-b50-s10", ["float32 instead of bf16"]
@@ -579,6 +663,35 @@ def test_a_number_that_tables_repeat_counts_once() -> None:
     assert {cell.mark for cell in published} == {"within one standard deviation"}, "in the other five, too"
     (table4,) = make_plan(AFC.find(["table4"]), [record], Asked(rows=["AFC"], columns=["CNN"])).cells
     assert text.lines(measure(table4))[1:] == ["paper 62.18", "+0.32 ●"], "by itself, and as the table has it"
+
+
+def test_a_number_with_two_standard_deviations_lends_neither(tmp_path: Path) -> None:
+    numbers = json.loads(json.dumps(NUMBERS))
+    rows = numbers["tables"][1]["rows"]
+    rows[0]["values"] = [{"mean": 10.0, "std": 0.5}, {"mean": 10.0}]
+    paper = load_paper(write_paper(tmp_path, numbers=numbers))
+    assert [value.deviation for value in paper.experiments["table2"].rows[0].values or () if value] == [0.5, 0.5]
+    numbers["tables"][1]["columns"].append({"kept": 6})
+    rows[0]["values"].append({"mean": 10.0, "std": 0.7})
+    paper = load_paper(write_paper(tmp_path, numbers=numbers))
+    assert [value.deviation for value in paper.experiments["table2"].rows[0].values or () if value] == [0.5, None, 0.7]
+
+
+def test_of_a_number_that_stands_twice_the_cell_that_was_measured_comes_first() -> None:
+    places = (("table1", "AFC (CNN)", "50 stages"), ("table4", "AFC", "CNN"))
+    plans = [make_plan(AFC.find([name]), [], Asked(rows=[row], columns=[column])) for name, row, column in places]
+    first, second = (measure(cell) for plan in plans for cell in plan.cells)
+    assert (first.mark, second.mark) == ("not run", "not run")
+    assert each_once([first, second]) == [[first, second]]
+    second = replace(second, mark="within one point")
+    assert each_once([first, second]) == [[second, first]]
+
+
+def test_a_row_without_a_number_for_each_column_is_refused(tmp_path: Path) -> None:
+    numbers = json.loads(json.dumps(NUMBERS))
+    numbers["tables"][1]["rows"][0]["values"].pop()
+    with pytest.raises(EngramError, match=r"AFC \(NME\) of table2 has 1 numbers, not one for each column"):
+        load_paper(write_paper(tmp_path, numbers=numbers))
 
 
 def test_the_headline_tells_single_runs_from_means() -> None:

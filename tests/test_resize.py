@@ -142,6 +142,14 @@ def test_parts_lie_inside_the_image(side: int, seed: int) -> None:
         assert (first + length <= side).all()
 
 
+@pytest.mark.parametrize(("share", "pixels"), [(0.01, 1), (0.24, 2), (0.26, 3), (0.94, 9), (0.96, 10), (1.0, 10)])
+def test_a_part_has_the_nearest_number_of_pixels_and_one_at_least(share: float, pixels: int) -> None:
+    drawn = torch.tensor([round(share * GRID) * GRID, round(share * GRID) * GRID + GRID - 1])
+    first, length = part_pixels(drawn, 10, 7)
+    assert length.tolist() == [pixels, pixels]
+    assert first.tolist() == [0, 10 - pixels], "from one edge to the other"
+
+
 def test_parts_have_the_published_areas_and_shapes() -> None:
     """Area uniform in 0.08..1, the sides' ratio uniform in its logarithm in 3/4..4/3, of parts that fit; any place."""
     down, across = draw_parts((40_000,), seeded(7))

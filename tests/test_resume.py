@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
 import shutil
 import signal
@@ -18,12 +19,13 @@ import pytest
 import torch
 
 from conftest import make_config, make_store
-from engram import EngramError, resume, run
+from engram import EngramError, resume, run, rundir
 from engram.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from engram.config import config_hash
 from engram.engine.loop import Epoch, PhaseLoop
 from engram.events import RunFinished, Stopped, Warned
-from engram.rundir import read_result
+from engram.files import TEMPORARY, lock, remove_temporaries, write_bytes
+from engram.rundir import RunDirectory, read_result
 from engram.runner import settle
 from engram.together.members import standing
 from helpers import timeless
@@ -318,3 +320,64 @@ def test_another_number_of_cpu_threads_is_told(tmp_path: Path, monkeypatch: pyte
     (told,) = [event.message for event in other if isinstance(event, Warned)]
     assert "run began with 1 CPU thread and goes on with 7" in told
     assert told in (tmp_path / "run" / "events.jsonl").read_text()
+
+
+def test_a_checkpoint_holds_tensors_whatever_their_layout(tmp_path: Path) -> None:
+    whole = torch.arange(6.0).view(2, 3)
+    tensors = {"whole": whole, "turned": whole.T, "part": whole[0]}
+    save_checkpoint(tmp_path / "state", Checkpoint(tensors, {}))
+    loaded = load_checkpoint(tmp_path / "state").tensors
+    assert loaded.keys() == tensors.keys()
+    for name, value in tensors.items():
+        assert torch.equal(loaded[name], value), name
+
+
+@pytest.mark.parametrize(("before", "after"), [(b"[2,3]", b"[3,2]"), (b'"F32"', b'"I32"')])
+def test_a_checkpoint_whose_tensors_are_read_otherwise_is_damaged(tmp_path: Path, before: bytes, after: bytes) -> None:
+    path = tmp_path / "state"
+    save_checkpoint(path, Checkpoint({"value": torch.arange(6.0).view(2, 3)}, {}))
+    content = path.read_bytes()
+    assert content.count(before) == 1
+    path.write_bytes(content.replace(before, after))
+    with pytest.raises(EngramError, match="its checksum does not match"):
+        load_checkpoint(path)
+
+
+def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "state", Checkpoint({"value": torch.ones(2)}, {"format": 2}))
+    with pytest.raises(EngramError, match="has format 2, and this version reads format 1; use the version"):
+        load_checkpoint(tmp_path / "state")
+
+
+def test_what_is_half_written_goes_once_it_is_old_enough(tmp_path: Path) -> None:
+    for name, age in (("new", 0), ("old", 100)):
+        path = tmp_path / f".{name}{TEMPORARY}"
+        path.touch()
+        written = time.time() - age
+        os.utime(path, (written, written))
+    remove_temporaries(tmp_path, older_than=50)
+    assert [path.name for path in tmp_path.iterdir()] == [f".new{TEMPORARY}"]
+    remove_temporaries(tmp_path)
+    assert not any(tmp_path.iterdir())
+
+
+def test_files_can_be_read_by_whoever_may_read_new_ones(tmp_path: Path) -> None:
+    (tmp_path / "plain").touch()
+    write_bytes(tmp_path / "written", b"")
+    assert (tmp_path / "written").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_a_directory_that_another_process_took_meanwhile_is_left_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lock_late(path: Path) -> int | None:
+        (path.parent / "run.json").write_text("of another process")
+        return lock(path)
+
+    monkeypatch.setattr(rundir, "lock", lock_late)
+    with pytest.raises(EngramError, match="another process has begun a run in"):
+        RunDirectory.create(tmp_path / "run", {})
+    assert (tmp_path / "run" / "run.json").read_text() == "of another process"
+    handle = lock(tmp_path / "run" / rundir.LOCK)
+    assert handle is not None, "it let go of it"
+    os.close(handle)

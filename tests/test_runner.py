@@ -243,6 +243,9 @@ def test_wrong_configuration_is_refused_in_a_sentence(change: dict[str, object],
 def test_images_are_checked_before_anything_is_trained() -> None:
     with pytest.raises(EngramError, match="at least 8 pixels"):
         train(make_config(), make_store(size=4))
+    narrow = ImageStore.from_arrays(np.zeros((12, 9, 7, 3), np.uint8), np.arange(12) % 6)
+    with pytest.raises(EngramError, match="at least 8 pixels on each side, got 7x9"):
+        train(make_config(), narrow)
 
 
 def test_readme_example_runs(capsys: pytest.CaptureFixture[str]) -> None:

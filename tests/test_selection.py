@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from engram.data.memory import MemoryConfig
 from engram.data.selection import HERDING_ROUNDS, SELECTORS, at_random, closest_to_mean, herd
@@ -202,11 +203,31 @@ def test_a_shared_memory_shrinks_to_the_beginning_of_each_list() -> None:
 def test_random_exemplars_come_out_of_their_class() -> None:
     session = tiny_session(tiny_config("replay", memory=MemoryConfig.parse("per_class=4", "random")))
     stage = learn_stage(session, 0)
+    places: list[list[int]] = []
     for label in (0, 1):
         samples = session.learner.memory.of(label)
         assert samples.labels.tolist() == [label] * 4
         assert samples.exemplar.all()
-        assert set(samples.sources.tolist()) <= set(stage.pool.sources[stage.rows_of(label)].tolist())
+        own = stage.pool.sources[stage.rows_of(label)].tolist()
+        places.append([own.index(source) for source in samples.sources.tolist()])
+    assert places[0] != places[1], "each class has a draw of its own"
+
+
+def test_a_memory_of_every_image_has_them_in_their_order() -> None:
+    session = tiny_session(tiny_config("replay", memory=MemoryConfig.parse("all")))
+    stage = session.stage(0)
+    for label, rows in choose_exemplars(session.learner, stage, session.engine).items():
+        assert torch.equal(rows, stage.rows_of(label))
+
+
+def test_a_stage_trains_on_its_new_images_and_then_the_exemplars() -> None:
+    session = tiny_session(tiny_config("replay"))
+    learn_stage(session, 0)
+    pool, kept = session.stage(1).pool, session.learner.memory.samples()
+    assert kept is not None
+    assert pool.exemplar.tolist() == [False] * 24 + [True] * len(kept)
+    assert set(pool.labels[:24].tolist()) == {2, 3}
+    assert pool.sources[24:].tolist() == kept.sources.tolist()
 
 
 # Nearest mean of exemplars
@@ -295,6 +316,7 @@ def test_kmeans_of_equal_or_few_points_gives_points(size: int, k: int, distinct:
     assert centres.isfinite().all()
     if k >= min(size, distinct):
         assert inertia(points, centres.numpy()) < 1e-9
+        assert inertia(centres.numpy(), points) < 1e-9, "no centre is anywhere else"
 
 
 def test_kmeans_follows_its_generator() -> None:
@@ -326,6 +348,20 @@ def test_new_proxies_are_centres_of_the_old_models_embeddings_at_the_norm_of_the
         assert_centres_are_means(features, centres, atol=1e-4)
         # A class without clusters has many optima: ten starts come near the best of forty.
         assert inertia(features, centres) <= 1.2 * slow_lloyd(features, 10, starts=40, seed=label)
+
+
+def test_each_new_class_has_a_draw_of_its_own_for_its_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = tiny_session(tiny_config("afc"))
+    learn_stage(session, 0)
+    seeds: list[int] = []
+
+    def remember(points: Tensor, k: int, generator: torch.Generator) -> Tensor:
+        seeds.append(generator.initial_seed())
+        return kmeans(points, k, generator)
+
+    monkeypatch.setattr("engram.methods.host.kmeans", remember)
+    session.method.grow(session.learner, session.stage(1), session.engine)
+    assert len(set(seeds)) == len(seeds) == 2
 
 
 def test_base_proxies_are_random_and_not_imprinted() -> None:

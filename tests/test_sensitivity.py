@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import engram.engine.sensitivity
 from engram.data.augment import Augmentation
@@ -24,6 +24,8 @@ from engram.models.heads import LSCHead
 from engram.models.network import Network
 from engram.session import Session
 from helpers import buffers_of, learn_stage, parameters_of, tiny_config, tiny_session
+
+SHARPNESS = 1.5  # of the proxies' similarities
 
 
 def trained(**changes: Any) -> tuple[Session, Stage]:
@@ -74,9 +76,21 @@ def test_the_sensitivity_is_that_of_single_images(kind: str) -> None:
         torch.testing.assert_close(ours[name].double(), value, rtol=1e-3, atol=1e-5 * scale, msg=name)
 
 
+def test_a_norm_that_hardly_varies_counts_as_it_runs() -> None:
+    """Of a channel whose running variance is as small as the norm's own epsilon, both are in what the norm sees."""
+    session, stage = trained()
+    learner = session.learner
+    norm = next(module for module in learner.network.modules() if isinstance(module, nn.BatchNorm2d))
+    assert norm.running_var is not None
+    norm.running_var.fill_(norm.eps)
+    ours = session.engine.sensitivity(learner, stage, stage.all_rows, squared_length, power=1)
+    for name, value in slow_sensitivity(learner.network, stage, "length").items():
+        torch.testing.assert_close(ours[name].double(), value, rtol=1e-3, atol=1e-5 * float(value.max()), msg=name)
+
+
 def cosines_to_score(cosines: Tensor, similarity: str) -> Tensor:
     """A class's score from the cosines of its proxies."""
-    values = [2 * (cosine - 1) if similarity == "distance" else cosine for cosine in cosines]
+    values = [SHARPNESS**2 * (2 * (cosine - 1) if similarity == "distance" else cosine) for cosine in cosines]
     total = sum((torch.exp(value) for value in values), torch.zeros(()))
     return sum((torch.exp(value) / total * value for value in values), torch.zeros(()))
 
@@ -89,6 +103,7 @@ def test_heads_that_compare_directions_have_a_sensitivity_too(head: str, power: 
     stage = [learn_stage(session, index) for index in range(2)][-1]
     if isinstance(session.learner.network.head, LSCHead):
         session.learner.network.head.similarity = head
+        session.learner.network.head.sharpness = SHARPNESS
 
     def objective(step: Step, numbers: Tensor) -> Tensor:
         del numbers
@@ -180,6 +195,21 @@ def test_of_images_that_are_not_seen_whole_the_centre_counts(monkeypatch: pytest
         torch.testing.assert_close(ours[name].double(), value, rtol=1e-3, atol=1e-5 * float(value.max()), msg=name)
 
 
+def test_labels_are_drawn_anew_in_each_stage() -> None:
+    session, stage = trained()
+    drawn: list[Tensor] = []
+
+    def objective(step: Step, numbers: Tensor) -> Tensor:
+        drawn.append(numbers)
+        return squared_length(step, numbers)
+
+    for index in (1, 1, 2):
+        session.engine.sensitivity(session.learner, replace(stage, index=index), stage.all_rows, objective, power=1)
+    first, again, other = drawn
+    assert torch.equal(first, again)
+    assert not torch.isin(first, other).any()
+
+
 def test_the_square_of_the_mean_gradient_is_something_else() -> None:
     """What public code computes shrinks as the batch grows; the mean of the squares does not."""
     session, stage = trained()
@@ -231,3 +261,8 @@ def test_labels_are_drawn_as_the_prediction_says() -> None:
     torch.testing.assert_close(counts[:, :4] / 500, logits[:, :4].softmax(dim=1).float(), rtol=0, atol=0.07)
     top = torch.full((4,), 1 - 2**-24)
     assert int(draw_labels(logits.float(), columns, top).max()) == 3, "never a class that has not come"
+
+
+def test_the_number_0_draws_the_first_class_that_has_a_share() -> None:
+    columns = torch.tensor([False, False, True, True])
+    assert draw_labels(torch.zeros(2, 4), columns, torch.zeros(2)).tolist() == [2, 2]

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from conftest import make_config, make_store
-from engram import EngramError, RunConfig, Training, run, stagecache
+from engram import EngramError, RunConfig, Training, resume, run, stagecache
 from engram.events import BaseReused, EpochFinished, Event, RunFinished, Warned
 from engram.methods import METHODS, _base
 from engram.methods.host import HostSettings
@@ -100,6 +100,31 @@ def test_every_part_of_the_training_is_in_the_key(name: str) -> None:
 )
 def test_what_determines_the_base_changes_the_key(change: dict[str, Any]) -> None:
     assert key(make_config(**change)) != key(make_config())
+
+
+def test_the_base_classes_are_in_the_key_where_the_normalisation_is_given() -> None:
+    """Else they would be there through the normalisation, which is then that of their images."""
+    store = dataclasses.replace(make_store(), mean=(0.5, 0.5, 0.5), std=(0.2, 0.2, 0.2))
+    orders = ("0,1,2,3,4,5", "1,0,2,3,4,5", "2,1,0,3,4,5", "0,1,5,4,3,2")
+    one, swapped, other, later = (Session(make_config(order=order), store).base_key() for order in orders)
+    assert one is not None
+    assert len({one, swapped, other}) == 3
+    assert one == later
+    darker = dataclasses.replace(store, mean=(0.4, 0.4, 0.4))
+    assert Session(make_config(order=orders[0]), darker).base_key() != one
+
+
+def test_the_precision_is_in_the_key() -> None:
+    session = Session(make_config(), make_store())
+    one = session.base_key()
+    session.engine.precision = "tf32"
+    assert session.base_key() != one
+
+
+def test_the_version_of_torch_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = key(make_config())
+    monkeypatch.setattr(torch, "__version__", "another")
+    assert key(make_config()) != one
 
 
 def test_number_of_cpu_threads_is_in_the_key() -> None:
@@ -259,6 +284,19 @@ def test_cache_is_bounded_and_drops_the_longest_unused(tmp_path: Path) -> None:
         cache.load("e")
     assert cache.trained_by("e") is None
     assert cache.trained_by("never saved") is None
+
+
+def test_a_base_stage_that_goes_on_is_waited_for_and_shared(tmp_path: Path) -> None:
+    cache, store, config = StageCache(tmp_path / "cache"), make_store(), make_config("replay")
+    list(run(config, store, tmp_path / "run", stop=lambda: True, cache=cache))
+    key = Session(config, store).base_key()
+    assert key is not None
+    assert cache.load(key) is None
+    events = resume(tmp_path / "run", store, cache=cache)
+    next(event for event in events if isinstance(event, EpochFinished))
+    assert cache.claim(key, "another run") is None, "it would train the same"
+    assert isinstance(list(events)[-1], RunFinished)
+    assert cache.load(key) is not None
 
 
 def test_the_cache_knows_who_trained_an_entry(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from engram.data.memory import Memory, MemoryConfig
 from engram.data.samples import Samples
 from engram.data.stream import Stream, class_order, describe_order
 from engram.errors import EngramError
+from engram.result import StageRecord, summarise
 
 # The stream
 
@@ -136,6 +137,7 @@ def test_published_orders_have_a_number() -> None:
         ("ant,bee,cat", "folder", "lacks 2 of the 5 classes: dog, elk"),
         ("ant,bee,cat,dgo,elk", "folder", r"names 'dgo', which is no class here: did you mean 'dog'\?"),
         ("ant,bee,cat,dog,7", "folder", "names '7', which is no class here"),
+        ("0,1,2,3,5", "folder", "names '5', which is no class here"),
         ("ant,bee,cat,dog,", "folder", "names '', which is no class here"),
         ("backwards", "folder", "'backwards' is none of"),
         ("seed:x", "folder", "'seed:x' is none of"),
@@ -265,6 +267,20 @@ def test_an_exemplar_does_not_change_with_the_pool_it_came_from() -> None:
     memory.update(pool, {0: torch.tensor([2, 0])}, 1)
     pool.images.zero_()
     assert memory.of(0).images[:, 0, 0, 0].tolist() == [7, 5]
+
+
+def test_a_class_that_keeps_some_of_its_exemplars_keeps_its_place() -> None:
+    memory = Memory(MemoryConfig("per_class", 2))
+    pool = pool_of({0: 2, 1: 2}, first=5)
+    memory.update(pool, {label: pool.rows_of(label) for label in (0, 1)}, 2)
+    last = memory.of(0).sources.tolist()[1]
+    memory.keep(0, torch.tensor([1]))
+    samples = memory.samples()
+    assert samples is not None
+    assert samples.labels.tolist() == [0, 1, 1]
+    assert samples.sources.tolist() == [last, *memory.of(1).sources.tolist()]
+    memory.keep(0, torch.tensor([], dtype=torch.int64))
+    assert memory.labels == [1]
 
 
 @pytest.mark.parametrize(
@@ -417,3 +433,32 @@ def test_metrics_of_nothing_are_refused() -> None:
         metrics.accuracy(np.array([]), np.array([]))
     with pytest.raises(ValueError, match="at least one stage"):
         metrics.average_incremental_accuracy([])
+
+
+def test_an_estimate_is_over_all_runs_or_none() -> None:
+    assert metrics.estimate([1.0, 3.0, 5.0]) == metrics.Estimate(3.0, 2.0, 3)
+    assert metrics.estimate([4.0]) == metrics.Estimate(4.0, None, 1)
+    for values in ([], [None], [1.0, None, 3.0]):
+        assert metrics.estimate(values) is None
+
+
+def test_differences_are_of_runs_that_both_have() -> None:
+    ours, theirs = {"a": 4.0, "b": 2.0, "c": 9.0, "d": None, "e": 1.0}, {"a": 2.0, "b": 2.0, "d": 5.0, "e": 3.0}
+    assert metrics.paired(ours, theirs) == metrics.Difference(0.0, 2.0, 3, higher=1)
+    assert metrics.paired({"c": 9.0}, theirs) is None
+
+
+def test_a_result_is_made_of_its_stages() -> None:
+    by_stage, seconds = [[80.0], [40.0, 60.0], [50.0, 20.0, 70.0]], {"train": 2.0, "evaluate": 1.0}
+    records = [
+        StageRecord(i, 2 * i + 2, {"cnn": accuracy}, 3.0, {"cnn": by_stage[i]}, seconds)
+        for i, accuracy in enumerate([80.0, 50.0, 56.0])
+    ]
+    result = summarise({"seed": 1}, records)
+    assert result["average_incremental_accuracy"] == {"cnn": pytest.approx(62.0)}
+    assert result["final_accuracy"] == {"cnn": 56.0}
+    assert result["backward_transfer"] == {"cnn": pytest.approx((50 - 80 + 20 - 60) / 2)}
+    assert result["forgetting"] == {"cnn": pytest.approx((80 - 50 + 60 - 20) / 2)}
+    assert result["seconds"] == 9.0
+    assert result["seconds_by"] == {"train": 6.0, "importance": 0.0, "exemplars": 0.0, "evaluate": 3.0}
+    assert [stage["classes"] for stage in result["stages"]] == [2, 4, 6]

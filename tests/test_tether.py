@@ -151,6 +151,13 @@ def test_si_adds_what_the_way_was_worth() -> None:
     assert learner.buffers[OMEGA + "head.weight"][:4].any(dim=1).all()
 
 
+def test_si_refuses_a_way_that_went_astray() -> None:
+    session, stage = trained("si", stages=1)
+    session.learner.buffers[PATH + "head.bias"].fill_(torch.inf)
+    with pytest.raises(EngramError, match="the importance after stage 0 is not finite"):
+        session.method.finish(session.learner, stage, session.engine)
+
+
 @pytest.mark.parametrize(("share", "expected"), [(0.5, 0.5), (0.0, 0.0), (None, 2 / 6)])
 def test_omega_is_merged_and_new_rows_have_their_own(share: float | None, expected: float) -> None:
     session = tiny_session(tiny_config("mas", base=2, increment=4))

@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -444,6 +445,7 @@ def test_images_are_taken_out_of_a_model(after: Path, model: Path) -> None:
     done = remove_images(model, given)
     assert (done.given, done.found, done.exemplars, done.heldout) == (4, 2, {"boat": 1}, {"boat": 1})
     assert done.learned == {"boat": 1}
+    assert not done.before, "what was before had nothing that is not there now"
     content = set(everything(model).values())
     assert not content & {png(image) for image in given}
     assert generations(model) == ["000003"], "what was before had them too"
@@ -495,20 +497,34 @@ def test_the_last_exemplar_of_a_class_stays(after: Path, model: Path) -> None:
     assert read_manifest(model)["classes"][1]["accuracy"] == {}
 
 
-def test_an_image_that_only_the_state_before_has_is_found(tmp_path: Path) -> None:
-    path = make(tmp_path / "m", FIRST, SECOND, config=tiny(memory="total=9"))
+@pytest.mark.parametrize("noted", [True, False], ids=["noted as learned", "of a version that noted nothing"])
+def test_an_image_that_only_the_state_before_has_is_found(noted: bool, tmp_path: Path) -> None:
+    path = make(tmp_path / "m", FIRST, config=tiny(memory="total=9"))
+    if not noted:
+        model = opened(path)
+        model.classes = tuple(replace(known, digests=b"") for known in model.classes)
+        save_model(model, path, overwrite=True)
+    (before,) = generations(path)
+    learn(path, SECOND)
     gone = pictures(FIRST)[0]
     model = opened(path)
     assert model.learner is not None
     samples = model.learner.memory.samples()
     assert samples is not None
     now = {image.numpy().tobytes() for image in samples.images}
-    then = {content for name, content in everything(path).items() if "/000001/exemplars/" in name}
+    then = {content for name, content in everything(path).items() if f"/{before}/exemplars/" in name}
     only = np.stack([image for image in gone if image.tobytes() not in now and png(image) in then])
     done = remove_images(path, only[:1])
-    assert (done.found, done.exemplars, done.before) == (1, {}, True)
+    assert (done.found, done.exemplars, done.learned, done.before) == (1, {}, {"apple": 1} if noted else {}, True)
     assert len(generations(path)) == 1
     assert same(opened(path), model)
+
+
+def test_a_state_before_that_cannot_be_read_goes_whatever_image_does(model: Path) -> None:
+    (model / "generations" / "000001" / "model.json").write_text("{}")
+    done = remove_images(model, pictures(NAMES[6:7], 1)[0])
+    assert (done.exemplars, done.heldout, done.learned, done.before) == ({}, {}, {}, True)
+    assert generations(model) == ["000002"]
 
 
 @pytest.mark.parametrize("kind", ["exemplars", "heldout"])
