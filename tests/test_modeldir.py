@@ -594,6 +594,16 @@ def test_learning_that_stopped_goes_on_to_the_same_model(steps: int, tmp_path: P
     assert same(opened(path), opened(whole))
 
 
+def test_images_whose_labels_were_exchanged_are_another_lesson() -> None:
+    """Each class has as many images as before, and all images are there."""
+    images, labels = pictures(NAMES[:2])
+    model = Model(tiny(), "cpu")
+    exchanged = [*labels]
+    exchanged[0], exchanged[-1] = exchanged[-1], exchanged[0]
+    prints = {Lesson(model, images, given, Options()).fingerprint() for given in (labels, exchanged, [*labels])}
+    assert len(prints) == 2
+
+
 @pytest.mark.parametrize("method", ["si", "der", "mnemonics", "bic"])
 def test_learning_of_odd_methods_goes_on_too(method: str, tmp_path: Path) -> None:
     """A path beside the momentum, a backbone more, factors, a phase that stands still."""

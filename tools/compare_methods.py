@@ -229,7 +229,8 @@ def _timed(files: Sequence[dict[str, Any]]) -> str:
         f"{files[0]['hardware']['name']}; torch {torch}; commit {commit}. One short run of each method, alone, on\n"
         f"  random images, {epochs} epochs of each phase and three stages, n = 1; the seconds are extrapolated to the\n"
         "  whole recipe ([how](../benchmark.md#methods-what-each-method-costs), [commands](#commands-of-the-times)).\n"
-        "  Differences of 10 % or less mean nothing, and newer kernels are faster ([more on this](../../results/README.md#times-of-single-methods))."
+        "  Differences of 10 % or less mean nothing, and newer kernels are faster\n"
+        "  ([more on this](../../results/README.md#times-of-single-methods))."
     )
 
 

@@ -161,7 +161,7 @@ def engram_conv_data_gradient(
         else:  # the middle tap alone, or the two beside it
             ky = 1 + odd_row * (tap // 2 * 2 - 1)
             kx = 1 + odd_column * (tap % 2 * 2 - 1)
-            valid = inside & (odd_row >= tap // 2) & (odd_column >= tap % 2)
+            valid = tl.where((odd_row >= tap // 2) & (odd_column >= tap % 2), inside, False)
         i = row + 1 - ky
         j = column + 1 - kx
         valid = valid & (i >= 0) & (i < H) & (j >= 0) & (j < W)
@@ -172,7 +172,7 @@ def engram_conv_data_gradient(
     if SHORTCUT:
         mask = inside[:, None]
         if STRIDE == 2:
-            mask = mask & (odd_row + odd_column == 0)
+            mask = tl.where(odd_row + odd_column == 0, mask, False)
         if CI > CO:
             mask = mask & (c < CO)[None, :]
         from_ = ((image * HO + row // STRIDE) * WO + column // STRIDE) * CO

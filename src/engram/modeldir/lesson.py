@@ -77,6 +77,11 @@ class Lesson:
         self.new = in_order(rows_by_label)
         kept = self._take_out()
         self._images = torch.from_numpy(images)
+        self._places = np.full(
+            len(images), -1
+        )  # of each image's class among the new ones; of none where it is left out
+        for place, label in enumerate(self.new):
+            self._places[rows_by_label[label]] = place
         self._prepare(rows_by_label, kept)
 
     def _settle(self, labels: Sequence[Hashable]) -> dict[Hashable, np.ndarray]:
@@ -167,7 +172,7 @@ class Lesson:
             "shape": list(self._images.shape),
         }
         digest = hashlib.blake2b(json.dumps(how, sort_keys=True).encode(), digest_size=16)
-        digest.update(np.ascontiguousarray(self.stage.pool.labels.numpy()).data)
+        digest.update(self._places.data)
         digest.update(np.ascontiguousarray(self._images.numpy()).data)
         return digest.hexdigest()
 
