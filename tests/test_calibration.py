@@ -107,7 +107,7 @@ def test_the_temperatures_stay_when_the_estimator_forgets_a_class(taught: Increm
     assert copy.deepcopy(taught).remove(0).model_.temperatures == taught.model_.temperatures
 
 
-def test_as_many_images_as_are_enough_are_enough() -> None:
+def test_the_least_number_of_images_is_enough() -> None:
     shares, labels = drawn(right=FEWEST - 8, wrong=8, sharpness=3.0)
     assert fit_temperature(shares, labels) is not None
     assert fit_temperature(shares[1:], labels[1:]) is None

@@ -96,7 +96,7 @@ def test_bad_files_are_skipped_with_their_names_or_refused(tmp_path: Path) -> No
     assert images[:, 0, 0, 0].tolist() == [0, 1, 2, 3, 4]
     assert [path for path, _ in skipped] == [str(path) for path in bad]
     assert all(reason for _, reason in skipped)
-    with pytest.raises(EngramError, match=r"bomb.png cannot be read .* mend or remove it, or skip"):
+    with pytest.raises(EngramError, match=r"bomb.png cannot be read .* mend or remove it, or go on without"):
         decode_files(paths, 8)
 
 
@@ -158,7 +158,7 @@ def test_processes_decode_as_threads_do(tmp_path: Path, processes: None) -> None
     assert np.array_equal(alone[0], several[0])
     assert alone[1:] == several[1:]
     assert len(several[1]) == 40
-    with pytest.raises(EngramError, match=r"bomb.png cannot be read .* mend or remove it, or skip"):
+    with pytest.raises(EngramError, match=r"bomb.png cannot be read .* mend or remove it, or go on without"):
         decode_files(paths, 8, workers=3)
 
 

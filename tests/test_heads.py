@@ -361,7 +361,7 @@ def test_a_correction_is_of_the_scores_of_its_classes_alone() -> None:
     assert torch.equal(head(x)[:, :5], plain(x))
 
 
-def test_more_room_does_not_make_a_head_train_that_stands_still() -> None:
+def test_a_frozen_head_stays_frozen_when_it_gets_more_room() -> None:
     head = CosineHead(4, 2).requires_grad_(False)
     head.reserve(5)
     assert not head.weight.requires_grad

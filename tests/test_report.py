@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -85,6 +86,8 @@ def test_default_places(compared: tuple[list[Path], Path], tmp_path: Path) -> No
     assert write_report([single]) == single / "report.html"
     assert write_report([single], tmp_path) == tmp_path / "report.html"
     assert write_report([single], tmp_path / "new" / "x.html") == tmp_path / "new" / "x.html"
+    odd = tmp_path / os.fsdecode(b"caf\xe9.html")
+    assert 'href="caf%E9_files/' in write_report([single], odd).read_text(encoding="utf-8")
     assert (tmp_path / "new" / "x_files" / "summary.csv").is_file()
     assert not list(tmp_path.rglob("*.part"))
 

@@ -151,7 +151,7 @@ def test_si_adds_what_the_way_was_worth() -> None:
     assert learner.buffers[OMEGA + "head.weight"][:4].any(dim=1).all()
 
 
-def test_si_refuses_a_way_that_went_astray() -> None:
+def test_si_refuses_a_path_that_is_not_finite() -> None:
     session, stage = trained("si", stages=1)
     session.learner.buffers[PATH + "head.bias"].fill_(torch.inf)
     with pytest.raises(EngramError, match="the importance after stage 0 is not finite"):

@@ -181,17 +181,16 @@ class RunFinished(Event):
 
 @dataclass(frozen=True)
 class EpochsChosen(Event):
-    """A lesson that may take so many minutes gets so many epochs, which will take about so many seconds."""
+    """A lesson that may take so many minutes gets so many epochs, which will take about so many seconds.
+
+    fits: not where even one epoch takes longer than what is left after the measuring.
+    """
 
     minutes: float
     epochs: int
     seconds: float
     seconds_per_epoch: float
-
-    @property
-    def fits(self) -> bool:
-        """Not where even one epoch takes longer."""
-        return self.seconds <= 60 * self.minutes
+    fits: bool
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Puts the text at the path in UTF-8, whole or not at all; what names of files have beside it is written out."""
+    """Puts the text at the path in UTF-8, whole or not at all; what UTF-8 lacks (in odd names of files) as \\udcXX."""
     write_bytes(path, text.encode(errors="backslashreplace"))
 
 

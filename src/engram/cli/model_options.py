@@ -43,7 +43,7 @@ class LessonFlags:
     minutes: Annotated[float | None, arg(metavar="M", help_behavior_hint="")] = None
     """Instead of epochs: as many as fit, by the time of the first steps."""
     skip_bad: Annotated[bool, arg(help_behavior_hint="")] = False
-    """Leave out images that cannot be read, and say which."""
+    """Leave out images that cannot be read and classes without any other, and say which."""
     restart: Annotated[bool, arg(help_behavior_hint="")] = False
     """Drop learning that was interrupted, and begin anew."""
     no_undo: Annotated[bool, arg(help_behavior_hint="")] = False

@@ -215,8 +215,9 @@ class Reproduce:
 
     WHAT is table1 to table10, figure2 to figure4, all (every one of them), effects (what each difference between the
     paper, its released code and this does), methods (those that Table 1 lacks, with 10 stages), mini (every method on
-    the embedded set: no GPU, no download) or mini-effects. Runs that several of them need are done once; the same
-    command again goes on where it was cut. Runs are looked for in --out and in --results.
+    the embedded set: no GPU, no download), mini-effects, or remainder and mini-remainder (what the last partial batch
+    of an epoch does). Runs that several of them need are done once; the same command again goes on where it was cut.
+    Runs are looked for in --out and in --results.
 
     For example:
         engram reproduce table1 --rows AFC --dry-run

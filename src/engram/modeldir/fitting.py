@@ -30,7 +30,7 @@ def epochs_that_fit(lesson: Lesson, minutes: float, stop: Callable[[], bool] | N
         return rate * _work(lesson, epochs) + AFTER * epoch
 
     epochs = max(1, bisect_right(range(1, MOST_EPOCHS + 1), left, key=seconds))
-    return EpochsChosen(minutes, epochs, seconds(epochs), epoch)
+    return EpochsChosen(minutes, epochs, seconds(epochs), epoch, fits=seconds(epochs) <= left)
 
 
 def _seconds_per_work(lesson: Lesson, longest: float, stop: Callable[[], bool]) -> float:

@@ -77,9 +77,8 @@ class Lesson:
         self.new = in_order(rows_by_label)
         kept = self._take_out()
         self._images = torch.from_numpy(images)
-        self._places = np.full(
-            len(images), -1
-        )  # of each image's class among the new ones; of none where it is left out
+        # Of each image, which of the new classes it is of; -1 where it is left out.
+        self._places = np.full(len(images), -1)
         for place, label in enumerate(self.new):
             self._places[rows_by_label[label]] = place
         self._prepare(rows_by_label, kept)

@@ -38,7 +38,9 @@ def write_report(given: Sequence[Path], out: Path | None, tell: Callable[[str], 
     folder = target.with_name(f"{target.stem}_files")
     with drawing_style():
         context, drawings = _context(groups, len(repeats))
-    page = template("report.html.jinja").render(**context, folder=quote(folder.name), folder_name=folder.name)
+    page = template("report.html.jinja").render(
+        **context, folder=quote(os.fsencode(folder.name)), folder_name=folder.name
+    )
     files = {f"{drawing.name}.svg": drawing.svg for drawing in drawings} | csv_files(groups)
     write_folder(folder, files)
     write_text(target, page)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -69,7 +70,7 @@ def write_page(file: Path, paper: Paper, plan: Plan) -> Path:
         parts=parts,
         machines=list(_machines(records_of(plan.cells))),
         version=version(),
-        folder=quote(folder.name),
+        folder=quote(os.fsencode(folder.name)),
         folder_name=folder.name,
     )
     files = {f"{part['name']}.md": markdown(part["experiment"], part["measured"]) for part in parts}

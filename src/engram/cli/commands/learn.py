@@ -48,6 +48,7 @@ from engram.modeldir.writer import refuse_others, tidy
 
 HOLDOUT = 0.2
 NAMED = 5  # classes in a warning
+COMPARED = 4096  # images at a time with what the model was given before
 
 
 def learn_command(options: Learn, typed: Sequence[str]) -> int:
@@ -66,8 +67,8 @@ def learn_command(options: Learn, typed: Sequence[str]) -> int:
     if manifest is not None:
         _refuse_changes(options.new_model, ModelConfig.from_plain(manifest["config"]), place)
         tidy(place)
-        if _is_learned(options, manifest, place, paths, labels):
-            _tell_learned_before(console, manifest, labels, options)
+        if before := _learned_before(options, manifest, place, (paths, labels), None if silent else console):
+            _tell_learned_before(console, manifest, before, options)
             return 0
         paths, labels = _leave_out_known(options, manifest, paths, labels)
     size = _side(options.new_model, manifest, paths)
@@ -181,14 +182,26 @@ def _refuse_changes(flags: NewModelFlags, config: ModelConfig, place: Path) -> N
         raise EngramError(f"the model at {place} has its settings, and they are for good; leave --set out")
 
 
-def _is_learned(
-    options: Learn, manifest: dict[str, Any], place: Path, paths: Sequence[str], labels: Sequence[Hashable]
-) -> bool:
-    """Whether the model was given all of these images before, as when a command is given again."""
+def _learned_before(
+    options: Learn,
+    manifest: dict[str, Any],
+    place: Path,
+    given: tuple[Sequence[str], Sequence[Hashable]],
+    console: Console | None,
+) -> list[Hashable]:
+    """The classes of the images, if the model was given all of them before, as when a command is given again."""
+    paths, labels = given
     if options.lesson.more_of_known or not set(labels) <= {known["label"] for known in manifest["classes"]}:
-        return False
-    images, kept = read_files(paths, _side(options.new_model, manifest, paths), skip_bad=True, console=None)
-    return bool(kept) and knows_all(open_model(place, "cpu")[0], images, [labels[position] for position in kept])
+        return []
+    model, side = open_model(place, "cpu")[0], _side(options.new_model, manifest, paths)
+    found: dict[Hashable, None] = {}
+    for start in range(0, len(paths), COMPARED):
+        images, kept = read_files(paths[start : start + COMPARED], side, options.lesson.skip_bad, console)
+        own = [labels[start + position] for position in kept]
+        if not knows_all(model, images, own):
+            return []
+        found.update(dict.fromkeys(own))
+    return list(found)
 
 
 def _tell_learned_before(
@@ -198,7 +211,7 @@ def _tell_learned_before(
     lessons = [entry["date"] for entry in manifest["history"] if entry["what"] == "learned"]
     date = printable(lessons[-1])[:16].replace("T", " ")
     if options.json:
-        print_line(console, json.dumps({"event": "learned_before", "classes": names, "date": date}))
+        print_line(console, json.dumps({"event": "learned_before", "classes": names, "last_lesson": date}))
     else:
         print_line(console, f"{shorten(names, 60)}: learned before (the last lesson was on {date}); nothing was done")
 
@@ -350,7 +363,8 @@ def chosen_line(event: EpochsChosen) -> str:
     epochs = f"{event.epochs} epoch{'s' if event.epochs > 1 else ''} of {duration(event.seconds_per_epoch)}"
     minutes = f"{event.minutes:g} minute{'' if event.minutes == 1 else 's'}"
     if not event.fits:
-        return f"even a lesson of one epoch takes more than {minutes}: about {clock(event.seconds)}; it is done anyway"
+        needs = f"it takes about {duration(event.seconds)} and is done anyway"
+        return f"even a lesson of one epoch does not fit into {minutes}: {needs}"
     return f"by the first steps {epochs} each fit into {minutes}: about {clock(event.seconds)} in all"
 
 

@@ -123,16 +123,13 @@ def read_files(paths: Sequence[str], size: int, skip_bad: bool, console: Console
     shown = console if console is not None else Console(quiet=True)
     with bar(shown, "reading images") as progress:
         task = progress.add_task("", total=len(paths))
-        try:
+        with naming_flags("--skip-bad"):
             images, kept, skipped = decode_files(
                 paths,
                 size,
                 skip_bad=skip_bad,
                 progress=lambda done, total: progress.update(task, completed=done, total=total),
             )
-        except EngramError as error:
-            message = str(error).replace("or skip such files", "or go on without such files with --skip-bad")
-            raise EngramError(message) from None
     if skipped:
         tell_unreadable(skipped)
         print(f"engram: {len(skipped)} of {len(paths)} images could not be read and are left out", file=sys.stderr)
