@@ -115,9 +115,9 @@ class Split:
         for label, copies in self._copies.items():
             coming.discard(label)
             for picture in copies:
-                later = {other for other in coming if picture in self._copies[other]}
-                others = (other for other in self._names[picture] if other != label and other not in later)
-                pairs.update((str(label), str(other)) for other in others)
+                others = [other for other in self._names[picture] if other != label]
+                later = {other for other in others if other in coming and picture in self._copies[other]}
+                pairs.update((str(label), str(other)) for other in others if other not in later)
         if not pairs:
             return None
         shared = [picture for picture, names in self._names.items() if len(names) > 1]
