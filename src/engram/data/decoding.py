@@ -149,9 +149,8 @@ def decode_files(
     for part in decode_stream(paths, size, workers=workers):
         if part.skipped and not skip_bad:
             path, reason = part.skipped[0]
-            raise EngramError(
-                f"the image {path} cannot be read ({reason}); mend or remove it, or go on without (skip_bad=True)"
-            )
+            how = "mend or remove it, or go on without such files (skip_bad=True)"
+            raise EngramError(f"the image {path} cannot be read ({reason}); {how}")
         images[len(kept) : len(kept) + len(part.paths)] = part.images
         bad = {path for path, _ in part.skipped}
         here = range(done, done + len(part.paths) + len(part.skipped))
