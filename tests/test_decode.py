@@ -363,7 +363,10 @@ def _children() -> list[str]:
 
 
 def _resident(process: int) -> int:
+    """The bytes of memory of a process; none of one that is about to start, which has those of this one."""
     try:
+        if Path(f"/proc/{process}/cmdline").read_bytes() == Path("/proc/self/cmdline").read_bytes():
+            return 0
         return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return 0
