@@ -417,6 +417,21 @@ def test_a_name_of_two_classes_is_refused(engram: Engram, tmp_path: Path) -> Non
         IncrementalClassifier.load("m", device="cpu").partial_fit(images[:4], ["Dog"] * 4)
 
 
+def test_folders_beside_labels_that_are_numbers_are_text(engram: Engram, tmp_path: Path) -> None:
+    images, names = pictures(FIRST, 6, size=16)
+    numbers = [FIRST.index(name) for name in names]
+    IncrementalClassifier(epochs=1, memory=2, device="cpu").fit(images, numbers).save("m")
+    folder(tmp_path / "photos", ("camel", "dingo"), count=6)
+    for name, number in (("camel", "2"), ("dingo", "7")):
+        (tmp_path / "photos" / name).rename(tmp_path / "photos" / number)
+    outcome = engram("learn", "m", "photos", "--epochs", "1", "--device", "cpu", "--quiet")
+    assert outcome.status == 0
+    assert "engram: the model's labels are not text, but those of folders are: 7" in outcome.err.splitlines()
+    assert opened(tmp_path / "m").labels == [0, 1, 2, "7"]
+    folder(tmp_path / "more", ("easel",), count=6)
+    assert "not text" not in engram("learn", "m", "more", "--epochs", "1", "--device", "cpu", "--quiet").err
+
+
 def test_skip_bad_passes_over_empty_class_folders(engram: Engram, tmp_path: Path) -> None:
     folder(tmp_path / "photos", FIRST, count=6)
     (tmp_path / "photos" / "goose").mkdir()

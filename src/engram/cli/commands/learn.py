@@ -296,7 +296,7 @@ def _tell_beginning(
 
 
 def _tell_doubts(labels: Sequence[Hashable], known: Sequence[Any]) -> list[str]:
-    """Says on stderr what the lesson lacks: a second class to tell the only one from, or images of some classes.
+    """Says on stderr what is odd about the labels, and what the lesson lacks: a second class, or images of some.
 
     Returns what `learn_into` would say too.
     """
@@ -304,6 +304,9 @@ def _tell_doubts(labels: Sequence[Hashable], known: Sequence[Any]) -> list[str]:
     told = doubts(counts, known)
     for doubt in told:
         print(f"engram: {doubt}", file=sys.stderr)
+    if known and not any(isinstance(label, str) for label in known) and (new := counts.keys() - set(known)):
+        names = shorten(sorted(printable(label) for label in new), 60)
+        print(f"engram: the model's labels are not text, but those of folders are: {names}", file=sys.stderr)
     if not known and len(counts) == 1:
         print("engram: one class alone teaches nothing to tell apart yet; learn a second one too", file=sys.stderr)
     few = [f"{printable(label)} ({count})" for label, count in counts.items() if count < VALIDATION_LEAST]
