@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -374,6 +375,17 @@ def unpack_archive(archive: Path, place: Path) -> None:
     safely: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
     with tarfile.open(archive) as file:
         file.extractall(place, **safely)
+
+
+def not_text(folder: Path, ending: str = "") -> Path:
+    """A path in the folder whose name is not text; where the file system takes none such, the test is skipped."""
+    path = folder / (os.fsdecode(b"caf\xe9") + ending)
+    try:
+        path.touch()
+    except OSError:
+        pytest.skip("this file system takes text alone for a name")
+    path.unlink()
+    return path
 
 
 def assert_refused(outcome: Outcome, *words: str) -> None:

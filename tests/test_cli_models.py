@@ -30,7 +30,7 @@ from engram.cli.commands.predict import best_places, expand
 from engram.modeldir.config import fitting_epochs
 from engram.modeldir.directory import Pointer
 from engram.modeldir.writer import Writer
-from helpers import Engram, assert_refused, unpack_archive
+from helpers import Engram, assert_refused, not_text, unpack_archive
 from model_helpers import NAMES, everything, opened, pictures, same
 
 FIRST, SECOND = NAMES[:3], NAMES[3:5]
@@ -957,11 +957,7 @@ def test_a_name_that_is_not_text_does_not_stop_the_report_of_evaluate(
     engram: Engram, photos: Path, taught: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(photos / "test", tmp_path / "test")
-    try:
-        (tmp_path / "test" / os.fsdecode(b"caf\xe9")).mkdir()
-    except OSError:
-        pytest.skip("this file system takes text alone for a name")
-    shutil.copy(next((tmp_path / "test" / "apple").iterdir()), tmp_path / "test" / os.fsdecode(b"caf\xe9") / "0.png")
+    shutil.copytree(tmp_path / "test" / "apple", not_text(tmp_path / "test"))
     outcome = engram("evaluate", taught, "test", "--report", "page.html")
     assert outcome.status == 0, outcome
     assert "caf\\udce9" in (tmp_path / "page.html").read_text(encoding="utf-8")

@@ -601,8 +601,13 @@ def test_folder_split_depends_on_names_not_on_the_file_system(tmp_path: Path, mo
     monkeypatch.setattr(folder.os, "scandir", Backwards)
     assert read_folder(tmp_path / "photos", test_fraction=0.3, seed=1).fingerprint() == store.fingerprint()
     assert read_folder(tmp_path / "photos", test_fraction=0.3, seed=2).fingerprint() != store.fingerprint()
-    half = load_store(DataConfig("folder", str(tmp_path / "photos"), test_fraction=0.5))
-    assert half.fingerprint() == read_folder(tmp_path / "photos", test_fraction=0.5).fingerprint()
+
+
+def test_a_configuration_says_the_share_of_test_images(tmp_path: Path) -> None:
+    make_folder(tmp_path, "bus car")
+    half = load_store(DataConfig("folder", str(tmp_path), test_fraction=0.5))
+    assert half.fingerprint() == read_folder(tmp_path, test_fraction=0.5).fingerprint()
+    assert half.fingerprint() != read_folder(tmp_path).fingerprint()
 
 
 def test_folder_class_called_train_is_a_class(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 import re
 import statistics
 import subprocess
@@ -29,6 +28,7 @@ from engram.report.load import load_runs
 from engram.report.tables import csv_files, duration
 from engram.report.words import headline, notes, title
 from fake_runs import edit_json, fake_run
+from helpers import not_text
 
 SHAPE: dict[str, Any] = {"stage_sizes": (4, 2, 2), "images_per_class": 15, "epochs": 2}
 LIGHT: dict[str, Any] = {**SHAPE, "predictors": ("cnn",), "importance": False}
@@ -86,10 +86,13 @@ def test_default_places(compared: tuple[list[Path], Path], tmp_path: Path) -> No
     assert write_report([single]) == single / "report.html"
     assert write_report([single], tmp_path) == tmp_path / "report.html"
     assert write_report([single], tmp_path / "new" / "x.html") == tmp_path / "new" / "x.html"
-    odd = tmp_path / os.fsdecode(b"caf\xe9.html")
-    assert 'href="caf%E9_files/' in write_report([single], odd).read_text(encoding="utf-8")
     assert (tmp_path / "new" / "x_files" / "summary.csv").is_file()
     assert not list(tmp_path.rglob("*.part"))
+
+
+def test_the_name_of_the_page_need_not_be_text(tmp_path: Path) -> None:
+    page = write_report([fake_run(tmp_path / "run")], not_text(tmp_path, ".html"))
+    assert 'href="caf%E9_files/' in page.read_text(encoding="utf-8")
 
 
 def test_summary_is_mean_and_sample_deviation_of_the_group(compared: tuple[list[Path], Path]) -> None:
