@@ -24,8 +24,8 @@ from benchmarks.predict import measure_predict, predict_tables
 from benchmarks.report import Table, heading, provenance
 from benchmarks.scale import FULL, QUICK, Scale
 from benchmarks.step import measure_step, step_tables
-from engram.errors import EngramError, suggest
-from engram.files import write_json
+from engram.core.errors import EngramError, suggest
+from engram.core.io import write_json
 
 # In the order they run: the profiler last, since what it leaves behind could slow the others down.
 Results = dict[str, Any]

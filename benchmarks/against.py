@@ -12,7 +12,7 @@ from benchmarks.ground import KINDS, TITLES, Ground, Kind
 from benchmarks.plain import PlainSteps, usable_workers
 from benchmarks.report import Table, number, with_spread
 from benchmarks.timing import forget_memory, peak_memory, per_step, time_together
-from engram import kernels
+from engram.kernels import availability as kernels
 
 
 def measure_plain(ground: Ground, step: dict[str, Any] | None) -> dict[str, Any]:

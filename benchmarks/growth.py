@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks.report import Table, number, percent
 from benchmarks.runs import AFTER, StageTimes, run_stages
 from benchmarks.scale import Scale, afc_config, synthetic_store
-from engram.errors import EngramError
+from engram.core.errors import EngramError
 
 # What is fitted: a stage at full length, one epoch of its main phase, and each part that follows.
 PARTS: dict[str, Callable[[StageTimes], float]] = {

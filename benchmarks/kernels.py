@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.ground import KINDS, TITLES, Ground, Kind
 from benchmarks.report import Table, number, percent
 from benchmarks.timing import EngineSteps, synchronise
-from engram.errors import EngramError
+from engram.core.errors import EngramError
 
 OTHER = "other"
 TOP = 15

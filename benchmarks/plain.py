@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks.ground import Prepared, lengthened
 from benchmarks.timing import synchronise
 from engram.data.augment import Augmentation
-from engram.data.samples import Samples
+from engram.data.stage import Samples
 from engram.methods import Phase, Step
-from engram.models.network import Network
+from engram.nn.network import Network
 
 Item = tuple[Tensor, int, bool]
 

@@ -17,14 +17,14 @@ from benchmarks.report import Table, number, percent
 from benchmarks.scale import Scale
 from benchmarks.timing import spread, synchronise
 from engram.cli.commands.predict import write_lines
+from engram.core.rng import generator
 from engram.data.augment import to_unit
-from engram.data.decoding import Decoded, decode_files, decode_stream
-from engram.data.mini import read_mini
+from engram.data.decode.prefetch import Decoded, decode_files, decode_stream
+from engram.data.sources.mini import read_mini
 from engram.data.store import Images
-from engram.engine.reader import INFERENCE_PIXELS
-from engram.modeldir import KnownClass, Model, ModelConfig
-from engram.modeldir.predict import fitting_batch, predict_batches, predict_files
-from engram.random import generator
+from engram.engine.inference import INFERENCE_PIXELS
+from engram.models.api import KnownClass, Model, ModelConfig
+from engram.models.prediction import fitting_batch, predict_batches, predict_files
 
 TARGET = 0.8
 PARTS_OF_BATCH = {"bare": 1.0, "bare, double": 2.0, "bare, largest": None}

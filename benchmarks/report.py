@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from benchmarks.scale import Scale
-from engram.errors import EngramError
-from engram.rundir import hardware, processor_name, versions
+from engram.core.errors import EngramError
+from engram.core.provenance import hardware, processor_name, versions
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,12 @@ from pathlib import Path
 from unittest.mock import patch
 
 from benchmarks.scale import FULL_EPOCHS, FULL_FINETUNE
-from engram import run, stagework
-from engram.checkpoint import load_checkpoint
-from engram.config import RunConfig
+from engram import run
+from engram.core.checkpoint import load_checkpoint
+from engram.core.events import EpochFinished, PhaseStarted, StageStarted
 from engram.data.store import ImageStore
-from engram.events import EpochFinished, PhaseStarted, StageStarted
+from engram.experiment import stage_work as stagework
+from engram.experiment.run_config import RunConfig
 
 AFTER = ("importance", "exemplars", "evaluate")
 

@@ -7,12 +7,12 @@ from typing import Any, cast
 
 import numpy as np
 
-from engram.config import Device, Precision, RunConfig
+from engram.core.errors import EngramError
 from engram.data.augment import Augmentation
-from engram.data.load import DataConfig
 from engram.data.memory import MemoryConfig
+from engram.data.sources.load import DataConfig
 from engram.data.store import ImageStore, Split
-from engram.errors import EngramError
+from engram.experiment.run_config import Device, Precision, RunConfig
 from engram.methods import Training, find_method
 
 # What a whole run of the CIFAR-100 recipes trains, which shorter runs are extrapolated to.

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from engram import ImageStore, MemoryConfig, RunConfig, Training
-from engram.cli import main
-from engram.cli.own_methods import bring_in_methods
+from engram.cli.main import main
+from engram.cli.plugins import bring_in_methods
 from engram.data.augment import Augmentation
-from engram.data.load import DataConfig
+from engram.data.sources.load import DataConfig
 from engram.methods import find_method
 from helpers import Engram, Outcome
 

@@ -21,22 +21,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engram.checkpoint import load_checkpoint
-from engram.config import RunConfig
+from engram.contract.exemplars import class_means
+from engram.core.checkpoint import load_checkpoint
+from engram.core.errors import EngramError
+from engram.core.events import Checkpointed, Event, PhaseStarted, RunFinished, Stopped
 from engram.data.augment import Augmentation
-from engram.data.decode import try_decode
+from engram.data.decode.image import try_decode
 from engram.data.memory import MemoryConfig
-from engram.data.samples import Samples
-from engram.data.stage import Stage
+from engram.data.stage import Samples, Stage
 from engram.data.store import Images, ImageStore
 from engram.engine import Engine
-from engram.errors import EngramError
-from engram.events import Checkpointed, Event, PhaseStarted, RunFinished, Stopped
+from engram.experiment.run_config import RunConfig
+from engram.experiment.runner import resume, run
+from engram.experiment.session import Session
 from engram.methods import Phase, Step, Training, find_method
-from engram.methods.exemplars import class_means
-from engram.models.network import Network, Output
-from engram.runner import resume, run
-from engram.session import Session
+from engram.nn.network import Network, Output
 
 # Where tests on real images look for them; they skip where these are not.
 SHARED = Path(os.environ.get("ENGRAM_TEST_DATA") or Path(__file__).parents[2] / "shared")

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from PIL import Image
 
-from engram.events import Event, Learned
+from engram.core.events import Event, Learned
 from engram.methods import find_method
-from engram.modeldir import Model, ModelConfig, learn_into, open_model
+from engram.models.api import Model, ModelConfig, learn_into, open_model
 
 SIZE = 8
 NAMES = ("apple", "boat", "camel", "dingo", "easel", "falcon", "goose")

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from engram.config import RunConfig
-from engram.recipes import recipe
+from engram.experiment.recipes import recipe
+from engram.experiment.run_config import RunConfig
 from engram.reproduce.records import FORMAT, KIND, Record, check_record
-from engram.result import StageRecord, summarise
+from engram.runs.result import StageRecord, summarise
 
 # Two methods, two settings, two class orders, and a curve and an importance of the same runs.
 PAPER = """

@@ -11,20 +11,20 @@ import pytest
 import torch
 from torch import Tensor
 
-import engram.stagework
+import engram.experiment.stage_work
+from engram.contract.learner import Learner
+from engram.core.events import StageFinished
 from engram.data.memory import Memory, MemoryConfig
 from engram.engine import Engine
-from engram.events import StageFinished
-from engram.learner import Learner
+from engram.experiment.recipes import recipe
+from engram.experiment.runner import run
+from engram.experiment.session import Session
 from engram.methods import Method, Step
 from engram.methods.afc import AFC, AFCSettings
-from engram.methods.host import HostSettings
-from engram.methods.uniform import Uniform
-from engram.models.heads import LSCHead
-from engram.models.network import Part
-from engram.recipes import recipe
-from engram.runner import run
-from engram.session import Session
+from engram.methods.blocks.lsc import HostSettings
+from engram.methods.table4 import Uniform
+from engram.nn.heads import LSCHead
+from engram.nn.network import Part
 from helpers import (
     learn_stage,
     parameters_of,
@@ -260,7 +260,7 @@ def test_the_order_within_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     listen(AFC, "grow", "grow")
     listen(AFC, "finish", "importance")
     listen(Memory, "update", "exemplars")
-    listen(engram.stagework, "class_means", "class means")
+    listen(engram.experiment.stage_work, "class_means", "class means")
     listen(Learner, "snapshot_teacher", "teacher")
     listen(Session, "evaluate", "evaluate")
     original = Engine.start

@@ -12,17 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from engram.contract.batches import Beside, CutMix
+from engram.core.errors import EngramError
+from engram.core.rng import generator
 from engram.data.augment import Augmentation
-from engram.engine.mixing import Cut, Mixing, plan_mixing
-from engram.engine.plan import plan_epochs
+from engram.engine.batch_plan import Cut, Mixing, plan_epochs, plan_mixing
 from engram.engine.sgd import FlatSGD
-from engram.errors import EngramError
+from engram.experiment.session import PhasePlan, Session
+from engram.experiment.stage_work import STEP_COST
 from engram.methods import Phase, Step, Training
-from engram.methods.batches import Beside, CutMix
-from engram.methods.linear import EVERYTHING
-from engram.random import generator
-from engram.session import PhasePlan, Session
-from engram.stagework import STEP_COST
+from engram.methods.blocks.linear import EVERYTHING
 from helpers import (
     NO_AUGMENTATION,
     assert_resumes_to,

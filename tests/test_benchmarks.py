@@ -28,11 +28,11 @@ from benchmarks.plain import PlainImages, PlainSteps
 from benchmarks.runs import AFTER, StageTimes
 from benchmarks.scale import FULL, QUICK, afc_config, store_of
 from benchmarks.timing import EngineSteps, per_step, time_together
-from engram import kernels
+from engram.core.errors import EngramError
 from engram.data.augment import Augmentation, Draws, augment, pad_images
-from engram.data.samples import Samples
-from engram.errors import EngramError
-from engram.session import Session
+from engram.data.stage import Samples
+from engram.experiment.session import Session
+from engram.kernels import availability as kernels
 
 CPU = replace(QUICK, device="cpu")
 FORKING = "ignore:.*multi-threaded.*fork:DeprecationWarning"  # how a DataLoader starts its workers, from Python 3.12

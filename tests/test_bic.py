@@ -8,15 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+from engram.core.errors import EngramError
 from engram.data.memory import MemoryConfig
 from engram.data.stage import Stage
-from engram.engine.plan import learning_rates
-from engram.errors import EngramError
-from engram.evaluation import predict
+from engram.engine.batch_plan import learning_rates
+from engram.experiment.session import Session
+from engram.experiment.stage_work import predict
 from engram.methods import Phase, Training
 from engram.methods.bic import BiC, BiCSettings, balanced_validation, held_back
-from engram.models.heads import LinearHead
-from engram.session import Session
+from engram.nn.heads import LinearHead
 from helpers import learn_stage, tiny_config, tiny_session, toy_store, train_phase
 from test_distillation import case_of, slow_binary, slow_parts
 

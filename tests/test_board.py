@@ -12,11 +12,11 @@ import pytest
 from rich.console import Console
 
 from conftest import make_config, make_store
-from engram.cli.board import Board, JsonBoard, LiveBoard, PlainBoard, QuietBoard, make_board, shorten_name
 from engram.cli.commands.several import differences_table, exit_status, results_table, spread, tell_failures
-from engram.cli.interrupt import SAVING, Interrupt
-from engram.cli.tally import Tally
-from engram.events import (
+from engram.cli.multi_display import Board, JsonBoard, LiveBoard, PlainBoard, QuietBoard, make_board, shorten_name
+from engram.cli.run_progress import Tally
+from engram.cli.signals import SAVING, Interrupt
+from engram.core.events import (
     BaseAwaited,
     BaseReused,
     Event,
@@ -31,7 +31,7 @@ from engram.events import (
     Warned,
     Working,
 )
-from engram.together import Member, plan_members
+from engram.experiment.parallel import Member, plan_members
 
 LONG = "afc-cifar100-b50-s10-changed-order{order}-seed1"
 RESULT = {

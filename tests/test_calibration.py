@@ -12,9 +12,9 @@ import pytest
 
 from engram import EngramError, IncrementalClassifier, read_mini
 from engram.cli.commands.info import card
-from engram.modeldir import Model, open_model, read_manifest, remove_class
-from engram.modeldir.calibration import COLDEST, FEWEST, HOTTEST, fit_temperature, mean_confidence
-from engram.modeldir.files import digest
+from engram.models.api import Model, open_model, read_manifest, remove_class
+from engram.models.calibration import COLDEST, FEWEST, HOTTEST, fit_temperature, mean_confidence
+from engram.models.store.safe_folder import digest
 from model_helpers import NAMES, make, opened, tiny
 
 

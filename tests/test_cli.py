@@ -25,18 +25,18 @@ import torch
 from PIL import Image
 
 from engram import ImageStore, read_mini, recipe
-from engram.cli import main
-from engram.cli.arguments import parse
-from engram.cli.commands.common import carry_out
 from engram.cli.commands.doctor import check_torch
-from engram.cli.interrupt import Interrupt
-from engram.cli.options import COMMANDS, RunningFlags
-from engram.cli.overrides import configure
+from engram.cli.commands.run_common import carry_out
+from engram.cli.main import main
+from engram.cli.options.overrides import configure
+from engram.cli.options.runs import COMMANDS, RunningFlags
+from engram.cli.parser import parse
+from engram.cli.signals import Interrupt
 from engram.cli.text import make_console
-from engram.config import directory_name
-from engram.data.cifar import OFFICIAL_NAMES
-from engram.events import Event, RunStarted
-from engram.session import Session
+from engram.core.events import Event, RunStarted
+from engram.data.sources.cifar import OFFICIAL_NAMES
+from engram.experiment.run_config import directory_name
+from engram.experiment.session import Session
 from fake_runs import fake_run
 from helpers import Engram, Outcome, timeless
 
@@ -125,7 +125,7 @@ def assert_refused(outcome: Outcome, *words: str) -> None:
 def test_help_is_quick_and_does_not_load_torch(tmp_path: Path) -> None:
     code = (
         "import sys, time\n"
-        "from engram.cli import main\n"
+        "from engram.cli.main import main\n"
         "status = [main(['--help'])]\n"
         "seconds = time.process_time()\n"  # the processor's, from the start: others may be at work on this machine
         "status = (*status, main(['run', '--help']))\n"
@@ -476,8 +476,8 @@ def test_what_fails_unexpectedly_is_said_in_one_line(
         raise error
 
     monkeypatch.delenv("ENGRAM_DEBUG", raising=False)
-    monkeypatch.setattr("engram.cli._leave_pipe", lambda: 141)
-    monkeypatch.setattr("engram.cli.commands.listing.list_command", fail)
+    monkeypatch.setattr("engram.cli.main._leave_pipe", lambda: 141)
+    monkeypatch.setattr("engram.cli.commands.list_all.list_command", fail)
     outcome = engram("list")
     assert outcome.status == status
     assert words in outcome.err
@@ -922,8 +922,8 @@ def test_doctor_says_what_a_gpu_can(
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: properties)
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: bf16)
-    monkeypatch.setattr("engram.kernels._capability", lambda device: capability)
-    monkeypatch.setattr("engram.kernels._has_triton", lambda: True)
+    monkeypatch.setattr("engram.kernels.availability._capability", lambda device: capability)
+    monkeypatch.setattr("engram.kernels.availability._has_triton", lambda: True)
     finding = check_torch()
     assert finding.status == ("ok" if bf16 else "warning")
     assert finding.found.endswith(said)

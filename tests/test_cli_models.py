@@ -24,12 +24,13 @@ from PIL import Image
 from rich.console import Console
 
 from engram import IncrementalClassifier, read_manifest
-from engram.cli import main, text
+from engram.cli import text
 from engram.cli.commands.evaluate import matrix_table
 from engram.cli.commands.predict import best_places, expand
-from engram.modeldir.config import fitting_epochs
-from engram.modeldir.directory import Pointer
-from engram.modeldir.writer import Writer
+from engram.cli.main import main
+from engram.models.model_config import fitting_epochs
+from engram.models.store.generations import Pointer
+from engram.models.store.writer import Writer
 from helpers import Engram, assert_refused, not_text, unpack_archive
 from model_helpers import NAMES, everything, opened, pictures, same
 
@@ -536,7 +537,7 @@ def test_other_images_are_refused_until_the_lesson_is_finished_or_dropped(
     engram: Engram, photos: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sixth, seventh = folder(tmp_path / "sixth", ("falcon",)), folder(tmp_path / "seventh", ("goose",))
-    monkeypatch.setattr("engram.cli.interrupt.Interrupt.__call__", lambda self: True)
+    monkeypatch.setattr("engram.cli.signals.Interrupt.__call__", lambda self: True)
     stopped = engram("learn", model, sixth, *QUICK)
     assert stopped.status == 130
     assert "saved; the model is what it was. To go on, the same command again:" in stopped.out
@@ -556,7 +557,7 @@ def test_a_first_lesson_that_goes_on_with_other_options_is_told_what_it_began_wi
     engram: Engram, photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as asking:
-        asking.setattr("engram.cli.interrupt.Interrupt.__call__", lambda self: True)
+        asking.setattr("engram.cli.signals.Interrupt.__call__", lambda self: True)
         assert engram("learn", "fresh", photos / "first", *QUICK).status == 130
     again = engram("learn", "fresh", photos / "first", *QUICK, "--epochs", "3")
     assert again.status == 2
@@ -739,7 +740,8 @@ def test_a_closed_pipe_is_no_error(taught: Path, photos: Path) -> None:
 
 RSS = """
 import resource, sys
-from engram.cli import main, text
+from engram.cli import text
+from engram.cli.main import main
 status = main(sys.argv[1:])
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)
 sys.exit(status)

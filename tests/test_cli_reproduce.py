@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from engram.cli import main
+from engram.cli.main import main
 from helpers import Engram, timeless
 from paper_helpers import PAPER, experiment_on, write_paper
 from test_cli import assert_refused, contents, one_thread, photos, start

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from engram.cli.arguments import parse
-from engram.cli.overrides import configure, configure_all
-from engram.config import directory_name
-from engram.recipes import recipe
-from engram.together.members import name_runs
+from engram.cli.options.overrides import configure, configure_all
+from engram.cli.parser import parse
+from engram.experiment.members import name_runs
+from engram.experiment.recipes import recipe
+from engram.experiment.run_config import directory_name
 from helpers import Engram, Outcome, timeless
 from test_cli import assert_refused, contents, one_thread, photos, start
 
@@ -59,7 +59,7 @@ def names(*seeds: int) -> list[str]:
 @pytest.fixture(scope="module")
 def alone(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same four runs, each by a command of its own."""
-    from engram.cli import main
+    from engram.cli.main import main
 
     parent = tmp_path_factory.mktemp("alone")
     for name in names(1, 2):
@@ -72,7 +72,7 @@ def alone(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def done(alone: Path, photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The four runs together, without a display."""
-    from engram.cli import main
+    from engram.cli.main import main
 
     parent = tmp_path_factory.mktemp("done") / "runs"
     command = several(photos, "--at-once", "3", "--out", parent, "--quiet", "--no-cache")
@@ -315,8 +315,8 @@ def test_a_signal_says_how_to_go_on(photos: Path, tmp_path: Path, engram: Engram
 # Runs that never hear that they should stop.
 DEAF = """
 import sys
-from engram.cli import main
-from engram.together import Workers
+from engram.cli.main import main
+from engram.experiment.parallel import Workers
 Workers._stopping = lambda self: False
 sys.exit(main(sys.argv[1:]))
 """

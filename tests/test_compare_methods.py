@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from engram.errors import EngramError
+from engram.core.errors import EngramError
+from engram.experiment.recipe_changes import apply_changes
+from engram.experiment.recipes import recipe
 from engram.methods import METHODS
-from engram.recipes import recipe
-from engram.recipes.changes import apply_changes
 from engram.reproduce.records import Record
-from engram.reproduce.store import write_file
+from engram.reproduce.results_files import write_file
 from paper_helpers import make_record
 
 ROOT = Path(__file__).parents[1]

@@ -24,13 +24,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from engram.data import cifar, folder, mini
-from engram.data.cifar import OFFICIAL_NAMES, published_orders, read_cifar100
-from engram.data.folder import read_folder
-from engram.data.load import DataConfig, load_store
-from engram.data.mini import read_mini
+from engram.core.errors import EngramError
+from engram.data.sources import cifar, folder, mini
+from engram.data.sources.cifar import OFFICIAL_NAMES, published_orders, read_cifar100
+from engram.data.sources.folder import read_folder
+from engram.data.sources.load import DataConfig, load_store
+from engram.data.sources.mini import read_mini
 from engram.data.store import ImageStore, Split, stratified_split
-from engram.errors import EngramError
 from helpers import SAMPLE, SHARED, decode_image, unpack_archive
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -230,8 +230,8 @@ def test_from_arrays_takes_tensors_without_importing_torch() -> None:
     assert tensors.fingerprint() == ImageStore.from_arrays(x, y).fingerprint()
     with pytest.raises(EngramError, match="x_train could not be read as one array"):
         ImageStore.from_arrays(torch.ones(2, 4, 4, 3, requires_grad=True), [0, 1])
-    code = "import sys, engram.data.store, engram.data.cifar, engram.data.folder, engram.data.mini\n"
-    code += "import engram.data.fetch; assert 'torch' not in sys.modules"
+    code = "import sys, engram.data.store, engram.data.sources.cifar, engram.data.sources.folder\n"
+    code += "import engram.data.sources.mini, engram.data.sources.download; assert 'torch' not in sys.modules"
     subprocess.run(
         [sys.executable, "-W", "error", "-c", code],
         check=True,

@@ -17,17 +17,17 @@ from torch import Tensor
 import engram.engine.neighbours as search
 from conftest import make_config, make_store
 from engram import EngramError, recipe, run
+from engram.core.events import BaseReused
 from engram.data.augment import Draws, augment
+from engram.engine.batch_plan import plan_epochs
 from engram.engine.neighbours import nearest
-from engram.engine.plan import plan_epochs
-from engram.events import BaseReused
+from engram.experiment.base_cache import StageCache
+from engram.experiment.session import Session
 from engram.methods import Neighbours, Phase, Step, find_method
 from engram.methods.dde import DDESettings, effect_of, fit_removal, neighbour_entropy
-from engram.models.effect import MomentumEffect
-from engram.models.heads import CosineHead, Head, LSCHead
-from engram.models.network import Network
-from engram.session import Session
-from engram.stagecache import StageCache
+from engram.nn.effect import MomentumEffect
+from engram.nn.heads import CosineHead, Head, LSCHead
+from engram.nn.network import Network
 from helpers import (
     assert_resumes_to,
     buffers_of,
@@ -570,7 +570,7 @@ def test_ten_neighbours_and_one_of_the_first_where_there_are_many_classes(method
 
 @pytest.mark.parametrize("name", ["neighbours", "strength", "fit_epochs", "fit_rate"])
 def test_negative_settings_are_refused(name: str) -> None:
-    with pytest.raises(EngramError, match=f"{name} must be 0 or more, got -1"):
+    with pytest.raises(EngramError, match=f"{name} must be at least 0, got -1"):
         DDESettings(**{name: -1})  # pyright: ignore[reportArgumentType]
 
 

@@ -24,9 +24,12 @@ import pytest
 from PIL import Image
 
 from engram import EngramError
-from engram.data import decode, decoders, decoding, room
-from engram.data.decode import choose_size
-from engram.data.decoding import decode_files, decode_stream
+from engram.core import memory_limits as room
+from engram.data.decode import image as decode
+from engram.data.decode import prefetch as decoding
+from engram.data.decode import processes as decoders
+from engram.data.decode.image import choose_size
+from engram.data.decode.prefetch import decode_files, decode_stream
 from engram.data.store import Images
 from helpers import decode_image
 
@@ -173,7 +176,7 @@ def test_no_process_outlives_its_stream(tmp_path: Path, processes: None) -> None
 
 
 def test_a_process_that_dies_is_replaced_and_its_file_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    deadly = "import engram.data.decoders as d, os; f = d.try_decode; d.try_decode = " + (
+    deadly = "import engram.data.decode.processes as d, os; f = d.try_decode; d.try_decode = " + (
         "lambda path, *more: os.kill(os.getpid(), 11) if 'deadly' in path else f(path, *more); serve()"
     )
     monkeypatch.setattr(decoders, "_PROGRAM", decoders._PROGRAM.replace("serve()", deadly))

@@ -14,19 +14,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engram import recipe, run
-from engram.engine.plan import learning_rates
-from engram.errors import EngramError
-from engram.evaluation import predict
-from engram.events import BaseReused, EpochFinished
-from engram.learner import Learner
+from engram.contract.learner import Learner
+from engram.core.errors import EngramError
+from engram.core.events import BaseReused, EpochFinished
+from engram.engine.batch_plan import learning_rates
+from engram.experiment.base_cache import StageCache
+from engram.experiment.session import Session
+from engram.experiment.stage_work import STEP_COST, PhasePlan, predict
 from engram.methods import Phase, Step, Training, find_method
 from engram.methods.der import DERSettings, auxiliary_loss
-from engram.models.expanding import ExpandingBackbone, ExpandingHead, both_means, count_older
-from engram.models.network import Output
-from engram.models.resnet import resnet10
-from engram.session import Session
-from engram.stagecache import StageCache
-from engram.stagework import STEP_COST, PhasePlan
+from engram.nn.backbones import resnet10
+from engram.nn.expanding import ExpandingBackbone, ExpandingHead, both_means, count_older
+from engram.nn.network import Output
 from helpers import (
     assert_resumes_to,
     buffers_of,

@@ -25,9 +25,9 @@ from engram.cli.display import (
     make_display,
     row_cells,
 )
-from engram.cli.interrupt import SAVING, Interrupt
+from engram.cli.signals import SAVING, Interrupt
 from engram.cli.text import clock, duration, make_console, shorten, stage_name, summary_line, summary_table
-from engram.events import (
+from engram.core.events import (
     Checkpointed,
     EpochFinished,
     Event,
@@ -41,8 +41,8 @@ from engram.events import (
     Warned,
     Working,
 )
-from engram.session import Session
-from engram.stagework import AFTER, Meter, Outlook
+from engram.experiment.session import Session
+from engram.experiment.stage_work import AFTER, Meter, Outlook
 
 RESULT = {
     "recipe": "afc-mini-b10-s5",

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from engram.data.stage import NEVER
 from engram.methods import Step
-from engram.methods.distillation import (
+from engram.methods.blocks.linear import convex_weights
+from engram.methods.blocks.losses import (
     binary_cross_entropy,
     cross_entropy,
     distillation,
@@ -21,10 +22,9 @@ from engram.methods.distillation import (
 )
 from engram.methods.eeil import EEIL, EEILSettings
 from engram.methods.icarl import ICaRL, ICaRLSettings
-from engram.methods.linear import convex_weights
 from engram.methods.lwf import LwF, LwFSettings
 from engram.methods.wa import WA, WASettings
-from engram.models.network import Output
+from engram.nn.network import Output
 from helpers import make_stage
 
 SEEDS = range(4)

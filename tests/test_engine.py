@@ -16,16 +16,16 @@ from torch import Tensor
 
 from conftest import make_config, make_store
 from engram import EngramError
+from engram.core.rng import generator
 from engram.data.stage import NEVER
+from engram.engine.batch_plan import learning_rates
+from engram.engine.buffers import PLANNED_STEPS, TERMS, Space
 from engram.engine.capture import NotRecordable
 from engram.engine.loop import Epoch, NonFiniteLoss
-from engram.engine.plan import learning_rates
-from engram.engine.space import PLANNED_STEPS, TERMS, Space
+from engram.experiment.session import Session
 from engram.methods import Neighbours, Phase, Step, Terms
-from engram.models.network import Network, Part
-from engram.models.resnet import BACKBONES, build_backbone
-from engram.random import generator
-from engram.session import Session
+from engram.nn.backbones import BACKBONES, build_backbone
+from engram.nn.network import Network, Part
 
 
 class FakeRecording:
@@ -187,7 +187,7 @@ def test_the_plan_is_made_in_pieces_without_a_trace(monkeypatch: pytest.MonkeyPa
         return list(session.learner.network.parameters())
 
     whole = parameters()
-    monkeypatch.setattr("engram.engine.space.PLANNED_STEPS", 9)  # two epochs of four steps at a time
+    monkeypatch.setattr("engram.engine.buffers.PLANNED_STEPS", 9)  # two epochs of four steps at a time
     assert all(torch.equal(a, b) for a, b in zip(whole, parameters(), strict=True))
 
 
@@ -196,10 +196,10 @@ def test_our_kernels_are_for_a_gpu_that_can_run_them(monkeypatch: pytest.MonkeyP
     backbone = build_backbone("resnet10", generator(1))
     assert session.engine.why_not_fused(backbone) == "they are for a GPU"
     session.engine.device = torch.device("cuda")
-    monkeypatch.setattr("engram.kernels._capability", lambda device: (7, 5))
-    monkeypatch.setattr("engram.kernels._has_triton", lambda: False)
+    monkeypatch.setattr("engram.kernels.availability._capability", lambda device: (7, 5))
+    monkeypatch.setattr("engram.kernels.availability._has_triton", lambda: False)
     assert session.engine.why_not_fused(backbone) == "they are written in Triton, which is not installed"
-    monkeypatch.setattr("engram.kernels._has_triton", lambda: True)
+    monkeypatch.setattr("engram.kernels.availability._has_triton", lambda: True)
     assert session.engine.why_not_fused(backbone) == "they are for GPUs of compute capability 8.0 and later"
 
 

@@ -20,10 +20,10 @@ import torch
 from PIL import Image
 
 from engram import Augmentation, EngramError, IncrementalClassifier, MemoryConfig, learn_into
-from engram.events import EpochFinished, Learned
+from engram.core.events import EpochFinished, Learned
 from engram.methods import METHODS
-from engram.modeldir import ModelConfig
-from engram.modeldir.labels import plain_labels
+from engram.models.api import ModelConfig
+from engram.models.labels import plain_labels
 from model_helpers import NAMES, memory_of, pictures
 
 QUICK: dict[str, Any] = {"epochs": 3, "memory": 3, "backbone": "resnet10", "device": "cpu"}
@@ -301,7 +301,7 @@ def test_epochs_are_chosen_for_each_lesson(monkeypatch: pytest.MonkeyPatch, tmp_
     def epochs(classifier: IncrementalClassifier) -> list[int]:
         return [entry.epochs for entry in classifier.model_.history]
 
-    for module in ("engram.modeldir.config", "engram.estimator"):
+    for module in ("engram.models.model_config", "engram.estimator"):
         monkeypatch.setattr(f"{module}.fitting_epochs", choose, raising=False)
     first, second, third = pictures(NAMES[:2], 2), pictures(NAMES[2:3], 3), pictures(NAMES[3:4], 4)
     chosen = quick(epochs=None, memory=1).fit(*first).partial_fit(*second)

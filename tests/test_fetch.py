@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engram.data import fetch
-from engram.data.fetch import data_home, fetch_cifar100
-from engram.errors import EngramError
+from engram.core.errors import EngramError
+from engram.data.sources import download as fetch
+from engram.data.sources.download import data_home, fetch_cifar100
 
 CONTENT = np.random.default_rng(0).bytes(700_001)
 MD5 = hashlib.md5(CONTENT, usedforsecurity=False).hexdigest()

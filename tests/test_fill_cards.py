@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from engram.errors import EngramError
+from engram.core.errors import EngramError
 from engram.reproduce.paper import load_paper
-from engram.reproduce.store import write_file
+from engram.reproduce.results_files import write_file
 from paper_helpers import make_record
 
 ROOT = Path(__file__).parents[1]

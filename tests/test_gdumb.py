@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from engram import recipe, run
+from engram.contract.batches import CutMix, Mixed
+from engram.contract.exemplars import choose_exemplars
+from engram.core.events import BaseReused
 from engram.data.memory import MemoryConfig
-from engram.events import BaseReused
+from engram.experiment.base_cache import StageCache
+from engram.experiment.session import Session
 from engram.methods import Step, Training
-from engram.methods.batches import CutMix, Mixed
-from engram.methods.exemplars import choose_exemplars
 from engram.methods.gdumb import classify
-from engram.models.heads import NormalisedHead
-from engram.models.network import Output
-from engram.session import Session
-from engram.stagecache import StageCache
+from engram.nn.heads import NormalisedHead
+from engram.nn.network import Output
 from helpers import learn_stage, tiny_config, tiny_session, toy_store, train_phase
 
 REHEARSE = Training(epochs=2, batch_size=4, lr=0.05, remainder="keep")

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from engram import EngramError, recipe
-from engram.methods.geodesic import features, flow, geodesic_distance, geodesic_similarity, orthonormal
-from engram.methods.geodl import GeoDLSettings
+from engram.methods.geodl import GeoDLSettings, features, flow, geodesic_distance, geodesic_similarity, orthonormal
 from helpers import drift, learn_stage, parameters_of, tiny_config, tiny_session
 
 
@@ -194,7 +193,7 @@ def test_one_class_a_stage_and_batches_of_two_train_to_finite_numbers() -> None:
 
 
 def test_bad_settings_are_refused() -> None:
-    with pytest.raises(EngramError, match="lambda_geodesic must be 0 or more, got -1"):
+    with pytest.raises(EngramError, match="lambda_geodesic must be at least 0, got -1"):
         GeoDLSettings(lambda_geodesic=-1)
     with pytest.raises(EngramError, match="did you mean 'paper'"):
         GeoDLSettings(distance="papr")  # pyright: ignore[reportArgumentType]

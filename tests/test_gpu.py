@@ -11,17 +11,17 @@ import torch
 
 from conftest import make_config, make_store
 from engram import ImageStore, RunConfig, recipe, run_together, train
+from engram.contract.method import Terms
+from engram.core.events import BaseReused, RunFinished, StageFinished, Warned
 from engram.engine import Engine, PhaseLoop
 from engram.engine.capture import CapturedStep
-from engram.events import BaseReused, RunFinished, StageFinished, Warned
-from engram.execution import Execution
+from engram.experiment.base_cache import StageCache
+from engram.experiment.execution import Execution
+from engram.experiment.session import Session
 from engram.methods import Step
-from engram.methods._base import Terms
 from engram.methods.mas import squared_length
-from engram.models.factors import convolution_weights
-from engram.models.network import Network
-from engram.session import Session
-from engram.stagecache import StageCache
+from engram.nn.factors import convolution_weights
+from engram.nn.network import Network
 from helpers import learn_stage, tiny_config, tiny_session, toy_store
 
 pytestmark = [

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from engram.contract.learner import Learner
 from engram.data.memory import Memory, MemoryConfig
-from engram.learner import Learner
 from engram.methods import Phase, Training
-from engram.methods.host import Classify, HostSettings
-from engram.methods.losses import nca_paper, nca_released
-from engram.models.heads import CosineHead, Head, LinearHead, LSCHead, NormalisedHead
-from engram.models.network import Network, Part
-from engram.models.resnet import Group, ResNet
+from engram.methods.blocks.losses import nca_paper, nca_released
+from engram.methods.blocks.lsc import Classify, HostSettings
+from engram.nn.backbones import Group, ResNet
+from engram.nn.heads import CosineHead, Head, LinearHead, LSCHead, NormalisedHead
+from engram.nn.network import Network, Part
 from helpers import (
     buffers_of,
     cpu_engine,

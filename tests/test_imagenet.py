@@ -16,22 +16,25 @@ import torch
 from PIL import Image
 
 from engram import EngramError, recipe, recipe_names
-from engram.data import imagecache, imagenet, store
-from engram.data.fetch import data_home
-from engram.data.imagecache import ImageCache
-from engram.data.imagenet import CACHE, IMAGENET, MEAN, STD, decode_square, published_wnids, read_imagenet
-from engram.data.load import DataConfig, load_store
+from engram.core import memory_limits as room
+from engram.core.memory_limits import check_pool
+from engram.core.serialize import to_plain
+from engram.data import store
+from engram.data.sources import image_cache as imagecache
+from engram.data.sources import imagenet
+from engram.data.sources.download import data_home
+from engram.data.sources.image_cache import ImageCache
+from engram.data.sources.imagenet import CACHE, IMAGENET, MEAN, STD, decode_square, published_wnids, read_imagenet
+from engram.data.sources.load import DataConfig, load_store
 from engram.data.store import Images
 from engram.data.stream import class_order
-from engram.engine import room, space
-from engram.engine.room import check_pool
-from engram.engine.space import Space
+from engram.engine import buffers as space
+from engram.engine.buffers import Space
+from engram.experiment.base_cache import StageCache
+from engram.experiment.imagenet_recipes import PROTOCOLS, SETTINGS
+from engram.experiment.runner import resume, run
+from engram.experiment.session import Session
 from engram.methods import METHODS, Training
-from engram.plain import to_plain
-from engram.recipes.imagenet import PROTOCOLS, SETTINGS
-from engram.runner import resume, run
-from engram.session import Session
-from engram.stagecache import StageCache
 from helpers import Engram, learn_stage, make_stage, parameters_of, tiny_config, tiny_session, toy_store
 
 CPU = torch.device("cpu")

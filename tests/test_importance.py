@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from engram.core.events import EpochFinished, RunFinished, Warned
 from engram.data.stage import Stage
-from engram.engine.space import Space
-from engram.events import EpochFinished, RunFinished, Warned
+from engram.engine.buffers import Space
+from engram.experiment.runner import run
+from engram.experiment.session import Session
 from engram.methods import Step
-from engram.methods.losses import channel_importance
-from engram.models.network import Network
-from engram.runner import run
-from engram.session import Session
+from engram.methods.blocks.losses import channel_importance
+from engram.nn.network import Network
 from helpers import (
     NO_AUGMENTATION,
     buffers_of,

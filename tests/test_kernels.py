@@ -24,16 +24,21 @@ if INTERPRETED:
 pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
 
 from engram.data import augment as reference_augment  # noqa: E402
-from engram.engine.fused import FoldedBackbone, FusedBackbone, layout, unsupported  # noqa: E402
-from engram.engine.mixing import Cut  # noqa: E402
-from engram.engine.older import FoldedOlder  # noqa: E402
+from engram.engine.batch_plan import Cut  # noqa: E402
+from engram.engine.fused import (  # noqa: E402
+    FoldedBackbone,
+    FoldedOlder,
+    FusedBackbone,
+    layout,
+    unsupported,
+)
 from engram.engine.sgd import FlatSGD  # noqa: E402
 from engram.kernels import launch  # noqa: E402
 from engram.kernels.launch import ARITHMETIC, Arithmetic, Conv, Norm, NormGradient, Scratch  # noqa: E402
-from engram.models.expanding import ExpandingBackbone  # noqa: E402
-from engram.models.heads import CosineHead  # noqa: E402
-from engram.models.network import Network  # noqa: E402
-from engram.models.resnet import Block, Group, ResNet  # noqa: E402
+from engram.nn.backbones import Block, Group, ResNet  # noqa: E402
+from engram.nn.expanding import ExpandingBackbone  # noqa: E402
+from engram.nn.heads import CosineHead  # noqa: E402
+from engram.nn.network import Network  # noqa: E402
 
 # A GPU rounds to the nearest bf16; Triton's interpreter cuts off what does not fit.
 ROUNDING = 1.0 if INTERPRETED else 0.5

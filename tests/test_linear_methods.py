@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from engram.engine.plan import learning_rates
-from engram.errors import EngramError
-from engram.events import Warned
+from engram.core.errors import EngramError
+from engram.core.events import Warned
+from engram.engine.batch_plan import learning_rates
+from engram.experiment.recipes import recipe
+from engram.experiment.runner import run
 from engram.methods import find_method
 from engram.methods.wa import keep_from_negative
-from engram.recipes import recipe
-from engram.runner import run
 from helpers import (
     assert_resumes_to,
     learn_stage,

@@ -19,12 +19,14 @@ if DEVICE.type == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # triton looks when it is first imported, and again at each launch
 pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
 
-from engram import kernels  # noqa: E402
-from engram.kernels import pod, proxies, rows  # noqa: E402
+from engram.kernels import availability as kernels  # noqa: E402
+from engram.kernels import pooled_sums as pod  # noqa: E402
+from engram.kernels import proxies  # noqa: E402
+from engram.kernels import sample_losses as rows  # noqa: E402
 from engram.kernels.distance import BLOCK_C, weighted_distance  # noqa: E402
 from engram.kernels.distance import ELEMENTS as DISTANCE_ELEMENTS  # noqa: E402
-from engram.methods import losses  # noqa: E402
-from engram.models.heads import LSCHead  # noqa: E402
+from engram.methods.blocks import losses  # noqa: E402
+from engram.nn.heads import LSCHead  # noqa: E402
 
 # The error of a gradient, relative to the largest of its map, by what it is stored in. Of bf16 one step of its 8 bits,
 # which a GPU rounds and the interpreter cuts off.

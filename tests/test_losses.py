@@ -13,16 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engram.errors import EngramError
+from engram.core.errors import EngramError
 from engram.methods.afc import AFCSettings, discrepancy, read_importance
-from engram.methods.host import Classify, HostSettings, classification_loss, stage_weight
-from engram.methods.losses import (
+from engram.methods.blocks.losses import (
     discrepancy_paper,
     discrepancy_released,
     nca_paper,
     nca_released,
     normalise_importance,
 )
+from engram.methods.blocks.lsc import Classify, HostSettings, classification_loss, stage_weight
 from helpers import (
     RandomStep,
     make_stage,
@@ -376,7 +376,7 @@ def test_tiny_importances_are_normalised_in_float32_too() -> None:
         (lambda: AFCSettings(discrepancy="none"), "discrepancy must be one of"),  # pyright: ignore
         (lambda: HostSettings(proxies=0), "at least 1 proxy, got 0"),
         (lambda: HostSettings(sharpness=0), "sharpness must be above 0, got 0"),
-        (lambda: AFCSettings(lambda_disc=-1), "lambda_disc must be 0 or more, got -1"),
+        (lambda: AFCSettings(lambda_disc=-1), "lambda_disc must be at least 0, got -1"),
         (lambda: AFCSettings(importance_samples=0), "importance_samples must be at least 1, got 0"),
     ],
 )

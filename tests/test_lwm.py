@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engram import EngramError, recipe, run
+from engram.core.events import Warned
 from engram.data.stage import NEVER
-from engram.events import Warned
+from engram.experiment.session import Session
 from engram.methods import Step, find_method
 from engram.methods.lwm import ROWS, LwM, LwMSettings, attention_loss
-from engram.models.heads import LinearHead
-from engram.models.network import Output
-from engram.session import Session
+from engram.nn.heads import LinearHead
+from engram.nn.network import Output
 from helpers import learn_stage, tiny_config, tiny_session, toy_store, train_phase
 
 BATCH, CHANNELS, CLASSES, OLD, CAPACITY = 5, 4, 5, 3, 7
@@ -216,7 +216,7 @@ def test_stages_of_one_class_are_finite_and_said_once() -> None:
 
 
 def test_bad_settings_are_refused() -> None:
-    with pytest.raises(EngramError, match="lambda_attention must be 0 or more, got -1"):
+    with pytest.raises(EngramError, match="lambda_attention must be at least 0, got -1"):
         LwMSettings(lambda_attention=-1)
     with pytest.raises(EngramError, match="temperature must be above 0, got 0"):
         LwMSettings(temperature=0)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engram.methods.losses import (
+from engram.methods.blocks.losses import (
     attention_distance,
     class_gradient,
     cosine_distance,
@@ -23,9 +23,9 @@ from engram.methods.losses import (
     top_old_class,
     whole_map_distance,
 )
-from engram.models.heads import LSCHead
-from engram.models.network import Network
-from engram.models.resnet import resnet10
+from engram.nn.backbones import resnet10
+from engram.nn.heads import LSCHead
+from engram.nn.network import Network
 from helpers import numeric_gradient, random_step
 
 SEEDS = range(4)

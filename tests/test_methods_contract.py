@@ -17,20 +17,20 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
-import engram.runner
-from engram.config import RunConfig
+import engram.experiment.runner
+from engram.contract.batches import Mixed
+from engram.contract.settings import setting
+from engram.core.errors import EngramError
+from engram.core.events import EpochFinished, RunFinished, StageFinished, StageStarted
 from engram.data.memory import MemoryConfig
 from engram.data.stage import Stage
 from engram.data.store import ImageStore, Split
-from engram.errors import EngramError
-from engram.events import EpochFinished, RunFinished, StageFinished, StageStarted
+from engram.experiment.run_config import RunConfig
+from engram.experiment.runner import run
+from engram.experiment.session import Session
 from engram.methods import METHODS, Method, Phase, Step, Training, find_method, register
-from engram.methods.batches import Mixed
-from engram.methods.host import HostSettings
+from engram.methods.blocks.lsc import HostSettings
 from engram.methods.replay import Replay
-from engram.methods.settings import refuse_negative
-from engram.runner import run
-from engram.session import Session
 from helpers import (
     assert_resumes_to,
     learn_stage,
@@ -84,7 +84,7 @@ def play(method: str, store: ImageStore, **changes: Any) -> Played:
             super().__init__(*args)
             sessions.append(self)
 
-    original, engram.runner.Session = engram.runner.Session, Watched
+    original, engram.experiment.runner.Session = engram.experiment.runner.Session, Watched
     try:
         events, sizes = [], []
         for event in run(config, store):
@@ -92,7 +92,7 @@ def play(method: str, store: ImageStore, **changes: Any) -> Played:
             if isinstance(event, StageFinished):
                 sizes.append(len(sessions[0].learner.memory))
     finally:
-        engram.runner.Session = original
+        engram.experiment.runner.Session = original
     assert isinstance(events[-1], RunFinished)
     state = {name: value.clone() for name, value in sessions[0].learner.state_dict().items()}
     return Played(events, dict(events[-1].result), sessions[0], state, sizes)
@@ -144,17 +144,14 @@ class Lacking(HostSettings):
 
 @dataclass(frozen=True)
 class Unwilling(HostSettings):
-    weight: float = -1.0
-
-    def __post_init__(self) -> None:
-        refuse_negative(self, "weight")
+    weight: float = setting(-1.0, at_least=0)
 
 
 @pytest.mark.parametrize(
     ("made_of", "given", "sentence"),
     [
         (Replay, {"settings": Lacking}, r"'weight'\); give every setting of Lacking a default"),
-        (Replay, {"settings": Unwilling}, r"without arguments \(weight must be 0 or more, got -1"),
+        (Replay, {"settings": Unwilling}, r"without arguments \(weight must be at least 0, got -1"),
         (Replay, {"settings": dict}, "settings of mine must be a class made from engram"),
         (Replay, {"settings": HostSettings()}, "settings of mine must be a class made from"),
         (Replay, {"memory": "lots"}, "memory of mine must be one of needed, none, all, optional, got 'lots'"),

@@ -18,14 +18,14 @@ from torch.func import functional_call
 
 from conftest import make_config, make_store
 from engram import EngramError, recipe, run
-from engram.config import RunConfig
+from engram.contract.look import Look
 from engram.data.augment import Augmentation, to_unit
 from engram.data.memory import Memory, MemoryConfig
-from engram.data.samples import Samples
-from engram.data.stage import Stage
+from engram.data.stage import Samples, Stage
 from engram.engine import tune as tuning
+from engram.experiment.run_config import RunConfig
+from engram.experiment.session import Session
 from engram.methods import Training, find_method
-from engram.methods.look import Look
 from engram.methods.mnemonics import (
     Mnemonics,
     MnemonicsSettings,
@@ -35,9 +35,8 @@ from engram.methods.mnemonics import (
     take_gradients,
     unrolled_entropy,
 )
-from engram.models.factors import convolution_weights
-from engram.models.network import Network
-from engram.session import Session
+from engram.nn.factors import convolution_weights
+from engram.nn.network import Network
 from helpers import (
     assert_resumes_to,
     learn_stage,
@@ -511,7 +510,7 @@ def test_a_stopped_run_resumes_to_the_same_images_bit_for_bit(variant: str, step
         ({"inner": "neck"}, "no inner 'neck'"),
         ({"inner_steps": 0}, "inner_steps must be at least 1, got 0"),
         ({"inner_lr": 0.0}, "inner_lr must be above 0, got 0"),
-        ({"margin": -1.0}, "margin must be 0 or more, got -1"),
+        ({"margin": -1.0}, "margin must be at least 0, got -1"),
     ],
 )
 def test_impossible_settings_are_refused(settings: dict[str, Any], says: str) -> None:

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from engram import read_manifest
-from engram.events import Learned
-from engram.modeldir import learn_into
-from engram.modeldir.labels import decode_label
+from engram.core.events import Learned
+from engram.models.api import learn_into
+from engram.models.labels import decode_label
 from helpers import unpack_archive
 from model_helpers import opened
 

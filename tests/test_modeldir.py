@@ -17,27 +17,27 @@ import numpy as np
 import pytest
 import torch
 
-import engram.modeldir.writer as writer
+import engram.models.store.writer as writer
 from engram import EngramError
-from engram.checkpoint import Checkpoint
-from engram.data.samples import Samples
-from engram.events import Checkpointed, EpochFinished, Learned, Stopped, Warned
+from engram.core.checkpoint import Checkpoint
+from engram.core.events import Checkpointed, EpochFinished, Learned, Stopped, Warned
+from engram.core.serialize import replace_at
+from engram.data.stage import Samples
 from engram.methods import METHODS
-from engram.modeldir import (
+from engram.models import time_budget as fitting
+from engram.models.api import (
     Model,
     ModelConfig,
     NoModelYet,
-    fitting,
     has_learning,
     learn_into,
     read_manifest,
     remove_class,
     save_model,
 )
-from engram.modeldir.config import LATER_LEAST
-from engram.modeldir.files import digest
-from engram.modeldir.lesson import Keeping, Lesson, Options
-from engram.plain import replace_at
+from engram.models.lesson import Keeping, Lesson, Options
+from engram.models.model_config import LATER_LEAST
+from engram.models.store.safe_folder import digest
 from model_helpers import NAMES, everything, learn, make, memory_of, opened, pictures, png, same, scores, tiny
 
 
@@ -219,7 +219,7 @@ def test_what_was_held_out_is_not_learned_when_the_same_images_come_again(taught
 
 
 def test_a_class_keeps_no_more_held_out_images_than_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engram.modeldir.holdout.VALIDATION_MOST", 3)
+    monkeypatch.setattr("engram.models.split.VALIDATION_MOST", 3)
     model = opened(make(tmp_path / "m", NAMES[:2]))
     lesson = Lesson(model, *pictures(NAMES[:1], 8, seed=9), Options("refresh"))
     assert len(model.heldout.of(0)) == 2
@@ -548,7 +548,7 @@ def test_readers_see_one_model_or_the_other_while_it_changes(taught: Path, tmp_p
 
 def test_a_model_loaded_before_it_changed_is_not_saved_over_it(tmp_path: Path) -> None:
     path = make(tmp_path / "m", NAMES[:2])
-    from engram.modeldir import open_model
+    from engram.models.api import open_model
 
     model, pointer = open_model(path, "cpu")
     learn(path, NAMES[2:3])

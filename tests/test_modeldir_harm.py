@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 
 from engram import EngramError
-from engram.modeldir import Model, NoModelYet, read_manifest
-from engram.modeldir.files import digest
+from engram.models.api import Model, NoModelYet, read_manifest
+from engram.models.store.safe_folder import digest
 from model_helpers import NAMES, learn_in_child, make, opened, pictures, same, tiny
 
 KILLS = int(os.environ.get("ENGRAM_KILLS", "15"))

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from engram.core.errors import EngramError
 from engram.engine.sgd import FlatSGD
-from engram.errors import EngramError
-from engram.models.heads import LSCHead
-from engram.models.network import Network, Part
-from engram.models.resnet import BACKBONES, Block, Group, ResNet, build_backbone, resnet10, resnet18, resnet32
+from engram.nn.backbones import BACKBONES, Block, Group, ResNet, build_backbone, resnet10, resnet18, resnet32
+from engram.nn.heads import LSCHead
+from engram.nn.network import Network, Part
 from helpers import parameters_of
 
 

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from engram import EngramError, open_model
-from engram.cli import main
-from engram.modeldir import export, onnxgraph
-from engram.modeldir.export import export_onnx
+from engram.cli.main import main
+from engram.models import onnx_export as export
+from engram.models import onnx_graph as onnxgraph
+from engram.models.onnx_export import export_onnx
 from model_helpers import NAMES, make, memory_of, pictures, tiny
 
 onnx: Any = pytest.importorskip("onnx", reason="engram[onnx] is not installed")

@@ -12,7 +12,7 @@ RECIPE = ["own-mini-b10-s5", "--epochs", "1", "--threads", "1", "--no-cache"]
 METHOD = """
 import torch
 from engram.methods import register
-from engram.methods.host import HostSettings, classification_loss, host_phases
+from engram.methods.blocks.lsc import HostSettings, classification_loss, host_phases
 from engram.methods.replay import Replay
 
 

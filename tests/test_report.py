@@ -19,14 +19,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from engram.errors import EngramError
-from engram.metrics import Estimate
-from engram.report import write_report
+from engram.core.errors import EngramError
+from engram.core.metrics import Estimate
+from engram.report.entry import write_report
 from engram.report.groups import Group, make_groups
-from engram.report.html import template
 from engram.report.load import load_runs
 from engram.report.tables import csv_files, duration
-from engram.report.words import headline, notes, title
+from engram.report.templating import template
+from engram.report.wording import headline, notes, title
 from fake_runs import edit_json, fake_run
 from helpers import not_text
 
@@ -541,7 +541,7 @@ def test_hostile_names_stay_words(tmp_path: Path) -> None:
 def test_report_needs_no_torch(tmp_path: Path) -> None:
     run = fake_run(tmp_path / "run", **LIGHT)
     code = (
-        "import sys; from pathlib import Path; from engram.report import write_report\n"
+        "import sys; from pathlib import Path; from engram.report.entry import write_report\n"
         "assert 'matplotlib' not in sys.modules\n"
         f"write_report([Path({str(run)!r})])\n"
         "assert not {'torch', 'matplotlib.pyplot'} & set(sys.modules)"

@@ -15,21 +15,21 @@ from rich.console import Console
 from safetensors.numpy import save_file
 
 from engram.cli.commands.reproduce import cells_json, results_tables
-from engram.cli.paperplan import cost_lines
-from engram.errors import EngramError
+from engram.cli.paper_plan import cost_lines
+from engram.core.errors import EngramError
+from engram.experiment.recipe_changes import apply_changes, named_after_changes
+from engram.experiment.recipes import recipe, recipe_names
 from engram.methods import METHODS
-from engram.recipes import recipe, recipe_names
-from engram.recipes.changes import apply_changes, named_after_changes
 from engram.report.figures import line_style
-from engram.reproduce import text
+from engram.reproduce import paper_tables as text
+from engram.reproduce.cell_plan import Asked, Cell, make_plan, refuse_edited, run_name
 from engram.reproduce.cells import curve, each_once, effect, measure, measure_all
 from engram.reproduce.cost import ALONE, costs, work_of
-from engram.reproduce.document import COMMAND, document
-from engram.reproduce.page import headline, remarks, write_page
+from engram.reproduce.markdown_page import COMMAND, document
 from engram.reproduce.paper import Experiment, Published, load_paper
-from engram.reproduce.plan import Asked, Cell, make_plan, refuse_edited, run_name
+from engram.reproduce.paper_page import headline, remarks, write_page
 from engram.reproduce.records import Record, _importance, check_record, parse_line, protocol_key
-from engram.reproduce.store import merge, read_file, read_results, write_file
+from engram.reproduce.results_files import merge, read_file, read_results, write_file
 from paper_helpers import NUMBERS, PAPER, experiment_on, make_record, write_paper
 
 ROOT = Path(__file__).parents[1]
@@ -301,7 +301,7 @@ def test_rows_and_columns_by_name() -> None:
 
 
 def test_a_missing_recipe_and_a_number_the_paper_lacks_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engram.reproduce.plan.recipe_names", list)
+    monkeypatch.setattr("engram.reproduce.cell_plan.recipe_names", list)
     cell = cell_of("table2", "AFC (CNN)", "imagenet100 50 stages", [])
     assert (cell.missing, cell.reason, cell.wanted) == ("afc-imagenet100-b50-s50", "no recipe yet", ())
     absent = cell_of("table1", "Mnemonics", "50 stages", [])
@@ -350,7 +350,7 @@ def test_runs_of_other_images_or_code_are_not_taken_together() -> None:
 def test_a_record_of_a_method_that_is_not_here_matches_nothing() -> None:
     data = json.loads(make_record().to_line())
     data["config"]["method"] = "unheard"
-    from engram.config import config_hash
+    from engram.experiment.run_config import config_hash
 
     data["config_hash"] = config_hash(data["config"])
     record = check_record(data, "x")
@@ -645,7 +645,7 @@ def test_the_page_does_not_depend_on_what_could_be_run(monkeypatch: pytest.Monke
     before = document(AFC, records)
     measured = {record.recipe.split()[0] for record in records}
     assert measured < set(recipe_names())
-    monkeypatch.setattr("engram.reproduce.plan.recipe_names", lambda: sorted(measured))
+    monkeypatch.setattr("engram.reproduce.cell_plan.recipe_names", lambda: sorted(measured))
     assert document(AFC, records) == before
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from engram.recipes import recipe
-from engram.recipes.changes import apply_changes, named_after_changes
-from engram.reproduce.page import write_page
+from engram.experiment.recipe_changes import apply_changes, named_after_changes
+from engram.experiment.recipes import recipe
+from engram.reproduce.cell_plan import make_plan
 from engram.reproduce.paper import load_paper
-from engram.reproduce.plan import make_plan
+from engram.reproduce.paper_page import write_page
 from engram.reproduce.records import Record
 from paper_helpers import make_record
 from test_report_browser import BROWSER, OVERFLOWING, Browser, browser

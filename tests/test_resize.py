@@ -14,11 +14,24 @@ from PIL import Image
 
 from conftest import make_config, make_store
 from engram import EngramError, resume, run, train
-from engram.data import resize
-from engram.data.augment import Augmentation, Draws, apply, as_they_are, augment, centre, draw, pad_images, resized
-from engram.data.resize import GRID, draw_parts, part_pixels, resize_parts
-from engram.engine.plan import plan_epochs
-from engram.events import Checkpointed, RunFinished, Stopped
+from engram.core.events import Checkpointed, RunFinished, Stopped
+from engram.data import augment as resize
+from engram.data.augment import (
+    GRID,
+    Augmentation,
+    Draws,
+    apply,
+    as_they_are,
+    augment,
+    centre,
+    draw,
+    draw_parts,
+    pad_images,
+    part_pixels,
+    resize_parts,
+    resized,
+)
+from engram.engine.batch_plan import plan_epochs
 from engram.methods import Training
 from helpers import cpu_engine, tiny_config, tiny_session, toy_store
 

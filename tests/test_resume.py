@@ -19,15 +19,16 @@ import pytest
 import torch
 
 from conftest import make_config, make_store
-from engram import EngramError, resume, run, rundir
-from engram.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-from engram.config import config_hash
+from engram import EngramError, resume, run
+from engram.core.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from engram.core.events import RunFinished, Stopped, Warned
+from engram.core.io import TEMPORARY, lock, remove_temporaries, write_bytes
 from engram.engine.loop import Epoch, PhaseLoop
-from engram.events import RunFinished, Stopped, Warned
-from engram.files import TEMPORARY, lock, remove_temporaries, write_bytes
-from engram.rundir import RunDirectory, read_result
-from engram.runner import settle
-from engram.together.members import standing
+from engram.experiment.members import standing
+from engram.experiment.run_config import config_hash
+from engram.experiment.runner import settle
+from engram.runs import directory as rundir
+from engram.runs.directory import RunDirectory, read_result
 from helpers import timeless
 
 # A run that checkpoints after every step, and kills itself without warning at the given event, or never.

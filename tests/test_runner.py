@@ -17,11 +17,11 @@ import torch
 from safetensors.numpy import load_file
 
 from conftest import make_config, make_store
-from engram import EngramError, ImageStore, RunConfig, events, read_mini, recipe, resume, run, run_together, train
-from engram.cli import display, tally
-from engram.data.load import DataConfig, load_store
-from engram.engine import NonFiniteLoss
-from engram.events import (
+from engram import EngramError, ImageStore, RunConfig, read_mini, recipe, resume, run, run_together, train
+from engram.cli import display
+from engram.cli import run_progress as tally
+from engram.core import events
+from engram.core.events import (
     Checkpointed,
     EpochFinished,
     PhaseStarted,
@@ -32,10 +32,12 @@ from engram.events import (
     StageStarted,
     Warned,
 )
+from engram.data.sources.load import DataConfig, load_store
+from engram.engine import NonFiniteLoss
+from engram.experiment.runner import settle
+from engram.experiment.session import Session
 from engram.methods.lwm import LwM
 from engram.reproduce.records import protocol_key
-from engram.runner import settle
-from engram.session import Session
 from helpers import learn_stage, tiny_config, tiny_session
 
 
@@ -263,7 +265,7 @@ def test_readme_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_infinite_importance_stops_the_run(store: ImageStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    from engram.methods import losses
+    from engram.methods.blocks import losses
 
     def poisoned(loss: torch.Tensor, maps: list[torch.Tensor]) -> list[torch.Tensor]:
         return [torch.full((part.shape[1],), float("nan")) for part in maps]

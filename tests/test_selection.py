@@ -9,13 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engram.data.memory import MemoryConfig
-from engram.data.selection import HERDING_ROUNDS, SELECTORS, at_random, closest_to_mean, herd
-from engram.evaluation import predict
-from engram.methods.exemplars import choose_exemplars, class_means
-from engram.models.heads import LSCHead
-from engram.models.kmeans import kmeans
-from engram.session import Session
+from engram.contract.exemplars import choose_exemplars, class_means
+from engram.data.memory import HERDING_ROUNDS, SELECTORS, MemoryConfig, at_random, closest_to_mean, herd
+from engram.experiment.session import Session
+from engram.experiment.stage_work import predict
+from engram.nn.heads import LSCHead
+from engram.nn.kmeans import kmeans
 from helpers import learn_stage, make_stage, tiny_config, tiny_session, toy_store
 
 
@@ -359,7 +358,7 @@ def test_each_new_class_has_a_draw_of_its_own_for_its_proxies(monkeypatch: pytes
         seeds.append(generator.initial_seed())
         return kmeans(points, k, generator)
 
-    monkeypatch.setattr("engram.methods.host.kmeans", remember)
+    monkeypatch.setattr("engram.methods.blocks.lsc.kmeans", remember)
     session.method.grow(session.learner, session.stage(1), session.engine)
     assert len(set(seeds)) == len(seeds) == 2
 

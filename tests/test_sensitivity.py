@@ -13,16 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import engram.engine.sensitivity
+from engram.core.errors import EngramError
 from engram.data.augment import Augmentation
 from engram.data.memory import MemoryConfig
 from engram.data.stage import Stage
-from engram.errors import EngramError
+from engram.experiment.session import Session
 from engram.methods import Step
 from engram.methods.ewc import EWC, EWCSettings, draw_labels
 from engram.methods.mas import squared_length
-from engram.models.heads import LSCHead
-from engram.models.network import Network
-from engram.session import Session
+from engram.nn.heads import LSCHead
+from engram.nn.network import Network
 from helpers import buffers_of, learn_stage, parameters_of, tiny_config, tiny_session
 
 SHARPNESS = 1.5  # of the proxies' similarities

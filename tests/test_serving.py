@@ -21,9 +21,9 @@ from torch import Tensor
 
 from conftest import make_config, make_store
 from engram import EngramError, IncrementalClassifier
-from engram.data import decode
-from engram.modeldir import Model
-from engram.session import Session
+from engram.data.decode import image as decode
+from engram.experiment.session import Session
+from engram.models.api import Model
 from model_helpers import NAMES, make, opened, pictures, png, same
 
 
@@ -284,7 +284,7 @@ def test_a_bad_upload_is_refused_by_its_place(
 ) -> None:
     monkeypatch.setattr(decode, "FILE_BYTES", 2000)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100_000)
-    monkeypatch.setattr("engram.modeldir.inputs.BATCH", 2)
+    monkeypatch.setattr("engram.models.inputs.BATCH", 2)
     classifier, good = IncrementalClassifier.load(served, device="cpu"), png(pictures(NAMES[:1], 1)[0][0])
     with pytest.raises(
         EngramError, match=rf"^the image X\[3\] cannot be read \(.*{reason}.*\); mend it or leave it out$"

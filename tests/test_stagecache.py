@@ -16,12 +16,15 @@ import pytest
 import torch
 
 from conftest import make_config, make_store
-from engram import EngramError, RunConfig, Training, resume, run, stagecache
-from engram.events import BaseReused, EpochFinished, Event, RunFinished, Warned
-from engram.methods import METHODS, _base
-from engram.methods.host import HostSettings
-from engram.session import Session
-from engram.stagecache import _TRAINING, StageCache, code_digest
+from engram import EngramError, RunConfig, Training, resume, run
+from engram.contract import method as _base
+from engram.core import provenance
+from engram.core.events import BaseReused, EpochFinished, Event, RunFinished, Warned
+from engram.core.provenance import _TRAINING, code_digest
+from engram.experiment.base_cache import StageCache
+from engram.experiment.session import Session
+from engram.methods import METHODS
+from engram.methods.blocks.lsc import HostSettings
 
 
 def key(config: RunConfig, **store: int) -> str:
@@ -139,21 +142,26 @@ def test_number_of_cpu_threads_is_in_the_key() -> None:
 
 @pytest.mark.parametrize(
     ("file", "changes"),
-    [("stagework.py", True), ("session.py", True), ("engine/loop.py", True), ("cli/display.py", False)],
+    [
+        ("experiment/stage_work.py", True),
+        ("experiment/session.py", True),
+        ("engine/loop.py", True),
+        ("cli/display.py", False),
+    ],
 )
 def test_edited_code_changes_the_key(file: str, changes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copy = tmp_path / "engram"
-    shutil.copytree(Path(stagecache.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(Path(provenance.__file__).parents[1], copy, ignore=shutil.ignore_patterns("__pycache__"))
     before = key(make_config())
-    monkeypatch.setattr(stagecache, "__file__", str(copy / "stagecache.py"))
-    monkeypatch.setattr(stagecache, "_package_code", inspect.unwrap(stagecache._package_code))  # without its memory
+    monkeypatch.setattr(provenance, "__file__", str(copy / "core" / "provenance.py"))
+    monkeypatch.setattr(provenance, "_package_code", inspect.unwrap(provenance._package_code))  # without its memory
     assert key(make_config()) == before
     (copy / file).write_text((copy / file).read_text() + "# edited\n")
     assert (key(make_config()) != before) == changes
 
 
 BASE = """
-from engram.methods.host import HostMethod, HostSettings
+from engram.methods.blocks.lsc import HostMethod, HostSettings
 
 class Base(HostMethod[HostSettings]):
     factor = 1
@@ -195,7 +203,7 @@ TWINS = """
 from dataclasses import replace
 import torch.nn.functional as F
 from engram.methods import register
-from engram.methods.host import HostMethod, HostSettings, host_phases
+from engram.methods.blocks.lsc import HostMethod, HostSettings, host_phases
 
 @register("one", settings=HostSettings, title="Trains as its host does")
 class One(HostMethod[HostSettings]):
@@ -309,9 +317,10 @@ def test_the_cache_knows_who_trained_an_entry(tmp_path: Path) -> None:
 def test_what_trains_a_base_stage_is_in_its_key() -> None:
     """A module that training imports is in the digest of the code, or is named here as one that trains nothing."""
     graph = grimp.build_graph("engram")
-    roots = [f"engram.{name.removesuffix('.py')}" for name in _TRAINING]
-    used = {used for module in ("engram.session", "engram.stagework") for used in graph.find_upstream_modules(module)}
+    roots = ["engram." + name.removesuffix(".py").replace("/", ".") for name in _TRAINING]
+    training = ("engram.experiment.session", "engram.experiment.stage_work")
+    used = {used for module in training for used in graph.find_upstream_modules(module)}
     others = {name for name in used if not any(name == root or name.startswith(f"{root}.") for root in roots)}
-    files = {"checkpoint", "files", "rundir", "stagecache"}
-    values = {"config", "plain"}  # what comes of them is in the key
-    assert others == {f"engram.{name}" for name in files | values | {"errors", "evaluation", "events", "metrics"}}
+    values = {"experiment.run_config", "core.serialize"}  # what comes of them is in the key
+    helpers = {"core.errors", "core.events", "core.io", "core.memory_limits", "core.metrics", "core.provenance"}
+    assert others == {f"engram.{name}" for name in values | helpers}

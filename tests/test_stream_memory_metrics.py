@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engram import metrics
+from engram.core import metrics
+from engram.core.errors import EngramError
 from engram.data.memory import Memory, MemoryConfig
-from engram.data.samples import Samples
+from engram.data.stage import Samples
 from engram.data.stream import Stream, class_order, describe_order
-from engram.errors import EngramError
-from engram.result import StageRecord, summarise
+from engram.runs.result import StageRecord, summarise
 
 # The stream
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from engram.recipes import recipe
-from engram.reproduce.store import merge, read_results
-from engram.reproduce.summary import COMMAND, as_text, measured, summarise
+from engram.experiment.recipes import recipe
+from engram.reproduce.measured_summary import COMMAND, as_text, measured, summarise
+from engram.reproduce.results_files import merge, read_results
 from paper_helpers import make_record
 
 ROOT = Path(__file__).parents[1]

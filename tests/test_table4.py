@@ -11,12 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from engram.core.errors import EngramError
+from engram.core.events import EpochFinished, RunFinished
 from engram.data.stage import Stage
-from engram.errors import EngramError
-from engram.events import EpochFinished, RunFinished
+from engram.experiment.recipes import recipe
+from engram.experiment.runner import run
+from engram.experiment.session import Session
 from engram.methods import METHODS, Phase, Step
-from engram.methods.gradcam import Attention, GradCAMSettings
-from engram.methods.losses import (
+from engram.methods.blocks.losses import (
     cosine_distance,
     gram_distance,
     over_channels,
@@ -25,11 +27,8 @@ from engram.methods.losses import (
     pooled_distance,
     whole_map_distance,
 )
-from engram.methods.maps import MapsSettings
 from engram.methods.podnet import PODNetSettings
-from engram.recipes import recipe
-from engram.runner import run
-from engram.session import Session
+from engram.methods.table4 import Attention, GradCAMSettings, MapsSettings
 from helpers import learn_stage, parameters_of, tiny_config, tiny_session, toy_store, train_phase
 
 # By method, the weight that a stage with as many classes seen as new ones has.
@@ -237,10 +236,10 @@ def test_one_class_a_stage(method: str, base: int) -> None:
 @pytest.mark.parametrize(
     ("settings", "values", "sentence"),
     [
-        (PODNetSettings, {"lambda_flat": -1}, "lambda_flat must be 0 or more, got -1"),
-        (PODNetSettings, {"lambda_spatial": -0.5}, "lambda_spatial must be 0 or more, got -0.5"),
-        (MapsSettings, {"lambda_maps": math.nan}, "lambda_maps must be 0 or more, got nan"),
-        (GradCAMSettings, {"lambda_maps": -2}, "lambda_maps must be 0 or more, got -2"),
+        (PODNetSettings, {"lambda_flat": -1}, "lambda_flat must be at least 0, got -1"),
+        (PODNetSettings, {"lambda_spatial": -0.5}, "lambda_spatial must be at least 0, got -0.5"),
+        (MapsSettings, {"lambda_maps": math.nan}, "lambda_maps must be at least 0, got nan"),
+        (GradCAMSettings, {"lambda_maps": -2}, "lambda_maps must be at least 0, got -2"),
         (GradCAMSettings, {"proxies": 0}, "at least 1 proxy, got 0"),
     ],
 )

@@ -13,22 +13,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engram import run
-from engram.config import RunConfig
+from engram.contract.method import ANCHOR, OMEGA, PATH
+from engram.core.errors import EngramError
+from engram.core.events import BaseReused, EpochFinished, RunFinished
 from engram.data.memory import MemoryConfig
 from engram.data.stage import Stage
-from engram.engine.plan import learning_rates
-from engram.errors import EngramError
-from engram.events import BaseReused, EpochFinished, RunFinished
+from engram.engine.batch_plan import learning_rates
+from engram.experiment.base_cache import StageCache
+from engram.experiment.recipes import recipe
+from engram.experiment.run_config import RunConfig
+from engram.experiment.session import Session
 from engram.methods import Step, Training, find_method
-from engram.methods._base import ANCHOR, OMEGA, PATH
+from engram.methods.blocks.importance import sampled_rows
+from engram.methods.blocks.penalty import hold, keep_omega
 from engram.methods.ewc import EWC, EWCSettings
-from engram.methods.importance import sampled_rows
 from engram.methods.mas import squared_length
-from engram.methods.tether import hold, keep_omega
-from engram.models.network import Output
-from engram.recipes import recipe
-from engram.session import Session
-from engram.stagecache import StageCache
+from engram.nn.network import Output
 from helpers import (
     NO_AUGMENTATION,
     assert_resumes_to,

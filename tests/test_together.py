@@ -20,9 +20,8 @@ from safetensors.torch import save_file
 
 from conftest import make_config, make_store
 from engram import EngramError, RunConfig, run, run_together
-from engram.checkpoint import read_data
-from engram.config import directory_name
-from engram.events import (
+from engram.core.checkpoint import read_data
+from engram.core.events import (
     BaseAwaited,
     BaseReused,
     EpochFinished,
@@ -34,13 +33,13 @@ from engram.events import (
     Stopped,
     Warned,
 )
-from engram.methods.host import HostMethod
-from engram.rundir import CHECKPOINT, RunDirectory
-from engram.runner import resume
-from engram.sharedbase import user_cache
-from engram.stagecache import StageCache
-from engram.together import Workers, plan_members
-from engram.together.workers import short_turns
+from engram.experiment.base_cache import StageCache
+from engram.experiment.parallel import Workers, plan_members, short_turns
+from engram.experiment.run_config import directory_name
+from engram.experiment.runner import resume
+from engram.experiment.shared_base import user_cache
+from engram.methods.blocks.lsc import HostMethod
+from engram.runs.directory import CHECKPOINT, RunDirectory
 from helpers import timeless
 
 
@@ -343,7 +342,7 @@ sys.path.insert(0, {tests!r})
 from test_together import configs
 from conftest import make_store
 from engram import run_together
-from engram.stagecache import StageCache
+from engram.experiment.base_cache import StageCache
 how = dict(at_once=3, checkpoint_minutes=0, cache=StageCache({cache!r}))
 events = run_together(configs(), make_store(), {directory!r}, **how)
 for number, _ in enumerate(events):
@@ -461,7 +460,7 @@ def test_a_cache_that_cannot_be_locked_is_done_without(tmp_path: Path, monkeypat
     def flock(*_: object) -> None:
         raise OSError(37, "No locks available")
 
-    monkeypatch.setattr("engram.files.fcntl.flock", flock)
+    monkeypatch.setattr("engram.core.io.fcntl.flock", flock)
     cache = StageCache(tmp_path / "cache")
     events = list(run(make_config(), make_store(), cache=cache))
     warnings = [event.message for event in events if isinstance(event, Warned)]

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from engram import EngramError, recipe
 from engram.data.stage import NEVER
+from engram.experiment.recipes import recipe_names
+from engram.experiment.session import Session
 from engram.methods import Step, find_method
-from engram.methods.cosine import old_weight
-from engram.methods.losses import cosine_distance, ranking
+from engram.methods.blocks.cosine import old_weight
+from engram.methods.blocks.losses import cosine_distance, ranking
 from engram.methods.ucir import UCIR, UCIRSettings
-from engram.models.heads import CosineHead
-from engram.models.network import Output
-from engram.recipes import recipe_names
-from engram.session import Session
+from engram.nn.heads import CosineHead
+from engram.nn.network import Output
 from helpers import (
     buffers_of,
     drift,
@@ -249,7 +249,7 @@ def test_one_loss_serves_all_stages() -> None:
 
 @pytest.mark.parametrize("name", ["lambda_embedding", "lambda_ranking", "margin"])
 def test_negative_settings_are_refused(name: str) -> None:
-    with pytest.raises(EngramError, match=f"{name} must be 0 or more, got -1"):
+    with pytest.raises(EngramError, match=f"{name} must be at least 0, got -1"):
         UCIRSettings(**{name: -1.0})  # pyright: ignore[reportArgumentType]
 
 

@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 import torch
 
-import engram.modeldir.writer as writer
+import engram.models.store.writer as writer
 from engram import EngramError, IncrementalClassifier, read_manifest, remove_class, remove_images, rename_class, undo
-from engram.events import Stopped
-from engram.methods.exemplars import class_means
-from engram.modeldir import has_learning, learn_into, open_model, save_model
-from engram.modeldir.holdout import digest_of, digests_in
+from engram.contract.exemplars import class_means
+from engram.core.events import Stopped
+from engram.models.api import has_learning, learn_into, open_model, save_model
+from engram.models.split import digest_of, digests_in
 from helpers import Engram, assert_refused, unpack_archive
 from model_helpers import NAMES, everything, learn, make, opened, pictures, png, same, scores, tiny
 
@@ -245,7 +245,7 @@ def test_a_pointer_that_lies_about_the_state_before_is_refused(previous: Any, mo
 def test_a_reader_whose_generation_was_made_anew_begins_again(
     model: Path, after: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from engram.modeldir import directory
+    from engram.models.store import generations as directory
 
     read, changed = directory.read_pointer, []
 

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from engram import read_manifest
-from engram.cli import main
+from engram.cli.main import main
 from helpers import SAMPLE, SHARED, decode_image, unpack_archive
 
 ROOT = Path(__file__).parents[1]

@@ -16,17 +16,17 @@ from statistics import fmean
 from typing import Any
 
 from compare_picture import Point, scatter
-from engram.errors import EngramError
-from engram.files import read_json, write_bytes
-from engram.recipes import recipe, recipe_names
+from engram.core.errors import EngramError
+from engram.core.io import read_json, write_bytes
+from engram.experiment.recipes import recipe, recipe_names
 from engram.report.svg import Drawing
 from engram.report.tables import decimal, predictor_name
+from engram.reproduce.cell_plan import Asked, make_plan
 from engram.reproduce.cells import Measured, measure, predictor_of
 from engram.reproduce.paper import load_paper
-from engram.reproduce.plan import Asked, make_plan
+from engram.reproduce.paper_tables import NOTHING, signed, spread
 from engram.reproduce.records import Record, protocol_key
-from engram.reproduce.store import merge, read_results
-from engram.reproduce.text import NOTHING, signed, spread
+from engram.reproduce.results_files import merge, read_results
 from fill_cards import METHODS
 
 COMMAND = "python tools/compare_methods.py docs/methods/compared.md results"

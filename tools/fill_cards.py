@@ -11,14 +11,14 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from engram.errors import EngramError
-from engram.files import write_bytes
+from engram.core.errors import EngramError
+from engram.core.io import write_bytes
+from engram.reproduce.cell_plan import make_plan
 from engram.reproduce.cells import Measured, measure
 from engram.reproduce.paper import load_paper
-from engram.reproduce.plan import make_plan
+from engram.reproduce.paper_tables import MARKS, NOTHING, count, signed, spread
 from engram.reproduce.records import Record
-from engram.reproduce.store import merge, read_results
-from engram.reproduce.text import MARKS, NOTHING, count, signed, spread
+from engram.reproduce.results_files import merge, read_results
 
 COMMAND = "python tools/fill_cards.py docs/methods results"
 BEGIN, END = f"<!-- made by `{COMMAND}` -->", "<!-- until here -->"

@@ -23,10 +23,10 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from engram.data.cifar import read_batches, read_cifar100
-from engram.data.mini import cut
+from engram.core.errors import EngramError
+from engram.data.sources.cifar import read_batches, read_cifar100
+from engram.data.sources.mini import cut
 from engram.data.store import Split
-from engram.errors import EngramError
 
 SEED = "engram-mini-1"
 PLACE = 1

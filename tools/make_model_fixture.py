@@ -21,10 +21,10 @@ import numpy as np
 import torch
 
 from engram import learn_into, read_mini
-from engram.methods.exemplars import class_means
-from engram.modeldir import Model, ModelConfig, open_model, save_model
-from engram.modeldir.directory import FORMAT
-from engram.modeldir.labels import encode_label
+from engram.contract.exemplars import class_means
+from engram.models.api import Model, ModelConfig, open_model, save_model
+from engram.models.labels import encode_label
+from engram.models.store.generations import FORMAT
 
 FOLDER = Path(__file__).resolve().parent.parent / "tests" / "fixtures"
 LABELS: tuple[Hashable, ...] = ("first", 2, ("third", 3.5), None, True)

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from engram.files import write_json
-from engram.rundir import hardware, processor_name, versions
+from engram.core.io import write_json
+from engram.core.provenance import hardware, processor_name, versions
 
 PARTS = ("starting", "reading", "preparing", "training", "finishing")
 ENGRAM = [sys.executable, "-m", "engram"]

@@ -21,12 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engram import recipe
-from engram.data.load import load_store
+from engram.contract.exemplars import choose_exemplars, unit_means
+from engram.data.sources.load import load_store
 from engram.data.stage import Stage
+from engram.experiment.session import Session
 from engram.methods import Training
-from engram.methods.exemplars import choose_exemplars, unit_means
 from engram.methods.mnemonics import Mnemonics, prototype_entropy, stored
-from engram.session import Session
 
 # Rate, epochs, weight decay: as released; far higher, without and with the decay.
 WAYS = ((1e-5, 1, 5e-4), (10.0, 10, 0.0), (10.0, 1, 5e-4))

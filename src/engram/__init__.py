@@ -12,17 +12,22 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from engram.config import RunConfig
+    from engram.core.errors import EngramError
     from engram.data.augment import Augmentation
-    from engram.data.cifar import read_cifar100
-    from engram.data.folder import read_folder
     from engram.data.memory import MemoryConfig
-    from engram.data.mini import read_mini
+    from engram.data.sources.cifar import read_cifar100
+    from engram.data.sources.folder import read_folder
+    from engram.data.sources.mini import read_mini
     from engram.data.store import ImageStore
-    from engram.errors import EngramError
     from engram.estimator import IncrementalClassifier
+    from engram.experiment.base_cache import StageCache
+    from engram.experiment.parallel import run_together
+    from engram.experiment.recipes import recipe, recipe_names
+    from engram.experiment.run_config import RunConfig
+    from engram.experiment.runner import resume, run, train
+    from engram.experiment.trained import TrainedRun, open_run
     from engram.methods import Method, Phase, Step, Training, register
-    from engram.modeldir import (
+    from engram.models.api import (
         ModelConfig,
         learn_into,
         open_model,
@@ -32,13 +37,8 @@ if TYPE_CHECKING:
         rename_class,
         undo,
     )
-    from engram.recipes import recipe, recipe_names
-    from engram.report import write_report
-    from engram.result import Result
-    from engram.runner import resume, run, train
-    from engram.stagecache import StageCache
-    from engram.together import run_together
-    from engram.trained import TrainedRun, open_run
+    from engram.report.entry import write_report
+    from engram.runs.result import Result
 
 # Before torch is loaded. Its threads wait for each other some hundred times a step, and each does so busily for
 # long before it sleeps: beside other programs that is most of the time there is. A thirtieth of that is enough.
@@ -47,38 +47,38 @@ if "OMP_WAIT_POLICY" not in os.environ:
 
 _HOME = {
     "Augmentation": "engram.data.augment",
-    "EngramError": "engram.errors",
+    "EngramError": "engram.core.errors",
     "ImageStore": "engram.data.store",
     "IncrementalClassifier": "engram.estimator",
     "MemoryConfig": "engram.data.memory",
     "Method": "engram.methods",
-    "ModelConfig": "engram.modeldir",
+    "ModelConfig": "engram.models.api",
     "Phase": "engram.methods",
-    "Result": "engram.result",
-    "RunConfig": "engram.config",
-    "StageCache": "engram.stagecache",
+    "Result": "engram.runs.result",
+    "RunConfig": "engram.experiment.run_config",
+    "StageCache": "engram.experiment.base_cache",
     "Step": "engram.methods",
-    "TrainedRun": "engram.trained",
+    "TrainedRun": "engram.experiment.trained",
     "Training": "engram.methods",
-    "learn_into": "engram.modeldir",
-    "open_model": "engram.modeldir",
-    "open_run": "engram.trained",
-    "read_cifar100": "engram.data.cifar",
-    "read_folder": "engram.data.folder",
-    "read_manifest": "engram.modeldir",
-    "read_mini": "engram.data.mini",
-    "recipe": "engram.recipes",
-    "recipe_names": "engram.recipes",
+    "learn_into": "engram.models.api",
+    "open_model": "engram.models.api",
+    "open_run": "engram.experiment.trained",
+    "read_cifar100": "engram.data.sources.cifar",
+    "read_folder": "engram.data.sources.folder",
+    "read_manifest": "engram.models.api",
+    "read_mini": "engram.data.sources.mini",
+    "recipe": "engram.experiment.recipes",
+    "recipe_names": "engram.experiment.recipes",
     "register": "engram.methods",
-    "remove_class": "engram.modeldir",
-    "remove_images": "engram.modeldir",
-    "rename_class": "engram.modeldir",
-    "resume": "engram.runner",
-    "run": "engram.runner",
-    "run_together": "engram.together",
-    "train": "engram.runner",
-    "undo": "engram.modeldir",
-    "write_report": "engram.report",
+    "remove_class": "engram.models.api",
+    "remove_images": "engram.models.api",
+    "rename_class": "engram.models.api",
+    "resume": "engram.experiment.runner",
+    "run": "engram.experiment.runner",
+    "run_together": "engram.experiment.parallel",
+    "train": "engram.experiment.runner",
+    "undo": "engram.models.api",
+    "write_report": "engram.report.entry",
 }
 
 __all__ = [

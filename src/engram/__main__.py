@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 
-from engram.cli import main
+from engram.cli.main import main
 
 
 def program() -> None:

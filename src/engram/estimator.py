@@ -14,20 +14,20 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from engram.config import Device, Precision
+from engram.core.errors import EngramError, suggest
+from engram.core.events import Event
+from engram.core.memory_limits import return_memory
 from engram.data.augment import Augmentation
 from engram.data.memory import MemoryConfig
-from engram.data.room import return_memory
 from engram.data.store import Images
-from engram.errors import EngramError, suggest
-from engram.events import Event
+from engram.experiment.run_config import Device, Precision
 from engram.methods import Settings
-from engram.modeldir import Model, ModelConfig, open_model, save_model
-from engram.modeldir.config import as_size, short
-from engram.modeldir.directory import Pointer
-from engram.modeldir.inputs import read_batches, read_images
-from engram.modeldir.labels import doubts, label_array, plain_labels
-from engram.modeldir.lesson import Keeping, Lesson, Options
+from engram.models.api import Model, ModelConfig, open_model, save_model
+from engram.models.inputs import read_batches, read_images
+from engram.models.labels import doubts, label_array, plain_labels
+from engram.models.lesson import Keeping, Lesson, Options
+from engram.models.model_config import as_size, short
+from engram.models.store.generations import Pointer
 
 Follow = Callable[[Event], None]
 

@@ -9,18 +9,20 @@ import json
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
+from types import TracebackType
+from typing import Self
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from engram.cli.interrupt import SAVING, Interrupt
-from engram.cli.screen import Screen, moving_line
+from engram.cli.signals import SAVING, Interrupt
 from engram.cli.text import clock, duration, is_live, measures_text, percent, stage_name
-from engram.events import (
+from engram.core.events import (
     BaseAwaited,
     BaseReused,
     Event,
@@ -33,6 +35,39 @@ from engram.events import (
     Warned,
     Working,
 )
+
+
+class Screen:
+    """Used as a context, which begins and ends what moves; nothing moves by default."""
+
+    _live: Live | None = None
+
+    def move(self, console: Console, render: Callable[[], RenderableType], refresh: bool, per_second: int) -> None:
+        """Has the lines that `render` gives move; a thread keeps them at it, unless `refresh` is false."""
+        self._live = Live(
+            console=console,
+            get_renderable=render,
+            auto_refresh=refresh,
+            refresh_per_second=per_second,
+            transient=True,
+        )
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+
+def moving_line(text: str, style: str = "") -> Text:
+    """A line that is cut where the terminal ends."""
+    return Text(text, style=style, no_wrap=True, overflow="ellipsis")
+
 
 PLAIN_SECONDS = 30.0
 WORK = {

@@ -18,7 +18,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from engram.metrics import METRICS
+from engram.core.metrics import METRICS
 
 PIPE_WIDTH = 200  # a pipe has no width; tables are as wide as they need to be
 NAME_WIDTH = 12  # columns of a table that names have at least; longer ones are folded

@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from engram.data.room import SHARE, SMALL, free_memory
-from engram.errors import EngramError, suggest
+from engram.core.errors import EngramError, option, suggest
+from engram.core.memory_limits import SHARE, SMALL, free_memory
 
 Images = npt.NDArray[np.uint8]
 ClassIds = npt.NDArray[np.int64]
@@ -129,7 +129,7 @@ class ImageStore:
         if size > SMALL and size > SHARE * free:
             raise EngramError(
                 f"holding out a share copies the {size / 1e9:.1f} GB of training images into memory, where "
-                f"{free / 1e9:.1f} GB are free; give a smaller --image-size"
+                f"{free / 1e9:.1f} GB are free; give a smaller {option('image_size')}"
             )
         kept, held = stratified_split(self.train.class_ids, self.class_names, fraction, seed)
         return replace(

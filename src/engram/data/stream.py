@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from engram.data.cifar import published_orders
+from engram.core.errors import EngramError, option, suggest
+from engram.data.sources.cifar import published_orders
 from engram.data.store import stable_permutation
-from engram.errors import EngramError, suggest
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,9 @@ def _listed(items: list[str], class_names: Sequence[str]) -> tuple[int, ...]:
         absent = [name for i, name in enumerate(class_names) if i not in set(order)]
         shown = ", ".join(absent[:5]) + (", ..." if len(absent) > 5 else "")
         several = (
-            "; several class orders, a run for each, are given with --orders" if all(map(str.isdecimal, items)) else ""
+            f"; several class orders, a run for each, are given with {option('orders')}"
+            if all(map(str.isdecimal, items))
+            else ""
         )
         raise EngramError(f"the class order lacks {len(absent)} of the {count} classes: {shown}{several}")
     return tuple(order)

@@ -8,22 +8,22 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor
 
-from engram import kernels
+from engram.contract.learner import Learner
+from engram.core.errors import EngramError
 from engram.data.augment import Augmentation
 from engram.data.stage import Stage
+from engram.engine.buffers import Space
 from engram.engine.capture import CapturedStep, NotRecordable
 from engram.engine.forward import Forward, FusedForward, PlainForward
+from engram.engine.inference import Reader
 from engram.engine.loop import PhaseLoop, PhaseState
-from engram.engine.reader import Reader
 from engram.engine.sensitivity import sensitivity
-from engram.engine.space import Space
 from engram.engine.sweep import sweep
 from engram.engine.tune import tune
-from engram.errors import EngramError
-from engram.learner import Learner
+from engram.kernels import availability as kernels
 from engram.methods import Phase
-from engram.models.network import Network
-from engram.models.resnet import ResNet
+from engram.nn.backbones import ResNet
+from engram.nn.network import Network
 
 Precision = Literal["float32", "tf32", "bf16"]
 

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from engram.contract.learner import Learner
 from engram.data.augment import apply
-from engram.engine.branch import Branch
-from engram.engine.plan import Plan
+from engram.engine.batch_plan import Plan
+from engram.engine.buffers import Pool
+from engram.engine.capture import Branch
 from engram.engine.sgd import FlatSGD
-from engram.engine.space import Pool
-from engram.learner import Learner
 from engram.methods import Training
-from engram.models.network import Network, Output
+from engram.nn.network import Network, Output
 
 if TYPE_CHECKING:
     from engram.engine.engine import Engine
@@ -123,13 +123,12 @@ class PlainForward:
 
 
 class FusedForward:
-    """By the kernels of engram.kernels."""
+    """By the kernels of engram.kernels.availability."""
 
     height_at = 1
 
     def __init__(self, engine: Engine, learner: Learner, batch_size: int) -> None:
-        from engram.engine.fused import FoldedBackbone, FusedBackbone
-        from engram.engine.older import FoldedOlder
+        from engram.engine.fused import FoldedBackbone, FoldedOlder, FusedBackbone
         from engram.kernels.launch import ARITHMETIC
 
         self._arithmetic = arithmetic = ARITHMETIC[engine.precision]

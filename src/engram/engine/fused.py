@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engram.engine.branch import Branch
+from engram.engine.capture import Branch
 from engram.kernels.launch import (
     EPSILON,
     Arithmetic,
@@ -30,7 +30,8 @@ from engram.kernels.launch import (
     sum_splits,
     weight_splits,
 )
-from engram.models.resnet import Block, ResNet
+from engram.nn.backbones import Block, ResNet
+from engram.nn.expanding import ExpandingBackbone, both_means
 
 WIDTHS = (16, 32, 64)
 
@@ -329,3 +330,28 @@ class FoldedBackbone:
 
 def _blocks(backbone: ResNet) -> list[Block]:
     return [block for group in backbone.groups for block in group.children() if isinstance(block, Block)]
+
+
+class FoldedOlder:
+    """What `ExpandingBackbone.look_back` gives, for images as the kernels take them; nothing for any other backbone."""
+
+    def __init__(self, backbone: ResNet, size: tuple[int, int], arithmetic: Arithmetic) -> None:
+        self._folded = [FoldedBackbone(each, size, arithmetic) for each in _older(backbone)]
+
+    def load(self, backbone: ResNet) -> None:
+        """Takes over the older backbones' values, in place."""
+        for folded, each in zip(self._folded, _older(backbone), strict=True):
+            folded.load(each)
+
+    def __call__(self, images: Tensor) -> Tensor | None:
+        """Their embeddings (2, B, N D) of images (B, H, W, 4); None where there are none."""
+        if not self._folded:
+            return None
+        with torch.no_grad():
+            return torch.cat([both_means(folded(images)[-1]) for folded in self._folded], dim=2)
+
+
+def _older(backbone: ResNet) -> list[ResNet]:
+    if not isinstance(backbone, ExpandingBackbone):
+        return []
+    return [each for each in backbone.older if isinstance(each, ResNet)]

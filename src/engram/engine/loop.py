@@ -12,18 +12,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from engram.contract.batches import Mixed
+from engram.contract.learner import Learner
+from engram.contract.method import Terms
+from engram.core.errors import EngramError
 from engram.data.stage import Stage
-from engram.engine.mixing import plan_mixing
+from engram.engine.batch_plan import learning_rates, plan_epochs, plan_mixing
+from engram.engine.buffers import TERMS
 from engram.engine.neighbours import Surroundings
-from engram.engine.plan import learning_rates, plan_epochs
-from engram.engine.space import TERMS
-from engram.engine.tether import PENALTY, Pull
-from engram.errors import EngramError
-from engram.learner import Learner
+from engram.engine.penalty import PENALTY, Pull
 from engram.methods import Phase, Step
-from engram.methods._base import Terms
-from engram.methods.batches import Mixed
-from engram.models.network import Part
+from engram.nn.network import Part
 
 if TYPE_CHECKING:
     from engram.engine.engine import Engine

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engram.contract.learner import Learner
 from engram.data.augment import Draws
 from engram.data.stage import Stage
-from engram.engine.plan import Plan
-from engram.learner import Learner
+from engram.engine.batch_plan import Plan
 from engram.methods import Neighbours, Training
 
 if TYPE_CHECKING:

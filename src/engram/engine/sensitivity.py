@@ -20,14 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from engram.contract.learner import Learner
+from engram.core.errors import EngramError
+from engram.core.rng import generator
 from engram.data.augment import centre, to_unit
 from engram.data.stage import Stage
-from engram.errors import EngramError
-from engram.learner import Learner
 from engram.methods import Step
-from engram.models.heads import CosineHead, LinearHead, LSCHead
-from engram.models.network import Network
-from engram.random import generator
+from engram.nn.heads import CosineHead, LinearHead, LSCHead
+from engram.nn.network import Network
 
 if TYPE_CHECKING:
     from engram.engine.engine import Engine

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from engram.models.network import Network
+from engram.nn.network import Network
 
 
 class FlatSGD:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from engram.contract.learner import Learner
+from engram.core.rng import generator
 from engram.data.augment import Draws, draw
 from engram.data.stage import Stage
+from engram.engine.batch_plan import Plan
 from engram.engine.capture import CapturedStep
-from engram.engine.plan import Plan
-from engram.learner import Learner
 from engram.methods import Step
-from engram.random import generator
 
 if TYPE_CHECKING:
     from engram.engine.engine import Engine

@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+from engram.contract.learner import Learner
+from engram.contract.look import Look
+from engram.core.errors import EngramError
 from engram.data.augment import apply, to_unit
 from engram.data.stage import Stage
-from engram.engine.plan import Plan, plan_epochs
-from engram.errors import EngramError
-from engram.learner import Learner
+from engram.engine.batch_plan import Plan, plan_epochs
 from engram.methods import Training
-from engram.methods.look import Look
-from engram.models.network import Network
+from engram.nn.network import Network
 
 if TYPE_CHECKING:
     from engram.engine.engine import Engine

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engram.kernels.blocks import EXACT, SMALLEST, blocks_of, power_of_two
+from engram.kernels.sizes import EXACT, SMALLEST, blocks_of, power_of_two
 
 ELEMENTS = 16384  # of a map that a program holds at once
 BLOCK_C = 16

@@ -16,10 +16,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from engram.kernels.blocks import blocks_of
 from engram.kernels.conv import engram_conv_data_gradient, engram_conv_forward, engram_conv_weight_gradient
+from engram.kernels.elementwise import engram_augment, engram_sum_splits, engram_update
 from engram.kernels.norm import engram_norm_apply, engram_norm_backward, engram_norm_gradient
-from engram.kernels.simple import engram_augment, engram_sum_splits, engram_update
+from engram.kernels.sizes import blocks_of
 
 MOMENTUM, EPSILON = 0.1, 1e-5
 IMAGE_CHANNELS = 4  # red, green, blue and a zero

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engram.kernels.blocks import SMALLEST, blocks_of, power_of_two
+from engram.kernels.sizes import SMALLEST, blocks_of, power_of_two
 
 TILE = 4096  # elements of the proxies that a program holds at once
 MOST_FEATURES, MOST_ELEMENTS = 128, 2048  # of a class's proxies: more does not fit into a program's registers

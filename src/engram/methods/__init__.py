@@ -1,9 +1,12 @@
-"""Methods: one file each, made of shared blocks; importing this package registers every one of them."""
+"""Methods: one file each, made of shared blocks; importing this package registers all of them.
 
-import importlib
-import pkgutil
+What a method is written with is offered here, so that a method of one's own needs one import.
+"""
 
-from engram.methods._base import (
+from engram.contract.batches import Beside, CutMix, Mixed
+from engram.contract.learner import Learner
+from engram.contract.look import Look
+from engram.contract.method import (
     METHODS,
     OWN_METHODS,
     Method,
@@ -11,25 +14,24 @@ from engram.methods._base import (
     Neighbours,
     Passes,
     Phase,
-    Settings,
     Step,
     Terms,
     Tether,
-    Training,
     find_method,
     register,
 )
-from engram.methods.batches import Beside, CutMix, Mixed
-from engram.methods.look import Look
+from engram.contract.registering import import_all
+from engram.contract.settings import Settings, Training, setting
+from engram.data.stage import Stage
 
-for _module in pkgutil.iter_modules(__path__):
-    importlib.import_module(f"{__name__}.{_module.name}")
+import_all(__name__, __path__)
 
 __all__ = [
     "METHODS",
     "OWN_METHODS",
     "Beside",
     "CutMix",
+    "Learner",
     "Look",
     "Method",
     "MethodInfo",
@@ -38,10 +40,12 @@ __all__ = [
     "Passes",
     "Phase",
     "Settings",
+    "Stage",
     "Step",
     "Terms",
     "Tether",
     "Training",
     "find_method",
     "register",
+    "setting",
 ]

@@ -8,16 +8,18 @@ distance of student and teacher is weighted by it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import final
 
 from torch import Tensor
 
+from engram.contract.learner import Learner
+from engram.contract.method import Passes, Phase, Step, Terms, register
+from engram.contract.settings import setting
 from engram.data.stage import Stage
-from engram.learner import Learner
-from engram.methods import losses
-from engram.methods._base import Passes, Phase, Step, Terms, register
-from engram.methods.host import (
+from engram.methods.blocks import losses
+from engram.methods.blocks.importance import check_finite, sampled_rows
+from engram.methods.blocks.lsc import (
     HostMethod,
     HostSettings,
     Variant,
@@ -26,8 +28,6 @@ from engram.methods.host import (
     host_phases,
     stage_weight,
 )
-from engram.methods.importance import check_finite, check_samples, sampled_rows
-from engram.methods.settings import AFTER_BASE, refuse_negative
 
 
 @dataclass(frozen=True)
@@ -39,15 +39,10 @@ class AFCSettings(HostSettings):
     (Figure 2).
     """
 
-    discrepancy: Variant | None = field(default=None, metadata=AFTER_BASE)
-    lambda_disc: float = field(default=4.0, metadata=AFTER_BASE)
-    exemplars_only: bool = field(default=False, metadata=AFTER_BASE)
-    importance_samples: int | None = field(default=None, metadata=AFTER_BASE)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        refuse_negative(self, "lambda_disc")
-        check_samples(self.importance_samples)
+    discrepancy: Variant | None = setting(None, after_base=True)
+    lambda_disc: float = setting(4.0, at_least=0, after_base=True, role="distillation")
+    exemplars_only: bool = setting(False, after_base=True)
+    importance_samples: int | None = setting(None, at_least=1, after_base=True)
 
 
 def discrepancy(settings: AFCSettings, step: Step, importance: Sequence[Tensor]) -> Tensor:

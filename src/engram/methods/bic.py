@@ -7,23 +7,23 @@ every class that the training never saw. The next stage distils the corrected sc
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, final
 
 import torch
 from torch import Tensor
 
+from engram.contract.exemplars import choose_exemplars
+from engram.contract.learner import Learner
+from engram.contract.method import Passes, Phase, Settings, Step, Terms, Training, register
+from engram.contract.settings import setting
+from engram.core.errors import EngramError
+from engram.core.rng import generator
 from engram.data.stage import Stage
-from engram.errors import EngramError
-from engram.learner import Learner
-from engram.methods._base import Passes, Phase, Settings, Step, Terms, Training, register
-from engram.methods.distillation import binary_cross_entropy
-from engram.methods.exemplars import choose_exemplars
-from engram.methods.linear import LinearMethod, classify, convex_distillation, convex_weights, main_phase
-from engram.methods.settings import check_choice, check_temperature, refuse_negative
-from engram.models.heads import Head, LinearHead
-from engram.models.network import Part
-from engram.random import generator
+from engram.methods.blocks.linear import LinearMethod, classify, convex_distillation, convex_weights, main_phase
+from engram.methods.blocks.losses import binary_cross_entropy
+from engram.nn.heads import Head, LinearHead
+from engram.nn.network import Part
 
 
 def bic_training() -> Training:
@@ -48,18 +48,11 @@ class BiCSettings(Settings):
     """
 
     distillation: Literal["softmax", "sigmoid"] = "softmax"
-    temperature: float = 2.0
-    validation: float = 0.1
-    penalty: float = 0.1
-    train: Training = field(default_factory=bic_training)
-    correction: Training = field(default_factory=correction_training)
-
-    def __post_init__(self) -> None:
-        check_choice(self, "distillation", ("softmax", "sigmoid"))
-        check_temperature(self.temperature)
-        if not 0 < self.validation <= 0.5:
-            raise EngramError(f"validation must be a share above 0 and at most 0.5, got {self.validation}")
-        refuse_negative(self, "penalty")
+    temperature: float = setting(2.0, above=0)
+    validation: float = setting(0.1, above=0, at_most=0.5)
+    penalty: float = setting(0.1, at_least=0)
+    train: Training = setting(factory=bic_training, role="main")
+    correction: Training = setting(factory=correction_training, role="correction")
 
     @property
     def held(self) -> slice:

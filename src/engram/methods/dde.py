@@ -9,33 +9,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engram.contract.exemplars import balanced_rows
+from engram.contract.learner import Learner
+from engram.contract.method import Method, Neighbours, Passes, Phase, Step, Terms, register
+from engram.contract.settings import Settings, setting
+from engram.core.errors import EngramError
+from engram.core.rng import generator
 from engram.data.stage import Stage
-from engram.errors import EngramError
-from engram.learner import Learner
-from engram.methods._base import Method, Neighbours, Passes, Phase, Step
-from engram.methods.exemplars import balanced_rows
-from engram.methods.settings import AFTER_BASE, Settings, check_choice, refuse_negative
-from engram.models.effect import MomentumEffect
-from engram.models.heads import Head
-from engram.models.network import Network, Output
-from engram.random import generator
+from engram.methods.blocks.cosine import CosineMethod, cosine_phases, cross_entropy
+from engram.methods.blocks.lsc import HostMethod, classification_loss, host_phases, weighted
+from engram.methods.podnet import PODNetSettings, pod_distances, pod_weights
+from engram.methods.ucir import RebalancingSettings, rebalancing, rebalancing_weights
+from engram.nn.effect import MomentumEffect
+from engram.nn.heads import Head
+from engram.nn.network import Network, Output
 
 Removal = Literal["fixed", "learned", "none"]
-REMOVALS: tuple[Removal, ...] = ("fixed", "learned", "none")
 # Where more classes are seen than that, one neighbour among the first so many images of an epoch has to do.
 MANY_CLASSES, FIRST = 500, 10_000
 FIT_BATCH = 128
 
 
 @dataclass(frozen=True)
-class DDESettings:
+class DDESettings(Settings):
     """The add-on's settings.
 
     neighbours: of each image; None is 10, or 1 where more than 500 classes are seen; 0 leaves the host's own
@@ -44,15 +47,11 @@ class DDESettings:
     fit_rate: how they are learned.
     """
 
-    neighbours: int | None = None
+    neighbours: int | None = setting(None, at_least=0)
     removal: Removal = "fixed"
-    strength: float = 0.5
-    fit_epochs: int = 20
-    fit_rate: float = 2e-3
-
-    def __post_init__(self) -> None:
-        check_choice(self, "removal", REMOVALS)
-        refuse_negative(self, "neighbours", "strength", "fit_epochs", "fit_rate")
+    strength: float = setting(0.5, at_least=0)
+    fit_epochs: int = setting(20, at_least=0)
+    fit_rate: float = setting(2e-3, at_least=0)
 
     def around(self, stage: Stage) -> Neighbours | None:
         """What neighbours an image has in a stage."""
@@ -150,7 +149,7 @@ def fit_removal(
 class WithDDESettings(Settings):
     """The add-on's settings beside those of its host."""
 
-    dde: DDESettings = field(default_factory=DDESettings, metadata=AFTER_BASE)
+    dde: DDESettings = setting(factory=DDESettings, after_base=True)
 
 
 WithDDESettingsT = TypeVar("WithDDESettingsT", bound=WithDDESettings)
@@ -174,3 +173,55 @@ class WithDDE(Method[WithDDESettingsT]):
 
     def finish(self, learner: Learner, stage: Stage, passes: Passes) -> None:
         finish_effect(self.settings.dde, learner, stage, passes)
+
+
+@dataclass(frozen=True)
+class PODNetDDESettings(WithDDESettings, PODNetSettings):
+    """PODNet's settings and the add-on's."""
+
+
+@final
+@register(
+    "podnet-dde",
+    settings=PODNetDDESettings,
+    title="PODNet with the data effect distilled and the momentum effect removed",
+    paper="Hu et al., CVPR 2021",
+)
+class PODNetDDE(WithDDE[PODNetDDESettings], HostMethod[PODNetDDESettings]):
+    """PODNet that classifies an image together with its neighbours."""
+
+    def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
+        weights = pod_weights(self.settings, stage)
+        host = host_phases(self.settings, learner, stage, passes, self.loss, weights)
+        return with_neighbours(self.settings.dde, stage, host)
+
+    def loss(self, step: Step) -> Terms:
+        """The entropy of an image and its neighbours, and PODNet's distillation."""
+        classification = dde_classification(step, classification_loss(self.settings, step).mean())
+        return {"classification": classification, **weighted(step, **pod_distances(step))}
+
+
+@dataclass(frozen=True)
+class UCIRDDESettings(WithDDESettings, RebalancingSettings):
+    """UCIR's settings and the add-on's."""
+
+
+@final
+@register(
+    "ucir-dde",
+    settings=UCIRDDESettings,
+    title="UCIR with the data effect distilled and the momentum effect removed",
+    paper="Hu et al., CVPR 2021",
+    brightened=False,
+)
+class UCIRDDE(WithDDE[UCIRDDESettings], CosineMethod[UCIRDDESettings]):
+    """UCIR that classifies an image together with its neighbours."""
+
+    def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
+        host = cosine_phases(self.settings, stage, self.loss, rebalancing_weights(self.settings, stage))
+        return with_neighbours(self.settings.dde, stage, host)
+
+    def loss(self, step: Step) -> Terms:
+        """The entropy of an image and its neighbours, and UCIR's two other terms."""
+        classification = dde_classification(step, cross_entropy(step))
+        return {"classification": classification, **rebalancing(self.settings, step)}

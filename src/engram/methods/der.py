@@ -7,25 +7,25 @@ classes from each other and from all old ones. Afterwards the head alone is trai
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
+from engram.contract.exemplars import balanced_count, balanced_rows
+from engram.contract.learner import Learner
+from engram.contract.method import Method, Passes, Phase, Settings, Step, Terms, Training, register
+from engram.contract.settings import base_settings, setting
+from engram.core.rng import generator
 from engram.data.stage import Stage
-from engram.learner import Learner
-from engram.methods._base import Method, Passes, Phase, Settings, Step, Terms, Training, register
-from engram.methods.distillation import cross_entropy
-from engram.methods.exemplars import balanced_count, balanced_rows
-from engram.methods.linear import EVERYTHING, classify, seen_columns
-from engram.methods.settings import AFTER_BASE, base_settings, check_temperature, refuse_negative
-from engram.models.expanding import ExpandingBackbone, ExpandingHead
-from engram.models.heads import Head
-from engram.models.network import Part
-from engram.models.resnet import ResNet
-from engram.random import generator
+from engram.methods.blocks.linear import EVERYTHING, classify, seen_columns
+from engram.methods.blocks.losses import cross_entropy
+from engram.nn.backbones import ResNet
+from engram.nn.expanding import ExpandingBackbone, ExpandingHead
+from engram.nn.heads import Head
+from engram.nn.network import Part
 
 
 def der_training() -> Training:
@@ -47,15 +47,11 @@ class DERSettings(Settings):
     of the auxiliary term.
     """
 
-    warmup: float = 1 / 16
-    lambda_aux: float = field(default=1.0, metadata=AFTER_BASE)
-    temperature: float = field(default=5.0, metadata=AFTER_BASE)
-    train: Training = field(default_factory=der_training)
-    finetune: Training = field(default_factory=der_finetuning, metadata=AFTER_BASE)
-
-    def __post_init__(self) -> None:
-        check_temperature(self.temperature)
-        refuse_negative(self, "warmup", "lambda_aux")
+    warmup: float = setting(1 / 16, at_least=0)
+    lambda_aux: float = setting(1.0, at_least=0, after_base=True)
+    temperature: float = setting(5.0, above=0, after_base=True)
+    train: Training = setting(factory=der_training, role="main")
+    finetune: Training = setting(factory=der_finetuning, after_base=True, role="finetune")
 
 
 def auxiliary_loss(scores: Tensor, labels: Tensor, new: Tensor) -> Tensor:

@@ -7,17 +7,17 @@ from just before teaches the new classes' scores there, so that they are not los
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import final
 
+from engram.contract.exemplars import balanced_count, balanced_rows
+from engram.contract.learner import Learner
+from engram.contract.method import Passes, Phase, Settings, Step, Terms, Training, register
+from engram.contract.settings import setting
 from engram.data.stage import Stage
-from engram.learner import Learner
-from engram.methods._base import Passes, Phase, Settings, Step, Terms, Training, register
-from engram.methods.distillation import distillation, distillation_by_group
-from engram.methods.exemplars import balanced_count, balanced_rows
-from engram.methods.linear import EVERYTHING, LinearMethod, classify, main_phase
-from engram.methods.settings import AFTER_BASE, check_temperature
+from engram.methods.blocks.linear import EVERYTHING, LinearMethod, classify, main_phase
+from engram.methods.blocks.losses import distillation, distillation_by_group
 
 
 def eeil_training() -> Training:
@@ -34,12 +34,9 @@ def eeil_finetuning() -> Training:
 class EEILSettings(Settings):
     """EEIL's settings; the defaults are those of CIFAR-100. temperature: of both softmaxes in the distillation."""
 
-    temperature: float = field(default=2.0, metadata=AFTER_BASE)
-    train: Training = field(default_factory=eeil_training)
-    finetune: Training = field(default_factory=eeil_finetuning, metadata=AFTER_BASE)
-
-    def __post_init__(self) -> None:
-        check_temperature(self.temperature)
+    temperature: float = setting(2.0, above=0, after_base=True)
+    train: Training = setting(factory=eeil_training, role="main")
+    finetune: Training = setting(factory=eeil_finetuning, after_base=True, role="finetune")
 
 
 @final

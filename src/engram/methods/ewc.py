@@ -6,21 +6,20 @@ information, the mean over images of the squared gradient, estimated once after 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, final
 
 import torch
 from torch import Tensor
 
+from engram.contract.learner import Learner
+from engram.contract.method import Passes, Step, register
+from engram.contract.settings import setting
 from engram.data.stage import Stage
-from engram.learner import Learner
-from engram.methods._base import Passes, Step, register
-from engram.methods.distillation import cross_entropy
-from engram.methods.importance import sampled_rows
-from engram.methods.linear import seen_columns
-from engram.methods.losses import MASKED
-from engram.methods.settings import AFTER_BASE, check_choice
-from engram.methods.tether import MeasuredMethod, MeasuredSettings, keep_omega
+from engram.methods.blocks.importance import sampled_rows
+from engram.methods.blocks.linear import seen_columns
+from engram.methods.blocks.losses import MASKED, cross_entropy
+from engram.methods.blocks.penalty import MeasuredMethod, MeasuredSettings, keep_omega
 
 Label = Literal["true", "predicted", "sampled"]
 LABELS: tuple[Label, ...] = ("true", "predicted", "sampled")
@@ -30,12 +29,8 @@ LABELS: tuple[Label, ...] = ("true", "predicted", "sampled")
 class EWCSettings(MeasuredSettings):
     """EWC's settings. label: whose likelihood it is: the true one's, the one predicted, or one drawn from that."""
 
-    strength: float = field(default=5000.0, metadata=AFTER_BASE)
-    label: Label = field(default="predicted", metadata=AFTER_BASE)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice(self, "label", LABELS)
+    strength: float = setting(5000.0, at_least=0, after_base=True)
+    label: Label = setting("predicted", after_base=True)
 
 
 def draw_labels(logits: Tensor, columns: Tensor, numbers: Tensor) -> Tensor:

@@ -8,21 +8,21 @@ else is carried from stage to stage.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
 
 import torch.nn.functional as F
 
+from engram.contract.batches import CutMix
+from engram.contract.exemplars import balanced_count, balanced_rows
+from engram.contract.learner import Learner
+from engram.contract.method import Method, Passes, Phase, Settings, Step, Terms, Training, register
+from engram.contract.settings import base_settings, setting
+from engram.core.rng import generator
 from engram.data.stage import Stage
-from engram.learner import Learner
-from engram.methods._base import Method, Passes, Phase, Settings, Step, Terms, Training, register
-from engram.methods.batches import CutMix
-from engram.methods.exemplars import balanced_count, balanced_rows
-from engram.methods.settings import AFTER_BASE, base_settings
-from engram.models.heads import Head, NormalisedHead
-from engram.models.network import Part
-from engram.random import generator
+from engram.nn.heads import Head, NormalisedHead
+from engram.nn.network import Part
 
 KEPT = "base."
 
@@ -39,9 +39,9 @@ class GDumbSettings(Settings):
     cutmix: how often images are mixed, in both.
     """
 
-    train: Training = field(default_factory=lambda: _training(256))
-    rehearse: Training = field(default_factory=lambda: _training(32), metadata=AFTER_BASE)
-    cutmix: CutMix = field(default_factory=CutMix)
+    train: Training = setting(factory=lambda: _training(256), role="main")
+    rehearse: Training = setting(factory=lambda: _training(32), after_base=True, role="later")
+    cutmix: CutMix = setting(factory=CutMix)
 
 
 def classify(step: Step) -> Terms:

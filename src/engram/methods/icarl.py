@@ -7,17 +7,18 @@ is a representation: a class is predicted by the nearest mean of exemplars, whic
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import final
 
 import torch
 from torch import Tensor
 
+from engram.contract.learner import Learner
+from engram.contract.method import Passes, Phase, Settings, Step, Terms, Training, register
+from engram.contract.settings import setting
 from engram.data.stage import Stage
-from engram.learner import Learner
-from engram.methods._base import Passes, Phase, Settings, Step, Terms, Training, register
-from engram.methods.distillation import binary_cross_entropy
-from engram.methods.linear import LinearMethod, main_phase, seen_columns
+from engram.methods.blocks.linear import LinearMethod, main_phase, seen_columns
+from engram.methods.blocks.losses import binary_cross_entropy
 
 
 def icarl_training() -> Training:
@@ -31,7 +32,7 @@ def icarl_training() -> Training:
 class ICaRLSettings(Settings):
     """iCaRL's settings; the defaults are those of CIFAR-100."""
 
-    train: Training = field(default_factory=icarl_training)
+    train: Training = setting(factory=icarl_training, role="main")
 
 
 @final

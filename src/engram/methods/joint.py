@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import final
 
+from engram.contract.learner import Learner
+from engram.contract.method import Passes, Phase, register
+from engram.core.rng import generator
 from engram.data.stage import Stage
-from engram.learner import Learner
-from engram.methods._base import Passes, Phase, register
-from engram.methods.host import Classify, HostMethod, HostSettings
-from engram.models.network import Part
-from engram.random import generator
+from engram.methods.blocks.lsc import Classify, HostMethod, HostSettings
+from engram.nn.network import Part
 
 
 @final

@@ -6,16 +6,16 @@ whose rows of the head stand still; the new classes are told apart among themsel
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import final
 
+from engram.contract.learner import Learner
+from engram.contract.method import Passes, Phase, Settings, Step, Terms, Training, register
+from engram.contract.settings import setting
 from engram.data.stage import Stage
-from engram.learner import Learner
-from engram.methods._base import Passes, Phase, Settings, Step, Terms, Training, register
-from engram.methods.distillation import distillation
-from engram.methods.linear import LinearMethod, classify, classify_new, main_phase, note_single_class
-from engram.methods.settings import AFTER_BASE, check_temperature, refuse_negative
-from engram.models.network import Part
+from engram.methods.blocks.linear import LinearMethod, classify, classify_new, main_phase, note_single_class
+from engram.methods.blocks.losses import distillation
+from engram.nn.network import Part
 
 SINGLE_CLASS = (
     "without a memory new classes are told apart among themselves alone: such a class is not learned; bring two or "
@@ -32,13 +32,9 @@ def lwf_training() -> Training:
 class LwFSettings(Settings):
     """LwF's settings; the defaults are those of CIFAR-100. temperature: of both softmaxes in the distillation."""
 
-    lambda_kd: float = field(default=1.0, metadata=AFTER_BASE)
-    temperature: float = field(default=2.0, metadata=AFTER_BASE)
-    train: Training = field(default_factory=lwf_training)
-
-    def __post_init__(self) -> None:
-        check_temperature(self.temperature)
-        refuse_negative(self, "lambda_kd")
+    lambda_kd: float = setting(1.0, at_least=0, after_base=True)
+    temperature: float = setting(2.0, above=0, after_base=True)
+    train: Training = setting(factory=lwf_training, role="main")
 
 
 @final

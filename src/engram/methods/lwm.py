@@ -7,23 +7,23 @@ Attention is GradCAM's: the last activations, each channel weighted by the gradi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engram.contract.learner import Learner
+from engram.contract.method import Passes, Phase, Settings, Step, Terms, Training, register
+from engram.contract.settings import setting
 from engram.data.stage import Stage
-from engram.learner import Learner
-from engram.methods import losses
-from engram.methods._base import Passes, Phase, Settings, Step, Terms, Training, register
-from engram.methods.distillation import distillation
-from engram.methods.linear import LinearMethod, classify_new, main_phase, note_single_class
+from engram.methods.blocks import losses
+from engram.methods.blocks.linear import LinearMethod, classify_new, main_phase, note_single_class
+from engram.methods.blocks.losses import distillation
 from engram.methods.lwf import SINGLE_CLASS, lwf_training
-from engram.methods.settings import AFTER_BASE, check_temperature, refuse_negative
-from engram.models.heads import LinearHead
-from engram.models.network import Part
+from engram.nn.heads import LinearHead
+from engram.nn.network import Part
 
 ROWS = "head.rows"
 
@@ -35,14 +35,10 @@ class LwMSettings(Settings):
     lambda_kd, lambda_attention: the paper's beta and gamma.
     """
 
-    lambda_kd: float = field(default=1.0, metadata=AFTER_BASE)
-    lambda_attention: float = field(default=1.0, metadata=AFTER_BASE)
-    temperature: float = field(default=2.0, metadata=AFTER_BASE)
-    train: Training = field(default_factory=lwf_training)
-
-    def __post_init__(self) -> None:
-        check_temperature(self.temperature)
-        refuse_negative(self, "lambda_kd", "lambda_attention")
+    lambda_kd: float = setting(1.0, at_least=0, after_base=True)
+    lambda_attention: float = setting(1.0, at_least=0, after_base=True)
+    temperature: float = setting(2.0, above=0, after_base=True)
+    train: Training = setting(factory=lwf_training, role="main")
 
 
 def attention_loss(ours: Tensor, theirs: Tensor, rows: Tensor) -> Tensor:

@@ -11,12 +11,12 @@ from typing import final
 import torch
 from torch import Tensor
 
+from engram.contract.learner import Learner
+from engram.contract.method import Passes, Step, register
 from engram.data.stage import Stage
-from engram.learner import Learner
-from engram.methods._base import Passes, Step, register
-from engram.methods.importance import sampled_rows
-from engram.methods.linear import seen_columns
-from engram.methods.tether import MeasuredMethod, MeasuredSettings, keep_omega
+from engram.methods.blocks.importance import sampled_rows
+from engram.methods.blocks.linear import seen_columns
+from engram.methods.blocks.penalty import MeasuredMethod, MeasuredSettings, keep_omega
 
 
 def squared_length(step: Step, numbers: Tensor) -> Tensor:

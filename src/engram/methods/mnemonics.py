@@ -8,7 +8,7 @@ second stage on the convolutions keep the base stage's weights and learn a facto
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, final
 
@@ -16,17 +16,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engram.data.samples import Samples
-from engram.data.stage import Stage
-from engram.errors import EngramError
-from engram.learner import Learner
-from engram.methods._base import Passes, Phase, Step, Terms, Training, register
-from engram.methods.cosine import CosineMethod, cosine_phases
-from engram.methods.exemplars import choose_exemplars, unit_means
-from engram.methods.look import Look
-from engram.methods.settings import AFTER_BASE, check_choice
+from engram.contract.exemplars import choose_exemplars, unit_means
+from engram.contract.learner import Learner
+from engram.contract.look import Look
+from engram.contract.method import Passes, Phase, Step, Terms, Training, register
+from engram.contract.settings import setting
+from engram.core.errors import EngramError
+from engram.data.stage import Samples, Stage
+from engram.methods.blocks.cosine import CosineMethod, cosine_phases
 from engram.methods.ucir import RebalancingSettings, rebalanced, rebalancing_weights
-from engram.models.network import Network
+from engram.nn.network import Network
 
 
 @dataclass(frozen=True)
@@ -39,29 +38,15 @@ class MnemonicsSettings(RebalancingSettings):
     convolutions move by factors alone after the base stage.
     """
 
-    variant: Literal["released", "paper"] = field(default="released", metadata=AFTER_BASE)
-    tune: Training = field(
-        default_factory=lambda: Training(epochs=1, lr=1e-5, schedule="constant", clip=None, remainder="keep"),
-        metadata=AFTER_BASE,
+    variant: Literal["released", "paper"] = setting("released", after_base=True, role="variant")
+    tune: Training = setting(
+        factory=lambda: Training(epochs=1, lr=1e-5, schedule="constant", clip=None, remainder="keep"), after_base=True
     )
-    storage: Literal["truncate", "round"] = field(default="truncate", metadata=AFTER_BASE)
-    inner: Literal["network", "head"] = field(default="network", metadata=AFTER_BASE)
-    inner_steps: int = field(default=1, metadata=AFTER_BASE)
-    inner_lr: float = field(default=0.01, metadata=AFTER_BASE)
-    factors: bool = field(default=True, metadata=AFTER_BASE)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name, choices in (
-            ("variant", ("released", "paper")),
-            ("storage", ("truncate", "round")),
-            ("inner", ("network", "head")),
-        ):
-            check_choice(self, name, choices)
-        if self.inner_steps < 1:
-            raise EngramError(f"inner_steps must be at least 1, got {self.inner_steps}")
-        if self.inner_lr <= 0:
-            raise EngramError(f"inner_lr must be above 0, got {self.inner_lr}")
+    storage: Literal["truncate", "round"] = setting("truncate", after_base=True)
+    inner: Literal["network", "head"] = setting("network", after_base=True)
+    inner_steps: int = setting(1, at_least=1, after_base=True)
+    inner_lr: float = setting(0.01, above=0, after_base=True)
+    factors: bool = setting(True, after_base=True)
 
 
 def prototype_entropy(look: Look, labels: Tensor, old: Tensor) -> Tensor:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import final
 
+from engram.contract.learner import Learner
+from engram.contract.method import Passes, Phase, register
 from engram.data.stage import Stage
-from engram.learner import Learner
-from engram.methods._base import Passes, Phase, register
-from engram.methods.host import Classify, HostMethod, HostSettings, main_phase
+from engram.methods.blocks.lsc import Classify, HostMethod, HostSettings, main_phase
 
 
 @final

@@ -6,17 +6,17 @@ The student keeps the teacher's embedding (the flat term) and, of each feature m
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import final
 
 from torch import Tensor
 
+from engram.contract.learner import Learner
+from engram.contract.method import Passes, Phase, Step, Terms, register
+from engram.contract.settings import setting
 from engram.data.stage import Stage
-from engram.learner import Learner
-from engram.methods import losses
-from engram.methods._base import Passes, Phase, Step, Terms, register
-from engram.methods.host import HostMethod, HostSettings, distilled, host_phases, stage_weight
-from engram.methods.settings import AFTER_BASE, refuse_negative
+from engram.methods.blocks import losses
+from engram.methods.blocks.lsc import HostMethod, HostSettings, distilled, host_phases, stage_weight
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,8 @@ class PODNetSettings(HostSettings):
     lambda_spatial is 5 in the NME recipe; ImageNet has lambda_flat 10 and lambda_spatial 8.
     """
 
-    lambda_flat: float = field(default=1.0, metadata=AFTER_BASE)
-    lambda_spatial: float = field(default=3.0, metadata=AFTER_BASE)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        refuse_negative(self, "lambda_flat", "lambda_spatial")
+    lambda_flat: float = setting(1.0, at_least=0, after_base=True)
+    lambda_spatial: float = setting(3.0, at_least=0, after_base=True)
 
 
 def pod_weights(settings: PODNetSettings, stage: Stage) -> dict[str, float]:

@@ -6,16 +6,15 @@ A parameter may move the less, the more of the loss its way took off while it wa
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import final
 
+from engram.contract.learner import Learner
+from engram.contract.method import ANCHOR, OMEGA, PATH, Passes, Phase, Settings, Training, register
+from engram.contract.settings import setting
 from engram.data.stage import Stage
-from engram.errors import EngramError
-from engram.learner import Learner
-from engram.methods._base import ANCHOR, OMEGA, PATH, Passes, Phase, Settings, Training, register
-from engram.methods.importance import check_finite
-from engram.methods.settings import AFTER_BASE
-from engram.methods.tether import TetheredMethod, refuse_outside, tether, tethered_phase, tethered_training
+from engram.methods.blocks.importance import check_finite
+from engram.methods.blocks.penalty import TetheredMethod, tether, tethered_phase, tethered_training
 
 
 @dataclass(frozen=True)
@@ -26,15 +25,10 @@ class SISettings(Settings):
     way back that a step may take a parameter, None for no limit.
     """
 
-    strength: float = field(default=0.1, metadata=AFTER_BASE)
-    damping: float = field(default=0.1, metadata=AFTER_BASE)
-    limit: float | None = field(default=1.0, metadata=AFTER_BASE)
-    train: Training = field(default_factory=tethered_training)
-
-    def __post_init__(self) -> None:
-        refuse_outside(self, strength=None, limit=None)
-        if not self.damping > 0:
-            raise EngramError(f"damping must be above 0, got {self.damping}")
+    strength: float = setting(0.1, at_least=0, after_base=True)
+    damping: float = setting(0.1, above=0, after_base=True)
+    limit: float | None = setting(1.0, at_least=0, after_base=True)
+    train: Training = setting(factory=tethered_training, role="main")
 
 
 @final

@@ -8,21 +8,20 @@ within each earlier stage's classes. Every batch has exemplars: a stream of thei
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import final
 
 import torch
 from torch import Tensor
 
+from engram.contract.batches import Beside
+from engram.contract.learner import Learner
+from engram.contract.method import Passes, Phase, Settings, Step, Terms, Training, register
+from engram.contract.settings import setting
 from engram.data.stage import Stage
-from engram.errors import EngramError
-from engram.learner import Learner
-from engram.methods._base import Passes, Phase, Settings, Step, Terms, Training, register
-from engram.methods.batches import Beside
-from engram.methods.distillation import cross_entropy, distillation_by_group
-from engram.methods.linear import LinearMethod, classify, main_phase, note_single_class, seen_columns
-from engram.methods.settings import AFTER_BASE, check_temperature
-from engram.models.heads import LinearHead
+from engram.methods.blocks.linear import LinearMethod, classify, main_phase, note_single_class, seen_columns
+from engram.methods.blocks.losses import cross_entropy, distillation_by_group
+from engram.nn.heads import LinearHead
 
 NEWEST, GROUPS = "ssil.newest", "ssil.groups"
 SINGLE_CLASS = (
@@ -45,17 +44,11 @@ class SSILSettings(Settings):
     a softmax has at least, those of stages next to each other being joined until it has.
     """
 
-    temperature: float = field(default=2.0, metadata=AFTER_BASE)
-    replay: int = field(default=32, metadata=AFTER_BASE)
-    divided: bool = field(default=True, metadata=AFTER_BASE)
-    min_group: int = field(default=1, metadata=AFTER_BASE)
-    train: Training = field(default_factory=ssil_training)
-
-    def __post_init__(self) -> None:
-        check_temperature(self.temperature)
-        for name in ("replay", "min_group"):
-            if getattr(self, name) < 1:
-                raise EngramError(f"{name} must be at least 1, got {getattr(self, name)}")
+    temperature: float = setting(2.0, above=0, after_base=True)
+    replay: int = setting(32, at_least=1, after_base=True)
+    divided: bool = setting(True, after_base=True)
+    min_group: int = setting(1, at_least=1, after_base=True)
+    train: Training = setting(factory=ssil_training, role="main")
 
 
 def grouped(sizes: Sequence[int], least: int) -> list[int]:

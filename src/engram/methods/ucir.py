@@ -8,19 +8,18 @@ most alike of the new ones, by a margin.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import final
 
+from engram.contract.exemplars import balanced_count, balanced_rows
+from engram.contract.learner import Learner
+from engram.contract.method import Passes, Phase, Step, Terms, Training, register
+from engram.contract.settings import setting
 from engram.data.stage import Stage
-from engram.errors import EngramError
-from engram.learner import Learner
-from engram.methods._base import Passes, Phase, Step, Terms, Training, register
-from engram.methods.cosine import CosineMethod, CosineSettings, cosine_phases, cross_entropy, old_weight
-from engram.methods.exemplars import balanced_count, balanced_rows
-from engram.methods.losses import cosine_distance, ranking
-from engram.methods.settings import AFTER_BASE, refuse_negative
-from engram.models.network import Part
+from engram.methods.blocks.cosine import CosineMethod, CosineSettings, cosine_phases, cross_entropy, old_weight
+from engram.methods.blocks.losses import cosine_distance, ranking
+from engram.nn.network import Part
 
 
 @dataclass(frozen=True)
@@ -31,24 +30,20 @@ class RebalancingSettings(CosineSettings):
     the ranking of old classes above new ones; the margin is in cosines, the rivals are K.
     """
 
-    lambda_embedding: float = field(default=5.0, metadata=AFTER_BASE)
-    lambda_ranking: float = field(default=1.0, metadata=AFTER_BASE)
-    margin: float = field(default=0.5, metadata=AFTER_BASE)
-    rivals: int = field(default=2, metadata=AFTER_BASE)
-
-    def __post_init__(self) -> None:
-        refuse_negative(self, "lambda_embedding", "lambda_ranking", "margin")
-        if self.rivals < 1:
-            raise EngramError(f"an old image needs at least 1 rival, got {self.rivals}")
+    lambda_embedding: float = setting(5.0, at_least=0, after_base=True)
+    lambda_ranking: float = setting(1.0, at_least=0, after_base=True)
+    margin: float = setting(0.5, at_least=0, after_base=True)
+    rivals: int = setting(2, at_least=1, after_base=True)
 
 
 @dataclass(frozen=True)
 class UCIRSettings(RebalancingSettings):
     """UCIR's settings. finetune: of the head on a balanced set, as on ImageNet-1000; 0 epochs leave it out."""
 
-    finetune: Training = field(
-        default_factory=lambda: Training(0, lr=0.01, schedule="steps", milestones=(0.5,), factor=0.1, clip=None),
-        metadata=AFTER_BASE,
+    finetune: Training = setting(
+        factory=lambda: Training(0, lr=0.01, schedule="steps", milestones=(0.5,), factor=0.1, clip=None),
+        after_base=True,
+        role="finetune",
     )
 
 

@@ -7,18 +7,18 @@ classes' weights are scaled until their mean length is that of the old ones.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import final
 
 import torch
 
+from engram.contract.learner import Learner
+from engram.contract.method import Passes, Phase, Settings, Step, Terms, Training, register
+from engram.contract.settings import setting
 from engram.data.stage import Stage
-from engram.learner import Learner
-from engram.methods._base import Passes, Phase, Settings, Step, Terms, Training, register
-from engram.methods.linear import LinearMethod, classify, convex_distillation, convex_weights, main_phase
-from engram.methods.settings import AFTER_BASE, check_temperature
-from engram.models.heads import Head, LinearHead
-from engram.models.network import Network
+from engram.methods.blocks.linear import LinearMethod, classify, convex_distillation, convex_weights, main_phase
+from engram.nn.heads import Head, LinearHead
+from engram.nn.network import Network
 
 
 def wa_training() -> Training:
@@ -30,11 +30,8 @@ def wa_training() -> Training:
 class WASettings(Settings):
     """WA's settings; the defaults are those of CIFAR-100. temperature: of both softmaxes in the distillation."""
 
-    temperature: float = field(default=2.0, metadata=AFTER_BASE)
-    train: Training = field(default_factory=wa_training)
-
-    def __post_init__(self) -> None:
-        check_temperature(self.temperature)
+    temperature: float = setting(2.0, above=0, after_base=True)
+    train: Training = setting(factory=wa_training, role="main")
 
 
 def keep_from_negative(network: Network) -> None:

@@ -1,1 +1,1 @@
-"""Networks: a backbone that gives feature maps and an embedding, and a head that grows."""
+"""Models of your own images: a directory that learns new classes as a transaction and can be read at any time."""

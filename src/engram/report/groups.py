@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from engram import metrics
-from engram.metrics import Difference, Estimate, estimate, paired
-from engram.plain import dotted
+from engram.core import metrics
+from engram.core.metrics import Difference, Estimate, estimate, paired
+from engram.core.provenance import METHOD_CODE
+from engram.core.serialize import dotted
 from engram.report.load import Run
-from engram.rundir import METHOD_CODE, UNKNOWN_CODE
+from engram.runs.directory import UNKNOWN_CODE
 
 # What repetitions of a run may differ in. Where the images lay is no matter: their fingerprint says which they were.
 _VARYING = ("order", "seed", "data.path")

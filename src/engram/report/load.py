@@ -18,11 +18,11 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load as load_tensors
 
-from engram import metrics
-from engram.errors import EngramError
-from engram.events import read_events
-from engram.result import SECONDS
-from engram.rundir import EVENTS, FORMAT, MANIFEST, RESULT
+from engram.core import metrics
+from engram.core.errors import EngramError
+from engram.core.events import read_events
+from engram.runs.directory import EVENTS, FORMAT, MANIFEST, RESULT
+from engram.runs.result import SECONDS
 
 # Accuracy is recomputed from the stored predictions; anything above rounding means the files are not of one run.
 _ACCURACY_TOLERANCE = 0.05

@@ -8,16 +8,19 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from engram.errors import EngramError
-from engram.files import write_text
-from engram.metrics import METRICS
-from engram.report import FILES, figures, words
+from engram.core.errors import EngramError
+from engram.core.io import write_text
+from engram.core.metrics import METRICS
+from engram.core.provenance import version
+from engram.report import figures
+from engram.report import wording as words
+from engram.report.entry import FILES
 from engram.report.groups import Group, make_groups, rivals, without_repeats
-from engram.report.html import template
 from engram.report.load import load_runs
 from engram.report.svg import SERIES, Drawing, drawing_style
 from engram.report.tables import PAIRED, confused_pairs, csv_files, duration, number, predictor_name
-from engram.rundir import RESULT, runs_in, version
+from engram.report.templating import template
+from engram.runs.directory import RESULT, runs_in
 
 _OPEN_CONFUSIONS = 3
 _EXACT_COLUMNS = 6  # of the table of stages; where there are more, they get one digit, so that all are in sight

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engram.metrics import METRICS, Estimate
+from engram.core.metrics import METRICS, Estimate
 from engram.report.groups import Group, rivals, row_percent
-from engram.result import SECONDS
+from engram.runs.result import SECONDS
 
 PAIRED = ("average_incremental_accuracy", "final_accuracy")  # the metrics whose differences are shown
 PREDICTOR_NAMES = {"cnn": "CNN", "nme": "NME"}

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from engram.metrics import Difference, Estimate, estimate, paired
+from engram.core.metrics import Difference, Estimate, estimate, paired
 from engram.report.tables import predictor_name
-from engram.reproduce.plan import NOT_IN_PAPER, Cell, Plan
+from engram.reproduce.cell_plan import NOT_IN_PAPER, Cell, Plan
 from engram.reproduce.records import Record
 
 Mark = Literal["within one standard deviation", "within one point", "further off", "not run", "nothing published"]

@@ -14,17 +14,17 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from engram.config import RunConfig
-from engram.data.cifar import outline_cifar100
-from engram.data.load import DataConfig, load_store
+from engram.core.errors import EngramError
+from engram.core.provenance import processor_name
+from engram.core.serialize import to_plain
+from engram.data.sources.cifar import outline_cifar100
+from engram.data.sources.load import DataConfig, load_store
 from engram.data.store import ImageStore
-from engram.errors import EngramError
+from engram.experiment.run_config import RunConfig
+from engram.experiment.session import Session
 from engram.methods import find_method
-from engram.plain import to_plain
-from engram.reproduce.plan import Plan, Wanted, stages_done
+from engram.reproduce.cell_plan import Plan, Wanted, stages_done
 from engram.reproduce.records import DEFAULT_PRECISION, Record
-from engram.rundir import processor_name
-from engram.session import Session
 
 # A step alone against a step's share among many, on a GPU that these keep busy (results/benchmark-h200.json).
 ALONE = 2.0

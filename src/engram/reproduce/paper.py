@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from engram.errors import EngramError, suggest
-from engram.files import read_json
+from engram.core.errors import EngramError, option, suggest
+from engram.core.io import read_json
 
 PAPERS = Path(__file__).parent / "papers"
 KINDS = ("table", "curves", "importance", "effects")
@@ -161,7 +161,7 @@ def load_paper(path: Path | None = None) -> Paper:
     try:
         data = tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise EngramError(f"there is no paper at {file}; --paper takes a TOML file of experiments") from None
+        raise EngramError(f"there is no paper at {file}; {option('paper')} takes a TOML file of experiments") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise EngramError(f"{file} cannot be read as a paper: {error}") from None
     return _Reader(file, data).paper()
@@ -255,7 +255,7 @@ class _Reader:
                 for change in spec.set:
                     if change.partition("=")[0].strip() in ("order", "seed"):
                         self.fail(
-                            f"{experiment.name} sets {change!r}: class orders stand in its 'orders', and --seeds says "
+                            f"{experiment.name} sets {change!r}: give class orders in 'orders'; {option('seeds')} sets "
                             "the seeds; a cell is the mean over both"
                         )
 

@@ -19,11 +19,11 @@ from typing import Any, NoReturn
 from safetensors import SafetensorError
 from safetensors.numpy import load as load_tensors
 
-from engram import metrics
-from engram.config import RunConfig, config_hash
-from engram.errors import EngramError
-from engram.events import read_events
-from engram.rundir import EVENTS, read_manifest, read_result
+from engram.core import metrics
+from engram.core.errors import EngramError
+from engram.core.events import read_events
+from engram.experiment.run_config import RunConfig, config_hash
+from engram.runs.directory import EVENTS, read_manifest, read_result
 
 KIND, FORMAT = "engram run", 1
 DEFAULT_PRECISION = {"cuda": "bf16", "cpu": "float32"}

@@ -11,21 +11,21 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from engram.cli.commands.common import check_threads, print_line, refuse_used, use_threads
-from engram.cli.commands.places import REPORT, new_directory
+from engram.cli.commands.run_common import check_threads, print_line, refuse_used, use_threads
+from engram.cli.commands.run_paths import REPORT, new_directory
 from engram.cli.display import follow, make_display
-from engram.cli.interrupt import Interrupt
-from engram.cli.options import Demo
+from engram.cli.options.runs import Demo
+from engram.cli.signals import Interrupt
 from engram.cli.text import bold, make_console, make_table, percent
-from engram.config import RunConfig
-from engram.data.load import load_store
-from engram.errors import EngramError
-from engram.events import RunFinished
-from engram.files import typed_path
-from engram.recipes import recipe
-from engram.report import write_report
-from engram.runner import run
-from engram.stagecache import StageCache
+from engram.core.errors import EngramError
+from engram.core.events import RunFinished
+from engram.core.io import typed_path
+from engram.data.sources.load import load_store
+from engram.experiment.base_cache import StageCache
+from engram.experiment.recipes import recipe
+from engram.experiment.run_config import RunConfig
+from engram.experiment.runner import run
+from engram.report.entry import write_report
 
 EPOCHS = 12
 RECIPES = "{method}-mini-b10-s5"

@@ -16,10 +16,10 @@ from typing import Literal
 
 from rich.table import Table
 
-from engram.cli.commands.places import RUNS
-from engram.cli.options import Doctor
+from engram.cli.commands.run_paths import RUNS
+from engram.cli.options.runs import Doctor
 from engram.cli.text import make_console, print_line
-from engram.errors import EngramError
+from engram.core.errors import EngramError
 
 Status = Literal["ok", "warning", "problem"]
 STYLES: dict[Status, str] = {"ok": "green", "warning": "yellow", "problem": "bold red"}
@@ -88,7 +88,7 @@ def check_torch() -> Finding:
     found += f", CUDA {torch.version.cuda}: {device.name}, {device.total_memory / 1e9:.0f} GB"
     if not torch.cuda.is_bf16_supported(including_emulation=False):
         return Finding("torch", "warning", f"{found}, without bf16", "use --precision float32")
-    why = importlib.import_module("engram.kernels").why_not(torch.device("cuda"))
+    why = importlib.import_module("engram.kernels.availability").why_not(torch.device("cuda"))
     if why is not None:
         return Finding("torch", "ok", f"{found}, with bf16; without engram's own kernels, and slower: {why}")
     return Finding("torch", "ok", f"{found}, with bf16")
@@ -142,7 +142,7 @@ def check_disk() -> Finding:
 
 def check_mini() -> Finding:
     """The embedded images, decoded and compared with their checksum."""
-    from engram.data.mini import read_mini
+    from engram.data.sources.mini import read_mini
 
     try:
         store = read_mini()
@@ -154,8 +154,8 @@ def check_mini() -> Finding:
 
 def check_cifar100() -> Finding:
     """CIFAR-100, where it was downloaded."""
-    from engram.data.fetch import data_home
-    from engram.data.load import DataConfig, load_store
+    from engram.data.sources.download import data_home
+    from engram.data.sources.load import DataConfig, load_store
 
     home = data_home()
     if not any((home / name).exists() for name in ("cifar-100-python.tar.gz", "cifar-100-python")):

@@ -13,8 +13,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from engram.cli import UNREADABLE
-from engram.cli.commands.models import (
+from engram.cli.commands.model_common import (
     bar,
     exclude,
     labels_by_name,
@@ -24,14 +23,15 @@ from engram.cli.commands.models import (
     tell_passed_over,
     tell_unreadable,
 )
-from engram.cli.model_options import Evaluate
+from engram.cli.main import UNREADABLE
+from engram.cli.options.models import Evaluate
 from engram.cli.text import fits, make_console, make_table, percent, print_line, print_table, shorten
-from engram.data.folder import list_classes
-from engram.errors import EngramError
-from engram.files import typed_path
-from engram.modeldir import Model, open_model
-from engram.modeldir.predict import Evaluated, evaluate_batches
-from engram.report.evaluation import write_evaluation
+from engram.core.errors import EngramError
+from engram.core.io import typed_path
+from engram.data.sources.folder import list_classes
+from engram.models.api import Model, open_model
+from engram.models.prediction import Evaluated, evaluate_batches
+from engram.report.evaluation_page import write_evaluation
 
 MATRIX = 20  # classes, at most, for a matrix in the terminal
 PAIRS = 10

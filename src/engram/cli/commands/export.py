@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from engram.cli.model_options import Export
+from engram.cli.options.models import Export
 from engram.cli.text import make_console, print_line
-from engram.errors import EngramError
-from engram.files import typed_path
-from engram.modeldir import Model, open_model
-from engram.modeldir.export import export_onnx, require_onnx
+from engram.core.errors import EngramError
+from engram.core.io import typed_path
+from engram.models.api import Model, open_model
+from engram.models.onnx_export import export_onnx, require_onnx
 
 
 def export_command(options: Export, typed: Sequence[str]) -> int:

@@ -9,9 +9,9 @@ from typing import Any
 
 from rich.table import Table
 
-from engram.cli.commands.models import printable
+from engram.cli.commands.model_common import printable
 from engram.cli.commands.undo import back_to
-from engram.cli.model_options import Info
+from engram.cli.options.models import Info
 from engram.cli.text import (
     bold,
     card_table,
@@ -24,10 +24,10 @@ from engram.cli.text import (
     print_table,
     shorten,
 )
-from engram.files import typed_path
-from engram.modeldir import has_learning, read_manifest
-from engram.modeldir.calibration import FEWEST
-from engram.modeldir.labels import encode_label
+from engram.core.io import typed_path
+from engram.models.api import has_learning, read_manifest
+from engram.models.calibration import FEWEST
+from engram.models.labels import encode_label
 
 
 def info_command(options: Info, typed: Sequence[str]) -> int:

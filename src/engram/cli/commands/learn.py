@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from engram.cli.commands.models import (
+from engram.cli.commands.model_common import (
     exclude,
     labels_by_name,
     naming_flags,
@@ -27,24 +27,24 @@ from engram.cli.commands.models import (
     tell_passed_over,
 )
 from engram.cli.display import follow, make_display
-from engram.cli.interrupt import Interrupt
-from engram.cli.lessons import by_class_table, learned_line, lesson_table
-from engram.cli.model_options import Learn, NewModelFlags
+from engram.cli.lesson_tables import by_class_table, learned_line, lesson_table
+from engram.cli.options.models import Learn, NewModelFlags
+from engram.cli.signals import Interrupt
 from engram.cli.text import bold, clock, count_classes, duration, make_console, print_line, print_table, shorten
+from engram.core.errors import EngramError
+from engram.core.events import EpochsChosen, Event, ImagesRead, Learned, Stopped, Warned
+from engram.core.io import typed_path
 from engram.data.augment import Augmentation
-from engram.data.decode import EXTENSIONS, choose_size
-from engram.data.folder import list_classes, refuse_nested
+from engram.data.decode.image import EXTENSIONS, choose_size
 from engram.data.memory import MemoryConfig
-from engram.errors import EngramError
-from engram.events import EpochsChosen, Event, ImagesRead, Learned, Stopped, Warned
-from engram.files import typed_path
-from engram.modeldir import RESUMED, ModelConfig, NoModelYet, has_learning, learn_into, open_model, read_manifest
-from engram.modeldir.config import LARGEST_SIDE, VALIDATION_LEAST
-from engram.modeldir.directory import POINTER
-from engram.modeldir.holdout import knows_all
-from engram.modeldir.inputs import file_side
-from engram.modeldir.labels import doubts
-from engram.modeldir.writer import refuse_others, tidy
+from engram.data.sources.folder import list_classes, refuse_nested
+from engram.models.api import RESUMED, ModelConfig, NoModelYet, has_learning, learn_into, open_model, read_manifest
+from engram.models.inputs import file_side
+from engram.models.labels import doubts
+from engram.models.model_config import LARGEST_SIDE, VALIDATION_LEAST
+from engram.models.split import knows_all
+from engram.models.store.generations import POINTER
+from engram.models.store.writer import refuse_others, tidy
 
 HOLDOUT = 0.2
 NAMED = 5  # classes in a warning

@@ -15,16 +15,16 @@ from typing import Any, TextIO
 import numpy as np
 from rich.console import Console
 
-from engram.cli import UNREADABLE
-from engram.cli.arriving import arriving_lines
-from engram.cli.commands.models import bar, prepare_hardware, printable, tell_others, tell_unreadable
-from engram.cli.model_options import Predict
-from engram.data.folder import walk_images
-from engram.errors import EngramError
-from engram.files import typed_path
-from engram.modeldir import Model, open_model
-from engram.modeldir.labels import encode_label
-from engram.modeldir.predict import Predicted, predict_files
+from engram.cli.commands.model_common import bar, prepare_hardware, printable, tell_others, tell_unreadable
+from engram.cli.main import UNREADABLE
+from engram.cli.options.models import Predict
+from engram.cli.stdin_lines import arriving_lines
+from engram.core.errors import EngramError
+from engram.core.io import typed_path
+from engram.data.sources.folder import walk_images
+from engram.models.api import Model, open_model
+from engram.models.labels import encode_label
+from engram.models.prediction import Predicted, predict_files
 
 STANDARD_INPUT = "-"
 Columns = Sequence[Iterable[tuple[Any, float]]]  # of the best classes, the second best, ...: name and share, by image

@@ -9,13 +9,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from engram.cli.options import Prepare
+from engram.cli.options.runs import Prepare
 from engram.cli.text import is_live, make_console, print_line
-from engram.data.cifar import read_cifar100
-from engram.data.fetch import data_home, fetch_cifar100
-from engram.data.imagenet import IMAGENET
-from engram.errors import EngramError, suggest
-from engram.files import typed_path
+from engram.core.errors import EngramError, suggest
+from engram.core.io import typed_path
+from engram.data.sources.cifar import read_cifar100
+from engram.data.sources.download import data_home, fetch_cifar100
+from engram.data.sources.imagenet import IMAGENET
 
 PREPARED = ("cifar100",)
 PLAIN_SECONDS = 5.0

@@ -9,15 +9,15 @@ from pathlib import Path
 
 from rich.console import Console
 
-from engram.cli.commands.models import confirmed, exclude, find_label, naming_flags, printable
+from engram.cli.commands.model_common import confirmed, exclude, find_label, naming_flags, printable
 from engram.cli.commands.predict import check_paths, expand
-from engram.cli.model_options import Remove
+from engram.cli.options.models import Remove
 from engram.cli.text import count_classes, make_console, print_line, shorten
-from engram.errors import EngramError
-from engram.files import typed_path
-from engram.modeldir import RemovedImages, read_manifest, remove_class, remove_images
-from engram.modeldir.labels import encode_label
-from engram.modeldir.writer import tidy
+from engram.core.errors import EngramError
+from engram.core.io import typed_path
+from engram.models.api import RemovedImages, read_manifest, remove_class, remove_images
+from engram.models.labels import encode_label
+from engram.models.store.writer import tidy
 
 
 def remove_command(options: Remove, typed: Sequence[str]) -> int:

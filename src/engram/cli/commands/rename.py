@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from engram.cli.commands.models import exclude, find_label, naming_flags, printable
-from engram.cli.model_options import Rename
+from engram.cli.commands.model_common import exclude, find_label, naming_flags, printable
+from engram.cli.options.models import Rename
 from engram.cli.text import make_console, print_line
-from engram.files import typed_path
-from engram.modeldir import read_manifest, rename_class
-from engram.modeldir.labels import encode_label
+from engram.core.io import typed_path
+from engram.models.api import read_manifest, rename_class
+from engram.models.labels import encode_label
 
 
 def rename_command(options: Rename, typed: Sequence[str]) -> int:

@@ -7,12 +7,12 @@ import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 
-from engram.cli.options import Report
+from engram.cli.options.runs import Report
 from engram.cli.text import make_console, print_line
-from engram.errors import EngramError
-from engram.files import typed_path
-from engram.report import is_report_folder, write_report
-from engram.rundir import MANIFEST, RESULT, runs_in
+from engram.core.errors import EngramError
+from engram.core.io import typed_path
+from engram.report.entry import is_report_folder, write_report
+from engram.runs.directory import MANIFEST, RESULT, runs_in
 
 
 def report_command(options: Report, typed: Sequence[str]) -> int:

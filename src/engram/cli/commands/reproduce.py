@@ -12,26 +12,26 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from engram.cli.commands.common import check_last_stage, check_running, print_line, read_images, use_threads
+from engram.cli.commands.run_common import check_last_stage, check_running, print_line, read_images, use_threads
 from engram.cli.commands.several import Last, work_through
-from engram.cli.knownruns import Known, known_records, origin_line
-from engram.cli.options import Reproduce
-from engram.cli.overrides import images_at, listed, listed_seeds
-from engram.cli.paperplan import missing_line, print_plan
+from engram.cli.completed_runs import Known, known_records, origin_line
+from engram.cli.options.overrides import images_at, listed, listed_seeds
+from engram.cli.options.runs import Reproduce
+from engram.cli.paper_plan import missing_line, print_plan
 from engram.cli.text import make_console, make_table
-from engram.config import RunConfig
-from engram.data.load import DataConfig
+from engram.core.errors import EngramError
+from engram.core.io import typed_path
+from engram.data.sources.load import DataConfig
 from engram.data.store import ImageStore
-from engram.errors import EngramError
-from engram.files import typed_path
-from engram.report.words import count_runs
+from engram.experiment.parallel import plan_members
+from engram.experiment.run_config import RunConfig
+from engram.report.wording import count_runs
+from engram.reproduce.cell_plan import Asked, Plan, make_plan, refuse_edited
 from engram.reproduce.cells import FURTHER, NOT_RUN, WITHIN_POINT, WITHIN_STD, Measured, effect_of, measure
 from engram.reproduce.cost import costs
-from engram.reproduce.page import headline, remarks, write_page
 from engram.reproduce.paper import MEASURES, Experiment, Paper, load_paper
-from engram.reproduce.plan import Asked, Plan, make_plan, refuse_edited
-from engram.reproduce.text import against_first, caption, grid, legend, lines
-from engram.together import plan_members
+from engram.reproduce.paper_page import headline, remarks, write_page
+from engram.reproduce.paper_tables import against_first, caption, grid, legend, lines
 
 PAGE = "reproduction.html"
 GAP = 3  # columns of the console between two of a table

@@ -7,16 +7,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from engram.cli.options import Results
+from engram.cli.options.runs import Results
 from engram.cli.text import make_console, print_line
-from engram.errors import EngramError
-from engram.files import typed_path, write_text
-from engram.report.words import count_runs
-from engram.reproduce.document import document
+from engram.core.errors import EngramError
+from engram.core.io import typed_path, write_text
+from engram.report.wording import count_runs
+from engram.reproduce.markdown_page import document
+from engram.reproduce.measured_summary import as_text, summarise
 from engram.reproduce.paper import load_paper
 from engram.reproduce.records import Record
-from engram.reproduce.store import SUFFIX, merge, read_file, read_results, write_file
-from engram.reproduce.summary import as_text, summarise
+from engram.reproduce.results_files import SUFFIX, merge, read_file, read_results, write_file
 
 
 def results_command(options: Results, typed: Sequence[str]) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from engram.cli.commands.common import (
+from engram.cli.commands.run_common import (
     carry_out,
     check_last_stage,
     check_running,
@@ -24,21 +24,21 @@ from engram.cli.commands.common import (
     tell_missing,
     use_threads,
 )
-from engram.cli.commands.places import new_directory
+from engram.cli.commands.run_paths import new_directory
 from engram.cli.commands.several import run_several
-from engram.cli.interrupt import Interrupt
-from engram.cli.options import Resume, Run
-from engram.cli.overrides import configure_all, images_at
+from engram.cli.options.overrides import configure_all, images_at
+from engram.cli.options.runs import Resume, Run
+from engram.cli.signals import Interrupt
 from engram.cli.text import card_table, make_console, make_table, print_table, shorten
-from engram.config import RunConfig, directory_name
-from engram.data.load import outline_store
+from engram.core.errors import EngramError
+from engram.core.events import RunFinished
+from engram.core.io import typed_path
+from engram.data.sources.load import outline_store
 from engram.data.store import ImageStore
-from engram.errors import EngramError
-from engram.events import RunFinished
-from engram.files import typed_path
-from engram.rundir import read_manifest, read_result
-from engram.runner import resume, run
-from engram.session import Session, StagePlan
+from engram.experiment.run_config import RunConfig, directory_name
+from engram.experiment.runner import resume, run
+from engram.experiment.session import Session, StagePlan
+from engram.runs.directory import read_manifest, read_result
 
 
 def run_command(options: Run, typed: Sequence[str]) -> int:

@@ -15,9 +15,7 @@ from typing import Any, NoReturn
 from rich.console import Console
 from rich.table import Table
 
-from engram.cli import INTERRUPTED
-from engram.cli.board import make_board
-from engram.cli.commands.common import (
+from engram.cli.commands.run_common import (
     check_last_stage,
     command_line,
     print_line,
@@ -26,22 +24,24 @@ from engram.cli.commands.common import (
     tell_missing,
     use_threads,
 )
-from engram.cli.commands.places import RUNS
-from engram.cli.interrupt import Interrupt
-from engram.cli.options import Run, RunningFlags
-from engram.cli.tally import Tally
+from engram.cli.commands.run_paths import RUNS
+from engram.cli.main import INTERRUPTED
+from engram.cli.multi_display import make_board
+from engram.cli.options.runs import Run, RunningFlags
+from engram.cli.run_progress import Tally
+from engram.cli.signals import Interrupt
 from engram.cli.text import bold, clock, make_console, make_table, percent, print_table
-from engram.config import RunConfig, directory_name
-from engram.data.load import DataConfig, outline_store
+from engram.core.errors import DETAILS, EngramError
+from engram.core.events import Event, RunFailed, RunFinished, RunSkipped, Stopped, read_events
+from engram.core.io import typed_path
+from engram.core.metrics import Estimate, estimate, paired
+from engram.data.sources.load import DataConfig, outline_store
 from engram.data.store import ImageStore
-from engram.errors import DETAILS, EngramError
-from engram.events import Event, RunFailed, RunFinished, RunSkipped, Stopped, read_events
-from engram.files import typed_path
-from engram.metrics import Estimate, estimate, paired
-from engram.report.words import count_runs
-from engram.rundir import ERROR, EVENTS, UNKNOWN_CODE, method_code, read_manifest
-from engram.stagecache import StageCache
-from engram.together import Member, Workers, plan_members
+from engram.experiment.base_cache import StageCache
+from engram.experiment.parallel import Member, Workers, plan_members
+from engram.experiment.run_config import RunConfig, directory_name
+from engram.report.wording import count_runs
+from engram.runs.directory import ERROR, EVENTS, UNKNOWN_CODE, method_code, read_manifest
 
 STOP = "--stop-after-stage"
 

@@ -9,14 +9,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from engram.cli.commands.models import confirmed, exclude, naming_flags, printable
-from engram.cli.model_options import Undo
+from engram.cli.commands.model_common import confirmed, exclude, naming_flags, printable
+from engram.cli.options.models import Undo
 from engram.cli.text import count_classes, make_console, print_line, shorten
-from engram.errors import EngramError
-from engram.files import typed_path
-from engram.modeldir import Undone, read_manifest, undo
-from engram.modeldir.labels import encode_label
-from engram.modeldir.writer import tidy
+from engram.core.errors import EngramError
+from engram.core.io import typed_path
+from engram.models.api import Undone, read_manifest, undo
+from engram.models.labels import encode_label
+from engram.models.store.writer import tidy
 
 
 def undo_command(options: Undo, typed: Sequence[str]) -> int:

@@ -1,0 +1,1 @@
+"""Command-line options: one frozen dataclass per command, and how they change a configuration."""

@@ -1,0 +1,57 @@
+"""Methods from outside the package: ENGRAM_METHODS names the modules and files that register them."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+
+from engram.core.errors import EngramError
+from engram.core.io import typed_path
+
+VARIABLE = "ENGRAM_METHODS"
+
+
+def bring_in_methods() -> None:
+    """Imports what ENGRAM_METHODS names, with commas between: modules, and paths of .py files."""
+    for name in filter(None, map(str.strip, os.environ.get(VARIABLE, "").split(","))):
+        try:
+            _import_file(name) if name.endswith(".py") else _import_module(name)
+        except EngramError as error:
+            raise EngramError(f"{VARIABLE} names {name}: {error}") from error
+        except (Exception, SystemExit) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise EngramError(
+                f"{VARIABLE} names {name}, which cannot be imported ({reason}); ENGRAM_DEBUG=1 shows where"
+            ) from error
+
+
+def _import_module(name: str) -> None:
+    try:
+        found = importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # of the package that it would be in
+        found = False
+    if not found:
+        raise EngramError("there is no such module; PYTHONPATH says where modules are, or give the path of a .py file")
+    importlib.import_module(name)
+
+
+def _import_file(text: str) -> None:
+    """Imports a file under its path as the name, which no other module has; once, as all modules."""
+    path = typed_path(text).resolve()
+    name = str(path)
+    if name in sys.modules:
+        return
+    if not path.is_file():
+        raise EngramError("there is no such file")
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where dataclasses look for it meanwhile
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise

@@ -1,0 +1,1 @@
+"""The contract between methods and the engine: what a method declares, and what it may ask for."""

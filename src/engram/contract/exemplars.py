@@ -1,0 +1,77 @@
+"""What every method with a memory does with it: choose exemplars, and take the class means of them for NME."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engram.contract.learner import Learner
+from engram.core.rng import generator
+from engram.data.memory import SELECTORS
+from engram.data.stage import Samples, Stage
+
+if TYPE_CHECKING:
+    from engram.contract.method import Passes
+
+
+def choose_exemplars(learner: Learner, stage: Stage, passes: Passes) -> dict[int, Tensor]:
+    """Rows of the pool to keep of each new class, best first, as the memory's budget and selection say."""
+    quota = learner.memory.config.per_class(stage.num_seen)
+    if quota == 0:
+        return {}
+    select = SELECTORS[learner.memory.config.selection]
+    rows = {label: stage.rows_of(label) for label in stage.new_labels}
+    if quota is None:
+        return rows
+    chosen: dict[int, Tensor] = {}
+    for label, embeddings in unit_embeddings(learner, stage, passes).items():
+        picked = select(embeddings, quota, generator(learner.seed, "exemplars", label))
+        chosen[label] = rows[label][picked.cpu()]
+    return chosen
+
+
+def unit_embeddings(learner: Learner, stage: Stage, passes: Passes) -> dict[int, Tensor]:
+    """The embeddings (N, D) of all images of each new class under the network as it is, each of length 1."""
+    rows = [stage.rows_of(label) for label in stage.new_labels]
+    unit = F.normalize(passes.embed(learner.network, stage.pool.images[torch.cat(rows)]), dim=1)
+    return dict(zip(stage.new_labels, unit.split([len(own) for own in rows]), strict=True))
+
+
+def balanced_rows(learner: Learner, stage: Stage, passes: Passes) -> Tensor:
+    """As many rows of each class as the memory keeps; the new classes' are chosen by the model as it is now."""
+    quota = learner.memory.config.per_class(stage.num_seen)
+    old = [stage.rows_of(label)[:quota] for label in range(stage.num_old)]
+    return torch.cat([*old, *choose_exemplars(learner, stage, passes).values()])
+
+
+def balanced_count(learner: Learner, stage: Stage) -> int:
+    """How many `balanced_rows` will be."""
+    quota = learner.memory.config.per_class(stage.num_seen)
+    return sum(len(stage.rows_of(label)[:quota]) for label in range(stage.num_seen))
+
+
+def class_means(learner: Learner, passes: Passes) -> Tensor | None:
+    """The unit mean (K, D) of each class's unit embeddings, of its exemplars and of their mirror images.
+
+    None where a class seen has no exemplar.
+    """
+    samples = learner.memory.samples()
+    if samples is None or len(learner.memory.labels) < learner.num_classes:
+        return None
+    return unit_means(learner, samples, learner.num_classes, passes)
+
+
+def unit_means(learner: Learner, samples: Samples, num_classes: int, passes: Passes) -> Tensor:
+    """The unit mean (num_classes, D) of the unit embeddings of each class's images and of their mirror images."""
+    unit = sum(
+        F.normalize(passes.embed(learner.network, samples.images, mirror=mirror), dim=1) for mirror in (False, True)
+    )
+    assert isinstance(unit, Tensor)
+    # Class by class, and not by index_add_, whose order of summation changes from run to run on a GPU.
+    own = [unit[samples.rows_of(label).to(unit.device)] for label in range(num_classes)]
+    totals = torch.stack([each.sum(dim=0) for each in own])
+    # The mean's length does not matter once it is brought to 1.
+    return F.normalize(totals, dim=1)

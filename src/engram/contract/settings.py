@@ -1,0 +1,161 @@
+"""Settings of a method and of a training phase: frozen dataclasses that declare their limits and roles."""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, field, fields, replace
+from functools import cache
+from typing import Any, Literal, TypeVar
+
+from engram.core.errors import EngramError, UnknownNameError
+from engram.core.serialize import to_plain
+
+# What a setting is for, so that nothing outside a method has to know it by name.
+#   main: training of a stage's main phase; of the base stage only, if another setting has the role later
+#   later: training of the main phase of the stages after the base
+#   finetune: training on a balanced set after the main phase
+#   correction: training of a few numbers after that
+#   variant: which reading, where a paper and its code differ
+#   distillation: weight of the distillation
+Role = Literal["main", "later", "finetune", "correction", "variant", "distillation"]
+MAIN_ROLES: tuple[Role, ...] = ("main", "later")
+TRAINING_ROLES: tuple[Role, ...] = ("main", "finetune", "later", "correction")
+
+SettingsT = TypeVar("SettingsT", bound="Settings")
+
+
+def setting(
+    default: Any = MISSING,
+    *,
+    factory: Callable[[], Any] | None = None,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    after_base: bool = False,
+    role: Role | None = None,
+) -> Any:
+    """A dataclass field with limits, which `Settings` checks.
+
+    Parameters
+    ----------
+    at_least, above, at_most: limits of a number; None, as a value, has none.
+    after_base: it has no effect before the second stage, so runs that differ in it share a base stage.
+    role: what it is for.
+    """
+    limits = {"at_least": at_least, "above": above, "at_most": at_most}
+    metadata = {"limits": limits, "after_base": after_base, "role": role}
+    if factory is not None:
+        return field(default_factory=factory, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of a method: a frozen dataclass with a default for every field, checked when it is made."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+def check_fields(settings: Any) -> None:
+    """Refuse a value outside the limits of its `setting`, or not among the choices of its Literal annotation."""
+    hints = _hints(type(settings))
+    for each in fields(settings):
+        value = getattr(settings, each.name)
+        choices = _choices(hints[each.name])
+        if choices and value is not None and value not in choices:
+            raise UnknownNameError(each.name, value, map(str, choices))
+        if value is not None:
+            _check_limits(each.name, value, **each.metadata.get("limits", {}))
+
+
+def _check_limits(
+    name: str, value: float, at_least: float | None = None, above: float | None = None, at_most: float | None = None
+) -> None:
+    # Written so that a value that is not a number is refused.
+    fits = (
+        (at_least is None or value >= at_least)
+        and (above is None or value > above)
+        and (at_most is None or value <= at_most)
+    )
+    if not fits:
+        lower = f"at least {at_least:g}" if at_least is not None else f"above {above:g}" if above is not None else ""
+        upper = "" if at_most is None else f"at most {at_most:g}"
+        raise EngramError(
+            f"{name} must be {' and '.join(filter(None, (lower, upper)))}, got {value}", parameter=name, value=value
+        )
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
+def _choices(hint: Any) -> tuple[Any, ...]:
+    """The values of a Literal, or of a Literal or None; empty for any other annotation."""
+    if typing.get_origin(hint) is Literal:
+        return typing.get_args(hint)
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return tuple(choice for argument in typing.get_args(hint) for choice in _choices(argument))
+    return ()
+
+
+def base_settings(settings: Settings) -> dict[str, Any]:
+    """The settings that have an effect in the base stage, as plain data."""
+    later = {each.name for each in fields(settings) if each.metadata.get("after_base")}
+    return {name: value for name, value in to_plain(settings).items() if name not in later}
+
+
+def with_role(settings: Settings, *roles: Role) -> dict[str, Any]:
+    """The settings that have one of these roles, by name, in the order of the roles."""
+    by_role = {each.metadata.get("role"): each.name for each in fields(settings)}
+    return {by_role[role]: getattr(settings, by_role[role]) for role in roles if role in by_role}
+
+
+def change_training(settings: SettingsT, roles: tuple[Role, ...], **changes: Any) -> SettingsT:
+    """A copy in which the `Training` of each of these roles is changed, as far as the settings have them."""
+    trainings = with_role(settings, *roles)
+    return replace(settings, **{name: replace(training, **changes) for name, training in trainings.items()})
+
+
+@dataclass(frozen=True)
+class Training:
+    """How one phase trains: SGD with momentum.
+
+    Parameters
+    ----------
+    schedule: of the learning rate. "cosine" falls to 0 over the phase. "steps" multiplies it by `factor` at each
+        milestone. "restarts" uses a tenth of the rate for one epoch, then cosines from the rate down to `factor` of
+        it, over 1, 2, 4, 8 ... epochs. "rise" is a warm-up in equal steps, one per epoch, up to the rate. "constant".
+    milestones: fractions of the phase (0.5: after half of the epochs).
+    clip: clamps each gradient element-wise to [-clip, clip].
+    clip_norm: limits the length of the gradient of all trained parameters together.
+    remainder: the last, incomplete batch of an epoch is dropped or kept. (A single image is always dropped if the
+        backbone reduces it to one value per channel: batch norm cannot train on it.) With fewer images than
+        batch_size, all images are one batch.
+    """
+
+    epochs: int = setting(160, at_least=0)
+    batch_size: int = setting(128, at_least=1)
+    lr: float = setting(0.1, at_least=0)
+    schedule: Literal["cosine", "constant", "steps", "restarts", "rise"] = "cosine"
+    milestones: tuple[float, ...] = ()
+    factor: float = setting(0.1, above=0, at_most=1)
+    momentum: float = setting(0.9, at_least=0)
+    weight_decay: float = setting(5e-4, at_least=0)
+    clip: float | None = setting(5.0, above=0)
+    remainder: Literal["drop", "keep"] = "drop"
+    clip_norm: float | None = setting(None, above=0)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if any(not 0 < share < 1 for share in self.milestones) or list(self.milestones) != sorted(self.milestones):
+            raise EngramError(f"milestones must be fractions between 0 and 1 in ascending order, got {self.milestones}")
+
+    def batches(self, images: int) -> tuple[int, int]:
+        """The number of steps in an epoch of that many images, and the batch size (the last batch may be smaller)."""
+        size = min(self.batch_size, images)
+        steps = images // size if self.remainder == "drop" else -(-images // size)
+        return steps, size

@@ -1,0 +1,240 @@
+"""CIFAR-100 in its official python version, as archive or folder, and the published class orders."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import pickle
+import tarfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import IO, Any, Final
+
+import numpy as np
+
+from engram.core.errors import EngramError
+from engram.core.io import typed_path
+from engram.data.store import RGB, ImageStore, Split
+
+ARCHIVE_NAME: Final = "cifar-100-python.tar.gz"
+FOLDER_NAME: Final = "cifar-100-python"
+MEAN: Final[RGB] = (0.5071, 0.4867, 0.4408)
+STD: Final[RGB] = (0.2675, 0.2565, 0.2761)
+OFFICIAL_COUNTS: Final = (50_000, 10_000)
+_NAMES: Final = """
+    apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can
+    castle caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin
+    elephant flatfish forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard
+    lobster man maple_tree motorcycle mountain mouse mushroom oak_tree orange orchid otter palm_tree pear
+    pickup_truck pine_tree plain plate poppy porcupine possum rabbit raccoon ray road rocket rose sea seal shark
+    shrew skunk skyscraper snail snake spider squirrel streetcar sunflower sweet_pepper table tank telephone
+    television tiger tractor train trout tulip turtle wardrobe whale willow_tree wolf woman worm
+"""
+OFFICIAL_NAMES: Final = tuple(_NAMES.split())
+
+_MEMBERS: Final = ("meta", "train", "test")
+_MEMBER_LIMIT: Final = 256 * 2**20  # the largest official file has 148 MiB
+_CHUNK: Final = 2**20
+
+
+@cache
+def published_orders(dataset: str) -> tuple[tuple[int, ...], ...]:
+    """The class orders (class ids by label) published for a data set; empty where there are none.
+
+    A share held out of a data set (`cifar100:holdout0.2`) has the classes of the set, and so its orders.
+    """
+    text = resources.files("engram.data").joinpath("class_orders.json").read_text(encoding="utf-8")
+    entry = json.loads(text)["orders"].get(dataset.partition(":")[0])
+    return tuple(tuple(order) for order in entry["orders"]) if entry else ()
+
+
+def read_cifar100(path: str | Path, *, counts: tuple[int, int] | None = OFFICIAL_COUNTS) -> ImageStore:
+    """CIFAR-100 with its 100 fine classes, from the official archive, its extracted folder, or their parent.
+
+    `counts` are the training and test images that must be there, so that a copy with a part missing does
+    not pass for the benchmark; None admits any number.
+    """
+    files = read_batches(path)
+    names = _class_names(*files["meta"])
+    train = _split(*files["train"], len(names), counts[0] if counts else None)
+    test = _split(*files["test"], len(names), counts[1] if counts else None)
+    return ImageStore("cifar100", train, test, names, mean=MEAN, std=STD, origin="cifar100")
+
+
+def outline_cifar100() -> ImageStore:
+    """CIFAR-100's classes and counts, with blank images: enough to plan a run."""
+
+    def split(count: int) -> Split:
+        images = np.broadcast_to(np.zeros((1, 32, 32, 3), np.uint8), (count, 32, 32, 3))
+        return Split(images, np.arange(count, dtype=np.int64) % len(OFFICIAL_NAMES))
+
+    train, test = map(split, OFFICIAL_COUNTS)
+    return ImageStore("cifar100", train, test, OFFICIAL_NAMES, mean=MEAN, std=STD, origin="cifar100")
+
+
+def read_batches(path: str | Path) -> dict[str, tuple[str, dict[str, Any]]]:
+    """For each of meta, train and test, the place it was read from and its content by key."""
+    place = _locate(typed_path(path))
+    if place.is_dir():
+        return {name: _read_member(place / name) for name in _MEMBERS}
+    return _read_archive(place)
+
+
+def _locate(path: Path) -> Path:
+    """The archive or the extracted folder that a path means."""
+    try:
+        if path.is_file():
+            return path
+        if not path.is_dir():
+            raise EngramError(
+                f"there is no file or folder {path}; give the path of {ARCHIVE_NAME} or its extracted folder"
+            )
+        if any((path / name).is_file() for name in _MEMBERS):
+            return path
+        if (path / FOLDER_NAME).is_dir():
+            return path / FOLDER_NAME
+        if (path / ARCHIVE_NAME).is_file():
+            return path / ARCHIVE_NAME
+    except OSError as error:
+        raise EngramError(f"{path} cannot be read ({error.strerror}); check its permissions") from None
+    raise EngramError(f"{path} holds neither {ARCHIVE_NAME} nor the folder {FOLDER_NAME}; give the path of one of them")
+
+
+def _read_member(path: Path) -> tuple[str, dict[str, Any]]:
+    try:
+        if path.stat().st_size > _MEMBER_LIMIT:
+            raise EngramError(f"{path} is larger than any file of CIFAR-100; give the official files")
+        with path.open("rb") as file:
+            return str(path), _unpickle(file, str(path))
+    except FileNotFoundError:
+        raise EngramError(f"{path} is missing; extract {ARCHIVE_NAME} again or give the archive itself") from None
+    except OSError as error:
+        raise EngramError(f"{path} cannot be read ({error.strerror or error}); check the file") from None
+
+
+def _read_archive(path: Path) -> dict[str, tuple[str, dict[str, Any]]]:
+    """The three files of the archive, read in memory: nothing of it is ever written to disk."""
+    found: dict[str, bytes] = {}
+    try:
+        with _open_tar(path) as tar:
+            for member in tar:
+                folder, _, name = member.name.removeprefix("./").rpartition("/")
+                if folder != FOLDER_NAME or name not in _MEMBERS or not member.isreg():
+                    continue
+                if member.size > _MEMBER_LIMIT:
+                    raise EngramError(f"{member.name} in {path} is larger than any file of CIFAR-100")
+                if name in found:
+                    raise EngramError(f"{path} holds {member.name} twice; give the official {ARCHIVE_NAME}")
+                content = tar.extractfile(member)
+                assert content is not None  # a regular file always has content
+                found[name] = content.read()
+                if len(found[name]) != member.size:
+                    raise EOFError("it ends inside a file")
+    except EngramError:
+        raise
+    except Exception as error:  # gzip, zlib, tarfile and the file system each have their own kinds
+        if isinstance(error, OSError) and error.strerror:
+            raise EngramError(f"{path} cannot be read ({error.strerror}); check the file") from None
+        reason = str(error).rstrip(".") or type(error).__name__
+        raise EngramError(
+            f"{path} is truncated, damaged or no tar archive ({reason}); download it again (engram prepare cifar100)"
+        ) from None
+    missing = [name for name in _MEMBERS if name not in found]
+    if missing:
+        raise EngramError(
+            f"{path} has no file {FOLDER_NAME}/{missing[0]}; give the official {ARCHIVE_NAME} "
+            "(the python version, not the binary or Matlab one)"
+        )
+    places = {name: f"{path}:{FOLDER_NAME}/{name}" for name in _MEMBERS}
+    return {name: (place, _unpickle(io.BytesIO(found.pop(name)), place)) for name, place in places.items()}
+
+
+@contextmanager
+def _open_tar(path: Path) -> Iterator[tarfile.TarFile]:
+    # Some browsers strip the compression and keep the name, so the content decides.
+    with path.open("rb") as raw:
+        packed = raw.read(2) == b"\x1f\x8b"
+        raw.seek(0)
+        source: IO[bytes] = gzip.GzipFile(fileobj=raw) if packed else raw  # pyright: ignore[reportAssignmentType]
+        with tarfile.open(fileobj=source, mode="r|") as tar:
+            yield tar
+        while source.read(_CHUNK):  # to the end, where the checksum of the compressed stream is
+            pass
+
+
+class _ArrayUnpickler(pickle.Unpickler):
+    """Loads plain containers and NumPy arrays; a pickle that names anything else could run any program."""
+
+    def find_class(self, module: str, name: str, /) -> Any:
+        # NumPy renamed its core, and importing the old name warns.
+        found = _ADMITTED.get((module.replace("numpy._core", "numpy.core"), name))
+        if found is None:
+            raise EngramError(f"it asks for {module}.{name}, which no CIFAR-100 file needs")
+        return found
+
+
+def _dtype(code: Any, align: object = False, copy: object = True) -> np.dtype[Any]:
+    # The official files pass 0 and 1 for these flags, which NumPy now warns about.
+    return np.dtype(code, align=bool(align), copy=True)
+
+
+def _encode(text: str, encoding: str) -> bytes:
+    if encoding not in ("latin1", "latin-1"):
+        raise EngramError(f"it asks for the encoding {encoding!r}, which no CIFAR-100 file needs")
+    return text.encode("latin1")
+
+
+_ADMITTED: Final[dict[tuple[str, str], Any]] = {
+    ("numpy.core.multiarray", "_reconstruct"): np.empty(0).__reduce__()[0],
+    ("numpy", "ndarray"): np.ndarray,
+    ("numpy", "dtype"): _dtype,
+    ("_codecs", "encode"): _encode,
+}
+
+
+def _unpickle(file: IO[bytes], place: str) -> dict[str, Any]:
+    try:
+        content = _ArrayUnpickler(file, encoding="bytes").load()
+    except EngramError as error:
+        raise EngramError(f"{place} was refused: {error}; give the official files") from None
+    except Exception as error:  # a damaged pickle can raise nearly anything
+        reason = (str(error).splitlines() or [""])[0].rstrip(".") or type(error).__name__
+        raise EngramError(f"{place} is truncated or damaged ({reason}); download CIFAR-100 again") from None
+    if not isinstance(content, dict):
+        raise EngramError(
+            f"{place} holds a {type(content).__name__} where CIFAR-100 has a table; give the official files"
+        )
+    return {_text(key): value for key, value in content.items()}
+
+
+def _text(value: Any) -> str:
+    return value.decode("latin1") if isinstance(value, bytes) else str(value)
+
+
+def _class_names(place: str, content: dict[str, Any]) -> tuple[str, ...]:
+    names = content.get("fine_label_names")
+    if not isinstance(names, list) or len(names) != 100:
+        found = f"{len(names)}" if isinstance(names, list) else "no"
+        raise EngramError(f"{place} has {found} fine class names where CIFAR-100 has 100; give the official files")
+    return tuple(_text(name) for name in names)
+
+
+def _split(place: str, content: dict[str, Any], num_classes: int, count: int | None) -> Split:
+    pixels, labels = content.get("data"), content.get("fine_labels")
+    if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8 or pixels.shape[1:] != (3072,):
+        found = f"{pixels.dtype} {pixels.shape}" if isinstance(pixels, np.ndarray) else type(pixels).__name__
+        raise EngramError(f"{place} has pixels of the form {found}, not uint8 (N, 3072); give the official files")
+    if count is not None and len(pixels) != count:
+        raise EngramError(f"{place} has {len(pixels)} images where CIFAR-100 has {count}; give the official files")
+    if not isinstance(labels, list) or len(labels) != len(pixels):
+        found = f"{len(labels)}" if isinstance(labels, list) else "no"
+        raise EngramError(f"{place} has {found} fine labels for {len(pixels)} images; give the official files")
+    if not all(isinstance(label, int) and 0 <= label < num_classes for label in labels):
+        raise EngramError(f"{place} has a fine label that is not 0 to {num_classes - 1}; give the official files")
+    # Each row is the red, then the green, then the blue plane.
+    images = np.ascontiguousarray(pixels.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
+    return Split(images, np.array(labels, dtype=np.int64))

@@ -1,0 +1,1 @@
+"""Experiments: configuration and recipes of a run, its stages in order, several runs at once, the base-stage cache."""

@@ -1,0 +1,245 @@
+"""A run in progress: the stages one after the other, what they measure, and the checkpoints between."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from engram.core.checkpoint import Checkpoint, save_checkpoint
+from engram.core.errors import option, spelled
+from engram.core.events import (
+    Checkpointed,
+    Event,
+    Progress,
+    RunFinished,
+    RunStarted,
+    StageFinished,
+    StageStarted,
+    Stopped,
+    Warned,
+    Working,
+)
+from engram.core.provenance import version
+from engram.engine import PhaseState
+from engram.experiment.base_cache import StageCache
+from engram.experiment.session import Session
+from engram.experiment.shared_base import SharedBase
+from engram.experiment.stage_work import Outlook, StageWork, Taken, pack_phase, unpack_phase
+from engram.methods import find_method
+from engram.runs.directory import RunDirectory
+from engram.runs.result import Result, StageRecord, summarise
+
+UNLOGGED = (Progress, Working)
+
+
+class Execution:
+    """A run in progress: where it stands, and what it has measured."""
+
+    def __init__(
+        self,
+        session: Session,
+        files: RunDirectory | None,
+        stop: Callable[[], bool] | None,
+        stop_after_stage: int | None,
+        checkpoint_minutes: float,
+        cache: StageCache | None,
+    ) -> None:
+        self.session = session
+        self.files = files
+        self.stop = stop or (lambda: False)
+        self.base = SharedBase(session, cache, self.directory or session.config.recipe, self.stop)
+        self.stop_after_stage = stop_after_stage
+        self.checkpoint_seconds = checkpoint_minutes * 60
+        self.records: list[StageRecord] = []
+        self.clock: dict[str, float] = {}  # seconds of the stage in progress, by kind of work
+        self.phase_at: tuple[int, PhaseState] | None = None  # the phase to go on with, and where it stands
+        self.outlook = Outlook([stage.phases for stage in session.plan()])
+        self.card = session.card()
+        self.saved_at = time.monotonic()
+        self.away = 0.0  # seconds spent by whoever consumes the events; not this run's
+
+    def now(self) -> float:
+        """Seconds on a clock that stands still while the consumer of the events is at work."""
+        return time.monotonic() - self.away
+
+    @property
+    def directory(self) -> str | None:
+        return None if self.files is None else str(self.files.path)
+
+    def events(self, resumed: bool) -> Iterator[Event]:
+        """All events, each written to events.jsonl before it is passed on."""
+        if self.files is not None:
+            self.files.clear_error()
+        try:
+            for event in self._events(resumed):
+                if self.files is not None and not isinstance(event, UNLOGGED):
+                    self.files.append(event)
+                left = time.monotonic()
+                yield event
+                self.away += time.monotonic() - left
+        except Exception as error:
+            if self.files is not None:
+                self.files.write_error(error)
+            raise
+        finally:
+            self.base.release()
+            if self.files is not None:
+                self.files.close()
+
+    def _events(self, resumed: bool) -> Iterator[Event]:
+        session = self.session
+        stages = len(session.stream)
+        config = session.config
+        yield RunStarted(config.recipe, config.method, self.directory, stages, self.card, resumed)
+        if session.store.skipped:
+            shown = ", ".join(session.store.skipped[:3])
+            yield Warned(f"{len(session.store.skipped)} unreadable images were left out: {shown}")
+        if resumed and len(self.records) < stages:
+            yield from self._other_threads()
+            yield from self._other_code()
+        if self.files is not None and self.records:
+            self.files.write_result(dict(self._result()))
+        while len(self.records) < stages:
+            index = len(self.records)
+            if self.stop_after_stage is not None and index > self.stop_after_stage:
+                yield Stopped(index - 1, stages, "stopped after the stage asked for", self.directory)
+                return
+            stopped = yield from self._stage(index)
+            if stopped:
+                yield Stopped(index, stages, "interrupted", self.directory)
+                return
+        yield RunFinished(dict(self._result()), self.directory)
+
+    def _other_threads(self) -> Iterator[Event]:
+        """Says so where the run goes on with another number of CPU threads, which its sums depend on."""
+        assert self.files is not None
+        begun, now = self.files.manifest.get("hardware", {}).get("threads"), torch.get_num_threads()
+        if self.session.engine.device.type == "cpu" and begun not in (None, now):
+            began = f"{self.directory} began with {begun} CPU thread{'' if begun == 1 else 's'}"
+            yield Warned(
+                spelled(
+                    f"{began} and continues with {now}, so its last bits will differ from a run that was never "
+                    f"stopped; torch.set_num_threads({begun}) or {option('threads', begun)} keeps them"
+                )
+            )
+
+    def _other_code(self) -> Iterator[Event]:
+        """Says so where a method from outside the package was edited since the run began."""
+        assert self.files is not None
+        method, anew = find_method(self.session.config.method), not self.records and self.phase_at is None
+        if not self.files.goes_on_with(method.versions, anew) and not anew:
+            yield Warned(
+                f"{self.directory} was not trained so far with the code that its method {method.name} has now, "
+                "so that it will be a run of neither; a new run would be all of one code"
+            )
+
+    def _stage(self, index: int) -> Generator[Event, None, bool]:
+        """One stage, whole or from where it stood; returns whether it was asked to stop inside."""
+        session, stages = self.session, len(self.session.stream)
+        stage = session.stage(index)
+        names = [session.store.class_names[session.stream.order[label]] for label in stage.new_labels]
+        yield StageStarted(index, stages, names, stage.num_seen, len(stage.pool), int(stage.pool.exemplar.sum()))
+        if self.phase_at is None:
+            self.clock = {}
+        work = StageWork(session.method, session.learner, session.engine, stage, stages, self.now, self.clock)
+        stopped = yield from self._train(index, work)
+        if stopped:
+            return True
+        yield from work.finish()
+        yield Working(index, stages, "evaluate")
+        with work.clocked("evaluate"):
+            accuracy, by_stage, arrays = session.evaluate(index)
+        for note in session.learner.notes:
+            yield Warned(spelled(note))
+        session.learner.notes.clear()  # before it is saved, or a resumed run would say them again
+        record = StageRecord(index, stage.num_seen, accuracy, sum(self.clock.values()), by_stage, dict(self.clock))
+        self.records.append(record)
+        self.outlook.stage(index, self.clock)
+        if self.files is not None:
+            # In this order: whatever moment it is cut off at, the checkpoint vouches for the arrays, and the result can
+            # be written again from the checkpoint.
+            self.files.write_stage(index, arrays)
+            self._save(None)
+            self.files.write_result(dict(self._result()))
+        average = self._result()["average_incremental_accuracy"]
+        yield StageFinished(index, stages, stage.num_seen, accuracy, by_stage, average, record.seconds)
+        return False
+
+    def _train(self, index: int, work: StageWork) -> Generator[Event, None, bool]:
+        """Takes the base stage from the cache or trains; returns whether it was asked to stop."""
+        resume, self.phase_at = self.phase_at, None
+        if index == 0 and resume is None:
+            how = yield from self.base.take()
+            if how != "train":
+                return how == "stopped"
+        elif index == 0:
+            yield from self.base.claim()  # whether it gets it or not: it has begun
+        for event in work.train(resume):
+            if not isinstance(event, Taken):
+                yield event
+            elif (yield from self._after_step(index, event)):
+                return True
+        if index == 0:
+            yield from self.base.share()
+        return False
+
+    def _after_step(self, index: int, taken: Taken) -> Generator[Event, None, bool]:
+        """What is due after a step: progress, a checkpoint; returns whether it was asked to stop."""
+        self.outlook.step(taken)
+        if taken.meter.due():
+            yield self.outlook.progress(index, len(self.session.stream), taken)
+        if self.files is not None and time.monotonic() - self.saved_at > self.checkpoint_seconds:
+            yield from self._checkpoint(taken)
+        if not self.stop():
+            return False
+        if self.files is not None:
+            yield from self._checkpoint(taken)
+        return True
+
+    def _checkpoint(self, taken: Taken) -> Iterator[Event]:
+        """Saves where training stands, once what came before is told."""
+        yield from taken.ended()
+        self._save(taken.state())
+        yield Checkpointed(taken.stage, taken.loop.phase.name, taken.loop.epoch + 1)
+
+    def _result(self) -> Result:
+        config = self.session.config
+        identity = {
+            "engram": version(),
+            "recipe": config.recipe,
+            "method": config.method,
+            "dataset": self.session.store.name,
+            "order": int(config.order) if config.order.isdecimal() else config.order,
+            "seed": config.seed,
+        }
+        return summarise(identity, self.records)
+
+    def _save(self, phase: tuple[int, PhaseState] | None) -> None:
+        """Writes a checkpoint: between stages, or inside the phase given."""
+        assert self.files is not None
+        tensors = self.session.learner.state_dict()
+        data: dict[str, Any] = {
+            "config_hash": self.files.manifest["config_hash"],
+            "records": [asdict(record) for record in self.records],
+            "clock": self.clock,
+            "notes": self.session.learner.notes,
+            "phase": None,
+        }
+        if phase is not None:
+            packed, data["phase"] = pack_phase(*phase)
+            tensors |= packed
+        save_checkpoint(self.files.checkpoint, Checkpoint(tensors, data))
+        self.saved_at = time.monotonic()
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Takes over where a checkpoint stood."""
+        tensors, data = dict(checkpoint.tensors), checkpoint.data
+        self.phase_at = unpack_phase(tensors, data["phase"])
+        self.session.learner.load_state_dict(tensors)
+        self.records = [StageRecord(**record) for record in data["records"]]
+        self.clock = dict(data["clock"])
+        self.session.learner.notes[:] = data.get("notes", [])

@@ -1,0 +1,159 @@
+"""Runs: start one, go on with one, or just have its result. They yield events and draw nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engram.core.checkpoint import load_checkpoint
+from engram.core.errors import EngramError, option
+from engram.core.events import Event, RunFinished
+from engram.core.provenance import hardware
+from engram.data.sources.load import DataConfig, load_store
+from engram.data.store import ImageStore
+from engram.experiment.base_cache import StageCache
+from engram.experiment.execution import Execution
+from engram.experiment.recipe_changes import named_by_recipe
+from engram.experiment.run_config import RunConfig, config_hash
+from engram.experiment.session import Session
+from engram.experiment.shared_base import which_cache
+from engram.methods import find_method
+from engram.runs.directory import RunDirectory, read_manifest
+from engram.runs.result import Result
+
+
+def run(
+    config: RunConfig,
+    store: ImageStore | None = None,
+    directory: str | Path | None = None,
+    *,
+    stop: Callable[[], bool] | None = None,
+    stop_after_stage: int | None = None,
+    checkpoint_minutes: float = 10.0,
+    cache: StageCache | bool | None = None,
+    command: str | None = None,
+) -> Generator[Event, None, None]:
+    """The events of a run, which takes place as they are consumed.
+
+    directory: where the run keeps its files; None writes nothing. store: the images, where the configuration does not
+    name them. stop is asked after every step; when it says yes the run saves itself and ends. cache: where trained base
+    stages are shared with other runs; True is where the commands and `run_together` have theirs.
+    """
+    check_config(config)
+    if store is None:
+        store = load_store(config.data)
+    bases = which_cache(cache)  # before there is a directory: what is refused leaves none behind
+    session = Session(settle(config, store), store)
+    files = None
+    if directory is not None:
+        files = RunDirectory.create(Path(directory), {**_manifest(session), "command": command})
+    yield from Execution(session, files, stop, stop_after_stage, checkpoint_minutes, bases).events(resumed=False)
+
+
+def resume(
+    directory: str | Path,
+    store: ImageStore | None = None,
+    *,
+    stop: Callable[[], bool] | None = None,
+    stop_after_stage: int | None = None,
+    checkpoint_minutes: float = 10.0,
+    cache: StageCache | bool | None = None,
+) -> Generator[Event, None, None]:
+    """The events of going on with the run in a directory from its last checkpoint.
+
+    store: the images, where the configuration does not name them or they moved.
+    """
+    path = Path(directory)
+    manifest = read_manifest(path)
+    config = RunConfig.from_plain(manifest["config"])
+    if config_hash(manifest["config"]) != manifest["config_hash"]:
+        raise EngramError(f"the configuration in {path / 'run.json'} was changed after the run began; start a new run")
+    if store is None:
+        store = load_store(config.data)
+    files = RunDirectory.open(path)
+    try:
+        checkpoint = None
+        if files.checkpoint.exists() or files.has_results():
+            checkpoint = load_checkpoint(files.checkpoint)
+        if checkpoint is not None and checkpoint.data.get("config_hash") != manifest["config_hash"]:
+            raise EngramError(f"the checkpoint in {path} belongs to another configuration than its run.json")
+        if store.fingerprint() != manifest["data"].get("fingerprint"):
+            raise EngramError(
+                f"the images are not those that the run in {path} began with; give the same data with {option('data')}"
+            )
+        session = Session(config, store)
+        recorded = (manifest["order"].get("class_ids"), manifest["stage_sizes"])
+        if (list(session.stream.order), list(session.stream.sizes)) != recorded:
+            raise EngramError(
+                f"the class order or the stages of the run in {path} are not what its configuration gives"
+            )
+        going = Execution(session, files, stop, stop_after_stage, checkpoint_minutes, which_cache(cache))
+        if checkpoint is not None:
+            going.restore(checkpoint)
+    except BaseException:
+        files.close()
+        raise
+    yield from going.events(resumed=True)
+
+
+def check_config(config: Any) -> None:
+    """Refuses what is no configuration, such as the name of a recipe."""
+    if not isinstance(config, RunConfig):
+        raise EngramError(f"a run needs a configuration, as recipe('afc-mini-b10-s5') gives one, got {config!r}")
+
+
+def settle(config: RunConfig, store: ImageStore) -> RunConfig:
+    """The configuration as a run of these images here has it; its name says what of its recipe was changed.
+
+    Refuses images without the held-out share that it asks for: the run would be measured on the test split.
+    """
+    asked = config.data.holdout
+    if asked is not None and asked != store.held_out:
+        has = "none" if store.held_out is None else f"{store.held_out:g}"
+        raise EngramError(
+            f"the run asks for a held-out share of {asked:g}, and the images that were given have {has}; "
+            f"give store.holdout({asked:g}, seed=0), or leave data.holdout out"
+        )
+    # run.json must not name images that were not used, nor pass held-out ones for the test split.
+    data = config.data if store.origin == config.data.name else DataConfig(store.origin)
+    config = replace(config, data=replace(data, holdout=store.held_out))
+    return named_by_recipe(config).on_this_machine()
+
+
+def train(config: RunConfig, store: ImageStore | None = None, directory: str | Path | None = None) -> Result:
+    """The result of a run, start to end."""
+    result = None
+    for event in run(config, store, directory):
+        if isinstance(event, RunFinished):
+            result = event.result
+    assert result is not None
+    return result  # pyright: ignore[reportReturnType]
+
+
+def _manifest(session: Session) -> dict[str, Any]:
+    """What run.json says of a run beside dates and the versions of what is installed."""
+    config, store, stream = session.config, session.store, session.stream
+    return {
+        "recipe": config.recipe,
+        "config": config.to_plain(),
+        "config_hash": config.fingerprint(),
+        "card": session.card(),
+        "data": {
+            "name": store.name,
+            "class_names": list(store.class_names),
+            "image_size": list(store.image_size),
+            "train_images": len(store.train),
+            "test_images": len(store.test),
+            "skipped": list(store.skipped),
+            "fingerprint": session.fingerprint,
+        },
+        "order": {"name": config.order, "class_ids": list(stream.order)},
+        "stage_sizes": list(stream.sizes),
+        "predictors": list(session.method.predictors),
+        "versions": find_method(config.method).versions,
+        "hardware": hardware(str(session.engine.device), session.device_name, torch.get_num_threads()),
+    }

@@ -1,0 +1,85 @@
+"""The network of a run, out of its directory, for whoever wants features or scores of other images."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engram.core.checkpoint import load_checkpoint
+from engram.core.errors import EngramError
+from engram.data.augment import centre, to_unit
+from engram.experiment.run_config import RunConfig
+from engram.experiment.session import make_network
+from engram.methods import find_method
+from engram.nn.network import Network, Output
+from engram.runs.directory import CHECKPOINT, read_manifest
+
+BATCH = 256  # images at a time
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """What a run has learned, as it was saved last.
+
+    network: in eval mode. class_names: those it has seen, by label, which is the order they came in. class_means: (K,
+    D), each of length 1, for the nearest mean of exemplars; None where the run keeps none. stages: how many were
+    finished, the base among them. image_size: height and width of the images.
+    """
+
+    config: RunConfig
+    network: Network
+    class_names: tuple[str, ...]
+    class_means: Tensor | None
+    stages: int
+    image_size: tuple[int, int]
+
+    def features(self, images: Tensor | np.ndarray) -> Tensor:
+        """The embeddings (N, D) of uint8 images (N, H, W, 3), not normalised."""
+        return torch.cat([output.embedding for output in self._outputs(images)])
+
+    def scores(self, images: Tensor | np.ndarray) -> Tensor:
+        """The head's scores (N, K) of uint8 images (N, H, W, 3) for the classes seen, in the order of class_names."""
+        return torch.cat([output.scores[:, : len(self.class_names)] for output in self._outputs(images)])
+
+    def _outputs(self, images: Tensor | np.ndarray) -> Iterator[Output]:
+        given = torch.as_tensor(np.ascontiguousarray(images) if isinstance(images, np.ndarray) else images)
+        if given.dtype != torch.uint8 or tuple(given.shape[1:]) != (*self.image_size, 3) or not len(given):
+            height, width = self.image_size
+            raise EngramError(
+                f"images must be uint8 of the shape (N, {height}, {width}, 3) with one or more of them, got "
+                f"{str(given.dtype).removeprefix('torch.')} of {tuple(given.shape)}"
+            )
+        seen = centre(given, self.config.augmentation.seen(self.image_size))
+        with torch.no_grad():
+            for some in seen.split(BATCH):
+                yield self.network(to_unit(some.to(self.network.mean.device)))
+
+
+def open_run(directory: str | Path, device: str | torch.device = "cpu") -> TrainedRun:
+    """The network of the run in a directory, after its last checkpoint; needs none of the images."""
+    path = Path(directory)
+    manifest = read_manifest(path)
+    config, names = RunConfig.from_plain(manifest["config"]), manifest["data"]["class_names"]
+    checkpoint = load_checkpoint(path / CHECKPOINT)
+    method = find_method(config.method).make(config.settings)
+    network = make_network(config, method, len(names), (0.0,) * 3, (1.0,) * 3)  # which are loaded, too
+    prefix, tensors = "network.", checkpoint.tensors
+    state = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+    network.make_room(state)
+    network.load_state_dict(state)
+    means = tensors.get("class_means")
+    order = manifest["order"]["class_ids"][: network.head.num_classes]
+    height, width = manifest["data"]["image_size"]
+    return TrainedRun(
+        config=config,
+        network=network.to(device),
+        class_names=tuple(names[label] for label in order),
+        class_means=None if means is None else means.to(device),
+        stages=len(checkpoint.data["records"]),
+        image_size=(height, width),
+    )

@@ -1,0 +1,129 @@
+"""Losses that take a sample at a time, a program each: forward and backward, one kernel each.
+
+Legend: B batch, D embedding, K classes (minus infinity where not yet seen).
+"""
+
+# Triton adds launch options such as num_warps to what a kernel takes.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engram.kernels.sizes import SMALLEST, power_of_two
+
+
+@triton.jit
+def load_nca(logits, labels, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """A sample's logits with the highest taken from them, their powers without its own class, and where that is."""
+    b = tl.program_id(0)
+    k = tl.arange(0, BLOCK_K)
+    value = tl.load(logits + b * K + k, mask=k < K, other=-float("inf"))
+    shifted = value - tl.max(value, axis=0)
+    own = k == tl.load(labels + b)
+    return shifted, tl.where(own, 0.0, tl.exp(shifted)), own
+
+
+@triton.jit
+def engram_nca_forward(logits, labels, loss, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """log(sum of the others' powers + 1) - own, of logits (B, K) less their highest; loss: (B,)."""
+    shifted, others, own = load_nca(logits, labels, K, BLOCK_K)
+    value = tl.log(tl.sum(others, axis=0) + 1) - tl.sum(tl.where(own, shifted, 0.0), axis=0)
+    tl.store(loss + tl.program_id(0), value)
+
+
+@triton.jit
+def engram_nca_backward(logits, labels, gradient, out, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The gradient (B, K) at the logits from that at the loss (B,); the highest carry theirs, in equal parts."""
+    shifted, others, own = load_nca(logits, labels, K, BLOCK_K)
+    b = tl.program_id(0)
+    k = tl.arange(0, BLOCK_K)
+    total = tl.sum(others, axis=0) + 1
+    highest = (shifted == 0).to(tl.float32)
+    value = others / total - own.to(tl.float32) + highest / (total * tl.sum(highest, axis=0))
+    tl.store(out + b * K + k, value * tl.load(gradient + b), mask=k < K)
+
+
+class _NCA(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits: Tensor, labels: Tensor) -> Tensor:
+        logits, labels = logits.contiguous(), labels.contiguous()
+        loss = torch.empty(len(logits), device=logits.device)
+        engram_nca_forward[(len(logits),)](logits, labels, loss, **_columns("K", logits))
+        ctx.save_for_backward(logits, labels)
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradient: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        logits, labels = ctx.saved_tensors
+        out = torch.empty_like(logits)
+        places = (logits, labels, gradient.contiguous(), out)
+        engram_nca_backward[(len(logits),)](*places, **_columns("K", logits))
+        return out, None
+
+
+def nca(logits: Tensor, labels: Tensor) -> Tensor:
+    """`engram.methods.blocks.losses.nca_released` of logits (B, K) in float32, one value a sample (B,)."""
+    return _NCA.apply(logits, labels)
+
+
+@triton.jit
+def load_pair(ours, theirs, smallest, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """A sample's two embeddings brought to length 1, and the length of ours, not below the smallest."""
+    d = tl.arange(0, BLOCK_D)
+    at = tl.program_id(0) * D + d
+    a = tl.load(ours + at, mask=d < D, other=0.0)
+    b = tl.load(theirs + at, mask=d < D, other=0.0)
+    a_length = tl.maximum(tl.sqrt(tl.sum(a * a, axis=0)), smallest)
+    b_length = tl.maximum(tl.sqrt(tl.sum(b * b, axis=0)), smallest)
+    return a / a_length, b / b_length, a_length
+
+
+@triton.jit
+def engram_cosine_forward(ours, theirs, cosine, smallest, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The cosine (B,) of embeddings (B, D)."""
+    a, b, _ = load_pair(ours, theirs, smallest, D, BLOCK_D)
+    tl.store(cosine + tl.program_id(0), tl.sum(a * b, axis=0))
+
+
+@triton.jit
+def engram_cosine_backward(ours, theirs, gradient, out, smallest, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The gradient (B, D) at ours from that at the cosine (B,)."""
+    a, b, length = load_pair(ours, theirs, smallest, D, BLOCK_D)
+    along = tl.where(length > smallest, tl.sum(a * b, axis=0), 0.0)  # a length that was clamped does not change
+    value = tl.load(gradient + tl.program_id(0)) * (b - a * along) / length
+    d = tl.arange(0, BLOCK_D)
+    tl.store(out + tl.program_id(0) * D + d, value, mask=d < D)
+
+
+class _Cosine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, ours: Tensor, theirs: Tensor) -> Tensor:
+        ours, theirs = ours.contiguous(), theirs.contiguous()
+        cosine = torch.empty(len(ours), device=ours.device)
+        engram_cosine_forward[(len(ours),)](ours, theirs, cosine, SMALLEST, **_columns("D", ours))
+        ctx.save_for_backward(ours, theirs)
+        return cosine
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradient: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        ours, theirs = ctx.saved_tensors
+        out = torch.empty_like(ours)
+        places = (ours, theirs, gradient.contiguous(), out, SMALLEST)
+        engram_cosine_backward[(len(ours),)](*places, **_columns("D", ours))
+        return out, None
+
+
+def cosine(ours: Tensor, theirs: Tensor) -> Tensor:
+    """The cosine (B,) of embeddings (B, D) in float32; only ours gets a gradient."""
+    return _Cosine.apply(ours, theirs.detach())
+
+
+def _columns(name: str, values: Tensor) -> dict[str, int]:
+    columns = values.shape[1]
+    return {name: columns, f"BLOCK_{name}": power_of_two(columns), "num_warps": 1 if columns <= 256 else 4}

@@ -1,0 +1,1 @@
+"""Blocks that several methods share: heads with their training, losses, penalties, importance."""

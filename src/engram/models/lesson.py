@@ -1,0 +1,329 @@
+"""A lesson: new images for a model, settled against what it knows, and the work of learning them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engram.contract.learner import Learner
+from engram.core.checkpoint import Checkpoint
+from engram.core.errors import EngramError
+from engram.core.events import Checkpointed, Event, Learned, StageStarted, Warned, Working
+from engram.core.serialize import dotted
+from engram.data.stage import Samples, Stage
+from engram.data.store import pixel_statistics, some
+from engram.experiment.stage_work import Outlook, PhasePlan, StageWork, Taken, pack_phase, unpack_phase
+from engram.methods import find_method
+from engram.models.labels import in_order
+from engram.models.model import Entry, KnownClass, Model, to_samples
+from engram.models.split import Split
+
+Known = Literal["refuse", "ignore", "refresh"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a lesson is taken.
+
+    known: what to do with images of classes that the model knows: refuse them, ignore them, or take the class out and
+    learn it again from these images and its exemplars. epochs: instead of the configuration's, for this lesson.
+    """
+
+    known: Known = "refuse"
+    epochs: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.known not in ("refuse", "ignore", "refresh"):
+            raise EngramError(f"known must be refuse, ignore or refresh, got {self.known!r}")
+
+
+@dataclass(eq=False)
+class Keeping:
+    """What is asked and told between two steps: when to stop, where to save how far it is and how often."""
+
+    stop: Callable[[], bool] = lambda: False
+    save: Callable[[Checkpoint], None] | None = None
+    seconds: float = 120.0
+    saved_at: float = field(default_factory=time.monotonic)
+
+    def is_due(self) -> bool:
+        """Whether it is time to save."""
+        return self.save is not None and time.monotonic() - self.saved_at >= self.seconds
+
+
+class Lesson:
+    """Images (N, H, W, 3) in uint8 and their labels, to be learned by a copy of the model, which stays as it is."""
+
+    def __init__(self, model: Model, images: np.ndarray, labels: Sequence[Hashable], options: Options) -> None:
+        if len(images) != len(labels):
+            raise EngramError(f"{len(images)} images need {len(images)} labels, got {len(labels)}")
+        self.before = model
+        self.options = options
+        self.model = model.copy()
+        self.model.method = find_method(model.config.method).make(model.config.lesson_settings(options.epochs))
+        rows_by_label = self._settle(labels)
+        self._given = sum(len(rows) for rows in rows_by_label.values())
+        self.refreshed = [label for label in rows_by_label if label in set(model.labels)]
+        self.new = in_order(rows_by_label)
+        kept = self._take_out()
+        self._images = torch.from_numpy(images)
+        # Of each image, which of the new classes it is of; -1 where it is left out.
+        self._places = np.full(len(images), -1)
+        for place, label in enumerate(self.new):
+            self._places[rows_by_label[label]] = place
+        self._prepare(rows_by_label, kept)
+
+    def _settle(self, labels: Sequence[Hashable]) -> dict[Hashable, np.ndarray]:
+        """The rows of each class to be learned."""
+        rows: dict[Hashable, list[int]] = {}
+        for row, label in enumerate(labels):
+            rows.setdefault(label, []).append(row)
+        known = set(self.before.labels)
+        again = [label for label in rows if label in known]
+        if again and self.options.known == "refuse":
+            raise EngramError(
+                f"the model knows the class {some(map(str, again))} already; leave its images out, "
+                "or ask for more of known classes (more_of_known) to learn it again from them and its exemplars"
+            )
+        if self.options.known == "ignore":
+            rows = {label: own for label, own in rows.items() if label not in known}
+        if not rows:
+            reason = f"the model knows {some(map(str, again))} already" if again else "there is no image"
+            raise EngramError(f"there is nothing to learn: {reason}")
+        return {label: np.array(own) for label, own in rows.items()}
+
+    def _take_out(self) -> dict[Hashable, tuple[Tensor, Tensor]]:
+        """Drops the classes to be learned again; their exemplars and held-out images."""
+        kept: dict[Hashable, tuple[Tensor, Tensor]] = {}
+        model, learner = self.model, self.model.learner
+        if learner is None or not self.refreshed:
+            return kept
+        none = torch.empty(0, *model.config.image_size, 3, dtype=torch.uint8)
+        for label in self.refreshed:
+            place = model.position(label)
+            held = [
+                memory.of(place).images if place in memory.labels else none
+                for memory in (learner.memory, model.heldout)
+            ]
+            kept[label] = (held[0], held[1])
+        model.drop([model.position(label) for label in self.refreshed])
+        return kept
+
+    def _prepare(self, rows: dict[Hashable, np.ndarray], kept: dict[Hashable, tuple[Tensor, Tensor]]) -> None:
+        """Holds images out, makes the first network where there is none, and the stage to train on."""
+        model = self.model
+        first = len(model.classes)
+        index = len(model.sizes) if first else 0
+        model.config.memory.check(first + len(self.new))
+        split = Split(self.before, self._images, rows)
+        self._notice = split.notice()
+        parts = {label: split.of(label) for label in self.new}
+        train, held = [], []
+        for place, label in enumerate(self.new, start=first):
+            exemplars, before = kept.get(label, (self._images[:0], self._images[:0]))
+            part = parts[label]
+            if not len(part.learned) and not len(exemplars):
+                raise EngramError(
+                    f"there is nothing new of the class {str(label)!r}: these images are held out already"
+                )
+            train.append((place, torch.cat([self._images[part.learned], exemplars])))
+            held.append((place, torch.cat([before, self._images[part.heldout]])))
+        pool = _labelled(train)
+        if model.learner is None:
+            mean, std = pixel_statistics(pool.images.numpy())
+            model.learner = model.make_learner(mean, std, len(self.new))
+        elif not first:
+            model.begin_again()
+        for network in (model.learner.network, model.learner.teacher):  # losses compare the two, column by column
+            network.head.reserve(first + len(self.new))
+        model.sizes = (*model.sizes, len(self.new))
+        out = _labelled(held)
+        model.heldout.update(out, {place: out.rows_of(place) for place, own in held if len(own)}, len(self.new))
+        stage = len(model.history)
+        model.classes += tuple(
+            KnownClass(label, stage, len(own), digests=parts[label].digests)
+            for label, (_, own) in zip(self.new, train, strict=True)
+        )
+        exemplars = model.learner.memory.samples()
+        everything = pool if exemplars is None else Samples.concatenate([pool, exemplars])
+        self.stage = Stage(index, first, len(self.new), everything, model.sizes)
+
+    def fingerprint(self) -> str:
+        """32 hex digits that change when the images, their labels or how they are learned do."""
+        model = self.before
+        how = {
+            "config": model.config.to_plain(),
+            "known": [repr(label) for label in model.labels],
+            "history": len(model.history),
+            "options": [self.options.known, self.options.epochs],
+            "new": [repr(label) for label in self.new],
+            "place": [str(model.engine.device), model.engine.precision],
+            "shape": list(self._images.shape),
+        }
+        digest = hashlib.blake2b(json.dumps(how, sort_keys=True).encode(), digest_size=16)
+        digest.update(self._places.data)
+        digest.update(np.ascontiguousarray(self._images.numpy()).data)
+        return digest.hexdigest()
+
+    def asked(self) -> dict[str, Any]:
+        """What was asked for, by name: for telling in what another lesson differs."""
+        model, training = self.before, getattr(self.model.method.settings, "train", None)
+        return {
+            "epochs": None if training is None else training.epochs,
+            "known": self.options.known,
+            "images": len(self._images),
+            "classes": some(map(str, self.new)),
+            "device": str(model.engine.device),
+            "precision": model.engine.precision,
+            **dotted(model.config.to_plain()),
+        }
+
+    def take(self, keeping: Keeping, resume: Checkpoint | None = None) -> Generator[Event, None, Model | None]:
+        """The work itself, from the start or a checkpoint; returns the model that has learned, None if it stopped."""
+        model, stage = self.model, self.stage
+        learner = model.learner
+        assert learner is not None
+        clock: dict[str, float] = {}
+        work = StageWork(model.method, learner, model.engine, stage, stage.index + 1, clock=clock)
+        names = [str(label) for label in self.new]
+        yield StageStarted(
+            stage.index, stage.index + 1, names, stage.num_seen, len(stage.pool), int(stage.pool.exemplar.sum())
+        )
+        if self._notice is not None:
+            yield Warned(self._notice)
+        at = None if resume is None else _restore(resume, learner, stage, clock)
+        outlook: Outlook | None = None
+        for event in work.train(at):
+            if not isinstance(event, Taken):
+                yield event
+                continue
+            if outlook is None:
+                outlook = Outlook([[PhasePlan.of(phase) for phase in work.phases]], first=stage.index)
+            outlook.step(event)
+            if event.meter.due():
+                yield outlook.progress(stage.index, stage.index + 1, event)
+            stopping = keeping.stop()
+            if keeping.save is not None and (stopping or keeping.is_due()):
+                yield from event.ended()
+                keeping.save(_checkpoint(learner, event, clock))
+                keeping.saved_at = time.monotonic()
+                yield Checkpointed(stage.index, event.loop.phase.name, event.loop.epoch + 1)
+            if stopping:
+                return None
+        yield from work.finish()
+        for note in learner.notes:
+            yield Warned(note)
+        learner.notes.clear()
+        yield Working(stage.index, stage.index + 1, "evaluate")
+        self._note(work.phases[0].training.epochs if work.phases else 0, sum(clock.values()))
+        return model
+
+    def _note(self, epochs: int, seconds: float) -> None:
+        """Measures the model on held-out images and writes the lesson into its history; epochs: of its main phase."""
+        model = self.model
+        model.method = self.before.method
+        model.measure(calibrate=True)
+        self._past, now = self._accuracy_before(), {known.label: known.accuracy for known in model.classes}
+        old = [known.label for known in model.classes[: self.stage.num_old]]
+        entry = Entry(
+            what="learned",
+            date=datetime.now(UTC).isoformat(timespec="seconds"),
+            images=self._given,
+            epochs=epochs,
+            seconds=seconds,
+            device=str(model.engine.device),
+            precision=model.engine.precision,
+            before=_mean(self._past, old),
+            after=_mean(now, old),
+            new=_mean(now, self.new),
+            classes=len(self.new),
+            refreshed_before=_mean(self._past, self.refreshed),
+            refreshed_after=_mean(now, self.refreshed),
+        )
+        model.history = (*model.history, entry)
+
+    def _accuracy_before(self) -> dict[Hashable, dict[str, float]]:
+        """How good the model was at the classes it knew, on the images that are held out now."""
+        past = {known.label: known.accuracy for known in self.before.classes}
+        past |= {label: {} for label in self.refreshed}  # these may have more of them now
+        heldout, place_of = self.model.heldout, {label: place for place, label in enumerate(self.model.labels)}
+        parts = [
+            (self.before.position(label), heldout.of(place_of[label]).images)
+            for label in self.refreshed
+            if place_of[label] in heldout.labels
+        ]
+        for by, shares in (self.before.accuracy_on(_labelled(parts)) if parts else {}).items():
+            for place, share in shares.items():
+                past[self.before.labels[place]][by] = share
+        return past
+
+    def learned(self, path: str | None) -> Learned:
+        """What to tell of the lesson once it is learned."""
+        model, entry = self.model, self.model.history[-1]
+        assert model.learner is not None
+        by_class: list[dict[str, Any]] = [
+            {"class": str(known.label), "before": self._past.get(known.label), "after": known.accuracy}
+            for known in model.classes
+        ]
+        names, again = [str(label) for label in self.new], [str(label) for label in self.refreshed]
+        return Learned(
+            new=names,
+            refreshed=again,
+            num_classes=len(model.classes),
+            exemplars=len(model.learner.memory),
+            before=entry.before,
+            after=entry.after,
+            refreshed_before=entry.refreshed_before,
+            refreshed_after=entry.refreshed_after,
+            new_accuracy=entry.new,
+            by_class=by_class,
+            seconds=entry.seconds,
+            path=path,
+        )
+
+
+def _labelled(parts: list[tuple[int, Tensor]]) -> Samples:
+    labels = torch.cat([torch.full((len(images),), place) for place, images in parts])
+    return to_samples(torch.cat([images for _, images in parts]), labels)
+
+
+def _mean(accuracy: Mapping[Hashable, dict[str, float]], labels: Sequence[Hashable]) -> dict[str, float]:
+    """The mean accuracy of these classes, by predictor; those without held-out images do not count."""
+    wanted = [accuracy[label] for label in labels if accuracy[label]]
+    names = set.intersection(*map(set, wanted)) if wanted else set()
+    return {by: float(np.mean([shares[by] for shares in wanted])) for by in sorted(names)}
+
+
+def _checkpoint(learner: Learner, taken: Taken, clock: dict[str, float]) -> Checkpoint:
+    packed, phase = pack_phase(*taken.state())
+    data = {"phase": phase, "clock": clock, "notes": learner.notes}
+    return Checkpoint(learner.state_dict() | packed, data)
+
+
+def _restore(checkpoint: Checkpoint, learner: Learner, stage: Stage, clock: dict[str, float]) -> Any:
+    """Takes over where a checkpoint stood; refuses one that does not fit."""
+    tensors, data = dict(checkpoint.tensors), checkpoint.data
+    try:
+        at = unpack_phase(tensors, data["phase"])
+        learner.load_state_dict(tensors)
+        if at is None or not 0 <= int(at[1].rows.min()) <= int(at[1].rows.max()) < len(stage.pool):
+            raise ValueError("rows")
+        shapes = {name: value.shape for name, value in learner.network.named_parameters()}
+        if {name: value.shape for name, value in at[1].momentum.items()} != shapes:
+            raise ValueError("momentum")
+        clock.update({str(kind): float(seconds) for kind, seconds in data["clock"].items()})
+        learner.notes[:] = [str(note) for note in data["notes"]]
+    except Exception as error:
+        raise EngramError(
+            f"learning cannot be resumed: its checkpoint does not fit ({error}); drop it (restart=True)"
+        ) from error
+    return at

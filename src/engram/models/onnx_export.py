@@ -1,0 +1,159 @@
+"""A model's network as an ONNX file, with its normalisation and class names, checked against the model."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+import warnings
+from contextlib import redirect_stderr
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engram.core.errors import EngramError
+from engram.core.io import write_bytes
+from engram.core.provenance import version
+from engram.data.store import Images
+from engram.models.labels import encode_label
+from engram.models.model import NME_SHARPNESS, Model
+from engram.models.onnx_graph import IR_VERSION, OPSET, Graph, convert
+
+TOLERANCE = 1e-4
+CHECKED = 64  # images at most, half of them held-out ones where there are any
+INPUT, OUTPUTS = "images", ("probabilities", "logits", "embedding")
+
+
+@dataclass(frozen=True)
+class Exported:
+    """An ONNX file: how it predicts, its size, and the largest difference of its probabilities from the model's."""
+
+    path: str
+    by: str
+    classes: int
+    bytes: int
+    images: int
+    difference: float
+    onnxruntime: str
+
+
+class _Answer(nn.Module):
+    """uint8 images (N, H, W, 3) to probabilities (N, K), the logits they are the softmax of, and the embedding."""
+
+    def __init__(self, model: Model, by: str) -> None:
+        super().__init__()
+        learner = model.learner
+        assert learner is not None
+        self.network = learner.network
+        self.classes = len(model.classes)
+        self.by = by
+        self.temperature = model.temperatures.get(by, 1.0)
+        self.register_buffer("means", learner.class_means if by == "nme" else None)
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        output = self.network(images.permute(0, 3, 1, 2).float() / 255)
+        logits = output.logits[:, : self.classes]
+        if self.by == "nme":
+            assert isinstance(self.means, Tensor)
+            logits = NME_SHARPNESS * (F.normalize(output.embedding, dim=1) @ self.means.T)
+        logits = logits / self.temperature
+        return logits.softmax(dim=1), logits, output.embedding
+
+
+def require_onnx() -> None:
+    """Refuses where what is needed is not installed."""
+    missing = [name for name in ("onnx", "onnxruntime") if find_spec(name) is None]
+    if missing:
+        raise EngramError(f"{' and '.join(missing)} must be installed for this: pip install onnx onnxruntime")
+
+
+def export_onnx(model: Model, path: str | Path, by: str | None = None) -> Exported:
+    """Writes the model's network to that path; nothing is written where onnxruntime does not answer as the model does.
+
+    by: "cnn" or "nme"; None is the method's own choice. The model must be on a CPU in float32.
+    """
+    require_onnx()
+    by = model.predictor(by)
+    content = _to_onnx(model, by)
+    images = _images_to_check(model)
+    difference = _difference(model, content, images, by)
+    if not difference <= TOLERANCE:
+        raise EngramError(
+            f"the exported network's probabilities differ from the model's by {difference:.1e}, more than {TOLERANCE:g}"
+            "; nothing was written"
+        )
+    write_bytes(Path(path), content)
+    runtime: Any = importlib.import_module("onnxruntime")
+    return Exported(str(path), by, len(model.classes), len(content), len(images), difference, runtime.__version__)
+
+
+def _to_onnx(model: Model, by: str) -> bytes:
+    from onnx import TensorProto, checker, helper
+
+    learner = model.learner
+    if learner is None or not model.classes:
+        raise EngramError("there is nothing to export: the model knows no class")
+    assert (model.engine.device.type, model.engine.precision) == ("cpu", "float32"), "what is checked is exact"
+    answer = _Answer(model, by)
+    answer.eval()
+    height, width = model.config.image_size
+    sample = torch.zeros(3, height, width, 3, dtype=torch.uint8)
+    # torch warns of its own insides here, and says on stderr what it is doing.
+    with torch.no_grad(), warnings.catch_warnings(), redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        open_number = {"images": {0: torch.export.Dim.DYNAMIC}}
+        program = torch.export.export(answer, (sample,), dynamic_shapes=open_number, strict=False)
+        program = program.run_decompositions()
+    graph = Graph()
+    outputs = convert(program, graph, INPUT)
+    for name, output in zip(outputs, OUTPUTS, strict=True):
+        graph.nodes.append(helper.make_node("Identity", [name], [output]))
+    widths = (len(model.classes), len(model.classes), learner.network.backbone.dim)
+    made = helper.make_graph(
+        graph.nodes,
+        "engram",
+        [helper.make_tensor_value_info(INPUT, TensorProto.UINT8, ["N", height, width, 3])],
+        [
+            helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", size])
+            for name, size in zip(OUTPUTS, widths, strict=True)
+        ],
+        initializer=graph.constants,
+    )
+    proto = helper.make_model(made, opset_imports=[helper.make_opsetid("", OPSET)], producer_name="engram")
+    proto.ir_version, proto.producer_version = IR_VERSION, version()
+    described = {
+        "classes": json.dumps([encode_label(label) for label in model.labels]),
+        "method": model.config.method,
+        "predictor": by,
+        "image_size": json.dumps([height, width]),
+    }
+    helper.set_model_props(proto, described)
+    checker.check_model(proto, full_check=True)
+    return proto.SerializeToString()
+
+
+def _images_to_check(model: Model) -> Images:
+    """Held-out images or exemplars where there are any, and noise."""
+    assert model.learner is not None
+    height, width = model.config.image_size
+    noise = np.random.default_rng(0).integers(0, 256, (CHECKED // 2, height, width, 3), dtype=np.uint8)
+    samples = model.heldout.samples() or model.learner.memory.samples()
+    if samples is None:
+        return noise
+    step = max(1, len(samples) // (CHECKED // 2))
+    return np.concatenate([samples.images[::step][: CHECKED // 2].numpy(), noise])
+
+
+def _difference(model: Model, content: bytes, images: Images, by: str) -> float:
+    """The largest difference of the probabilities, in batches of different sizes."""
+    runtime: Any = importlib.import_module("onnxruntime")
+    session = runtime.InferenceSession(content, providers=["CPUExecutionProvider"])
+    parts = [images[:1], images[1:]]
+    theirs = np.concatenate([session.run([OUTPUTS[0]], {INPUT: part})[0] for part in parts])
+    return float(np.abs(theirs - model.probabilities(images, by)).max())

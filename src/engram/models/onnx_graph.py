@@ -1,0 +1,243 @@
+"""From torch's exported program to an ONNX graph, for the operations that networks and heads are made of.
+
+What depends on weights alone is computed here and becomes a constant. N, the number of images, stays open.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor, fx
+
+from engram.core.errors import EngramError
+
+OPSET, IR_VERSION = 17, 8
+_ELEMENT = {torch.float32: 1, torch.uint8: 2, torch.int64: 7, torch.bool: 9}
+_WHOLE = 2**63 - 1
+
+
+class Graph:
+    """Collects nodes and constants of an ONNX graph; values go by name."""
+
+    def __init__(self) -> None:
+        from onnx import helper, numpy_helper
+
+        self._make: Any = helper
+        self._pack: Any = numpy_helper
+        self.nodes: list[Any] = []
+        self.constants: list[Any] = []
+
+    def constant(self, value: Any) -> str:
+        """The name of a constant: a tensor, a number or a list of whole numbers."""
+        if isinstance(value, Tensor):
+            array = value.detach().cpu().contiguous().numpy()
+        else:
+            kind = np.int64 if isinstance(value, (list, tuple)) else np.float32
+            array = np.array(value, dtype=kind)
+        name = f"c{len(self.constants)}"
+        self.constants.append(self._pack.from_array(array, name))
+        return name
+
+    def add(self, kind: str, inputs: Sequence[str], **attributes: Any) -> str:
+        """The name of what an operation gives."""
+        name = f"v{len(self.nodes)}"
+        self.nodes.append(self._make.make_node(kind, list(inputs), [name], **attributes))
+        return name
+
+
+def convert(program: torch.export.ExportedProgram, graph: Graph, source: str) -> list[str]:
+    """Adds what the program computes of the value `source`; returns the names of its outputs."""
+    constants = _constants(program)
+    values: dict[fx.Node, Any] = {}
+    for node in program.graph.nodes:
+        if node.op == "placeholder":
+            values[node] = constants.get(node.name, source)
+        elif node.op == "call_function":
+            values[node] = _call(graph, node, values)
+        elif node.op == "output":
+            return [_name(graph, values[item]) for item in node.args[0]]
+    raise AssertionError("a program has an output")
+
+
+def _constants(program: torch.export.ExportedProgram) -> dict[str, Tensor]:
+    signature = program.graph_signature
+    named = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    held: dict[str, Any] = {**program.state_dict, **program.constants}
+    found = {place: held[name] for place, name in named.items()}
+    return found | {place: held[name] for place, name in signature.inputs_to_lifted_tensor_constants.items()}
+
+
+def _call(graph: Graph, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+    """What a node gives: a name, or a constant where it depends on constants alone."""
+    arguments = fx.map_arg(node.args, lambda inner: values[inner])
+    named = fx.map_arg(node.kwargs, lambda inner: values[inner])
+    if not any(isinstance(values[inner], (str, _Open)) for inner in node.all_input_nodes):
+        assert callable(node.target)
+        with torch.no_grad():
+            return node.target(*arguments, **named)
+    if node.target is operator.getitem:
+        return arguments[0]  # of a batch norm, whose first result is the only one wanted
+    if node.target in (operator.mul, operator.add, operator.floordiv):
+        return OPEN  # of the number of images: a size in a reshape, which works it out
+    kind = str(node.target).removeprefix("aten.").removesuffix(".default")
+    if kind.startswith("sym_size"):
+        return OPEN
+    if kind.startswith("_assert"):
+        return None
+    if kind not in _OPERATIONS:
+        _refuse(node)
+    return _OPERATIONS[kind](graph, *arguments, **named)
+
+
+def _refuse(node: fx.Node) -> NoReturn:
+    raise EngramError(f"this model's network uses the operation {node.target}, which cannot be exported yet")
+
+
+class _Open:
+    """The number of images, which a graph leaves open."""
+
+
+OPEN = _Open()
+
+
+def _name(graph: Graph, value: Any) -> str:
+    return value if isinstance(value, str) else graph.constant(value)
+
+
+def _plain(kind: str, **attributes: Any) -> Callable[..., str]:
+    """An operation that ONNX has under a name of its own, with the same inputs."""
+
+    def add(graph: Graph, *inputs: Any) -> str:
+        return graph.add(kind, [_name(graph, value) for value in inputs], **attributes)
+
+    return add
+
+
+def _scaled(kind: str) -> Callable[..., str]:
+    """Sum or difference, of which torch multiplies the second by alpha."""
+
+    def add(graph: Graph, first: Any, second: Any, alpha: float = 1) -> str:
+        if alpha != 1:
+            second = graph.add("Mul", [_name(graph, second), graph.constant(alpha)])
+        return graph.add(kind, [_name(graph, first), _name(graph, second)])
+
+    return add
+
+
+def _cast(graph: Graph, value: str, dtype: torch.dtype | None = None, **_: Any) -> str:
+    return value if dtype is None else graph.add("Cast", [value], to=_ELEMENT[dtype])
+
+
+def _convolution(
+    graph: Graph,
+    images: str,
+    weight: Any,
+    bias: Any,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    _: Any,
+    groups: int,
+) -> str:
+    if transposed:
+        raise EngramError("this model's network uses a transposed convolution, which cannot be exported yet")
+    inputs = [images, _name(graph, weight), *([] if bias is None else [_name(graph, bias)])]
+    shape = {"strides": list(stride), "pads": [*padding, *padding], "dilations": list(dilation)}
+    return graph.add("Conv", inputs, group=groups, **shape)
+
+
+def _batch_norm(
+    graph: Graph, x: str, weight: Any, bias: Any, mean: Tensor, variance: Tensor, momentum: float, epsilon: float
+) -> str:
+    weight, bias = torch.ones_like(mean) if weight is None else weight, torch.zeros_like(mean) if bias is None else bias
+    inputs = [x, *(_name(graph, value) for value in (weight, bias, mean, variance))]
+    return graph.add("BatchNormalization", inputs, epsilon=epsilon)
+
+
+def _slice(graph: Graph, x: str, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> str:
+    first, last = start or 0, _WHOLE if end is None or isinstance(end, _Open) else end
+    if first == 0 and last == _WHOLE and step == 1:
+        return x
+    return graph.add("Slice", [x, *(graph.constant([value]) for value in (first, last, dim, step))])
+
+
+def _pad(graph: Graph, x: str, pad: Sequence[int], value: float = 0.0) -> str:
+    sides = [(pad[i], pad[i + 1]) for i in range(0, len(pad), 2)][::-1]  # torch begins with the last dimension
+    sides = [(0, 0)] * (4 - len(sides)) + sides
+    return graph.add(
+        "Pad",
+        [x, graph.constant([before for before, _ in sides] + [after for _, after in sides]), graph.constant(value)],
+    )
+
+
+def _mean(graph: Graph, x: str, dim: Sequence[int], keepdim: bool = False, **_: Any) -> str:
+    return graph.add("ReduceMean", [x], axes=list(dim), keepdims=int(keepdim))
+
+
+def _sum(graph: Graph, x: str, dim: Sequence[int], keepdim: bool = False, **_: Any) -> str:
+    return graph.add("ReduceSum", [x, graph.constant(list(dim))], keepdims=int(keepdim))
+
+
+def _norm(graph: Graph, x: str, order: float, dim: Sequence[int], keepdim: bool = False, **_: Any) -> str:
+    if order != 2:
+        raise EngramError(f"this model's network uses a norm of order {order:g}, which cannot be exported yet")
+    return graph.add("ReduceL2", [x], axes=list(dim), keepdims=int(keepdim))
+
+
+def _clamp(graph: Graph, x: str, least: Any = None, most: Any = None) -> str:
+    bounds = ["" if bound is None else _name(graph, bound) for bound in (least, most)]
+    return graph.add("Clip", [x, *bounds])
+
+
+def _view(graph: Graph, x: str, shape: Sequence[Any]) -> str:
+    return graph.add("Reshape", [x, graph.constant([-1 if isinstance(size, _Open) else size for size in shape])])
+
+
+def _addmm(graph: Graph, bias: Any, first: Any, second: Any) -> str:
+    product = graph.add("MatMul", [_name(graph, first), _name(graph, second)])
+    return graph.add("Add", [product, _name(graph, bias)])
+
+
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    "_native_batch_norm_legit_no_training": _batch_norm,
+    "_softmax": lambda graph, x, dim, _half: graph.add("Softmax", [x], axis=dim),
+    "_to_copy": _cast,
+    "add.Tensor": _scaled("Add"),
+    "addmm": _addmm,
+    "bmm": _plain("MatMul"),
+    "cat": lambda graph, parts, dim=0: graph.add("Concat", [_name(graph, part) for part in parts], axis=dim),
+    "clamp": _clamp,
+    "clamp_min": _clamp,
+    "clone": lambda graph, x, **_: x,
+    "constant_pad_nd": _pad,
+    "convolution": _convolution,
+    "div.Tensor": _plain("Div"),
+    "exp": _plain("Exp"),
+    "expand": lambda graph, x, shape, **_: x,  # what it goes into spreads it by itself
+    "linalg_vector_norm": _norm,
+    "max_pool2d": lambda graph, x, size, stride, padding=(0, 0): graph.add(
+        "MaxPool", [x], kernel_shape=list(size), strides=list(stride), pads=[*padding, *padding]
+    ),
+    "mean.dim": _mean,
+    "mm": _plain("MatMul"),
+    "mul.Tensor": _plain("Mul"),
+    "neg": _plain("Neg"),
+    "permute": lambda graph, x, order: graph.add("Transpose", [x], perm=list(order)),
+    "pow.Tensor_Scalar": _plain("Pow"),
+    "relu": _plain("Relu"),
+    "select.int": lambda graph, x, dim, index: graph.add("Gather", [x, graph.constant(torch.tensor(index))], axis=dim),
+    "slice.Tensor": _slice,
+    "sqrt": _plain("Sqrt"),
+    "squeeze.dims": lambda graph, x, dims: graph.add("Squeeze", [x, graph.constant(list(dims))]),
+    "sub.Tensor": _scaled("Sub"),
+    "sum.dim_IntList": _sum,
+    "unsqueeze": lambda graph, x, dim: graph.add("Unsqueeze", [x, graph.constant([dim])]),
+    "view": _view,
+    "where.self": _plain("Where"),
+}
+_OPERATIONS["max_pool2d_with_indices"] = _OPERATIONS["max_pool2d"]

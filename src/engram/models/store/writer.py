@@ -1,0 +1,277 @@
+"""Changing a model on disk: one process at a time, and all of a change or nothing of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from engram.core.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from engram.core.errors import EngramError
+from engram.core.io import TEMPORARY, lock, writing
+from engram.core.provenance import version
+from engram.models.store.generations import (
+    FILE,
+    FORMAT,
+    GENERATION,
+    GENERATIONS,
+    LEARNING,
+    LOCK,
+    MANIFEST,
+    POINTER,
+    NoModelYet,
+    Pointer,
+    Snapshot,
+    read_model,
+    read_pointer,
+    read_previous,
+)
+from engram.models.store.safe_folder import Folder, Vanished, digest, is_real_folder, sync_folder, write_new
+
+STATE = "state.safetensors"
+
+File = tuple[str, Callable[[], bytes]]  # a name, and what makes the content
+
+
+class Writer:
+    """The right to change a model, for one process at a time; the second to ask is refused.
+
+    create: the directory may be new or empty. Use it as a context.
+    """
+
+    def __init__(self, path: str | Path, create: bool = False) -> None:
+        self.path = Path(path)
+        self._lock: int | None = None
+        self._begun = False  # here, and there is nothing in it yet
+        refuse_others(self.path)
+        if create:
+            with writing(self.path):
+                self.path.mkdir(parents=True, exist_ok=True)
+        if not self.path.is_dir():
+            raise EngramError(f"there is no model at {self.path}")
+        self._acquire()
+        try:
+            if create and not (self.path / POINTER).exists():
+                self._begun = True
+                self._switch(None)
+            self.clean_up()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Lets another process write; a directory that was begun for nothing is taken back."""
+        if self._lock is None:
+            return
+        if self._begun and not (self.path / LEARNING).exists():
+            with suppress(OSError):
+                if (self.path / GENERATIONS).exists():
+                    (self.path / GENERATIONS).rmdir()  # which ends this where there is a model
+                for name in (POINTER, f".{POINTER}{TEMPORARY}", LOCK):
+                    (self.path / name).unlink(missing_ok=True)
+                self.path.rmdir()
+        os.close(self._lock)
+        self._lock = None
+
+    def current(self) -> Pointer | None:
+        """The generation that is the model now; None where there is none yet."""
+        try:
+            with Folder.open(self.path) as folder:
+                return read_pointer(folder)
+        except NoModelYet:
+            return None
+        except Vanished:
+            raise EngramError(f"{self.path} is not a model directory: it has no file {POINTER!r}") from None
+
+    def commit(
+        self, manifest: dict[str, Any], files: Iterable[File], *, previous: Pointer | None = None, why: str = ""
+    ) -> Pointer:
+        """Makes these files, and a model.json that lists them, the model: all of it, or nothing changes.
+
+        previous: the generation to keep, for undoing this; why: where there is none, why.
+        """
+        return self.adopt(self.write_generation(manifest, files), previous=previous, why=why)
+
+    def adopt(self, generation: Pointer, *, previous: Pointer | None = None, why: str = "") -> Pointer:
+        """Makes a generation that was written the model, in one step."""
+        pointer = replace(generation, previous=previous, why=why)
+        try:
+            self._switch(pointer)
+        except BaseException:
+            self.clean_up()
+            raise
+        self.drop_learning()
+        self.clean_up()
+        return pointer
+
+    def write_generation(self, manifest: dict[str, Any], files: Iterable[File]) -> Pointer:
+        """A generation that is whole and on disk, and not the model yet.
+
+        A file that the model, or the generation it keeps, had under any name is linked, not written again.
+        """
+        number = 1 + max([int(name) for name in self._generations()], default=0)
+        place = self.path / GENERATIONS / f"{number:06d}"
+        part = place.with_name(place.name + TEMPORARY)
+        try:
+            with writing(part):
+                part.mkdir(parents=True)
+                listed = self._write_files(part, files)
+                content = {"format": FORMAT, "engram": version(), **manifest, "files": listed}
+                text = (json.dumps(content, indent=1, allow_nan=False) + "\n").encode()
+                write_new(part / MANIFEST, text)
+                for folder in sorted({part, *(path for path in part.rglob("*") if path.is_dir())}, reverse=True):
+                    sync_folder(folder)
+                part.rename(place)
+                sync_folder(place.parent)
+        except BaseException:
+            self.clean_up()
+            raise
+        return Pointer(place.name, digest(text))
+
+    def _write_files(self, part: Path, files: Iterable[File]) -> dict[str, list[int | str]]:
+        """Name, size and checksum of each; several at a time, since each waits for the disk."""
+        held: dict[str, Path] = {}
+        for read in (read_previous, read_model):
+            with suppress(EngramError):  # what cannot be linked is written
+                held |= read(self.path, Snapshot.paths)
+
+        def put(file: File) -> tuple[str, list[int | str]]:
+            name, content = file[0], file[1]()
+            assert FILE.fullmatch(name), name
+            path, checksum = part / name, digest(content)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if not (checksum in held and _link(held[checksum], path, content)):
+                write_new(path, content)
+            return name, [len(content), checksum]
+
+        pool = ThreadPoolExecutor(8, "write")
+        try:
+            return dict(pool.map(put, files))
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _switch(self, pointer: Pointer | None) -> None:
+        """Puts another `current` in place, in one step; None: there is no model yet."""
+        data: dict[str, Any] = {"format": FORMAT, **_entry(pointer)}
+        if pointer is not None and pointer.previous is not None:
+            data["previous"] = _entry(pointer.previous)
+        elif pointer is not None and pointer.why:
+            data["why"] = pointer.why
+        text = json.dumps(data)
+        temporary = self.path / f".{POINTER}{TEMPORARY}"
+        with writing(self.path / POINTER):
+            temporary.unlink(missing_ok=True)
+            write_new(temporary, (text + "\n").encode())
+            os.replace(temporary, self.path / POINTER)
+            sync_folder(self.path)
+
+    def learning(self) -> Checkpoint | None:
+        """Where learning stood that was not finished; None where there is none."""
+        place = self.path / LEARNING
+        if not (place / STATE).exists() and not (place / STATE).is_symlink():
+            return None
+        try:
+            if not is_real_folder(place) or (place / STATE).is_symlink() or not (place / STATE).is_file():
+                raise EngramError(f"{place} holds what is not engram's")
+            return load_checkpoint(place / STATE)
+        except EngramError as error:
+            reason = str(error).removesuffix("; start the run again")
+            raise EngramError(f"learning in {self.path} cannot be resumed: {reason}; drop it and start again") from None
+
+    def save_learning(self, checkpoint: Checkpoint) -> None:
+        """Keeps where learning stands, in place of what was kept before."""
+        place = self.path / LEARNING
+        with writing(place):
+            place.mkdir(exist_ok=True)
+        self._refuse_links()
+        save_checkpoint(place / STATE, checkpoint)
+
+    def drop_learning(self) -> None:
+        """Forgets learning in progress."""
+        place = self.path / LEARNING
+        if is_real_folder(place):
+            shutil.rmtree(place, ignore_errors=True)
+
+    def _generations(self) -> list[str]:
+        place = self.path / GENERATIONS
+        if not is_real_folder(place):
+            return []
+        return [entry.name for entry in place.iterdir() if GENERATION.fullmatch(entry.name)]
+
+    def clean_up(self) -> None:
+        """Removes what a kill left: half-written generations, and those that `current` does not name any more."""
+        self._refuse_links()
+        place, pointer = self.path / GENERATIONS, self.current()
+        named = {each.generation for each in (pointer, pointer and pointer.previous) if each is not None}
+        if place.exists():
+            for entry in list(place.iterdir()):
+                if entry.name not in named:
+                    shutil.rmtree(entry, ignore_errors=True)
+        with suppress(OSError):
+            (self.path / f".{POINTER}{TEMPORARY}").unlink()
+
+    def _refuse_links(self) -> None:
+        for name in (GENERATIONS, LEARNING):
+            place = self.path / name
+            if place.is_symlink() or (place.exists() and not place.is_dir()):
+                raise EngramError(f"{place} is no folder of this model (a link, or a file); remove it")
+
+    def _acquire(self) -> None:
+        with writing(self.path / LOCK):
+            self._lock = lock(self.path / LOCK)
+        if self._lock is None:
+            raise EngramError(f"another process is changing the model at {self.path}; wait for it")
+
+
+def tidy(path: str | Path) -> None:
+    """Deletes what a kill left in the model at that path, where nobody is changing it and it can be."""
+    with suppress(EngramError, OSError):
+        Writer(path).close()
+
+
+def _entry(pointer: Pointer | None) -> dict[str, str | None]:
+    """A generation as `current` names it."""
+    if pointer is None:
+        return {"generation": None, "digest": None}
+    return {"generation": pointer.generation, "digest": pointer.digest}
+
+
+def refuse_others(path: Path) -> None:
+    """Refuses a place that is somebody else's: a file, or a directory that holds something and is no model."""
+    if path.is_symlink() and not path.exists():
+        raise EngramError(f"{path} is a link that leads nowhere; remove it, or choose another place for the model")
+    if path.exists() and not path.is_dir():
+        raise EngramError(f"{path} is a file, and a model is a directory; choose another place")
+    if not path.is_dir() or (path / POINTER).exists():
+        return
+    others = [entry.name for entry in path.iterdir() if entry.name not in (LOCK, f".{POINTER}{TEMPORARY}")]
+    if GENERATIONS in others:
+        raise EngramError(f"{path} has lost its file {POINTER!r}: it is damaged; restore it from a copy")
+    if others:
+        raise EngramError(f"{path} is not a model directory and holds {min(others)!r}; choose a new or empty one")
+
+
+def _link(source: Path, path: Path, content: bytes) -> bool:
+    """Another name for a file that has this content; False where that cannot be had."""
+    try:
+        if source.is_symlink() or source.read_bytes() != content:
+            return False
+        os.link(source, path, follow_symlinks=False)
+    except OSError:
+        return False
+    return True

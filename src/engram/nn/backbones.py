@@ -1,0 +1,156 @@
+"""Residual backbones, in the form the AFC and PODNet tables used.
+
+A block is conv-BN-ReLU-conv-BN plus the shortcut. For small images no ReLU follows the sum, and where the width doubles
+the shortcut is every second pixel, with zeros for the new channels. The output of each group is a distillation map,
+always before a ReLU; the embedding is the spatial mean of the last one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engram.core.errors import EngramError, suggest
+
+
+class Block(nn.Module):
+    """Two 3x3 convolutions and a shortcut: (B, C_in, H, W) to (B, C_out, H / stride, W / stride).
+
+    projected: a shortcut between different shapes is a 1x1 convolution and a norm. rectified: a ReLU follows the sum.
+    """
+
+    def __init__(
+        self, channels_in: int, channels_out: int, stride: int, projected: bool = False, rectified: bool = False
+    ) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels_in, channels_out, 3, stride=stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(channels_out)
+        self.conv2 = nn.Conv2d(channels_out, channels_out, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(channels_out)
+        self.stride = stride
+        self.new_channels = channels_out - channels_in
+        self.rectified = rectified
+        self.projection: nn.Sequential | None = None
+        if projected and (stride > 1 or self.new_channels):
+            shortcut = nn.Conv2d(channels_in, channels_out, 1, stride=stride, bias=False)
+            self.projection = nn.Sequential(shortcut, nn.BatchNorm2d(channels_out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = F.relu(self.bn1(self.conv1(x)), inplace=True)
+        out = self.bn2(self.conv2(out))
+        if self.projection is not None:
+            x = self.projection(x)
+        else:
+            if self.stride > 1:
+                x = x[:, :, :: self.stride, :: self.stride]
+            if self.new_channels:
+                x = F.pad(x, (0, 0, 0, 0, 0, self.new_channels))
+        return F.relu(out + x) if self.rectified else out + x
+
+
+@dataclass(frozen=True)
+class Group:
+    """A run of blocks of one width; the first has the stride. Its output is one distillation map.
+
+    pooled: what comes in is halved by a 3x3 maximum first. projected: as in Block. rectified: a ReLU ends every block
+    but the last.
+    """
+
+    width: int
+    blocks: int
+    stride: int = 1
+    pooled: bool = False
+    projected: bool = False
+    rectified: bool = False
+
+
+class ResNet(nn.Module):
+    """Images (B, 3, H, W) to one map per group and the embedding (B, D)."""
+
+    def __init__(self, groups: Sequence[Group], generator: torch.Generator) -> None:
+        super().__init__()
+        self.specification = tuple(groups)
+        width = groups[0].width
+        self.conv = nn.Conv2d(3, width, 3, padding=1, bias=False)
+        self.bn = nn.BatchNorm2d(width)
+        self.groups = nn.ModuleList()
+        for group in groups:
+            blocks: list[nn.Module] = []
+            for i in range(group.blocks):
+                rectified = group.rectified and i < group.blocks - 1
+                blocks.append(Block(width, group.width, group.stride if i == 0 else 1, group.projected, rectified))
+                width = group.width
+            self.groups.append(nn.Sequential(*blocks))
+        self.dim = width
+        self.widths = tuple(group.width for group in groups)
+        self.pooled = tuple(group.pooled for group in groups)
+        self.initialise(generator)
+
+    def initialise(self, generator: torch.Generator) -> None:
+        """He initialisation (fan-out); each block starts as its shortcut (second BN weight 0)."""
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                # Drawn on the CPU whatever the device, so that a seed means the same weights everywhere.
+                fresh = torch.empty(module.weight.shape)
+                nn.init.kaiming_normal_(fresh, mode="fan_out", nonlinearity="relu", generator=generator)
+                module.weight.data.copy_(fresh)
+            elif isinstance(module, nn.BatchNorm2d):
+                module.reset_parameters()
+        for module in self.modules():
+            if isinstance(module, Block):
+                nn.init.zeros_(module.bn2.weight)
+
+    def last_map(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Height and width of the last map of images of that size; each halving rounds up."""
+        shrunk = math.prod(group.stride * (2 if group.pooled else 1) for group in self.specification)
+        return -(-size[0] // shrunk), -(-size[1] // shrunk)
+
+    def forward(self, x: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+        x = F.relu(self.bn(self.conv(x)), inplace=True)
+        maps: list[Tensor] = []
+        for group, pooled in zip(self.groups, self.pooled, strict=True):
+            x = group(F.max_pool2d(x, 3, stride=2, padding=1) if pooled else x)
+            maps.append(x)
+        return tuple(maps), x.mean(dim=(2, 3))
+
+
+def resnet32(generator: torch.Generator) -> ResNet:
+    """The CIFAR backbone: 5 blocks of 16, 5 of 32, 4 of 64, then 1 of 64; embedding 64."""
+    return ResNet([Group(16, 5), Group(32, 5, 2), Group(64, 4, 2), Group(64, 1)], generator)
+
+
+def resnet10(generator: torch.Generator) -> ResNet:
+    """A small variant for tiny images and for a CPU: one block for each of resnet32's groups; embedding 64."""
+    return ResNet([Group(16, 1), Group(32, 1, 2), Group(64, 1, 2), Group(64, 1)], generator)
+
+
+def resnet18(generator: torch.Generator) -> ResNet:
+    """The ImageNet backbone: stem halved by a maximum, then 2 blocks each of 64, 128, 256 and 512; embedding 512."""
+    kind = {"projected": True, "rectified": True}
+    groups = [Group(64, 2, pooled=True, **kind), *(Group(width, 2, 2, **kind) for width in (128, 256, 512))]
+    return ResNet(groups, generator)
+
+
+def resnet18_small(generator: torch.Generator) -> ResNet:
+    """A wide one for small images: resnet32's stem and blocks, 2 each of 64, 128, 256 and 512; embedding 512."""
+    return ResNet([Group(64, 2), Group(128, 2, 2), Group(256, 2, 2), Group(512, 2, 2)], generator)
+
+
+BACKBONES: dict[str, Callable[[torch.Generator], ResNet]] = {
+    "resnet32": resnet32,
+    "resnet10": resnet10,
+    "resnet18": resnet18,
+    "resnet18-small": resnet18_small,
+}
+
+
+def build_backbone(name: str, generator: torch.Generator) -> ResNet:
+    """The backbone of that name with fresh weights."""
+    if name not in BACKBONES:
+        raise EngramError(f"no backbone {name!r}: {suggest(name, BACKBONES)}")
+    return BACKBONES[name](generator)

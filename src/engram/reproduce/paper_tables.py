@@ -1,0 +1,177 @@
+"""The tables as Markdown and CSV, and the words that every form of them shares."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Sequence
+
+from engram.core.metrics import Estimate
+from engram.report.tables import MINUS, decimal
+from engram.reproduce.cells import (
+    FURTHER,
+    MARKS,
+    UNPUBLISHED,
+    WITHIN_POINT,
+    WITHIN_STD,
+    Measured,
+    effect,
+    effect_of,
+    predictor_of,
+)
+from engram.reproduce.paper import MEASURES, Experiment, Published
+
+NOTHING = "–"
+_MARKED = (
+    f"{MARKS[WITHIN_STD]} {WITHIN_STD} of the paper's mean, {MARKS[WITHIN_POINT]} {WITHIN_POINT} of it, "
+    f"{MARKS[FURTHER]} {FURTHER}"
+)
+_OURS = "ours is mean ± sample standard deviation over n runs (class orders and seeds)"
+
+
+def legend(cells: Iterable[Measured]) -> str:
+    """What the marks mean, where there is a number of the paper's to be marked, and what ours are."""
+    return f"{_MARKED}; {_OURS}" if any(cell.cell.published for cell in cells) else _OURS
+
+
+def signed(value: float) -> str:
+    """A difference with its sign."""
+    text = decimal(value)
+    return text if text.startswith(MINUS) or float(text) == 0 else f"+{text}"
+
+
+def spread(value: Estimate | Published | None) -> str:
+    """'62.18 ± 0.57', '62.18' where there is no spread, or a dash."""
+    if value is None:
+        return NOTHING
+    return decimal(value.mean) if value.std is None else f"{decimal(value.mean)} ± {decimal(value.std)}"
+
+
+def count(measured: Measured) -> str:
+    """'n = 3', or 'n = 2 of 3' where there are fewer runs than the experiment has class orders."""
+    orders = len(measured.cell.experiment.orders)
+    return f"n = {measured.n}" if measured.n >= orders else f"n = {measured.n} of {orders}"
+
+
+def lines(measured: Measured) -> list[str]:
+    """What a cell says: ours and n, the paper's, the difference and its mark; or why there is nothing."""
+    if not measured.in_paper:
+        return [measured.why]
+    paper = [] if measured.cell.published is None else [f"paper {spread(measured.cell.published)}"]
+    if measured.ours is None:
+        return [measured.lacking, *paper]
+    found = [f"{spread(measured.ours)} ({count(measured)})", *paper]
+    if measured.difference is not None:
+        found.append(f"{signed(measured.difference)} {MARKS[measured.mark]}")
+    return found
+
+
+def against_first(measured: Measured, first: Measured) -> str:
+    """'−1.41 against the first row' of a table of effects; empty elsewhere, and where no run of the two goes together.
+
+    first: the cell of the first row in the same column.
+    """
+    value = effect_of(measured.cell, first.cell)
+    if value is None:
+        return ""
+    pairs = "" if value.n == measured.n else f" (n = {value.n})"
+    return f"{signed(value.mean)} against the first row{pairs}"
+
+
+def grid(experiment: Experiment, cells: Sequence[Measured]) -> list[tuple[str, list[Measured]]]:
+    """The cells of an experiment, row by row, each row with its label."""
+    width = len(experiment.columns)
+    return [(row.label, list(cells[i * width : (i + 1) * width])) for i, row in enumerate(experiment.rows)]
+
+
+def caption(experiment: Experiment) -> str:
+    """'Table 1: CIFAR-100, ...'."""
+    return f"{experiment.heading}: {experiment.title}"
+
+
+def markdown_table(experiment: Experiment, cells: Sequence[Measured]) -> str:
+    """The experiment's table, with ours, the paper's and the difference in every cell."""
+    rows = [
+        [_escape(label), *("<br>".join(map(_escape, lines(cell))) for cell in row)]
+        for label, row in grid(experiment, cells)
+    ]
+    return _markdown(["", *(column.label for column in experiment.columns)], rows)
+
+
+def markdown_effects(experiment: Experiment, cells: Sequence[Measured]) -> str:
+    """The experiment's rows against its first: the mean difference over runs of the same class order and seed."""
+    (_, bases), *others = grid(experiment, cells)
+    rows = [[_escape(experiment.rows[0].label), *(_absolute(cell) for cell in bases)]]
+    for label, row in others:
+        effects = [effect(base.cell, cell.cell) for base, cell in zip(bases, row, strict=True)]
+        rows.append([_escape(label), *("not measured yet" if e is None else _effect(e) for e in effects)])
+    return _markdown(["", *(column.label for column in experiment.columns)], rows)
+
+
+def _absolute(cell: Measured) -> str:
+    return "not measured yet" if cell.ours is None else f"{spread(cell.ours)} ({count(cell)})"
+
+
+def _effect(value: Estimate) -> str:
+    text = signed(value.mean) if value.std is None else f"{signed(value.mean)} ± {decimal(value.std)}"
+    return f"{text} points (n = {value.n})"
+
+
+def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    bar = ["---"] * len(header)
+    return "".join(f"| {' | '.join(row)} |\n" for row in [list(map(_escape, header)), bar, *rows])
+
+
+def _escape(text: str) -> str:
+    """The text as Markdown takes it literally; the star of a re-run is no emphasis."""
+    return text.replace("|", "\\|").replace("*", "\\*")
+
+
+def markdown(experiment: Experiment, cells: Sequence[Measured]) -> str:
+    """A section of a document on one experiment."""
+    table = (markdown_effects if experiment.kind == "effects" else markdown_table)(experiment, cells)
+    note = f"\n{experiment.note}\n" if experiment.note else ""
+    return f"## {caption(experiment)}\n\n{MEASURES[experiment.measure].capitalize()}.\n\n{table}{note}"
+
+
+CSV_COLUMNS = (
+    *("experiment", "row", "column", "measure", "predictor", "recipe", "orders_and_seeds", "paper_mean", "paper_std"),
+    *("mean", "std", "n", "wanted", "difference", "mark", "why", "hardware", "commits"),
+)
+
+
+def csv_table(cells: Sequence[Measured]) -> str:
+    """Every cell as a line, numbers unrounded."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(CSV_COLUMNS)
+    writer.writerows(_csv_row(cell) for cell in cells)
+    return text.getvalue()
+
+
+def _csv_row(measured: Measured) -> list[object]:
+    cell, ours, paper = measured.cell, measured.ours, measured.cell.published
+    records = cell.records
+    recipe = cell.wanted[0].config.recipe if cell.wanted else cell.experiment.spec(cell.row, cell.column).recipe
+    return [
+        cell.experiment.name,
+        cell.row.label,
+        cell.column.label,
+        cell.experiment.measure,
+        predictor_of(measured),
+        recipe,
+        " ".join(f"{record.order}/{record.seed}" for record in records),
+        *(_or_empty(value) for value in ((paper.mean, paper.std) if paper else (None, None))),
+        *(_or_empty(value) for value in ((ours.mean, ours.std) if ours else (None, None))),
+        measured.n,
+        len(cell.wanted),
+        _or_empty(measured.difference),
+        "" if measured.mark == UNPUBLISHED else measured.mark,
+        measured.why,
+        "; ".join(dict.fromkeys(record.hardware for record in records)),
+        "; ".join(dict.fromkeys(record.commit for record in records)),
+    ]
+
+
+def _or_empty(value: float | None) -> object:
+    return "" if value is None else value

@@ -1,0 +1,1 @@
+"""Run directories: what they hold, and reading them with every check."""
