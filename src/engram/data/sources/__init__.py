@@ -1,1 +1,1 @@
-"""Data sets: CIFAR-100, the embedded set, ImageNet, a folder of class folders; downloads and the cache of decoded images."""
+"""Data sets: CIFAR-100, the embedded set, ImageNet, a folder of class folders; downloads, decoded images on disk."""
