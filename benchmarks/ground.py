@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.scale import Scale, afc_config, store_of
+from engram.contract import Phase
 from engram.contract.exemplars import choose_exemplars
 from engram.data.stage import Stage
 from engram.data.store import ImageStore
 from engram.experiment.run_config import RunConfig
 from engram.experiment.session import Session
-from engram.methods import Phase
 
 Kind = Literal["base", "teacher"]
 KINDS: tuple[Kind, ...] = ("base", "teacher")

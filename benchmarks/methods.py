@@ -9,13 +9,14 @@ from typing import Any
 from benchmarks.report import Table, number
 from benchmarks.runs import StageTimes, run_stages
 from benchmarks.scale import Scale, store_of
+from engram.contract import Training
 from engram.data.augment import Augmentation
 from engram.data.sources.load import DataConfig
 from engram.data.store import ImageStore
 from engram.experiment.recipes import recipe
 from engram.experiment.run_config import RunConfig
 from engram.experiment.session import Session
-from engram.methods import METHODS, Training
+from engram.methods import METHODS
 
 LAST = 2  # the stage after which a run is stopped: the base, one that captures, one that finds all captured
 

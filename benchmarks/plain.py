@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.ground import Prepared, lengthened
 from benchmarks.timing import synchronise
+from engram.contract import Phase, Step
 from engram.data.augment import Augmentation
 from engram.data.stage import Samples
-from engram.methods import Phase, Step
 from engram.nn.network import Network
 
 Item = tuple[Tensor, int, bool]

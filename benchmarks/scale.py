@@ -7,13 +7,14 @@ from typing import Any, cast
 
 import numpy as np
 
+from engram.contract import Training
 from engram.core.errors import EngramError
 from engram.data.augment import Augmentation
 from engram.data.memory import MemoryConfig
 from engram.data.sources.load import DataConfig
 from engram.data.store import ImageStore, Split
 from engram.experiment.run_config import Device, Precision, RunConfig
-from engram.methods import Training, find_method
+from engram.methods import find_method
 
 # What a whole run of the CIFAR-100 recipes trains, which shorter runs are extrapolated to.
 FULL_EPOCHS, FULL_FINETUNE = 160, 20

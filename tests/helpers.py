@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engram.contract import Phase, Step, Training
 from engram.contract.exemplars import class_means
 from engram.core.checkpoint import load_checkpoint
 from engram.core.errors import EngramError
@@ -34,7 +35,7 @@ from engram.engine import Engine
 from engram.experiment.run_config import RunConfig
 from engram.experiment.runner import resume, run
 from engram.experiment.session import Session
-from engram.methods import Phase, Step, Training, find_method
+from engram.methods import find_method
 from engram.nn.network import Network, Output
 
 # Where tests on real images look for them; they skip where these are not.

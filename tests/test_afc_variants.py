@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import engram.experiment.stage_work
+from engram.contract import Method, Step
 from engram.contract.learner import Learner
 from engram.core.events import StageFinished
 from engram.data.memory import Memory, MemoryConfig
@@ -19,7 +20,6 @@ from engram.engine import Engine
 from engram.experiment.recipes import recipe
 from engram.experiment.runner import run
 from engram.experiment.session import Session
-from engram.methods import Method, Step
 from engram.methods.afc import AFC, AFCSettings
 from engram.methods.blocks.lsc import HostSettings
 from engram.methods.table4 import Uniform

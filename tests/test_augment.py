@@ -13,10 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engram.contract import Training
 from engram.core.errors import EngramError
 from engram.data.augment import Augmentation, Draws, augment, draw, pad_images, to_unit
 from engram.engine.batch_plan import Plan, learning_rates, plan_epochs
-from engram.methods import Training
 
 CPU = torch.device("cpu")
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from engram.contract import Phase, Step, Training
 from engram.contract.batches import Beside, CutMix
 from engram.core.errors import EngramError
 from engram.core.rng import generator
@@ -20,7 +21,6 @@ from engram.engine.batch_plan import Cut, Mixing, plan_epochs, plan_mixing
 from engram.engine.sgd import FlatSGD
 from engram.experiment.session import PhasePlan, Session
 from engram.experiment.stage_work import STEP_COST
-from engram.methods import Phase, Step, Training
 from engram.methods.blocks.linear import EVERYTHING
 from helpers import (
     NO_AUGMENTATION,

@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from engram.contract import Phase, Training
 from engram.core.errors import EngramError
 from engram.data.memory import MemoryConfig
 from engram.data.stage import Stage
 from engram.engine.batch_plan import learning_rates
 from engram.experiment.session import Session
 from engram.experiment.stage_work import predict
-from engram.methods import Phase, Training
 from engram.methods.bic import BiC, BiCSettings, balanced_validation, held_back
 from engram.nn.heads import LinearHead
 from helpers import learn_stage, tiny_config, tiny_session, toy_store, train_phase

@@ -17,13 +17,14 @@ from torch import Tensor
 import engram.engine.neighbours as search
 from conftest import make_config, make_store
 from engram import EngramError, recipe, run
+from engram.contract import Neighbours, Phase, Step
 from engram.core.events import BaseReused
 from engram.data.augment import Draws, augment
 from engram.engine.batch_plan import plan_epochs
 from engram.engine.neighbours import nearest
 from engram.experiment.base_cache import StageCache
 from engram.experiment.session import Session
-from engram.methods import Neighbours, Phase, Step, find_method
+from engram.methods import find_method
 from engram.methods.dde import DDESettings, effect_of, fit_removal, neighbour_entropy
 from engram.nn.effect import MomentumEffect
 from engram.nn.heads import CosineHead, Head, LSCHead

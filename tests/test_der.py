@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engram import recipe, run
+from engram.contract import Phase, Step, Training
 from engram.contract.learner import Learner
 from engram.core.errors import EngramError
 from engram.core.events import BaseReused, EpochFinished
@@ -21,7 +22,7 @@ from engram.engine.batch_plan import learning_rates
 from engram.experiment.base_cache import StageCache
 from engram.experiment.session import Session
 from engram.experiment.stage_work import STEP_COST, PhasePlan, predict
-from engram.methods import Phase, Step, Training, find_method
+from engram.methods import find_method
 from engram.methods.der import DERSettings, auxiliary_loss
 from engram.nn.backbones import resnet10
 from engram.nn.expanding import ExpandingBackbone, ExpandingHead, both_means, count_older

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from engram.contract import Step
 from engram.data.stage import NEVER
-from engram.methods import Step
 from engram.methods.blocks.linear import convex_weights
 from engram.methods.blocks.losses import (
     binary_cross_entropy,

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from conftest import make_config, make_store
 from engram import EngramError
+from engram.contract import Neighbours, Phase, Step, Terms
 from engram.core.rng import generator
 from engram.data.stage import NEVER
 from engram.engine.batch_plan import learning_rates
@@ -23,7 +24,6 @@ from engram.engine.buffers import PLANNED_STEPS, TERMS, Space
 from engram.engine.capture import NotRecordable
 from engram.engine.loop import Epoch, NonFiniteLoss
 from engram.experiment.session import Session
-from engram.methods import Neighbours, Phase, Step, Terms
 from engram.nn.backbones import BACKBONES, build_backbone
 from engram.nn.network import Network, Part
 

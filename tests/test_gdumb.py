@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from engram import recipe, run
+from engram.contract import Step, Training
 from engram.contract.batches import CutMix, Mixed
 from engram.contract.exemplars import choose_exemplars
 from engram.core.events import BaseReused
 from engram.data.memory import MemoryConfig
 from engram.experiment.base_cache import StageCache
 from engram.experiment.session import Session
-from engram.methods import Step, Training
 from engram.methods.gdumb import classify
 from engram.nn.heads import NormalisedHead
 from engram.nn.network import Output

@@ -11,6 +11,7 @@ import torch
 
 from conftest import make_config, make_store
 from engram import ImageStore, RunConfig, recipe, run_together, train
+from engram.contract import Step
 from engram.contract.method import Terms
 from engram.core.events import BaseReused, RunFinished, StageFinished, Warned
 from engram.engine import Engine, PhaseLoop
@@ -18,7 +19,6 @@ from engram.engine.capture import CapturedStep
 from engram.experiment.base_cache import StageCache
 from engram.experiment.execution import Execution
 from engram.experiment.session import Session
-from engram.methods import Step
 from engram.methods.mas import squared_length
 from engram.nn.factors import convolution_weights
 from engram.nn.network import Network

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from engram.contract import Phase, Training
 from engram.contract.learner import Learner
 from engram.data.memory import Memory, MemoryConfig
-from engram.methods import Phase, Training
 from engram.methods.blocks.losses import nca_paper, nca_released
 from engram.methods.blocks.lsc import Classify, HostSettings
 from engram.nn.backbones import Group, ResNet

@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 
 from engram import EngramError, recipe, recipe_names
+from engram.contract import Training
 from engram.core import memory_limits as room
 from engram.core.memory_limits import check_pool
 from engram.core.serialize import to_plain
@@ -34,7 +35,7 @@ from engram.experiment.base_cache import StageCache
 from engram.experiment.imagenet_recipes import PROTOCOLS, SETTINGS
 from engram.experiment.runner import resume, run
 from engram.experiment.session import Session
-from engram.methods import METHODS, Training
+from engram.methods import METHODS
 from helpers import Engram, learn_stage, make_stage, parameters_of, tiny_config, tiny_session, toy_store
 
 CPU = torch.device("cpu")

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from engram.contract import Step
 from engram.core.events import EpochFinished, RunFinished, Warned
 from engram.data.stage import Stage
 from engram.engine.buffers import Space
 from engram.experiment.runner import run
 from engram.experiment.session import Session
-from engram.methods import Step
 from engram.methods.blocks.losses import channel_importance
 from engram.nn.network import Network
 from helpers import (

@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engram import EngramError, recipe, run
+from engram.contract import Step
 from engram.core.events import Warned
 from engram.data.stage import NEVER
 from engram.experiment.session import Session
-from engram.methods import Step, find_method
+from engram.methods import find_method
 from engram.methods.lwm import ROWS, LwM, LwMSettings, attention_loss
 from engram.nn.heads import LinearHead
 from engram.nn.network import Output

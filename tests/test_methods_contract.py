@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 import engram.experiment.runner
+from engram.contract import Method, Phase, Step, Training, register
 from engram.contract.batches import Mixed
 from engram.contract.settings import setting
 from engram.core.errors import EngramError
@@ -28,7 +29,7 @@ from engram.data.store import ImageStore, Split
 from engram.experiment.run_config import RunConfig
 from engram.experiment.runner import run
 from engram.experiment.session import Session
-from engram.methods import METHODS, Method, Phase, Step, Training, find_method, register
+from engram.methods import METHODS, find_method
 from engram.methods.blocks.lsc import HostSettings
 from engram.methods.replay import Replay
 from helpers import (

@@ -18,6 +18,7 @@ from torch.func import functional_call
 
 from conftest import make_config, make_store
 from engram import EngramError, recipe, run
+from engram.contract import Training
 from engram.contract.look import Look
 from engram.data.augment import Augmentation, to_unit
 from engram.data.memory import Memory, MemoryConfig
@@ -25,7 +26,7 @@ from engram.data.stage import Samples, Stage
 from engram.engine import tune as tuning
 from engram.experiment.run_config import RunConfig
 from engram.experiment.session import Session
-from engram.methods import Training, find_method
+from engram.methods import find_method
 from engram.methods.mnemonics import (
     Mnemonics,
     MnemonicsSettings,

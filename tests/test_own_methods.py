@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 RECIPE = ["own-mini-b10-s5", "--epochs", "1", "--threads", "1", "--no-cache"]
 METHOD = """
 import torch
-from engram.methods import register
+from engram.contract import register
 from engram.methods.blocks.lsc import HostSettings, classification_loss, host_phases
 from engram.methods.replay import Replay
 

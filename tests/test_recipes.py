@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from engram import EngramError, MemoryConfig, RunConfig, Training, read_mini, recipe, recipe_names
+from engram.contract import MethodInfo, Settings
 from engram.core.errors import suggest
 from engram.data.augment import Augmentation
 from engram.experiment.session import Session
-from engram.methods import METHODS, MethodInfo, Settings
+from engram.methods import METHODS
 from engram.methods.replay import Replay
 
 

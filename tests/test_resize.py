@@ -14,6 +14,7 @@ from PIL import Image
 
 from conftest import make_config, make_store
 from engram import EngramError, resume, run, train
+from engram.contract import Training
 from engram.core.events import Checkpointed, RunFinished, Stopped
 from engram.data import augment as resize
 from engram.data.augment import (
@@ -32,7 +33,6 @@ from engram.data.augment import (
     resized,
 )
 from engram.engine.batch_plan import plan_epochs
-from engram.methods import Training
 from helpers import cpu_engine, tiny_config, tiny_session, toy_store
 
 VIEW = Augmentation(pad=0, view=0.875)

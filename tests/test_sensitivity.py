@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import engram.engine.sensitivity
+from engram.contract import Step
 from engram.core.errors import EngramError
 from engram.data.augment import Augmentation
 from engram.data.memory import MemoryConfig
 from engram.data.stage import Stage
 from engram.experiment.session import Session
-from engram.methods import Step
 from engram.methods.ewc import EWC, EWCSettings, draw_labels
 from engram.methods.mas import squared_length
 from engram.nn.heads import LSCHead

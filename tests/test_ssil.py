@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engram import recipe
+from engram.contract import Phase, Step
 from engram.contract.learner import Learner
 from engram.core.errors import EngramError
 from engram.data.memory import MemoryConfig
 from engram.data.stage import Stage
 from engram.experiment.session import Session
-from engram.methods import Phase, Step
 from engram.methods.ssil import GROUPS, NEWEST, SSIL, SSILSettings, grouped
 from engram.nn.network import Output
 from helpers import learn_stage, make_stage, numeric_gradient, tiny_config, tiny_session, toy_store, train_phase

@@ -202,7 +202,7 @@ def test_a_method_from_elsewhere_shares_until_its_file_or_its_bases_change(
 TWINS = """
 from dataclasses import replace
 import torch.nn.functional as F
-from engram.methods import register
+from engram.contract import register
 from engram.methods.blocks.lsc import HostMethod, HostSettings, host_phases
 
 @register("one", settings=HostSettings, title="Trains as its host does")

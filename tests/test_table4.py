@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from engram.contract import Phase, Step
 from engram.core.errors import EngramError
 from engram.core.events import EpochFinished, RunFinished
 from engram.data.stage import Stage
 from engram.experiment.recipes import recipe
 from engram.experiment.runner import run
 from engram.experiment.session import Session
-from engram.methods import METHODS, Phase, Step
+from engram.methods import METHODS
 from engram.methods.blocks.losses import (
     cosine_distance,
     gram_distance,

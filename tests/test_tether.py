@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engram import run
+from engram.contract import Step, Training
 from engram.contract.method import ANCHOR, OMEGA, PATH
 from engram.core.errors import EngramError
 from engram.core.events import BaseReused, EpochFinished, RunFinished
@@ -23,7 +24,7 @@ from engram.experiment.base_cache import StageCache
 from engram.experiment.recipes import recipe
 from engram.experiment.run_config import RunConfig
 from engram.experiment.session import Session
-from engram.methods import Step, Training, find_method
+from engram.methods import find_method
 from engram.methods.blocks.importance import sampled_rows
 from engram.methods.blocks.penalty import hold, keep_omega
 from engram.methods.ewc import EWC, EWCSettings

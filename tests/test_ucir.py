@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from engram import EngramError, recipe
+from engram.contract import Step
 from engram.data.stage import NEVER
 from engram.experiment.recipes import recipe_names
 from engram.experiment.session import Session
-from engram.methods import Step, find_method
+from engram.methods import find_method
 from engram.methods.blocks.cosine import old_weight
 from engram.methods.blocks.losses import cosine_distance, ranking
 from engram.methods.ucir import UCIR, UCIRSettings

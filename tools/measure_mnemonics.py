@@ -21,11 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engram import recipe
+from engram.contract import Training
 from engram.contract.exemplars import choose_exemplars, unit_means
 from engram.data.sources.load import load_store
 from engram.data.stage import Stage
 from engram.experiment.session import Session
-from engram.methods import Training
 from engram.methods.mnemonics import Mnemonics, prototype_entropy, stored
 
 # Rate, epochs, weight decay: as released; far higher, without and with the decay.

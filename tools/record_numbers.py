@@ -78,8 +78,8 @@ def record_lessons(folder: Path) -> dict[str, Any]:
         start += count
         settings = ("--epochs", "3") if number == 0 else ()
         engram("learn", str(model), str(lesson), *settings, "--threads", THREADS, "--device", "cpu", "--quiet")
-    shown = json.loads(engram("predict", str(model), str(classes[0]), "--json", "--device", "cpu"))
-    return {"predictions": json.loads(json.dumps(shown).replace(str(folder), "")), "tensors": digests(model)}
+    lines = engram("predict", str(model), str(classes[0]), "--json", "--device", "cpu").replace(str(folder), "")
+    return {"predictions": [json.loads(line) for line in lines.splitlines()], "tensors": digests(model)}
 
 
 def record(names: list[str]) -> dict[str, Any]:
@@ -87,11 +87,11 @@ def record(names: list[str]) -> dict[str, Any]:
     methods = names or sorted(entry["method"] for entry in json.loads(engram("list", "methods", "--json")))
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
+        if not names:
+            found["learn"] = record_lessons(Path(folder))
         for method in methods:
             found[method] = record_run(method, Path(folder))
             print(f"{method}: {found[method]['result']['average_incremental_accuracy']}", flush=True)
-        if not names:
-            found["learn"] = record_lessons(Path(folder))
     return found
 
 

@@ -12,6 +12,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from engram.contract import Method, Phase, Step, Training, register
     from engram.core.errors import EngramError
     from engram.data.augment import Augmentation
     from engram.data.memory import MemoryConfig
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from engram.experiment.run_config import RunConfig
     from engram.experiment.runner import resume, run, train
     from engram.experiment.trained import TrainedRun, open_run
-    from engram.methods import Method, Phase, Step, Training, register
     from engram.models.api import (
         ModelConfig,
         learn_into,

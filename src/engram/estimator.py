@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from engram.contract import Settings
 from engram.core.errors import EngramError, suggest
 from engram.core.events import Event
 from engram.core.memory_limits import return_memory
@@ -21,7 +22,6 @@ from engram.data.augment import Augmentation
 from engram.data.memory import MemoryConfig
 from engram.data.store import Images
 from engram.experiment.run_config import Device, Precision
-from engram.methods import Settings
 from engram.models.api import Model, ModelConfig, open_model, save_model
 from engram.models.inputs import read_batches, read_images
 from engram.models.labels import doubts, label_array, plain_labels

@@ -13,9 +13,9 @@ from rich.table import Table
 from engram.cli.completed_runs import Known, origin_line, origins
 from engram.cli.options.runs import Reproduce
 from engram.cli.text import make_table, print_line, print_table
+from engram.contract import OWN_METHODS
 from engram.core.provenance import processor_name
 from engram.experiment.parallel import ON_CPU, ON_CUDA
-from engram.methods import OWN_METHODS
 from engram.report.wording import count_runs, join
 from engram.reproduce.cell_plan import Plan
 from engram.reproduce.cost import Cost, this_hardware

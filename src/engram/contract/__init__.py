@@ -1,1 +1,72 @@
 """The contract between methods and the engine: what a method declares, and what it may ask for."""
+
+from engram.contract.batch_plan import BatchPlan, copy_ahead
+from engram.contract.exemplars import (
+    balanced_count,
+    balanced_rows,
+    choose_exemplars,
+    class_means,
+    unit_embeddings,
+    unit_means,
+)
+from engram.contract.extension import AfterUpdate, Extension, FlatParameters, PhaseContext, StepHooks
+from engram.contract.image_state import ImageStateRows, ImageTensor
+from engram.contract.learner import Learner, load_network
+from engram.contract.method import Method
+from engram.contract.passes import ImageTuningStep, Passes
+from engram.contract.phase import Phase, Step, Terms
+from engram.contract.registry import (
+    METHODS,
+    OWN_METHODS,
+    MethodInfo,
+    RecipeHints,
+    find_method,
+    import_all,
+    register,
+)
+from engram.contract.settings import Settings, SettingsT, Training, base_settings, setting
+from engram.data.stage import Samples, Stage
+from engram.nn.network import Network, Output, Part
+
+__all__ = [
+    "METHODS",
+    "OWN_METHODS",
+    "AfterUpdate",
+    "BatchPlan",
+    "Extension",
+    "FlatParameters",
+    "ImageStateRows",
+    "ImageTensor",
+    "ImageTuningStep",
+    "Learner",
+    "Method",
+    "MethodInfo",
+    "Network",
+    "Output",
+    "Part",
+    "Passes",
+    "Phase",
+    "PhaseContext",
+    "RecipeHints",
+    "Samples",
+    "Settings",
+    "SettingsT",
+    "Stage",
+    "Step",
+    "StepHooks",
+    "Terms",
+    "Training",
+    "balanced_count",
+    "balanced_rows",
+    "base_settings",
+    "choose_exemplars",
+    "class_means",
+    "copy_ahead",
+    "find_method",
+    "import_all",
+    "load_network",
+    "register",
+    "setting",
+    "unit_embeddings",
+    "unit_means",
+]

@@ -1,4 +1,4 @@
-"""What every method with a memory does with it: choose exemplars, and take the class means of them for NME."""
+"""Exemplars: the default choice of them, balanced sets, and class means for NME (nearest mean of exemplars)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from engram.data.memory import SELECTORS
 from engram.data.stage import Samples, Stage
 
 if TYPE_CHECKING:
-    from engram.contract.method import Passes
+    from engram.contract.passes import Passes
 
 
 def choose_exemplars(learner: Learner, stage: Stage, passes: Passes) -> dict[int, Tensor]:
-    """Rows of the pool to keep of each new class, best first, as the memory's budget and selection say."""
+    """The rows of the pool to keep of each new class, best first, by the memory's budget and selection."""
     quota = learner.memory.config.per_class(stage.num_seen)
     if quota == 0:
         return {}
@@ -34,21 +34,21 @@ def choose_exemplars(learner: Learner, stage: Stage, passes: Passes) -> dict[int
 
 
 def unit_embeddings(learner: Learner, stage: Stage, passes: Passes) -> dict[int, Tensor]:
-    """The embeddings (N, D) of all images of each new class under the network as it is, each of length 1."""
+    """The embeddings (N, D), each of length 1, of all images of each new class under the current network."""
     rows = [stage.rows_of(label) for label in stage.new_labels]
     unit = F.normalize(passes.embed(learner.network, stage.pool.images[torch.cat(rows)]), dim=1)
     return dict(zip(stage.new_labels, unit.split([len(own) for own in rows]), strict=True))
 
 
 def balanced_rows(learner: Learner, stage: Stage, passes: Passes) -> Tensor:
-    """As many rows of each class as the memory keeps; the new classes' are chosen by the model as it is now."""
+    """As many rows of each class as the memory keeps; those of new classes are chosen by the current model."""
     quota = learner.memory.config.per_class(stage.num_seen)
     old = [stage.rows_of(label)[:quota] for label in range(stage.num_old)]
     return torch.cat([*old, *choose_exemplars(learner, stage, passes).values()])
 
 
 def balanced_count(learner: Learner, stage: Stage) -> int:
-    """How many `balanced_rows` will be."""
+    """The number of rows that `balanced_rows` will return."""
     quota = learner.memory.config.per_class(stage.num_seen)
     return sum(len(stage.rows_of(label)[:quota]) for label in range(stage.num_seen))
 
@@ -56,7 +56,7 @@ def balanced_count(learner: Learner, stage: Stage) -> int:
 def class_means(learner: Learner, passes: Passes) -> Tensor | None:
     """The unit mean (K, D) of each class's unit embeddings, of its exemplars and of their mirror images.
 
-    None where a class seen has no exemplar.
+    None if a class seen has no exemplar.
     """
     samples = learner.memory.samples()
     if samples is None or len(learner.memory.labels) < learner.num_classes:

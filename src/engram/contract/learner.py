@@ -1,8 +1,8 @@
-"""Learner: everything that crosses from one stage to the next."""
+"""Learner: everything that is carried from one stage to the next."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 
 from torch import Tensor
 
@@ -13,16 +13,21 @@ from engram.nn.network import Network
 class Learner:
     """A network, its teacher, the memory of exemplars, the class means and the method's own tensors.
 
-    teacher is a second network that holds the weights of the stage before once
-    there is one; it exists from the start so that its tensors keep their place in memory. taught: whether it is ever
-    wanted; where not, it stays as it was made and is no part of the state. notes: what a method wants the user told;
-    the run passes them on.
+    Parameters
+    ----------
+    teacher: a second network, which holds the weights of the previous stage from the second stage on. It exists from
+        the start so that its tensors keep their addresses.
+    uses_teacher: whether the teacher is ever used; if not, it is not part of the state.
+
+    `buffers` are the method's tensors by name. `notes` are warnings of the method, which the run passes on.
     """
 
-    def __init__(self, network: Network, teacher: Network, memory: Memory, seed: int, taught: bool = True) -> None:
+    def __init__(
+        self, network: Network, teacher: Network, memory: Memory, seed: int, uses_teacher: bool = True
+    ) -> None:
         self.network = network
         self.teacher = teacher.eval().requires_grad_(False)
-        self.taught = taught
+        self.uses_teacher = uses_teacher
         self.memory = memory
         self.seed = seed
         self.class_means: Tensor | None = None
@@ -31,29 +36,34 @@ class Learner:
 
     @property
     def num_classes(self) -> int:
-        """The classes seen so far."""
+        """The number of classes seen so far."""
         return self.network.head.num_classes
 
     def store(self, name: str, value: Tensor) -> None:
-        """Keeps a tensor of the method's under a name, in place where one of that shape is there already."""
-        held = self.buffers.get(name)
-        if held is not None and held.shape == value.shape:
-            held.copy_(value)
+        """Keep a tensor of the method under a name, in place if one of that shape is there."""
+        present = self.buffers.get(name)
+        if present is not None and present.shape == value.shape:
+            present.copy_(value)
         else:
             self.buffers[name] = value.detach().clone()
 
     def snapshot_teacher(self) -> None:
-        """Makes the network as it is now the teacher of the next stage."""
-        if not self.taught:
+        """Make the network as it is now the teacher of the next stage."""
+        if not self.uses_teacher:
             return
         state = self.network.state_dict()
-        self.teacher.make_room(state)
+        self.teacher.resize_for_state(state)
         self.teacher.load_state_dict(state)
 
-    def drop(self, labels: Collection[int], class_buffers: Collection[str] = ()) -> None:
-        """Forgets these classes in network, teacher, memory, class means and the method's tensors a class has a row in.
+    def drop(
+        self, labels: Collection[int], class_buffers: Collection[str] = (), class_state: Iterable[str] = ()
+    ) -> None:
+        """Remove these classes; the labels after them move up. What the backbone learned from their images remains.
 
-        The labels after them move up. What the backbone learned from their images stays in it.
+        Parameters
+        ----------
+        class_buffers: names of the method's tensors that have one row per class.
+        class_state: names of the tensors kept per image that have one value per class.
         """
         kept = [label for label in range(self.num_classes) if label not in set(labels)]
         if self.class_means is not None:
@@ -65,12 +75,12 @@ class Learner:
         self.network.head.drop(labels)
         if self.teacher.head.num_classes:
             self.teacher.head.drop(labels)
-        self.memory.drop(labels)
+        self.memory.drop(labels, class_state)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """All of it as named tensors (the seed is the configuration's)."""
+        """All of it as named tensors (the seed is in the configuration)."""
         state = {f"network.{name}": value for name, value in self.network.state_dict().items()}
-        if self.taught:
+        if self.uses_teacher:
             state |= {f"teacher.{name}": value for name, value in self.teacher.state_dict().items()}
         state |= {f"memory.{name}": value for name, value in self.memory.state_dict().items()}
         state |= {f"buffers.{name}": value for name, value in self.buffers.items()}
@@ -78,19 +88,25 @@ class Learner:
             state["class_means"] = self.class_means
         return state
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Takes over a saved state, tensors in place where they exist."""
-
-        def part(prefix: str) -> dict[str, Tensor]:
-            return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
-
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Load a saved state, in place where tensors exist."""
         device = self.network.mean.device
-        for network, name in ((self.network, "network."), (self.teacher, "teacher.")):
-            if network is self.network or self.taught:
-                network.make_room(part(name))
-                network.load_state_dict(part(name))
-        self.memory.load_state_dict(part("memory."))
-        for name, value in part("buffers.").items():
+        load_network(self.network, state)
+        if self.uses_teacher:
+            load_network(self.teacher, state, "teacher.")
+        self.memory.load_state_dict(_below("memory.", state))
+        for name, value in _below("buffers.", state).items():
             self.store(name, value.to(device))
         means = state.get("class_means")
         self.class_means = None if means is None else means.to(device)
+
+
+def load_network(network: Network, state: Mapping[str, Tensor], prefix: str = "network.") -> None:
+    """Load a learner's network out of its state, whatever its size there."""
+    own = _below(prefix, state)
+    network.resize_for_state(own)
+    network.load_state_dict(own)
+
+
+def _below(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}

@@ -120,6 +120,9 @@ def change_training(settings: SettingsT, roles: tuple[Role, ...], **changes: Any
     return replace(settings, **{name: replace(training, **changes) for name, training in trainings.items()})
 
 
+_PLANNED = ("epochs", "batch_size", "lr", "schedule", "milestones", "factor", "remainder")
+
+
 @dataclass(frozen=True)
 class Training:
     """How one phase trains: SGD with momentum.
@@ -153,6 +156,10 @@ class Training:
         check_fields(self)
         if any(not 0 < share < 1 for share in self.milestones) or list(self.milestones) != sorted(self.milestones):
             raise EngramError(f"milestones must be fractions between 0 and 1 in ascending order, got {self.milestones}")
+
+    def in_step(self) -> tuple[Any, ...]:
+        """The settings that a recorded step depends on; the others only determine its plan."""
+        return tuple(getattr(self, each.name) for each in fields(self) if each.name not in _PLANNED)
 
     def batches(self, images: int) -> tuple[int, int]:
         """The number of steps in an epoch of that many images, and the batch size (the last batch may be smaller)."""

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from engram.core.errors import EngramError, suggest
+from engram.core.errors import EngramError, UnknownNameError
 from engram.data.stage import Samples
 
+Budget = Literal["per_class", "total", "all", "none"]
 Selection = Literal["herding", "closest", "random", "first"]
 Selector = Callable[[Tensor, int, torch.Generator], Tensor]
 
@@ -72,30 +73,31 @@ SELECTORS: dict[Selection, Selector] = {
 }
 
 
+STATE = "state."  # prefix of the tensors kept per image, in a saved memory
+
+
 @dataclass(frozen=True)
 class MemoryConfig:
-    """How many exemplars to keep, and how they are chosen.
+    """How many exemplars to keep, and how they are selected.
 
     budget: "per_class" keeps `size` of every class; "total" shares `size` among the classes seen; "all" keeps every
     image; "none" keeps nothing.
     """
 
-    budget: Literal["per_class", "total", "all", "none"] = "per_class"
+    budget: Budget = "per_class"
     size: int = 20
     selection: Selection = "herding"
 
     def __post_init__(self) -> None:
-        if self.budget not in ("per_class", "total", "all", "none"):
-            raise EngramError(
-                f"no memory budget {self.budget!r}: {suggest(str(self.budget), ['per_class', 'total', 'all', 'none'])}"
-            )
+        if self.budget not in get_args(Budget):
+            raise UnknownNameError("memory budget", self.budget, get_args(Budget))
         if self.selection not in SELECTORS:
-            raise EngramError(f"no exemplar selection {self.selection!r}: {suggest(self.selection, SELECTORS)}")
+            raise UnknownNameError("exemplar selection", self.selection, SELECTORS)
         if self.budget in ("all", "none"):
-            object.__setattr__(self, "size", 0)  # there is none, so that two such are equal
+            object.__setattr__(self, "size", 0)  # so that two of them are equal
         elif self.size < 1:
             raise EngramError(
-                f"the memory must hold at least one exemplar a class, got {self.budget}={self.size}; "
+                f"the memory must hold at least one exemplar per class, got {self.budget}={self.size}; "
                 "use 'none' to keep nothing"
             )
 
@@ -114,7 +116,7 @@ class MemoryConfig:
         return self.budget if self.budget in ("all", "none") else f"{self.budget}={self.size}"
 
     def per_class(self, num_classes: int) -> int | None:
-        """The exemplars each class may have when `num_classes` are seen; None is no limit."""
+        """The number of exemplars each class may have when `num_classes` are seen; None: no limit."""
         if self.budget == "all":
             return None
         if self.budget == "none":
@@ -122,7 +124,7 @@ class MemoryConfig:
         return self.size if self.budget == "per_class" else self.size // num_classes
 
     def check(self, num_classes: int) -> None:
-        """Refuses a budget that leaves some of `num_classes` classes without an exemplar."""
+        """Refuse a budget that leaves some of `num_classes` classes without an exemplar."""
         if self.budget == "total" and self.size < num_classes:
             raise EngramError(
                 f"a memory of {self.size} exemplars in total is less than one for each of {num_classes} classes; "
@@ -133,7 +135,7 @@ class MemoryConfig:
 class Memory:
     """The exemplars of each class seen, best first.
 
-    They are copies of the images, so that a model goes on learning when the data it first saw is gone.
+    They are copies of the images, so that a model can continue to learn when the first data is gone.
     """
 
     def __init__(self, config: MemoryConfig) -> None:
@@ -153,51 +155,58 @@ class Memory:
         return self._by_label[label]
 
     def samples(self) -> Samples | None:
-        """All exemplars, class by class; None where there are none."""
+        """All exemplars, class by class, or None."""
         return Samples.concatenate(list(self._by_label.values())) if self._by_label else None
 
     def update(self, pool: Samples, chosen: Mapping[int, Tensor | Samples], num_classes: int) -> None:
-        """Adds what was chosen by label, rows of the pool or changed images, and shrinks every class to its share."""
+        """Add the chosen exemplars of each label (rows of the pool, or changed images); shrink all to the budget."""
         quota = self.config.per_class(num_classes)
         if quota == 0:
             return
         for label, what in chosen.items():
             kept = what if isinstance(what, Samples) else pool[what]
-            exemplar = torch.ones(len(kept), dtype=torch.bool)
-            self._by_label[label] = Samples(kept.images, kept.labels, kept.sources, exemplar)
+            self._by_label[label] = replace(kept, exemplar=torch.ones(len(kept), dtype=torch.bool))
         if quota is not None:
             self._by_label = {
                 label: samples[torch.arange(min(quota, len(samples)))] for label, samples in self._by_label.items()
             }
 
-    def drop(self, labels: Collection[int]) -> None:
-        """Forgets these classes; the labels after them move up, as in the head."""
-        kept = {label: samples for label, samples in self._by_label.items() if label not in labels}
+    def drop(self, labels: Collection[int], class_state: Iterable[str] = ()) -> None:
+        """Remove these classes; the labels after them move up, as in the head.
+
+        class_state: names of the tensors kept per image that have one value per class.
+        """
+        gone = set(labels)
+        kept = {label: samples for label, samples in self._by_label.items() if label not in gone}
         self._by_label = {}
         for label, samples in kept.items():
-            moved = label - sum(gone < label for gone in set(labels))
-            relabelled = torch.full_like(samples.labels, moved)
-            self._by_label[moved] = Samples(samples.images, relabelled, samples.sources, samples.exemplar)
+            moved = label - sum(each < label for each in gone)
+            state = dict(samples.state)
+            for name in state.keys() & set(class_state):
+                state[name] = state[name][:, [c for c in range(state[name].shape[1]) if c not in gone]]
+            self._by_label[moved] = replace(samples, labels=torch.full_like(samples.labels, moved), state=state)
 
     def keep(self, label: int, rows: Tensor) -> None:
-        """Keeps these rows of a class's exemplars alone; a class of which there is none is as if it never had any."""
+        """Keep only these rows of a class's exemplars; a class without rows is as if it never had any."""
         left = self._by_label.pop(label)[rows]
         if len(left):
             self._by_label = dict(sorted({**self._by_label, label: left}.items()))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The exemplars as tensors, ready to be saved."""
+        """The exemplars as tensors."""
         samples = self.samples()
         if samples is None:
             return {}
-        return {"images": samples.images, "labels": samples.labels, "sources": samples.sources}
+        state = {f"{STATE}{name}": value for name, value in samples.state.items()}
+        return {"images": samples.images, "labels": samples.labels, "sources": samples.sources, **state}
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Takes over saved exemplars."""
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Load saved exemplars."""
         self._by_label = {}
         if not state:
             return
         exemplar = torch.ones(len(state["labels"]), dtype=torch.bool)
-        samples = Samples(state["images"], state["labels"], state["sources"], exemplar)
+        kept = {name.removeprefix(STATE): value for name, value in state.items() if name.startswith(STATE)}
+        samples = Samples(state["images"], state["labels"], state["sources"], exemplar, kept)
         for label in dict.fromkeys(samples.labels.tolist()):
             self._by_label[label] = samples[samples.rows_of(label)]

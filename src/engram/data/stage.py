@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor
+
+NEVER = 2**31  # the stage of a class that has not come yet
 
 
 @dataclass(frozen=True, eq=False)
 class Samples:
     """N labelled images: what a stage trains on, or what the memory holds.
 
-    images: uint8 (N, H, W, 3). labels: int64 (N,), positions in the class order. sources: int64 (N,), the row of
-    each image in the training split it came from. exemplar: bool (N,), true for images out of the memory.
+    images: uint8 (N, H, W, 3). labels: int64 (N,), positions in the class order. sources: int64 (N,), a stable id of
+    each image; in a run, its row in the training split. exemplar: bool (N,), true for images of the memory. state:
+    tensors kept per image, by name, (N, ...).
     """
 
     images: Tensor
     labels: Tensor
     sources: Tensor
     exemplar: Tensor
+    state: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         assert self.images.dtype == torch.uint8, self.images.dtype
@@ -31,32 +36,35 @@ class Samples:
         return len(self.labels)
 
     def __getitem__(self, rows: Tensor) -> Samples:
-        return Samples(self.images[rows], self.labels[rows], self.sources[rows], self.exemplar[rows])
+        state = {name: value[rows] for name, value in self.state.items()}
+        return Samples(self.images[rows], self.labels[rows], self.sources[rows], self.exemplar[rows], state)
 
     def rows_of(self, label: int) -> Tensor:
         """The rows that hold images of one class, in their order here."""
         return torch.nonzero(self.labels == label).squeeze(1)
 
     @staticmethod
-    def concatenate(parts: list[Samples]) -> Samples:
-        """All the parts, one after the other."""
+    def concatenate(parts: Sequence[Samples]) -> Samples:
+        """All parts, one after the other. State that a part does not have is zero."""
+        names = {name: value for part in parts for name, value in part.state.items()}
         return Samples(
             torch.cat([part.images for part in parts]),
             torch.cat([part.labels for part in parts]),
             torch.cat([part.sources for part in parts]),
             torch.cat([part.exemplar for part in parts]),
+            {
+                name: torch.cat([part.state.get(name, like.new_zeros(len(part), *like.shape[1:])) for part in parts])
+                for name, like in names.items()
+            },
         )
-
-
-NEVER = 2**31
 
 
 @dataclass(frozen=True, eq=False)
 class Stage:
     """One arrival of new classes.
 
-    pool: the images of the new classes, then the exemplars of the old ones. Phases name rows of it. sizes: the new
-    classes of every stage up to this one.
+    pool: the images of the new classes, then the exemplars of the old ones; phases name rows of it. sizes: the number
+    of new classes of every stage up to this one.
     """
 
     index: int
@@ -71,7 +79,7 @@ class Stage:
 
     @property
     def num_seen(self) -> int:
-        """The classes seen, the new ones included."""
+        """The number of classes seen, the new ones included."""
         return self.num_old + self.num_new
 
     @property
@@ -84,7 +92,7 @@ class Stage:
         return torch.arange(len(self.pool))
 
     def arrival(self, capacity: int) -> Tensor:
-        """int64 (capacity,): the stage that each label came with, NEVER where it has not come."""
+        """int64 (capacity,): the stage that each label came with, NEVER for one that has not come."""
         arrival = torch.full((capacity,), NEVER)
         sizes = self.sizes or ((self.num_old, self.num_new) if self.num_old else (self.num_new,))
         first = self.index + 1 - len(sizes)

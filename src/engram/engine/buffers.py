@@ -1,112 +1,132 @@
-"""Space: tensors on the device that keep their place from stage to stage, so that a recorded step stays valid."""
+"""Buffers: tensors on the device that keep their addresses from stage to stage, so that a recorded step stays valid."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from engram.contract.batch_plan import BatchPlan
 from engram.data.augment import pad_images
 from engram.data.stage import Stage
-from engram.engine.batch_plan import Mixing, Plan
 
 PLANNED_STEPS = 512  # planned ahead, in whole epochs
-TERMS = 16  # the terms that a loss may have
+TERMS = 16  # the most terms that a loss may have
 GROWTH = 1.5
-PART = 2**28  # bytes of images brought to the device at a time
+PART = 2**28  # bytes of images copied to the device at a time
 
 
 @dataclass(frozen=True, eq=False)
-class Pool:
-    """A stage's pool on the device: images with their border, labels, and which are exemplars; room beyond them."""
+class DevicePool:
+    """A stage's pool on the device; its tensors may have more rows than the pool.
+
+    padded: images with their border. ids: a stable id of each image. state: the tensors kept per image, by name.
+    """
 
     padded: Tensor
     labels: Tensor
     exemplar: Tensor
+    ids: Tensor
+    state: dict[str, Tensor] = field(default_factory=dict)
 
 
-class Space:
-    """The pool, the plan, the step's counter, the history of the loss, and the loss weights."""
+class DeviceBuffers:
+    """The pool, the plan, the step's counter, the history of the loss, and the loss weights.
+
+    version changes whenever a tensor was replaced.
+    """
 
     def __init__(self, device: torch.device, pad: int) -> None:
         self.device = device
-        self.version = 0  # changes when a tensor has moved
+        self.version = 0
         self.counter = torch.zeros(1, dtype=torch.int64, device=device)
         self.history = torch.zeros(PLANNED_STEPS, TERMS, device=device)
         self.stage = torch.zeros((), dtype=torch.int64, device=device)
         self._arrival = torch.zeros(0, dtype=torch.int64, device=device)
         self._pad = pad
-        self._pool: Pool | None = None
+        self._pool: DevicePool | None = None
         self._stage: Stage | None = None
-        self._plans: dict[int, Plan] = {}
-        self._mixings: dict[int, Mixing] = {}
+        self._plans: dict[int, BatchPlan] = {}
         self._weights: dict[str, Tensor] = {}
-        self._rooms: dict[str, Tensor] = {}
+        self._named: dict[str, Tensor] = {}
 
-    def room(self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
-        """A tensor that keeps its place under a name, at least as many rows of that shape; zeros when it is new."""
-        held = self._rooms.get(name)
-        if held is None or len(held) < shape[0] or held.shape[1:] != shape[1:]:
-            held = self._rooms[name] = torch.zeros(shape, dtype=dtype, device=self.device)
+    def persistent_buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+        """A tensor that keeps its address under a name, with at least as many rows as `shape`; zeros when new."""
+        present = self._named.get(name)
+        if present is None or len(present) < shape[0] or present.shape[1:] != shape[1:]:
+            present = self._named[name] = torch.zeros(shape, dtype=dtype, device=self.device)
             self.version += 1
-        return held
+        return present
 
     @property
-    def held_bytes(self) -> int:
-        """What the pool's images take on the device, room beyond them included."""
+    def image_bytes(self) -> int:
+        """The bytes of the pool's images on the device, unused rows included."""
         return 0 if self._pool is None else self._pool.padded.numel()
 
-    def pool(self, stage: Stage) -> Pool:
-        """The stage's pool; brought here once a stage."""
+    def pool(self, stage: Stage) -> DevicePool:
+        """The stage's pool on the device; copied there once per stage."""
         if self._pool is None or self._stage is not stage:
-            samples, pad = stage.pool, self._pad
-            height, width = samples.images.shape[1] + 2 * pad, samples.images.shape[2] + 2 * pad
-            held = self._pool
-            if held is None or len(held.labels) < len(samples) or held.padded.shape[1:3] != (height, width):
-                room = len(samples) if held is None else max(len(samples), int(GROWTH * len(held.labels)))
-                held = self._pool = None  # the old one makes room for the new
-                held = self._pool = Pool(
-                    torch.zeros(room, height, width, 3, dtype=torch.uint8, device=self.device),
-                    torch.zeros(room, dtype=torch.int64, device=self.device),
-                    torch.zeros(room, dtype=torch.bool, device=self.device),
-                )
-                self.version += 1
-            some = max(1, PART // (height * width * 3))
-            for start in range(0, len(samples), some):
-                part = pad_images(samples.images[start : start + some].to(self.device), pad)
-                held.padded[start : start + len(part)] = part
-            held.labels[: len(samples)] = samples.labels.to(self.device)
-            held.exemplar[: len(samples)] = samples.exemplar.to(self.device)
-            self._stage = stage
+            self._load_pool(stage)
         assert self._pool is not None
         return self._pool
 
-    def plan(self, steps: int, batch_size: int) -> Plan:
-        """Room for the plan of at least one epoch of so many steps."""
+    def _load_pool(self, stage: Stage) -> None:
+        samples, pad, count = stage.pool, self._pad, len(stage.pool)
+        height, width = samples.images.shape[1] + 2 * pad, samples.images.shape[2] + 2 * pad
+        pool = self._pool
+        if pool is None or len(pool.labels) < count or pool.padded.shape[1:3] != (height, width):
+            capacity = count if pool is None else max(count, int(GROWTH * len(pool.labels)))
+            pool = self._pool = None  # free the old one first
+            pool = self._pool = DevicePool(
+                torch.zeros(capacity, height, width, 3, dtype=torch.uint8, device=self.device),
+                torch.zeros(capacity, dtype=torch.int64, device=self.device),
+                torch.zeros(capacity, dtype=torch.bool, device=self.device),
+                torch.zeros(capacity, dtype=torch.int64, device=self.device),
+            )
+            self.version += 1
+        some = max(1, PART // (height * width * 3))
+        for start in range(0, count, some):
+            part = pad_images(samples.images[start : start + some].to(self.device), pad)
+            pool.padded[start : start + len(part)] = part
+        pool.labels[:count] = samples.labels.to(self.device)
+        pool.exemplar[:count] = samples.exemplar.to(self.device)
+        pool.ids[:count] = samples.sources.to(self.device)
+        self._stage = stage
+        self.load_image_state(stage)
+
+    def load_image_state(self, stage: Stage) -> None:
+        """Copy the pool's tensors kept per image to the device."""
+        pool = self.pool(stage)
+        for name, value in stage.pool.state.items():
+            present = pool.state.get(name)
+            if present is None or present.shape[1:] != value.shape[1:]:
+                present = pool.state[name] = torch.zeros(len(pool.labels), *value.shape[1:], device=self.device)
+                self.version += 1
+            present[: len(value)] = value.to(self.device)
+
+    def save_image_state(self, stage: Stage) -> None:
+        """Copy the tensors kept per image from the device back to the pool."""
+        if self._pool is not None and self._stage is stage:
+            for name, value in stage.pool.state.items():
+                value.copy_(self._pool.state[name][: len(value)])
+
+    def plan(self, steps: int, batch_size: int) -> BatchPlan:
+        """A plan to load the batches of at least one epoch into."""
         plan = self._plans.get(batch_size)
         if plan is None or len(plan) < steps:
             if plan is not None:
                 self.version += 1
-            room = max(PLANNED_STEPS, steps)
-            plan = self._plans[batch_size] = Plan.room(room, batch_size, self.device)
-            if len(self.history) < room:
-                self.history = torch.zeros(room, TERMS, device=self.device)
+            planned = max(PLANNED_STEPS, steps)
+            plan = self._plans[batch_size] = BatchPlan.allocate(planned, batch_size, self.device)
+            if len(self.history) < planned:
+                self.history = torch.zeros(planned, TERMS, device=self.device)
                 self.version += 1
         return plan
 
-    def mixing(self, steps: int, batch_size: int) -> Mixing:
-        """Room for what is mixed in so many steps."""
-        mixing = self._mixings.get(batch_size)
-        if mixing is None or len(mixing) < steps:
-            if mixing is not None:
-                self.version += 1
-            mixing = self._mixings[batch_size] = Mixing.room(steps, batch_size, self.device)
-        return mixing
-
     def arrival(self, stage: Stage, capacity: int) -> Tensor:
-        """The stage that each class came with, (capacity,); sets the stage at hand too."""
+        """The stage that each class came with, (capacity,); also sets the current stage."""
         if len(self._arrival) != capacity:
             self._arrival = torch.zeros(capacity, dtype=torch.int64, device=self.device)
             self.version += 1

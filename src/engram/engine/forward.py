@@ -1,4 +1,4 @@
-"""How a step gets from rows of the pool to what student and teacher say: by torch's modules, or by our own kernels."""
+"""Forward passes of a step, from rows of the pool to the outputs of student and teacher: by torch or by our kernels."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from engram.contract.batch_plan import BatchPlan
 from engram.contract.learner import Learner
+from engram.contract.settings import Training
 from engram.data.augment import apply
-from engram.engine.batch_plan import Plan
-from engram.engine.buffers import Pool
+from engram.engine.buffers import DevicePool
 from engram.engine.capture import Branch
 from engram.engine.sgd import FlatSGD
-from engram.methods import Training
 from engram.nn.network import Network, Output
 
 if TYPE_CHECKING:
@@ -26,34 +26,34 @@ class Forward(Protocol):
 
     optimiser: FlatSGD
     batch_size: int
-    height_at: int  # the dimension of the images that is their height; their width is the next
+    height_dim: int  # dimension of a batch of images that is their height; the width is the next
 
     def refresh(self, frozen: bool = False) -> None:
-        """Takes over weights that changed between phases; frozen: the network's own too, for `frozen` passes."""
+        """Read weights that changed between phases; frozen: also the network's own, for `frozen` passes."""
         ...
 
-    def images(self, pool: Pool, plan: Plan, counter: Tensor, size: int) -> Tensor:
-        """The batch of the step that the counter is at, augmented, as the passes want it."""
+    def images(self, pool: DevicePool, plan: BatchPlan, counter: Tensor, size: int) -> Tensor:
+        """The augmented batch of the step that the counter is at, in the layout that the passes need."""
         ...
 
     def student(self, images: Tensor, train_backbone: bool) -> Output:
-        """What the network says, with batch statistics."""
+        """Output of the network with batch statistics."""
         ...
 
     def frozen(self, images: Tensor) -> Output:
-        """What the network says, with running statistics; only its head gets gradients."""
+        """Output of the network with running statistics; only its head gets gradients."""
         ...
 
     def teacher(self, images: Tensor) -> Output:
-        """What the teacher says."""
+        """Output of the teacher, without gradient."""
         ...
 
     def with_teacher(self, images: Tensor, look: Callable[[], Output]) -> tuple[Output, Output]:
-        """What `look` gives and what the teacher says; neither waits for the other where that can be."""
+        """What `look` returns and the output of the teacher, at the same time if possible."""
         ...
 
-    def aside(self, images: Tensor) -> Output:
-        """What the network in training says, with running statistics, which it leaves as they are; no gradient."""
+    def predict(self, images: Tensor) -> Output:
+        """Output of the network in training with its running statistics, which stay unchanged; without gradient."""
         ...
 
     def update(self, lr: Tensor, training: Training) -> None:
@@ -61,18 +61,18 @@ class Forward(Protocol):
         ...
 
     def follow(self) -> None:
-        """Takes over what a phase changed in the parameters after an update."""
+        """Read parameters that an extension changed after an update."""
         ...
 
     def state(self) -> list[Tensor]:
-        """What a step changes, the method's own aside."""
+        """The tensors that a step changes, except those of the method."""
         ...
 
 
 class PlainForward:
-    """By torch's modules."""
+    """Passes by torch's modules."""
 
-    height_at = 2
+    height_dim = 2
 
     def __init__(self, engine: Engine, learner: Learner, batch_size: int) -> None:
         self._engine, self._learner = engine, learner
@@ -82,7 +82,7 @@ class PlainForward:
     def refresh(self, frozen: bool = False) -> None:
         pass
 
-    def images(self, pool: Pool, plan: Plan, counter: Tensor, size: int) -> Tensor:
+    def images(self, pool: DevicePool, plan: BatchPlan, counter: Tensor, size: int) -> Tensor:
         rows, draws = plan.row(counter, size)
         images = apply(self._engine.augmentation, pool.padded, rows, draws, self._engine.image_size)
         return images.contiguous(memory_format=self._engine.layout)
@@ -102,9 +102,9 @@ class PlainForward:
     def with_teacher(self, images: Tensor, look: Callable[[], Output]) -> tuple[Output, Output]:
         return look(), self.teacher(images)
 
-    def aside(self, images: Tensor) -> Output:
+    def predict(self, images: Tensor) -> Output:
         network = self._learner.network
-        network.backbone.eval()  # the backbone alone: what a network adds when it predicts is no part of a loss
+        network.backbone.eval()  # only the backbone: adjustments of predictions are not part of a loss
         with torch.no_grad(), self._engine.autocast():
             output = network(images)
         network.backbone.train()
@@ -125,10 +125,10 @@ class PlainForward:
 class FusedForward:
     """By the kernels of engram.kernels.availability."""
 
-    height_at = 1
+    height_dim = 1
 
     def __init__(self, engine: Engine, learner: Learner, batch_size: int) -> None:
-        from engram.engine.fused import FoldedBackbone, FoldedOlder, FusedBackbone
+        from engram.engine.fused import FoldedBackbone, FoldedBranches, FusedBackbone
         from engram.kernels.launch import ARITHMETIC
 
         self._arithmetic = arithmetic = ARITHMETIC[engine.precision]
@@ -141,16 +141,16 @@ class FusedForward:
         )
         self._folded = FoldedBackbone(learner.teacher.backbone, engine.image_size, arithmetic)
         self._own_folded = FoldedBackbone(network.backbone, engine.image_size, arithmetic)
-        self._older = FoldedOlder(network.backbone, engine.image_size, arithmetic)
+        self._branches = FoldedBranches(network.backbone, engine.image_size, arithmetic)
 
     def refresh(self, frozen: bool = False) -> None:
         self._backbone.refresh()
         self._folded.load(self._learner.teacher.backbone)
-        self._older.load(self._learner.network.backbone)
+        self._branches.load(self._learner.network.backbone)
         if frozen:
             self._own_folded.load(self._learner.network.backbone)
 
-    def images(self, pool: Pool, plan: Plan, counter: Tensor, size: int) -> Tensor:
+    def images(self, pool: DevicePool, plan: BatchPlan, counter: Tensor, size: int) -> Tensor:
         from engram.kernels.launch import augment
 
         network = self._learner.network
@@ -160,31 +160,31 @@ class FusedForward:
     def student(self, images: Tensor, train_backbone: bool) -> Output:
         with torch.set_grad_enabled(train_backbone and torch.is_grad_enabled()):
             maps = self._backbone(images)
-        return pooled(self._learner.network, maps, self._older(images))
+        return classify_maps(self._learner.network, maps, self._branches(images))
 
     def frozen(self, images: Tensor) -> Output:
         with torch.no_grad():
             maps = self._own_folded(images)
-        return pooled(self._learner.network, maps, self._older(images))
+        return classify_maps(self._learner.network, maps, self._branches(images))
 
     def teacher(self, images: Tensor) -> Output:
         with torch.no_grad():
-            return pooled(self._learner.teacher, self._folded(images))
+            return classify_maps(self._learner.teacher, self._folded(images))
 
     def with_teacher(self, images: Tensor, look: Callable[[], Output]) -> tuple[Output, Output]:
-        # Our own kernels alone go aside: a library's may keep room for what they do by stream, and this one is shared.
+        # Only our own kernels run on the second stream: those of a library may keep a workspace per stream.
         beside = Branch()
         with torch.no_grad(), beside.launching():
             maps = self._folded(images)
         student = look()
         beside.join()
         with torch.no_grad():
-            return student, pooled(self._learner.teacher, maps)
+            return student, classify_maps(self._learner.teacher, maps)
 
-    def aside(self, images: Tensor) -> Output:
+    def predict(self, images: Tensor) -> Output:
         with torch.no_grad():
             self._own_folded.load(self._learner.network.backbone)  # the weights of the step before
-            return pooled(self._learner.network, self._own_folded(images))
+            return classify_maps(self._learner.network, self._own_folded(images))
 
     def update(self, lr: Tensor, training: Training) -> None:
         from engram.kernels.launch import update
@@ -202,6 +202,6 @@ class FusedForward:
         return [*self.optimiser.state(), self._backbone.shadow, *self._learner.network.buffers()]
 
 
-def pooled(network: Network, maps: tuple[Tensor, ...], older: Tensor | None = None) -> Output:
-    """What the network's head says of the maps; older: as `Network.classify` has it."""
-    return network.classify(maps, maps[-1].mean(dim=(2, 3), dtype=torch.float32), older)
+def classify_maps(network: Network, maps: tuple[Tensor, ...], branches: Tensor | None = None) -> Output:
+    """Output of the network's head for the backbone's maps; branches: as in `Network.classify`."""
+    return network.classify(maps, maps[-1].mean(dim=(2, 3), dtype=torch.float32), branches)

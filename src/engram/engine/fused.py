@@ -30,8 +30,7 @@ from engram.kernels.launch import (
     sum_splits,
     weight_splits,
 )
-from engram.nn.backbones import Block, ResNet
-from engram.nn.expanding import ExpandingBackbone, both_means
+from engram.nn.backbones import Block, ResNet, both_means
 
 WIDTHS = (16, 32, 64)
 
@@ -55,7 +54,7 @@ def unsupported(backbone: ResNet, size: tuple[int, int]) -> str | None:
 
 
 @dataclass(frozen=True, eq=False)
-class Group:
+class FusedGroup:
     """The convolutions of a group in their order, the stem first in the first group; and its part of the buffers."""
 
     stem: Conv | None
@@ -80,11 +79,11 @@ class Group:
         return slice(convs[0].norm, convs[-1].norm + 2 * convs[-1].channels_out)
 
 
-def layout(backbone: ResNet, size: tuple[int, int], arithmetic: Arithmetic) -> list[Group]:
+def layout(backbone: ResNet, size: tuple[int, int], arithmetic: Arithmetic) -> list[FusedGroup]:
     """The backbone's groups, with the places of their values: weights and norms each in the order of the modules."""
     height, width = size
     weight = norm = 0
-    groups: list[Group] = []
+    groups: list[FusedGroup] = []
 
     def place(module: torch.nn.Conv2d) -> Conv:
         nonlocal height, width, weight, norm
@@ -102,12 +101,12 @@ def layout(backbone: ResNet, size: tuple[int, int], arithmetic: Arithmetic) -> l
             assert isinstance(block, Block)
             blocks.append((place(block.conv1), place(block.conv2)))
             norms += [block.bn1, block.bn2]
-        groups.append(Group(stem, tuple(blocks), tuple(norms)))
+        groups.append(FusedGroup(stem, tuple(blocks), tuple(norms)))
         stem, norms = None, []
     return groups
 
 
-def turned_order(groups: list[Group], device: torch.device) -> Tensor:
+def turned_order(groups: list[FusedGroup], device: torch.device) -> Tensor:
     """For every weight in (3, 3, C_in, C_out) order, layer after layer, its place in (C_out, 3, 3, C_in) order."""
     places = [
         torch.arange(conv.weight, conv.weight + conv.weights, device=device).view(conv.channels_out, -1)
@@ -166,7 +165,7 @@ class FusedBackbone:
         self.shadow.copy_(self.weights)
 
 
-def _room(group: Group, batch: int) -> int:
+def _room(group: FusedGroup, batch: int) -> int:
     return weight_splits(group.convs[0], batch) * (group.weights.stop - group.weights.start)
 
 
@@ -215,7 +214,7 @@ class _Backward:
     def __init__(
         self,
         backbone: FusedBackbone,
-        group: Group,
+        group: FusedGroup,
         norms: Tensor,
         kept: Sequence[Tensor],
         want_input: bool,
@@ -332,26 +331,20 @@ def _blocks(backbone: ResNet) -> list[Block]:
     return [block for group in backbone.groups for block in group.children() if isinstance(block, Block)]
 
 
-class FoldedOlder:
-    """What `ExpandingBackbone.look_back` gives, for images as the kernels take them; nothing for any other backbone."""
+class FoldedBranches:
+    """The frozen branches of a backbone (`ResNet.branches`) by our kernels, their norms folded into the weights."""
 
     def __init__(self, backbone: ResNet, size: tuple[int, int], arithmetic: Arithmetic) -> None:
-        self._folded = [FoldedBackbone(each, size, arithmetic) for each in _older(backbone)]
+        self._folded = [FoldedBackbone(each, size, arithmetic) for each in backbone.branches]
 
     def load(self, backbone: ResNet) -> None:
-        """Takes over the older backbones' values, in place."""
-        for folded, each in zip(self._folded, _older(backbone), strict=True):
+        """Copy the values of the branches, in place."""
+        for folded, each in zip(self._folded, backbone.branches, strict=True):
             folded.load(each)
 
     def __call__(self, images: Tensor) -> Tensor | None:
-        """Their embeddings (2, B, N D) of images (B, H, W, 4); None where there are none."""
+        """As `ResNet.branch_embeddings`, (2, B, N D), of images (B, H, W, 4)."""
         if not self._folded:
             return None
         with torch.no_grad():
             return torch.cat([both_means(folded(images)[-1]) for folded in self._folded], dim=2)
-
-
-def _older(backbone: ResNet) -> list[ResNet]:
-    if not isinstance(backbone, ExpandingBackbone):
-        return []
-    return [each for each in backbone.older if isinstance(each, ResNet)]

@@ -1,57 +1,59 @@
-"""The loop of a phase: one step, built from the method's loss, taken again and again."""
+"""The loop of a phase: one step, built from the method's loss, repeated."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
-from engram.contract.batches import Mixed
+from engram.contract.batch_plan import BatchPlan
+from engram.contract.extension import StepHooks
+from engram.contract.image_state import ImageStateRows
 from engram.contract.learner import Learner
-from engram.contract.method import Terms
+from engram.contract.phase import Phase, Step, Terms
 from engram.core.errors import EngramError
 from engram.data.stage import Stage
-from engram.engine.batch_plan import learning_rates, plan_epochs, plan_mixing
 from engram.engine.buffers import TERMS
-from engram.engine.neighbours import Surroundings
-from engram.engine.penalty import PENALTY, Pull
-from engram.methods import Phase, Step
-from engram.nn.network import Part
+from engram.engine.planning import learning_rates, plan_epochs
+from engram.nn.network import Output, Part
 
 if TYPE_CHECKING:
     from engram.engine.engine import Engine
+    from engram.engine.forward import Forward
 
+T = TypeVar("T")
 
-# On a GPU the host is never more than so many steps ahead: a request to stop is soon answered, and the driver's queue
-# does not fill, which would hold up the launches of other runs.
+# On a GPU the host is at most STRIDE * STRIDES steps ahead: a request to stop is answered soon, and the driver's queue
+# does not fill up, which would delay the launches of other runs.
 STRIDE, STRIDES = 16, 4
 
 
 class NonFiniteLoss(EngramError):
-    """A loss became infinite or not a number; the weights since then are worthless."""
+    """A loss became infinite or NaN; the weights are worthless from then on."""
 
 
 @dataclass(frozen=True, eq=False)
 class PhaseState:
-    """Where a phase stands: enough, with the learner, to go on exactly.
+    """Where a phase is: with the learner, enough to continue exactly.
 
-    rows: the rows of the pool it trains on. momentum: by parameter. epoch, step: the next step to take. path: by
-    parameter, what a traced tether has summed up. terms: the loss terms (S, K) of the epoch's steps so far; None where
-    they are not known.
+    rows: the rows of the pool it trains on. momentum: by parameter. epoch, step: the next step. extensions: state of
+    the extensions. terms: the loss terms (S, K) of the epoch's steps so far; None: unknown. image_state: the tensors
+    kept per image of the pool.
     """
 
     rows: Tensor
     momentum: dict[str, Tensor]
     epoch: int
     step: int
-    path: dict[str, Tensor] = field(default_factory=dict)
+    extensions: dict[str, Tensor] = field(default_factory=dict)
     terms: Tensor | None = None
+    image_state: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -63,12 +65,22 @@ class Epoch:
     lr: float
 
 
-class PhaseLoop:
-    """The steps of one phase. Iterating takes them one by one; between two of them `state` says where the phase stands.
+@dataclass(frozen=True, eq=False)
+class _EpochLosses:
+    """The losses of an epoch, being copied to the host. first: the first step whose loss is known."""
 
-    The step itself reads everything from tensors that keep their place (plan, counter, weights, buffers) and branches
-    on nothing that changes from step to step, so that it can be recorded and replayed as it is. On a GPU a step is only
-    launched, and the device may be some steps behind; `terms` and `state` wait for it.
+    epoch: int
+    first: int
+    values: Tensor
+    copied: torch.cuda.Event | None  # None on a CPU
+
+
+class PhaseLoop:
+    """The steps of one phase. Iterating takes them one by one; between two of them `state` can be saved.
+
+    A step reads everything from tensors that keep their addresses (plan, counter, weights, buffers) and branches on
+    nothing that changes, so that it can be recorded and replayed. On a GPU a step is only launched, and the device may
+    be some steps behind; `terms` and `state` wait for it.
     """
 
     def __init__(
@@ -86,36 +98,38 @@ class PhaseLoop:
         if len(self.rows) == 0:
             raise EngramError(f"stage {stage.index} has no image to train on in its {phase.name} phase")
         _, size, last = phase.batches(len(self.rows))
-        if not phase.frozen and engine.leaves_out(learner.network, size, last):
+        if not phase.frozen and engine.drops_last_image(learner.network, size, last):
             phase = replace(phase, training=replace(phase.training, remainder="drop"))
         self.phase = phase
         self.steps, self.batch_size, self._last = phase.batches(len(self.rows))
         self.epoch, self.step = (0, 0) if resume is None else (resume.epoch, resume.step)
-        self._first = self.step  # of the epoch in progress, the first step whose loss is known
+        self._first = self.step  # of the current epoch, the first step whose loss is known
         self._engine, self._learner, self._stage, self._index = engine, learner, stage, index
         self._forward = engine.bind(learner, self.batch_size)
         masks = learner.network.trainable(phase.train, stage.num_old)
         self._forward.optimiser.begin(masks, None if resume is None else resume.momentum)
         self._forward.refresh(phase.frozen)
-        path = {} if resume is None else resume.path
-        self._pull = None if phase.tether is None else Pull(phase.tether, self._forward.optimiser, learner, path)
-        space = engine.space
-        self._pool, self._plan = space.pool(stage), space.plan(self.steps, self.batch_size)
-        self._mixing = None if phase.mix is None else space.mixing(len(self._plan), self.batch_size)
-        self._weights, self._counter = space.weights(phase.weights), space.counter
-        self._history = space.history
+        buffers = engine.buffers
+        if resume is not None and resume.image_state:
+            stage.pool.state.update(resume.image_state)
+            buffers.load_image_state(stage)
+        self._pool, self._plan = buffers.pool(stage), buffers.plan(self.steps, self.batch_size)
+        context = _Context(self, engine, self._forward)
+        saved = {} if resume is None else resume.extensions
+        attached = (extension.attach(context, saved) for extension in phase.extensions)
+        self._hooks: list[StepHooks] = [hooks for hooks in attached if hooks is not None]
+        self._streams = _stream_slices(phase)
+        self._weights, self._counter = buffers.weights(phase.weights), buffers.counter
+        self._history = buffers.history
         if resume is not None and resume.terms is not None:
             self._first = self.step - len(resume.terms)
             self._history[self._first : self.step, : resume.terms.shape[1]] = resume.terms.to(self._history.device)
-        self._arrival = space.arrival(stage, learner.network.head.capacity)
-        self._around = None
-        if phase.neighbours is not None:
-            self._around = Surroundings(engine, learner, stage, phase.neighbours, index, phase.training, len(self.rows))
+        self._arrival = buffers.arrival(stage, learner.network.head.capacity)
         self._lr = learning_rates(phase.training, self.steps)
-        self._planned = range(self.epoch, self.epoch)  # the epochs that the plan holds
+        self._planned = range(self.epoch, self.epoch)  # the epochs in the plan
         self._term_names: list[str] = []
-        self._ended: deque[tuple[int, int, Tensor, torch.cuda.Event | None]] = deque()
-        self._under_way: deque[torch.cuda.Event] = deque()  # one every STRIDE steps
+        self._ended: deque[_EpochLosses] = deque()
+        self._launched: deque[torch.cuda.Event] = deque()  # one every STRIDE steps
         self._taken = 0
         self._takers: dict[int, Callable[[], list[str]]] = {}  # by batch size
 
@@ -127,32 +141,41 @@ class PhaseLoop:
         while self.epoch < self.phase.training.epochs:
             if self.epoch not in self._planned:
                 self._plan_ahead()
-            if self._around is not None:
-                start = (self.epoch - self._planned.start) * self.steps
-                self._around.survey(start)
-                self._counter.fill_(start + self.step)
+            first_row = (self.epoch - self._planned.start) * self.steps
+            for hooks in self._hooks:
+                hooks.before_epoch(first_row)
+            self._counter.fill_(first_row + self.step)
             while self.step < self.steps:
                 self._term_names = self._taker(self._last if self.step == self.steps - 1 else self.batch_size)()
                 self.step += 1
                 if self._engine.device.type == "cuda":
-                    self._keep_pace()
+                    self._wait_for_device()
                 if self.step == self.steps:
-                    self._end_epoch()
+                    self._send_losses()
                 yield
             self.epoch, self.step, self._first = self.epoch + 1, 0, 0
-        if self._pull is not None:
-            self._pull.end(self._learner)
+        for hooks in self._hooks:
+            hooks.finish()
+        self._engine.buffers.save_image_state(self._stage)
 
     def state(self) -> PhaseState:
-        """Where the phase stands now; refuses to speak for weights that a non-finite loss has spoilt."""
-        for number, first, values, copied in self._ended:
-            if copied is not None:
-                copied.synchronize()
-            self._check(number, first, values)
+        """Where the phase is now; raises NonFiniteLoss if the weights are worthless."""
+        for losses in self._ended:
+            if losses.copied is not None:
+                losses.copied.synchronize()
+            self._check(losses.epoch, losses.first, losses.values)
         terms = self._values().clone()
         self._check(self.epoch, self._first, terms)
-        path = {} if self._pull is None else self._pull.path()
-        return PhaseState(self.rows, self._forward.optimiser.momentum_by_name(), self.epoch, self.step, path, terms)
+        self._engine.buffers.save_image_state(self._stage)
+        return PhaseState(
+            rows=self.rows,
+            momentum=self._forward.optimiser.momentum_by_name(),
+            epoch=self.epoch,
+            step=self.step,
+            extensions={name: value for hooks in self._hooks for name, value in hooks.state().items()},
+            terms=terms,
+            image_state={name: value.clone() for name, value in self._stage.pool.state.items()},
+        )
 
     def terms(self) -> dict[str, float]:
         """The mean of each loss term over this epoch's steps so far. Waits for the device."""
@@ -161,41 +184,42 @@ class PhaseLoop:
         return self._means(values)
 
     def finished(self, wait: bool = False) -> Iterator[Epoch]:
-        """The epochs that ended since it was last asked and whose loss is known here by now; all of them, if to wait.
+        """The epochs that ended since the last call and whose loss has arrived; with `wait`, all of them.
 
-        Raises NonFiniteLoss where a term was infinite or not a number.
+        Raises NonFiniteLoss if a term was infinite or NaN.
         """
         while self._ended:
-            number, first, values, copied = self._ended[0]
-            if copied is not None:
-                if not wait and not copied.query():
+            losses = self._ended[0]
+            if losses.copied is not None:
+                if not wait and not losses.copied.query():
                     return
-                copied.synchronize()
+                losses.copied.synchronize()
             self._ended.popleft()
-            self._check(number, first, values)
-            yield Epoch(number, self._means(values), float(self._lr[(number + 1) * self.steps - 1]))
+            self._check(losses.epoch, losses.first, losses.values)
+            lr = float(self._lr[(losses.epoch + 1) * self.steps - 1])
+            yield Epoch(losses.epoch, self._means(losses.values), lr)
 
     def _means(self, values: Tensor) -> dict[str, float]:
         return dict(zip(self._term_names, values.mean(dim=0).tolist(), strict=True))
 
     def _values(self) -> Tensor:
-        """The terms (steps, terms) of this epoch's steps so far, where they are."""
+        """The terms (steps, terms) of this epoch's steps so far, on the CPU."""
         start = (self.epoch - self._planned.start) * self.steps
         return self._history[start + self._first : start + self.step, : len(self._term_names)].cpu()
 
-    def _keep_pace(self) -> None:
-        """Waits until the device is no more than some steps behind."""
+    def _wait_for_device(self) -> None:
+        """Wait until the device is at most some steps behind."""
         self._taken += 1
         if self._taken % STRIDE:
             return
         reached = torch.cuda.Event(blocking=True)
         reached.record()
-        self._under_way.append(reached)
-        if len(self._under_way) > STRIDES:
-            self._under_way.popleft().synchronize()
+        self._launched.append(reached)
+        if len(self._launched) > STRIDES:
+            self._launched.popleft().synchronize()
 
-    def _end_epoch(self) -> None:
-        """Sends the epoch's losses on their way to the host."""
+    def _send_losses(self) -> None:
+        """Start to copy the epoch's losses to the host."""
         start = (self.epoch - self._planned.start) * self.steps
         values = self._history[start + self._first : start + self.steps, : len(self._term_names)]
         copied = None
@@ -207,10 +231,10 @@ class PhaseLoop:
             values = on_host
         else:
             values = values.clone()
-        self._ended.append((self.epoch, self._first, values, copied))
+        self._ended.append(_EpochLosses(self.epoch, self._first, values, copied))
 
     def _check(self, epoch: int, first: int, values: Tensor) -> None:
-        """Refuses the terms of an epoch's steps, from the first given on, that are not finite."""
+        """Raise NonFiniteLoss if a term of an epoch's steps, from `first` on, is not finite."""
         bad = torch.nonzero(~values.isfinite().all(dim=1))
         if len(bad) == 0:
             return
@@ -221,94 +245,137 @@ class PhaseLoop:
         raise NonFiniteLoss(
             f"the loss {'is not' if is_first else 'stopped being'} finite in stage {self._stage.index}, "
             f"phase {self.phase.name}, epoch {epoch + 1}, step {first + row + 1} of {self.steps} ({terms}); "
-            f"nothing was saved after it: {_look_first(named) if is_first else 'try a lower learning rate'}"
+            f"nothing was saved after it: {_first_step_advice(named) if is_first else 'try a lower learning rate'}"
         )
 
     def _plan_ahead(self) -> None:
-        """Plans as many epochs, from this one on, as there is room for."""
+        """Plan as many epochs, from this one on, as the plan can hold."""
         ahead = min(len(self._plan) // self.steps, self.phase.training.epochs - self.epoch)
         self._planned = range(self.epoch, self.epoch + ahead)
-        purpose = (self._stage.index, self._index)
-        training, seed, augmented = self.phase.training, self._learner.seed, self.phase.augment
-        how = (self._planned, purpose, seed)
-        plan = plan_epochs(training, self._engine.augmentation, self.rows, *how, augmented, self.phase.beside)
+        plan = plan_epochs(
+            self.phase.training,
+            self._engine.augmentation,
+            self.rows,
+            self._planned,
+            (self._stage.index, self._index),
+            self._learner.seed,
+            self.phase.augment,
+            self.phase.extensions,
+        )
         self._plan.load(plan)
-        if self._mixing is not None and self.phase.mix is not None:
-            sizes = (self.steps, self.batch_size, self._last)
-            self._mixing.load(plan_mixing(self.phase.mix, sizes, self._engine.image_size, *how))
-        if self._around is not None:
-            self._around.load(plan)
-        self._counter.fill_(self.step)
+        for hooks in self._hooks:
+            hooks.load_plan(plan, self._planned)
 
     def _taker(self, size: int) -> Callable[[], list[str]]:
-        """What takes a step with a batch of that size: recorded on a GPU, the step as it is elsewhere."""
+        """The function that takes a step with a batch of that size: recorded on a GPU."""
         if size not in self._takers:
-            phase, training = self.phase, self.phase.training
-            recipe = (training.momentum, training.weight_decay, training.clip, training.clip_norm)
-            acts = (phase.before_update, phase.after_step, phase.observe, phase.mix is None, phase.tether)
-            neighbours = None if phase.neighbours is None else phase.neighbours.count
-            how = (phase.train, phase.teacher, phase.frozen, *acts, neighbours, tuple(phase.weights))
-            key = (phase.loss, *how, size, self.batch_size, recipe)
-            step = partial(self._take_step, size)
-            slot, what = ("phase", self._index, size), f"the {phase.name} phase"
+            slot, key = ("phase", self._index, size), (self.phase.recording_key(), size, self.batch_size)
+            step, what = partial(self._take_step, size), f"the {self.phase.name} phase"
             self._takers[size] = self._engine.record(slot, key, step, self._learner, what)
         return self._takers[size]
 
     def _take_step(self, size: int) -> list[str]:
-        """One step with a batch of that size; the names of the loss's terms."""
-        learner, phase, forward, counter = self._learner, self.phase, self._forward, self._counter
-        seen = self._see(size)
-        terms = phase.loss(seen)
-        values = _values(terms, TERMS if self._pull is None else TERMS - 1, phase.name)
+        """Take one step with a batch of that size; return the names of the loss's terms."""
+        phase, forward, counter = self.phase, self._forward, self._counter
+        step = self._see(size)
+        terms = phase.loss(step)
+        values = _stack_terms(terms, TERMS - len(self._hooks), phase.name)
         forward.optimiser.zero_grad()
         values.sum().backward()
         names, values = list(terms), values.detach()
         with torch.no_grad():
-            if self._pull is not None:
-                names, values = [*names, PENALTY], torch.cat([values, self._pull.pull()])
-            if phase.before_update is not None:
-                phase.before_update(learner.network)
+            for hooks in self._hooks:
+                further = hooks.after_backward()
+                if further:
+                    names = [*names, *further]
+                    values = torch.cat([values, *(term.view(1) for term in further.values())])
             forward.update(self._plan.learning_rate(counter), phase.training)
-            if phase.after_step is not None:
-                phase.after_step(learner.network)
+            changed = [hooks.after_update(step.student) for hooks in self._hooks]
+            if any(changed):
                 forward.follow()
-            if self._pull is not None:
-                self._pull.trace()
-            if phase.observe is not None:
-                phase.observe(learner.network, seen.student)
+            for name, (rows, written) in step.images.written.items():
+                self._pool.state[name].index_copy_(0, rows, written)
         self._history[:, : len(names)].index_copy_(0, counter, values[None])
         counter += 1
         return names
 
     def _see(self, size: int) -> Step:
         """What the loss sees of the batch that the counter is at."""
-        learner, phase, forward, counter = self._learner, self.phase, self._forward, self._counter
-        around = () if self._around is None else self._around.look(counter, size)
-        images = forward.images(self._pool, self._plan, counter, size)
-        cut = None if self._mixing is None else self._mixing.row(counter, size)
-        if cut is not None:
-            images = cut.paste(images, forward.height_at)
+        phase, forward, counter, pool = self.phase, self._forward, self._counter, self._pool
+        for hooks in self._hooks:
+            hooks.before_forward(size)
+        images = forward.images(pool, self._plan, counter, size)
+        for hooks in self._hooks:
+            images = hooks.change_images(images)
         if phase.frozen:
             look = partial(forward.frozen, images)
         else:
             look = partial(forward.student, images, train_backbone=Part.BACKBONE in phase.train)
         student, teacher = forward.with_teacher(images, look) if phase.teacher else (look(), None)
         rows = self._plan.rows.index_select(0, counter)[0, :size]
-        labels, exemplar = self._pool.labels[rows], self._pool.exemplar[rows]
-        mixed = None if cut is None else Mixed(labels[cut.partner], cut.share)
-        where = (self._arrival, self._engine.space.stage, mixed)
-        return Step(labels, exemplar, student, teacher, self._weights, learner.buffers, *where, *around)
+        labels = pool.labels[rows]
+        extras = (hooks.step_extras(labels) for hooks in self._hooks)
+        return Step(
+            labels,
+            pool.exemplar[rows],
+            student,
+            teacher,
+            self._weights,
+            self._learner.buffers,
+            arrival=self._arrival,
+            stage=self._engine.buffers.stage,
+            images=ImageStateRows(pool.state, rows, pool.ids),
+            streams=self._streams,
+            extras=tuple(extra for extra in extras if extra is not None),
+        )
 
 
-def _values(terms: Terms, room: int, phase: str) -> Tensor:
-    """The terms of a loss (K,), in their order; refuses what could not be minimised, for whoever writes a method."""
+class _Context:
+    """A PhaseContext: what the extensions of a phase may use of the engine."""
+
+    def __init__(self, loop: PhaseLoop, engine: Engine, forward: Forward) -> None:
+        self._engine, self._forward = engine, forward
+        self.learner, self.stage, self.index = loop._learner, loop._stage, loop._index
+        self.training, self.num_images = loop.phase.training, len(loop.rows)
+        self.steps, self.batch_size, self.last_batch = loop.steps, loop.batch_size, loop._last
+        self.image_size, self.height_dim = engine.image_size, forward.height_dim
+        self.counter, self.plan, self.parameters = engine.buffers.counter, loop._plan, forward.optimiser
+        self.device = engine.device
+
+    def persistent_buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+        return self._engine.buffers.persistent_buffer(name, shape, dtype)
+
+    def images(self, plan: BatchPlan, size: int) -> Tensor:
+        return self._forward.images(self._engine.buffers.pool(self.stage), plan, self.counter, size)
+
+    def teacher(self, images: Tensor) -> Output:
+        return self._forward.teacher(images)
+
+    def predict(self, images: Tensor) -> Output:
+        return self._forward.predict(images)
+
+    def record(self, name: str, key: Hashable, step: Callable[[], T]) -> Callable[[], T]:
+        return self._engine.record((name, self.index, key), (name, key), step, self.learner, f"the {name}")
+
+
+def _stream_slices(phase: Phase) -> dict[str, slice]:
+    """The part of a batch that each stream fills; "main" is the phase's own rows, which come last."""
+    slices, start = {}, 0
+    for name, count in phase.streams:
+        slices[name] = slice(start, start + count)
+        start += count
+    return slices | {"main": slice(start, None)}
+
+
+def _stack_terms(terms: Terms, most: int, phase: str) -> Tensor:
+    """The terms of a loss (K,), in their order; refuses what could not be minimised."""
     if not isinstance(terms, Mapping) or not terms:
         raise EngramError(
-            f"the loss of the {phase} phase gave {terms!r:.60}; it should give its terms by name, at least one, such "
-            'as {"classification": ...}'
+            f"the loss of the {phase} phase returned {terms!r:.60}; it should return its terms by name, at least one, "
+            'such as {"classification": ...}'
         )
-    if len(terms) > room:
-        raise EngramError(f"a loss may have {room} terms at most, and this one has {len(terms)}")
+    if len(terms) > most:
+        raise EngramError(f"a loss may have {most} terms at most, but this one has {len(terms)}")
     for name, term in terms.items():
         if not isinstance(term, Tensor) or term.ndim:
             found = f"a tensor of the shape {tuple(term.shape)}" if isinstance(term, Tensor) else f"{term!r:.60}"
@@ -322,8 +389,8 @@ def _values(terms: Terms, room: int, phase: str) -> Tensor:
     return values
 
 
-def _look_first(terms: Mapping[str, float]) -> str:
-    """What to do about terms that are not finite before the phase has moved anything."""
+def _first_step_advice(terms: Mapping[str, float]) -> str:
+    """What to do about terms that are not finite before the phase has changed anything."""
     wrong = " and ".join(repr(name) for name, value in terms.items() if not math.isfinite(value))
     return (
         f"it is the first step of the phase, so look at how {wrong} is computed (the logits of classes not yet seen "

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from engram.contract.learner import Learner
+from engram.contract.phase import Step
 from engram.core.errors import EngramError
 from engram.core.rng import generator
 from engram.data.augment import centre, to_unit
 from engram.data.stage import Stage
-from engram.methods import Step
 from engram.nn.heads import CosineHead, LinearHead, LSCHead
 from engram.nn.network import Network
 
@@ -50,7 +50,7 @@ def sensitivity(
     assert len(rows) > 0, "the sensitivity to no image"
     network, device, pool = learner.network, engine.device, stage.pool
     _check(network)
-    where = (engine.space.arrival(stage, network.head.capacity), engine.space.stage)
+    arrival, index = engine.buffers.arrival(stage, network.head.capacity), engine.buffers.stage
     draws = torch.rand(len(rows), generator=generator(learner.seed, "sensitivity", stage.index))
     weights = {name: parameter.detach() for name, parameter in network.named_parameters()}
     totals = {name: torch.zeros_like(weight) for name, weight in weights.items()}
@@ -67,7 +67,7 @@ def sensitivity(
             with torch.enable_grad():
                 # Only the images take a gradient: that of the weights over the whole batch is not wanted.
                 output = functional_call(network, weights, (unit.requires_grad_(),))
-                step = Step(labels, exemplar, output, None, {}, learner.buffers, *where)
+                step = Step(labels, exemplar, output, None, {}, learner.buffers, arrival=arrival, stage=index)
                 values = objective(step, numbers.to(device))
                 if scale is not None:
                     totals["head.scale"] += _sum(_by_scale(values, scale), power)
@@ -78,7 +78,7 @@ def sensitivity(
 def _check(network: Network) -> None:
     """Refuses a network with parameters whose gradients there is no rule for."""
     others = {type(m).__name__ for m in network.modules() if type(m) not in MEASURES and list(m.parameters(False))}
-    others |= {what for what in ("correction", "effect") if getattr(network.head, what) is not None}
+    others |= set(network.head.adjustments)
     if others:
         known = ", ".join(kind.__name__ for kind in MEASURES)
         raise EngramError(
@@ -154,7 +154,6 @@ def _of_norm(norm: nn.Module, inputs: Tensor, gradient: Tensor, total: Sum) -> d
 
 def _of_linear_head(head: nn.Module, inputs: Tensor, gradient: Tensor, total: Sum) -> dict[str, Tensor]:
     assert isinstance(head, LinearHead)
-    assert head.correction is None
     # An image's gradient is the outer product of its gradient at the scores (K,) and its embedding (D,).
     each = gradient[:, :, None] * inputs[:, None, :]
     return {"weight": total(each)} | ({} if head.bias is None else {"bias": total(gradient)})

@@ -1,4 +1,4 @@
-"""SGD over one flat buffer: a handful of operations for the whole network, and a mask for what may move."""
+"""SGD over one flat tensor: a handful of operations for the whole network, and a mask for what is trained."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from engram.nn.network import Network
 class FlatSGD:
     """Momentum SGD on all of a network's parameters at once.
 
-    The parameters become views of one buffer and so do their gradients; the mask says, element by element, what a
-    phase trains. The arithmetic is that of torch.optim.SGD after clamping each gradient. The buffer holds the
-    convolutions' weights first, in the memory order of `layout`, then the other parameters in the modules' order, and
-    single numbers last: before it, one would have all that follows begin where loads are slow.
+    The parameters become views of one tensor, and so do their gradients; the mask says, element by element, what a
+    phase trains. The arithmetic is that of torch.optim.SGD after clamping each gradient. The convolutions' weights come
+    first, in the memory order of `layout`, then the other parameters in the modules' order, and single numbers last:
+    before other parameters they would misalign them, and loads would be slow.
     """
 
     def __init__(self, network: Network, layout: torch.memory_format = torch.contiguous_format) -> None:
@@ -28,7 +28,7 @@ class FlatSGD:
         self.gradients = torch.zeros_like(self.values)
         self.momentum = torch.zeros_like(self.values)
         self.mask = torch.ones_like(self.values)
-        self._rooms: dict[str, Tensor] = {}
+        self._buffers: dict[str, Tensor] = {}
         self._places: dict[str, tuple[int, torch.Size]] = {}
         offset = 0
         for (name, parameter), size in zip(named, sizes, strict=True):
@@ -48,7 +48,7 @@ class FlatSGD:
         return part.view(shape)
 
     def holds(self, network: Network) -> bool:
-        """Whether the network's parameters are still the views made here; a head that outgrew its room has new ones."""
+        """Whether the network's parameters are still the views made here; a head that outgrew its capacity has new ones."""
         named = dict(network.named_parameters())
         return named.keys() == self._places.keys() and all(
             parameter.shape == self._places[name][1]
@@ -59,7 +59,7 @@ class FlatSGD:
         )
 
     def begin(self, trainable: Mapping[str, Tensor], momentum: Mapping[str, Tensor] | None = None) -> None:
-        """Starts a phase: which elements may move, and the momentum to go on with (none: from rest)."""
+        """Start a phase: the elements to train, and the momentum to continue with (None: zero)."""
         for name, mask in trainable.items():
             self._view(self.mask, name).copy_(mask)
         if momentum is None:
@@ -72,19 +72,19 @@ class FlatSGD:
         """The parameters' names."""
         return list(self._places)
 
-    def room(self, name: str) -> Tensor:
-        """A further flat buffer like the parameters', zeros at first, that keeps its place."""
-        if name not in self._rooms:
-            self._rooms[name] = torch.zeros_like(self.values)
-        return self._rooms[name]
+    def persistent_buffer(self, name: str) -> Tensor:
+        """A further flat tensor like the parameters', zeros at first, whose address never changes."""
+        if name not in self._buffers:
+            self._buffers[name] = torch.zeros_like(self.values)
+        return self._buffers[name]
 
     def fill(self, flat: Tensor, by_name: Mapping[str, Tensor]) -> None:
-        """Takes values by parameter over into a flat buffer."""
+        """Copy values by parameter into a flat tensor."""
         for name, value in by_name.items():
             self._view(flat, name).copy_(value)
 
     def by_name(self, flat: Tensor) -> dict[str, Tensor]:
-        """A flat buffer by parameter, each in its shape: copies, in the same order of memory everywhere."""
+        """A flat tensor split by parameter: copies, in the same memory order on every device."""
         return {name: self._view(flat, name).contiguous().clone() for name in self._places}
 
     def momentum_by_name(self) -> dict[str, Tensor]:
@@ -92,22 +92,22 @@ class FlatSGD:
         return self.by_name(self.momentum)
 
     def state(self) -> list[Tensor]:
-        """What a step changes here, or may."""
-        return [self.values, self.momentum, *self._rooms.values()]
+        """The tensors that a step may change."""
+        return [self.values, self.momentum, *self._buffers.values()]
 
     def zero_grad(self) -> None:
-        """Forgets the gradients; backward adds to them in place."""
+        """Set the gradients to zero; backward adds to them in place."""
         self.gradients.zero_()
 
     @torch.no_grad()
     def limit(self, length: float) -> None:
-        """Brings the gradients of what may move, taken as one vector, to that length where they are longer."""
+        """Limit the length of the gradient of all trained parameters together."""
         norm = torch.linalg.vector_norm(self.gradients * self.mask)
         self.gradients.mul_((length / (norm + 1e-6)).clamp(max=1))
 
     @torch.no_grad()
     def step(self, lr: Tensor, momentum: float, weight_decay: float, clip: float | None) -> None:
-        """One update from the gradients as they are. lr: (1,), on the device."""
+        """One update from the current gradients. lr: (1,), on the device."""
         if clip is not None:
             self.gradients.clamp_(-clip, clip)
         self.gradients.add_(self.values, alpha=weight_decay)

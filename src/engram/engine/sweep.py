@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from engram.contract.batch_plan import BatchPlan
 from engram.contract.learner import Learner
+from engram.contract.phase import Step
 from engram.core.rng import generator
 from engram.data.augment import Draws, draw
 from engram.data.stage import Stage
-from engram.engine.batch_plan import Plan
 from engram.engine.capture import CapturedStep
-from engram.methods import Step
 
 if TYPE_CHECKING:
     from engram.engine.engine import Engine
@@ -31,27 +31,27 @@ def sweep(
 ) -> list[Tensor]:
     """As `Passes.sweep` has it.
 
-    Every image counts once, the last batch being as small as it must, but for one that `leaves_out` says. Batch
+    Every image counts once, the last batch being as small as it must, but for one that `drops_last_image` says. Batch
     statistics do move, as in the released code.
     """
     assert len(rows) > 0, "a sweep over no rows"
     size = min(batch_size, len(rows))
     full, rest = divmod(len(rows), size)
-    if engine.leaves_out(learner.network, size, rest or size):
+    if engine.drops_last_image(learner.network, size, rest or size):
         rest = 0
     forward = engine.bind(learner, size)
     forward.refresh()
-    space = engine.space
-    pool, room, counter = space.pool(stage), space.plan(full + 1, size), space.counter
+    buffers = engine.buffers
+    pool, room, counter = buffers.pool(stage), buffers.plan(full + 1, size), buffers.counter
     room.load(_plan(engine, learner, stage, rows, size))
-    arrival = space.arrival(stage, learner.network.head.capacity)
+    arrival = buffers.arrival(stage, learner.network.head.capacity)
 
     def take(size: int, totals: list[Tensor]) -> list[Tensor]:
         images = forward.images(pool, room, counter, size)
         output = forward.student(images, train_backbone=True)
         picked = room.rows.index_select(0, counter)[0, :size]
         labels, exemplar = pool.labels[picked], pool.exemplar[picked]
-        sums = visit(Step(labels, exemplar, output, None, {}, learner.buffers, arrival, space.stage))
+        sums = visit(Step(labels, exemplar, output, None, {}, learner.buffers, arrival=arrival, stage=buffers.stage))
         if not totals:
             totals += [torch.zeros_like(value) for value in sums]
         for total, value in zip(totals, sums, strict=True):
@@ -75,7 +75,7 @@ def sweep(
         return take(rest, totals) if rest else totals
 
 
-def _plan(engine: Engine, learner: Learner, stage: Stage, rows: Tensor, size: int) -> Plan:
+def _plan(engine: Engine, learner: Learner, stage: Stage, rows: Tensor, size: int) -> BatchPlan:
     """Every row once, shuffled, in rows of `size`; the last ends in zeros."""
     draws = draw(engine.augmentation, (len(rows),), generator(learner.seed, "augment", "sweep", stage.index))
     order = torch.randperm(len(rows), generator=generator(learner.seed, "shuffle", "sweep", stage.index))
@@ -87,4 +87,4 @@ def _plan(engine: Engine, learner: Learner, stage: Stage, rows: Tensor, size: in
         return padded.view(steps, size)
 
     shuffled = Draws(grid(draws.top), grid(draws.left), grid(draws.mirror), grid(draws.factor))
-    return Plan(grid(rows), shuffled, torch.zeros(steps))
+    return BatchPlan(grid(rows), shuffled, torch.zeros(steps))

@@ -11,13 +11,14 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+from engram.contract.batch_plan import BatchPlan
 from engram.contract.learner import Learner
-from engram.contract.look import Look
+from engram.contract.passes import ImageTuningStep
+from engram.contract.settings import Training
 from engram.core.errors import EngramError
 from engram.data.augment import apply, to_unit
 from engram.data.stage import Stage
-from engram.engine.batch_plan import Plan, plan_epochs
-from engram.methods import Training
+from engram.engine.planning import plan_epochs
 from engram.nn.network import Network
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def tune(
     stage: Stage,
     images: Tensor,
     rows: Tensor,
-    objective: Callable[[Look], Tensor],
+    objective: Callable[[ImageTuningStep], Tensor],
     training: Training,
     purpose: str,
 ) -> Tensor:
@@ -50,11 +51,11 @@ def tune(
     assert not network.training
     parameters = {name: parameter.detach() for name, parameter in network.named_parameters()}
     passes = partial(_passes, network, parameters, GRADIENT_PIXELS[device.type])
-    pool, (steps, size) = engine.space.pool(stage), training.batches(len(rows))
+    pool, (steps, size) = engine.buffers.pool(stage), training.batches(len(rows))
     for epoch in range(training.epochs):
         where = (stage.index, "tune", purpose)
         plan = plan_epochs(training, engine.augmentation, rows, range(epoch, epoch + 1), where, learner.seed)
-        on_device = Plan.room(steps, size, device)
+        on_device = BatchPlan.allocate(steps, size, device)
         on_device.load(plan)
         counter = torch.zeros(1, dtype=torch.int64, device=device)
         for step in range(steps):
@@ -63,7 +64,7 @@ def tune(
             batch = batch.contiguous(memory_format=engine.layout)
             with torch.enable_grad():
                 learned = change.requires_grad_()
-                look = Look(start + learned * network.std, batch, pool.labels[picked], parameters, passes)
+                look = ImageTuningStep(start + learned * network.std, batch, pool.labels[picked], parameters, passes)
                 (gradient,) = torch.autograd.grad(objective(look), learned)
             change = change.detach()
             if training.clip is not None:

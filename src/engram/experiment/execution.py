@@ -28,7 +28,7 @@ from engram.engine import PhaseState
 from engram.experiment.base_cache import StageCache
 from engram.experiment.session import Session
 from engram.experiment.shared_base import SharedBase
-from engram.experiment.stage_work import Outlook, StageWork, Taken, pack_phase, unpack_phase
+from engram.experiment.stage_work import Outlook, StageWork, StepTaken, pack_phase, unpack_phase
 from engram.methods import find_method
 from engram.runs.directory import RunDirectory
 from engram.runs.result import Result, StageRecord, summarise
@@ -179,7 +179,7 @@ class Execution:
         elif index == 0:
             yield from self.base.claim()  # whether it gets it or not: it has begun
         for event in work.train(resume):
-            if not isinstance(event, Taken):
+            if not isinstance(event, StepTaken):
                 yield event
             elif (yield from self._after_step(index, event)):
                 return True
@@ -187,7 +187,7 @@ class Execution:
             yield from self.base.share()
         return False
 
-    def _after_step(self, index: int, taken: Taken) -> Generator[Event, None, bool]:
+    def _after_step(self, index: int, taken: StepTaken) -> Generator[Event, None, bool]:
         """What is due after a step: progress, a checkpoint; returns whether it was asked to stop."""
         self.outlook.step(taken)
         if taken.meter.due():
@@ -200,7 +200,7 @@ class Execution:
             yield from self._checkpoint(taken)
         return True
 
-    def _checkpoint(self, taken: Taken) -> Iterator[Event]:
+    def _checkpoint(self, taken: StepTaken) -> Iterator[Event]:
         """Saves where training stands, once what came before is told."""
         yield from taken.ended()
         self._save(taken.state())

@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from engram.contract import MethodInfo
 from engram.data.augment import Augmentation
 from engram.data.memory import MemoryConfig
 from engram.data.sources.load import DataConfig
 from engram.experiment.run_config import RunConfig
-from engram.methods import MethodInfo
 
 Changes = dict[str, Any]  # dotted paths in a method's settings
 

@@ -12,13 +12,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from engram.contract import OWN_METHODS, MethodInfo
 from engram.core.errors import EngramError, suggest
 from engram.data.augment import Augmentation
 from engram.data.memory import MemoryConfig
 from engram.data.sources.load import DataConfig
 from engram.experiment import imagenet_recipes as imagenet
 from engram.experiment.run_config import RunConfig
-from engram.methods import METHODS, OWN_METHODS, MethodInfo
+from engram.methods import METHODS
 
 CIFAR100_STAGES = {50: 1, 25: 2, 10: 5, 5: 10}
 MINI_STAGES = {10: 1, 5: 2}

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from engram.contract import Settings
 from engram.core.errors import EngramError, option, suggest
 from engram.core.serialize import dotted, fitted, from_plain, replace_at, to_plain
 from engram.data.augment import Augmentation
@@ -17,7 +18,7 @@ from engram.data.memory import MemoryConfig
 from engram.data.sources.load import DataConfig
 from engram.data.store import ImageStore
 from engram.data.stream import Stream, class_order, describe_order, order_text
-from engram.methods import METHODS, Settings, find_method
+from engram.methods import METHODS, find_method
 from engram.nn.backbones import BACKBONES
 
 Device = Literal["auto", "cpu", "cuda"]

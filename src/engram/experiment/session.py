@@ -11,7 +11,9 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from engram.contract import Method, Phase
 from engram.contract.learner import Learner
+from engram.contract.settings import with_role
 from engram.core import metrics
 from engram.core.errors import EngramError
 from engram.core.memory_limits import check_pool
@@ -24,7 +26,7 @@ from engram.data.store import ImageStore, pixel_statistics
 from engram.engine import Engine
 from engram.experiment.run_config import RunConfig
 from engram.experiment.stage_work import PhasePlan, predict
-from engram.methods import Method, Phase, find_method
+from engram.methods import find_method
 from engram.nn.backbones import build_backbone
 from engram.nn.network import Network
 
@@ -64,9 +66,11 @@ class Session:
         seen = config.augmentation.seen(store.image_size)
         self.engine = Engine(torch.device(device), precision, config.augmentation, seen)
         memory = Memory(config.memory)
-        made = (config, self.method, store.num_classes, *self.normalisation)
-        networks = (make_network(*made).to(device), make_network(*made).to(device))
-        self.learner = Learner(*networks, memory, config.seed, self.method.taught)
+        mean, std = self.normalisation
+        network, teacher = (
+            make_network(config, self.method, store.num_classes, mean, std).to(device) for _ in ("student", "teacher")
+        )
+        self.learner = Learner(network, teacher, memory, config.seed, self.method.uses_teacher)
 
     @property
     def device_name(self) -> str:
@@ -120,7 +124,7 @@ class Session:
         labels = self.stream.new_labels(index)
         rows = np.flatnonzero((self._train_labels >= labels.start) & (self._train_labels < labels.stop))
         count, engine = len(rows) + len(self.learner.memory), self.engine
-        check_pool(index, count, self.store.image_size, engine.device, engine.space.held_bytes)
+        check_pool(index, count, self.store.image_size, engine.device, engine.buffers.image_bytes)
         new = Samples(
             torch.from_numpy(np.ascontiguousarray(self.store.train.images[rows])),
             torch.from_numpy(self._train_labels[rows]),
@@ -161,7 +165,7 @@ class Session:
 
     def card(self) -> dict[str, str]:
         """The protocol card, with the epochs that the plan has."""
-        on = " on the memory" if hasattr(self.config.settings, "rehearse") else ""
+        on = " on the memory" if with_role(self.config.settings, "later") else ""
         return self.config.card(self.store, describe_epochs(self.plan(), on))
 
     def evaluate(self, index: int) -> tuple[dict[str, float], dict[str, list[float]], dict[str, np.ndarray]]:
@@ -173,8 +177,8 @@ class Session:
         predictions = {name: predictions[name] for name in self.method.predictors}
         sizes = self.stream.sizes[: index + 1]
         arrays = {"targets": targets} | {f"predictions.{name}": labels for name, labels in predictions.items()}
-        told = self.method.told_buffers
-        buffers = {name: value for name, value in self.learner.buffers.items() if name.startswith(told)}
+        logged = self.method.logged_buffers
+        buffers = {name: value for name, value in self.learner.buffers.items() if name.startswith(logged)}
         arrays |= {name: value.float().cpu().numpy() for name, value in buffers.items()}
         accuracy = {name: metrics.accuracy(targets, labels) for name, labels in predictions.items()}
         by_stage = {name: metrics.accuracy_by_stage(targets, labels, sizes) for name, labels in predictions.items()}
@@ -186,7 +190,7 @@ def make_network(
 ) -> Network:
     """The network of such a run before it has learned anything, with room for so many classes."""
     backbone = method.backbone(build_backbone(config.backbone, generator(config.seed, "backbone")))
-    return Network(backbone, method.head(backbone.dim, classes), mean, std)
+    return method.network(backbone, method.head(backbone.dim, classes), mean, std)
 
 
 def describe_epochs(plans: Sequence[StagePlan], on: str) -> str:

@@ -14,23 +14,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engram.contract import Method, Phase
 from engram.contract.exemplars import class_means
 from engram.contract.learner import Learner
 from engram.core.events import EpochFinished, Event, PhaseStarted, Progress, Working
 from engram.data.stage import Stage
 from engram.engine import Engine, PhaseLoop, PhaseState
-from engram.methods import Method, Phase
 from engram.nn.network import Part
 
 PROGRESS_SECONDS = 0.2
 RATE_SECONDS = 5.0
 # What an image costs, against training without a teacher; only for the estimate of the time left.
-TEACHER_COST, FROZEN_COST, NEIGHBOUR_COST = 1.5, 0.3, 0.08
+TEACHER_COST, FROZEN_COST = 1.5, 0.3
 # What a step costs beside its images, in images: on an H200 one of 16 takes about 0.7 of the time of one of 128
 # (GDumb's against the others' in results/methods-h200-1.json).
 STEP_COST = 210
 AFTER = 2.0  # what follows a stage's training (importance, exemplars, test images), in epochs
-ROWS, TERMS, MOMENTUM, PATH = "phase.rows", "phase.terms", "phase.momentum.", "phase.path."
+# Names of the tensors of a phase in a checkpoint; those of the extensions begin with PHASE and their own name.
+PHASE, ROWS, TERMS = "phase.", "phase.rows", "phase.terms"
+MOMENTUM, IMAGES = "phase.momentum.", "phase.images."
 
 
 @dataclass(frozen=True)
@@ -49,15 +51,13 @@ class PhasePlan:
         """The plan of a phase."""
         steps, size, last = phase.batches(phase.images)
         cost = TEACHER_COST if phase.teacher else 1.0 if Part.BACKBONE in phase.train else FROZEN_COST
-        cost += FROZEN_COST * phase.older_backbones
-        if phase.neighbours is not None:  # those of each image, and the teacher's look at the image before the epoch
-            cost += NEIGHBOUR_COST * (phase.neighbours.count + 1)
+        cost += sum(extension.cost() for extension in phase.extensions)
         work = cost * phase.training.epochs * ((steps - 1) * size + last + STEP_COST * steps)
         return cls(phase.name, phase.training.epochs, phase.images, steps, size, work)
 
 
 @dataclass(frozen=True, eq=False)
-class Taken:
+class StepTaken:
     """A step was taken in the stage's phase of that number: the moment to save where it stands, or to stop."""
 
     stage: int
@@ -83,7 +83,8 @@ class Taken:
 def pack_phase(number: int, state: PhaseState) -> tuple[dict[str, Tensor], dict[str, int]]:
     """Where a phase stands as tensors and plain data, for a checkpoint."""
     tensors = {ROWS: state.rows} | {f"{MOMENTUM}{name}": value for name, value in state.momentum.items()}
-    tensors |= {f"{PATH}{name}": value for name, value in state.path.items()}
+    tensors |= {f"{PHASE}{name}": value for name, value in state.extensions.items()}
+    tensors |= {f"{IMAGES}{name}": value for name, value in state.image_state.items()}
     tensors |= {} if state.terms is None else {TERMS: state.terms}
     return tensors, {"number": number, "epoch": state.epoch, "step": state.step}
 
@@ -91,14 +92,14 @@ def pack_phase(number: int, state: PhaseState) -> tuple[dict[str, Tensor], dict[
 def unpack_phase(tensors: dict[str, Tensor], data: dict[str, Any] | None) -> tuple[int, PhaseState] | None:
     """What `pack_phase` packed, taken out of the tensors; None where the checkpoint stood inside no phase."""
     rows, terms = tensors.pop(ROWS, None), tensors.pop(TERMS, None)
-    momentum, path = (
+    momentum, image_state, extensions = (
         {name.removeprefix(kind): tensors.pop(name) for name in list(tensors) if name.startswith(kind)}
-        for kind in (MOMENTUM, PATH)
+        for kind in (MOMENTUM, IMAGES, PHASE)
     )
     if data is None:
         return None
     assert rows is not None
-    return data["number"], PhaseState(rows, momentum, data["epoch"], data["step"], path, terms)
+    return data["number"], PhaseState(rows, momentum, data["epoch"], data["step"], extensions, terms, image_state)
 
 
 class StageWork:
@@ -124,13 +125,14 @@ class StageWork:
         self.clock: dict[str, float] = {} if clock is None else clock
         self.phases: list[Phase] = []  # once training has begun
 
-    def train(self, resume: tuple[int, PhaseState] | None = None) -> Iterator[Event | Taken]:
+    def train(self, resume: tuple[int, PhaseState] | None = None) -> Iterator[Event | StepTaken]:
         """Grows the head and takes every step, from the start or from a phase's number and where it stood.
 
-        Whoever stops asking after a Taken has stopped the training there.
+        Whoever stops asking after a StepTaken has stopped the training there.
         """
         method, learner, stage, engine = self.method, self.learner, self.stage, self.engine
         first, state = resume or (0, None)
+        self._fit_image_state()
         if state is None:
             with self.clocked("train"):
                 method.grow(learner, stage, engine)
@@ -141,7 +143,15 @@ class StageWork:
                     loop = engine.start(learner, stage, phase, number, state if number == first else None)
                 yield from self._phase(number, loop)
 
-    def _phase(self, number: int, loop: PhaseLoop) -> Iterator[Event | Taken]:
+    def _fit_image_state(self) -> None:
+        """Give each image of the pool the tensors that the method keeps per image."""
+        pool, capacity = self.stage.pool, max(self.learner.network.head.capacity, self.stage.num_seen)
+        for name, kept in self.method.image_state.items():
+            state = kept.fitted(pool.state.get(name), len(pool), capacity)
+            state[~pool.exemplar] = kept.fill
+            pool.state[name] = state
+
+    def _phase(self, number: int, loop: PhaseLoop) -> Iterator[Event | StepTaken]:
         phase, index = loop.phase, self.stage.index
         yield PhaseStarted(index, phase.name, phase.training.epochs, len(loop.rows), loop.steps)
         if self.engine.is_cold:
@@ -150,7 +160,7 @@ class StageWork:
         for _ in loop:
             seconds = meter.step()
             self._add("train", seconds)
-            taken = Taken(index, number, loop, meter, seconds)
+            taken = StepTaken(index, number, loop, meter, seconds)
             yield from taken.ended(wait=False)
             yield taken
         for epoch in loop.finished(wait=True):
@@ -196,7 +206,7 @@ class Outlook:
         self._work, self._seconds = 0.0, 0.0  # done in this process, for the rate
         self._after = AFTER
 
-    def step(self, taken: Taken) -> None:
+    def step(self, taken: StepTaken) -> None:
         """Takes account of a step; not of a phase's first, in which kernels are compiled and the step is recorded."""
         if taken.meter.steps == 1:
             return
@@ -215,7 +225,7 @@ class Outlook:
         """The work of an epoch in the first phase of a stage."""
         return next((phase.work / max(1, phase.epochs) for phase in self.plans[place]), 0.0)
 
-    def progress(self, stage: int, stages: int, taken: Taken) -> Progress:
+    def progress(self, stage: int, stages: int, taken: StepTaken) -> Progress:
         """Where training stands."""
         loop, phases = taken.loop, self.plans[stage - self.first]
         epochs = loop.phase.training.epochs

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engram.contract.learner import load_network
 from engram.core.checkpoint import load_checkpoint
 from engram.core.errors import EngramError
 from engram.data.augment import centre, to_unit
@@ -68,11 +69,8 @@ def open_run(directory: str | Path, device: str | torch.device = "cpu") -> Train
     checkpoint = load_checkpoint(path / CHECKPOINT)
     method = find_method(config.method).make(config.settings)
     network = make_network(config, method, len(names), (0.0,) * 3, (1.0,) * 3)  # which are loaded, too
-    prefix, tensors = "network.", checkpoint.tensors
-    state = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-    network.make_room(state)
-    network.load_state_dict(state)
-    means = tensors.get("class_means")
+    load_network(network, checkpoint.tensors)
+    means = checkpoint.tensors.get("class_means")
     order = manifest["order"]["class_ids"][: network.head.num_classes]
     height, width = manifest["data"]["image_size"]
     return TrainedRun(

@@ -13,10 +13,7 @@ from typing import final
 
 from torch import Tensor
 
-from engram.contract.learner import Learner
-from engram.contract.method import Passes, Phase, Step, Terms, register
-from engram.contract.settings import setting
-from engram.data.stage import Stage
+from engram.contract import Learner, Passes, Phase, Stage, Step, Terms, register, setting
 from engram.methods.blocks import losses
 from engram.methods.blocks.importance import check_finite, sampled_rows
 from engram.methods.blocks.lsc import (
@@ -69,7 +66,7 @@ def read_importance(step: Step) -> list[Tensor]:
 class AFC(HostMethod[AFCSettings]):
     """Distils feature maps, each channel weighted by its importance."""
 
-    told_buffers = ("importance.",)
+    logged_buffers = ("importance.",)
 
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
         weights = {"discrepancy": stage_weight(self.settings.lambda_disc, stage)}

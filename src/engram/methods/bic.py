@@ -7,23 +7,32 @@ every class that the training never saw. The next stage distils the corrected sc
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from engram.contract.exemplars import choose_exemplars
-from engram.contract.learner import Learner
-from engram.contract.method import Passes, Phase, Settings, Step, Terms, Training, register
-from engram.contract.settings import setting
+from engram.contract import (
+    Learner,
+    Part,
+    Passes,
+    Phase,
+    Settings,
+    Stage,
+    Step,
+    Terms,
+    Training,
+    choose_exemplars,
+    register,
+    setting,
+)
 from engram.core.errors import EngramError
 from engram.core.rng import generator
-from engram.data.stage import Stage
 from engram.methods.blocks.linear import LinearMethod, classify, convex_distillation, convex_weights, main_phase
 from engram.methods.blocks.losses import binary_cross_entropy
 from engram.nn.heads import Head, LinearHead
-from engram.nn.network import Part
 
 
 def bic_training() -> Training:
@@ -60,6 +69,36 @@ class BiCSettings(Settings):
         return slice(1, None, round(1 / self.validation))
 
 
+class CorrectedHead(LinearHead):
+    """A linear head without a bias, with an affine correction (factor, offset) of the scores of some classes.
+
+    correction: (2,), (1, 0) at first. corrected: (K,) bool, the classes whose scores it changes.
+    """
+
+    class_buffers: Mapping[str, float] = {"seen": 0, "corrected": 0}
+    corrected: Tensor
+
+    def __init__(self, dim: int, capacity: int) -> None:
+        super().__init__(dim, capacity, bias=False)
+        self.correction = nn.Parameter(torch.tensor([1.0, 0.0]))
+        self.register_buffer("corrected", torch.zeros(capacity, dtype=torch.bool))
+
+    def correct(self, labels: range) -> None:
+        """Start a new correction, of these classes only."""
+        with torch.no_grad():
+            self.correction.copy_(torch.tensor([1.0, 0.0]))
+            self.corrected.zero_()
+            self.corrected[labels.start : labels.stop] = True
+
+    def forward(self, features: Tensor) -> Tensor:
+        scores = super().forward(features)
+        factor, offset = self.correction
+        return torch.where(self.corrected, factor * scores + offset, scores)
+
+    def extra_outputs(self, features: Tensor) -> Mapping[str, Tensor]:
+        return {"correction": self.correction}
+
+
 def held_back(settings: BiCSettings, learner: Learner, stage: Stage) -> dict[int, Tensor]:
     """For each class the rows of the pool that the main phase does not see.
 
@@ -93,13 +132,13 @@ class BiC(LinearMethod[BiCSettings]):
     """Distils the old classes' scores, then corrects those of the new by two numbers."""
 
     def head(self, dim: int, capacity: int) -> Head:
-        return LinearHead(dim, capacity, bias=False, corrected=True)
+        return CorrectedHead(dim, capacity)
 
     def grow(self, learner: Learner, stage: Stage, passes: Passes) -> None:
         super().grow(learner, stage, passes)
         # The correction of the stage before is the teacher's alone; the student learns it by distillation.
         head = learner.network.head
-        assert isinstance(head, LinearHead)
+        assert isinstance(head, CorrectedHead)
         head.correct(stage.new_labels)
 
     def base_key(self) -> None:
@@ -128,12 +167,12 @@ class BiC(LinearMethod[BiCSettings]):
         # One new class has a few images to fit two numbers to: both are held then.
         weights = {"offset": penalty, "factor": penalty if stage.num_new == 1 else 0.0}
         return Phase(
-            "correct",
-            len(rows),
-            lambda: rows,
-            self.correct,
-            Part.CORRECTION,
-            self.settings.correction,
+            name="correct",
+            images=len(rows),
+            rows=lambda: rows,
+            loss=self.correct,
+            train=Part.HEAD_SHARED,
+            training=self.settings.correction,
             weights=weights,
             augment=False,
             frozen=True,
@@ -150,8 +189,7 @@ class BiC(LinearMethod[BiCSettings]):
 
     def correct(self, step: Step) -> Terms:
         """Cross-entropy of the corrected scores, and what holds the correction back."""
-        assert step.student.correction is not None
-        factor, offset = step.student.correction.unbind()
+        factor, offset = step.student.extras["correction"].unbind()
         held = step.weights["offset"] * offset.square() + step.weights["factor"] * (factor - 1).square()
         return {**classify(step), "penalty": held / 2}
 

@@ -8,28 +8,42 @@ carries every embedding in speaks for the new classes: what it adds to the score
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar, final
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeVar, final
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from engram.contract.exemplars import balanced_rows
-from engram.contract.learner import Learner
-from engram.contract.method import Method, Neighbours, Passes, Phase, Step, Terms, register
-from engram.contract.settings import Settings, setting
+from engram.contract import (
+    BatchPlan,
+    Extension,
+    Learner,
+    Method,
+    Network,
+    Output,
+    Passes,
+    Phase,
+    PhaseContext,
+    Settings,
+    Stage,
+    Step,
+    StepHooks,
+    Terms,
+    balanced_rows,
+    register,
+    setting,
+)
 from engram.core.errors import EngramError
 from engram.core.rng import generator
-from engram.data.stage import Stage
+from engram.data.augment import Draws
 from engram.methods.blocks.cosine import CosineMethod, cosine_phases, cross_entropy
 from engram.methods.blocks.lsc import HostMethod, classification_loss, host_phases, weighted
 from engram.methods.podnet import PODNetSettings, pod_distances, pod_weights
 from engram.methods.ucir import RebalancingSettings, rebalancing, rebalancing_weights
-from engram.nn.effect import MomentumEffect
 from engram.nn.heads import Head
-from engram.nn.network import Network, Output
 
 Removal = Literal["fixed", "learned", "none"]
 # Where more classes are seen than that, one neighbour among the first so many images of an epoch has to do.
@@ -61,6 +75,189 @@ class DDESettings(Settings):
         return Neighbours(self.neighbours or (1 if many else 10), FIRST if many else None)
 
 
+DECAY = 0.9
+
+
+class MomentumEffect(nn.Module):
+    """Subtracts from the scores what they owe to the direction in which a stage's embeddings have accumulated.
+
+    moving: (D,), the decaying sum of the batches' mean embeddings in the current stage; before: that of the previous
+    stage. factors: (2,), how much of the effect of `before` and of `moving` is subtracted; 0 at first.
+    """
+
+    moving: Tensor
+    before: Tensor
+    factors: Tensor
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.register_buffer("moving", torch.zeros(dim))
+        self.register_buffer("before", torch.zeros(dim))
+        self.register_buffer("factors", torch.zeros(2))
+
+    def begin(self) -> None:
+        """Start a stage: the current direction becomes the previous one, and a new one starts from zero."""
+        self.before.copy_(self.moving)
+        self.moving.zero_()
+
+    def track(self, embedding: Tensor) -> None:
+        """Add a batch of embeddings (B, D): v = 0.9 v + their mean."""
+        self.moving.mul_(DECAY).add_(embedding.detach().mean(dim=0))
+
+    def remove(self, before: float | Tensor, moving: float | Tensor) -> None:
+        """Set how much of each direction's effect is subtracted."""
+        self.factors.copy_(torch.stack([torch.as_tensor(before), torch.as_tensor(moving)]))
+
+    def each(self, embedding: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
+        """The effect (B, 2, K) of each direction u on the scores of embeddings (B, D): cos(h, u) * head(u).
+
+        A direction that is still zero has none.
+        """
+        directions = F.normalize(torch.stack([self.before, self.moving]), dim=1)
+        cosines = F.normalize(embedding, dim=1) @ directions.T
+        return cosines[:, :, None] * head(directions)
+
+    def forward(self, embedding: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
+        """What to subtract from the head's scores (B, K) of embeddings (B, D)."""
+        return torch.einsum("bjk,j->bk", self.each(embedding, head), self.factors)
+
+
+ENTRIES = 2**24  # similarities at a time: 64 MB
+NEIGHBOUR_COST = 0.08  # of a neighbour, relative to training on an image without a teacher
+
+
+class NeighbourLogits(NamedTuple):
+    """What a loss sees of the neighbours. logits: (B, N, K), without gradient. shares: (B, N), the weight of each.
+
+    The weights are 1 / N; a neighbour that does not exist has 0, and the others more.
+    """
+
+    logits: Tensor
+    shares: Tensor
+
+
+@dataclass(frozen=True)
+class Neighbours(Extension):
+    """Finds, before each epoch, the images of new classes nearest to each image in the teacher's embedding.
+
+    count: neighbours per image. first: search among the first images of new classes only; None: among all.
+    The loss finds their logits by `step.extra(NeighbourLogits)`.
+    """
+
+    count: int
+    first: int | None = None
+
+    def cost(self) -> float:
+        """The neighbours of each image, and the teacher's pass over the image before the epoch."""
+        return NEIGHBOUR_COST * (self.count + 1)
+
+    def attach(self, context: PhaseContext, state: Mapping[str, Tensor]) -> StepHooks:
+        return _NeighbourLookup(self, context)
+
+
+@dataclass(frozen=True)
+class TrackMomentum(Extension):
+    """Adds each batch's mean embedding to the momentum effect of the network's head."""
+
+    def attach(self, context: PhaseContext, state: Mapping[str, Tensor]) -> StepHooks:
+        return _TrackHooks(context.learner.network)
+
+
+class _TrackHooks(StepHooks):
+    def __init__(self, network: Network) -> None:
+        self._network = network
+
+    def after_update(self, student: Output) -> bool:
+        effect_of(self._network).track(student.embedding)
+        return False
+
+
+def nearest(unit: Tensor, places: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """For each of the embeddings (M, D) of length 1 the places (M, count) of the nearest ones, nearest first.
+
+    Only embeddings at `places` (C,) are searched, and no embedding is its own neighbour. The second result, bool
+    (M, count), is False for places beyond the last neighbour. Computes M C D products and holds ENTRIES at a time.
+    """
+    candidates, width = unit[places], min(count, len(places))
+    found: list[Tensor] = []
+    exists: list[Tensor] = []
+    for part in torch.arange(len(unit), device=unit.device).split(max(1, ENTRIES // max(1, len(places)))):
+        # The nearest of vectors of length 1 have the largest products.
+        alike = (unit[part] @ candidates.T).masked_fill_(part[:, None] == places, -torch.inf)
+        best = alike.topk(width, dim=1)
+        found.append(places[best.indices])
+        exists.append(best.values > -torch.inf)
+    missing = (0, count - width)
+    return F.pad(torch.cat(found), missing), F.pad(torch.cat(exists), missing)
+
+
+class _NeighbourLookup(StepHooks):
+    """The neighbours of a phase's images, planned as further images of each step, one epoch at a time.
+
+    A neighbour has the augmentation that it has as an image of the epoch itself. The neighbours of an epoch depend only
+    on its plan and on the teacher, so a resumed epoch finds the same ones.
+    """
+
+    def __init__(self, neighbours: Neighbours, context: PhaseContext) -> None:
+        self._context, self._count, self._first = context, neighbours.count, neighbours.first
+        self._used = min(context.steps * context.batch_size, context.num_images)
+        rows, width = len(context.plan), context.batch_size * self._count
+        names = ("rows", "top", "left", "mirror", "factor", "lr")
+        planned_rows, top, left, mirror, factor, lr = (
+            context.persistent_buffer(f"neighbours.{name}", (rows, width) if own.ndim == 2 else (rows,), own.dtype)
+            for name, own in zip(names, context.plan.tensors(), strict=True)
+        )
+        self._planned = BatchPlan(planned_rows, Draws(top, left, mirror, factor), lr)
+        self._shares = context.persistent_buffer("neighbours.shares", (rows, width))
+        dim = context.learner.network.backbone.dim
+        self._unit = context.persistent_buffer("neighbours.embeddings", (rows, context.batch_size, dim))
+        self._is_new = torch.zeros(0, dtype=torch.bool)
+        self._takers: dict[int, Callable[[], None]] = {}  # by batch size
+        self._now: NeighbourLogits | None = None
+
+    def load_plan(self, plan: BatchPlan, epochs: range) -> None:
+        stage = self._context.stage
+        self._is_new = stage.pool.labels[plan.rows] >= stage.num_old
+
+    @torch.no_grad()
+    def before_epoch(self, first_row: int) -> None:
+        context, steps = self._context, self._context.steps
+        context.counter.fill_(first_row)
+        for step in range(steps):
+            self._taker(context.last_batch if step == steps - 1 else context.batch_size)()
+        epoch = slice(first_row, first_row + steps)
+        # If an epoch ends in a smaller batch, the rest of its last row holds no image.
+        places = self._is_new[epoch].flatten()[: self._used].nonzero().squeeze(1)[: self._first]
+        found, exists = nearest(self._unit[epoch].flatten(0, 1), places.to(context.counter.device), self._count)
+        for target, own in zip(self._planned.tensors()[:5], context.plan.tensors()[:5], strict=True):
+            target[epoch] = own[epoch].flatten()[found].view(steps, -1)
+        shares = exists / exists.sum(dim=1, keepdim=True).clamp(min=1)
+        self._shares[epoch] = shares.view(steps, -1)
+
+    def _taker(self, size: int) -> Callable[[], None]:
+        """Passes a batch of that size through the teacher: recorded on a GPU."""
+        if size not in self._takers:
+            key = (size, self._context.batch_size)
+            self._takers[size] = self._context.record("search for neighbours", key, partial(self._embed, size))
+        return self._takers[size]
+
+    @torch.no_grad()
+    def _embed(self, size: int) -> None:
+        context = self._context
+        unit = F.normalize(context.teacher(context.images(context.plan, size)).embedding, dim=1)
+        self._unit[:, :size].index_copy_(0, context.counter, unit[None])
+        context.counter.add_(1)
+
+    def before_forward(self, size: int) -> None:
+        context, width = self._context, size * self._count
+        logits = context.predict(context.images(self._planned, width)).logits
+        shares = self._shares.index_select(0, context.counter)[0, :width]
+        self._now = NeighbourLogits(logits.view(size, self._count, -1), shares.view(size, self._count))
+
+    def step_extras(self, labels: Tensor) -> NeighbourLogits | None:
+        return self._now
+
+
 def neighbour_entropy(logits: Tensor, labels: Tensor, neighbours: Tensor, shares: Tensor) -> Tensor:
     """-log of (softmax(z(x)) + mean of softmax(z(neighbour))) / 2 at the label, one value a sample (B,).
 
@@ -76,27 +273,25 @@ def neighbour_entropy(logits: Tensor, labels: Tensor, neighbours: Tensor, shares
 
 def dde_classification(step: Step, host: Tensor) -> Tensor:
     """The mean entropy of the images, each with its neighbours; the host's own term in phases without them."""
-    if step.neighbours is None:
+    neighbours = step.extra(NeighbourLogits)
+    if neighbours is None:
         return host
-    assert step.shares is not None
-    return neighbour_entropy(step.student.logits, step.labels, step.neighbours, step.shares).mean()
-
-
-def track_effect(network: Network, student: Output) -> None:
-    """Each step: v = 0.9 v + the batch's mean embedding."""
-    effect_of(network).track(student.embedding)
+    return neighbour_entropy(step.student.logits, step.labels, neighbours.logits, neighbours.shares).mean()
 
 
 def effect_of(network: Network) -> MomentumEffect:
     """The network's momentum effect."""
-    assert network.head.effect is not None
-    return network.head.effect
+    effect = network.head.get_submodule("effect")
+    assert isinstance(effect, MomentumEffect)
+    return effect
 
 
 def with_neighbours(settings: DDESettings, stage: Stage, phases: Sequence[Phase]) -> list[Phase]:
     """The host's phases; the first follows the momentum and, after the base stage, looks at neighbours."""
     main, *others = phases
-    return [replace(main, observe=track_effect, neighbours=settings.around(stage)), *others]
+    neighbours = settings.around(stage)
+    extensions = (TrackMomentum(),) if neighbours is None else (neighbours, TrackMomentum())
+    return [replace(main, extensions=extensions), *others]
 
 
 def begin_effect(settings: DDESettings, learner: Learner, stage: Stage) -> None:
@@ -160,7 +355,7 @@ class WithDDE(Method[WithDDESettingsT]):
 
     def head(self, dim: int, capacity: int) -> Head:
         head = super().head(dim, capacity)
-        head.effect = MomentumEffect(dim)
+        head.add_adjustment("effect", MomentumEffect(dim))
         return head
 
     def base_key(self) -> dict[str, Any] | None:

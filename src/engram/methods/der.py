@@ -1,31 +1,147 @@
 """DER: dynamically expandable representation (Yan, Xie, He, CVPR 2021), without its pruning.
 
-No backbone has to forget: at each stage the newest is frozen for good, and a copy of it learns the new classes beside
-it. A new head takes the embeddings of all of them together, and a second, small one makes the newest tell the new
-classes from each other and from all old ones. Afterwards the head alone is trained anew, on a balanced set.
+No backbone forgets: at each stage the newest is frozen, and a copy of it learns the new classes. A new head takes the
+embeddings of all backbones together, and a second, small head makes the newest distinguish the new classes from each
+other and from all old ones. Afterwards only the head is trained again, on a balanced set.
+
+The older backbones are frozen: their values are buffers, so that no optimiser sees them, and they always run with their
+running statistics.
+
+Legend: B batch, D embedding of one backbone, N older backbones, K capacity in classes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, final
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from engram.contract.exemplars import balanced_count, balanced_rows
-from engram.contract.learner import Learner
-from engram.contract.method import Method, Passes, Phase, Settings, Step, Terms, Training, register
-from engram.contract.settings import base_settings, setting
+from engram.contract import (
+    Extension,
+    Learner,
+    Method,
+    Part,
+    Passes,
+    Phase,
+    Settings,
+    Stage,
+    Step,
+    Terms,
+    Training,
+    balanced_count,
+    balanced_rows,
+    base_settings,
+    register,
+    setting,
+)
 from engram.core.rng import generator
-from engram.data.stage import Stage
 from engram.methods.blocks.linear import EVERYTHING, classify, seen_columns
 from engram.methods.blocks.losses import cross_entropy
 from engram.nn.backbones import ResNet
-from engram.nn.expanding import ExpandingBackbone, ExpandingHead
 from engram.nn.heads import Head
-from engram.nn.network import Part
+
+BRANCH_COST = 0.3  # of an image, relative to training on it without a teacher
+OLDER = "older."
+
+
+class ExpandingBackbone(ResNet):
+    """The newest of several backbones, and the older ones in their order.
+
+    Called, it is only the newest; the older ones are its `branches`. dim: the embedding size of all together.
+    """
+
+    def __init__(self, first: ResNet) -> None:
+        super().__init__(first.specification, torch.Generator())
+        self.load_state_dict(first.state_dict())
+        self.width = self.dim
+        self.older = nn.ModuleList()
+
+    def expand(self) -> None:
+        """Freeze the newest; a copy of it continues to train.
+
+        What is added is the frozen one, so that the tensors of the newest keep their addresses.
+        """
+        self.resize(len(self.older) + 1)
+
+    def resize(self, branches: int) -> None:
+        """Set the number of older backbones: add frozen copies of the newest, or remove the last ones."""
+        del self.older[branches:]
+        while len(self.older) < branches:
+            self.older.append(self._frozen_copy())
+        self.dim = self.width * (branches + 1)
+
+    def train(self, mode: bool = True) -> ExpandingBackbone:
+        """Set the mode of the newest; the older ones stay in eval mode."""
+        super().train(mode)
+        self.older.eval()
+        return self
+
+    @property
+    def branches(self) -> Sequence[ResNet]:
+        return [each for each in self.older if isinstance(each, ResNet)]
+
+    def count_branches(self, names: Iterable[str]) -> int:
+        return len({name.removeprefix(OLDER).split(".")[0] for name in names if name.startswith(OLDER)})
+
+    def _frozen_copy(self) -> ResNet:
+        copy = ResNet(self.specification, torch.Generator())
+        state = self.state_dict()
+        copy.load_state_dict({name: state[name] for name in copy.state_dict()})
+        copy = copy.to(self.conv.weight.device)
+        # Convolutions in the memory layout that the engine uses.
+        layout = torch.channels_last if self.conv.weight.is_cuda else torch.contiguous_format
+        for module in list(copy.modules()):
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                value = parameter.detach()
+                delattr(module, name)
+                module.register_buffer(name, value.contiguous(memory_format=layout) if value.ndim == 4 else value)
+        return copy.eval()
+
+
+class ExpandingHead(Head):
+    """A weight per class over the embeddings of all backbones, and a second one over the newest's; no bias.
+
+    auxiliary: the second weights, (K, D). Its rows of new classes distinguish these, and row 0, whose class is never
+    new after the base stage, stands for all old classes together.
+    """
+
+    class_parameters = ("weight", "auxiliary")
+    rectified = True
+
+    def __init__(self, dim: int, capacity: int) -> None:
+        super().__init__(capacity, learned_scale=False)
+        self.weight = nn.Parameter(torch.zeros(capacity, dim))
+        self.auxiliary = nn.Parameter(torch.zeros(capacity, dim))
+
+    def widen(self, dim: int) -> None:
+        """Set the size of the embeddings. If it changes, the weights are new and zero."""
+        if self.weight.shape[1] != dim:
+            self.weight = nn.Parameter(self.weight.new_zeros(self.capacity, dim))
+
+    def forward(self, features: Tensor) -> Tensor:
+        return F.linear(features, self.weight)
+
+    def extra_outputs(self, features: Tensor) -> Mapping[str, Tensor]:
+        """auxiliary: the second weights' scores (B, K) of the newest backbone's features (B, D)."""
+        return {"auxiliary": F.linear(features, self.auxiliary)}
+
+
+@dataclass(frozen=True)
+class FrozenBranches(Extension):
+    """Says how many frozen backbones run in each step, for estimates of the time."""
+
+    count: int
+
+    def recording_key(self) -> None:
+        """They are part of the network."""
+
+    def cost(self) -> float:
+        return BRANCH_COST * self.count
 
 
 def der_training() -> Training:
@@ -73,7 +189,7 @@ def auxiliary_loss(scores: Tensor, labels: Tensor, new: Tensor) -> Tensor:
 class DER(Method[DERSettings]):
     """Adds a backbone at every stage and freezes those before; a head over all of them."""
 
-    taught = False
+    uses_teacher = False
 
     def backbone(self, backbone: ResNet) -> ResNet:
         return ExpandingBackbone(backbone)
@@ -96,17 +212,16 @@ class DER(Method[DERSettings]):
         renew_head(learner, stage, "grow")
 
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
-        settings, older = self.settings, stage.index
-        loss, weights = (classify, {}) if stage.is_base else (self.loss, {"auxiliary": settings.lambda_aux})
+        settings, extensions = self.settings, (FrozenBranches(stage.index),)
         main = Phase(
-            "main",
-            len(stage.pool),
-            lambda: stage.all_rows,
-            loss,
-            EVERYTHING,
-            settings.train,
-            weights=weights,
-            older_backbones=older,
+            name="main",
+            images=len(stage.pool),
+            rows=lambda: stage.all_rows,
+            loss=classify if stage.is_base else self.loss,
+            train=EVERYTHING,
+            training=settings.train,
+            weights={} if stage.is_base else {"auxiliary": settings.lambda_aux},
+            extensions=extensions,
         )
         phases = [main]
         warmup = round(settings.warmup * settings.train.epochs)
@@ -118,23 +233,22 @@ class DER(Method[DERSettings]):
             ]
         if not stage.is_base and settings.finetune.epochs:
             balance = Phase(
-                "balance",
-                balanced_count(learner, stage),
-                partial(balanced_rows, learner, stage, passes),
-                self.balance,
-                Part.OLD_CLASSES | Part.NEW_CLASSES,
-                settings.finetune,
+                name="balance",
+                images=balanced_count(learner, stage),
+                rows=partial(balanced_rows, learner, stage, passes),
+                loss=self.balance,
+                train=Part.OLD_CLASSES | Part.NEW_CLASSES,
+                training=settings.finetune,
                 frozen=True,
                 start=partial(renew_head, learner, stage, "balance"),
-                older_backbones=older,
+                extensions=extensions,
             )
             phases.append(balance)
         return phases
 
     def loss(self, step: Step) -> Terms:
         """Classification of all classes seen by all backbones, plus that of the new ones by the newest alone."""
-        assert step.student.auxiliary is not None
-        apart = auxiliary_loss(step.student.auxiliary, step.labels, step.new).mean()
+        apart = auxiliary_loss(step.student.extras["auxiliary"], step.labels, step.new).mean()
         return {**classify(step), "auxiliary": step.weights["auxiliary"] * apart}
 
     def balance(self, step: Step) -> Terms:

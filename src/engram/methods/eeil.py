@@ -11,11 +11,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import final
 
-from engram.contract.exemplars import balanced_count, balanced_rows
-from engram.contract.learner import Learner
-from engram.contract.method import Passes, Phase, Settings, Step, Terms, Training, register
-from engram.contract.settings import setting
-from engram.data.stage import Stage
+from engram.contract import (
+    Learner,
+    Passes,
+    Phase,
+    Settings,
+    Stage,
+    Step,
+    Terms,
+    Training,
+    balanced_count,
+    balanced_rows,
+    register,
+    setting,
+)
 from engram.methods.blocks.linear import EVERYTHING, LinearMethod, classify, main_phase
 from engram.methods.blocks.losses import distillation, distillation_by_group
 
@@ -56,12 +65,12 @@ class EEIL(LinearMethod[EEILSettings]):
         if not self.settings.finetune.epochs:
             return [main]
         balance = Phase(
-            "balance",
-            balanced_count(learner, stage),
-            partial(balanced_rows, learner, stage, passes),
-            self.balance,
-            EVERYTHING,
-            self.settings.finetune,
+            name="balance",
+            images=balanced_count(learner, stage),
+            rows=partial(balanced_rows, learner, stage, passes),
+            loss=self.balance,
+            train=EVERYTHING,
+            training=self.settings.finetune,
             teacher=True,
             start=learner.snapshot_teacher,
         )

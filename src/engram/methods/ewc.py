@@ -12,10 +12,7 @@ from typing import Literal, final
 import torch
 from torch import Tensor
 
-from engram.contract.learner import Learner
-from engram.contract.method import Passes, Step, register
-from engram.contract.settings import setting
-from engram.data.stage import Stage
+from engram.contract import Learner, Passes, Stage, Step, register, setting
 from engram.methods.blocks.importance import sampled_rows
 from engram.methods.blocks.linear import seen_columns
 from engram.methods.blocks.losses import MASKED, cross_entropy

@@ -8,21 +8,35 @@ else is carried from stage to stage.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
 
+import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 
-from engram.contract.batches import CutMix
-from engram.contract.exemplars import balanced_count, balanced_rows
-from engram.contract.learner import Learner
-from engram.contract.method import Method, Passes, Phase, Settings, Step, Terms, Training, register
-from engram.contract.settings import base_settings, setting
+from engram.contract import (
+    Learner,
+    Method,
+    Part,
+    Passes,
+    Phase,
+    Settings,
+    Stage,
+    Step,
+    Terms,
+    Training,
+    balanced_count,
+    balanced_rows,
+    base_settings,
+    register,
+    setting,
+)
 from engram.core.rng import generator
-from engram.data.stage import Stage
-from engram.nn.heads import Head, NormalisedHead
-from engram.nn.network import Part
+from engram.methods.blocks.mixing import CutMix, Mixed
+from engram.nn.heads import Head
 
 KEPT = "base."
 
@@ -44,13 +58,51 @@ class GDumbSettings(Settings):
     cutmix: CutMix = setting(factory=CutMix)
 
 
+class NormalisedHead(Head):
+    """A weight per class, and a batch norm over the scores: those of each class have mean 0 and variance 1 in a batch.
+
+    gain, shift: the norm's parameters. mean, variance: the running ones, for evaluation.
+    """
+
+    class_parameters = ("weight", "gain", "shift")
+    class_buffers: Mapping[str, float] = {"seen": 0, "mean": 0, "variance": 1}
+    rectified = True
+    mean: Tensor
+    variance: Tensor
+
+    def __init__(self, dim: int, capacity: int) -> None:
+        super().__init__(capacity, learned_scale=False)
+        self.weight = nn.Parameter(torch.zeros(capacity, dim))
+        self.gain = nn.Parameter(torch.zeros(capacity))
+        self.shift = nn.Parameter(torch.zeros(capacity))
+        self.register_buffer("mean", torch.zeros(capacity))
+        self.register_buffer("variance", torch.ones(capacity))
+
+    def _initial_rows(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        if name == "weight":
+            return super()._initial_rows(name, shape, generator)
+        return torch.full(shape, float(name == "gain"))
+
+    def _randomise(self, labels: range, generator: torch.Generator) -> None:
+        super()._randomise(labels, generator)
+        self.mean[labels.start : labels.stop] = 0
+        self.variance[labels.start : labels.stop] = 1
+
+    def forward(self, features: Tensor) -> Tensor:
+        scores = F.linear(features, self.weight)
+        # A single sample has no variance: use the running one.
+        by_batch = self.training and len(scores) > 1
+        return F.batch_norm(scores, self.mean, self.variance, self.gain, self.shift, training=by_batch)
+
+
 def classify(step: Step) -> Terms:
     """Cross-entropy over all classes seen; of a mixed image with both its labels, each by its share of the image."""
     own = F.cross_entropy(step.student.logits, step.labels)
-    if step.mixed is None:
+    mixed = step.extra(Mixed)
+    if mixed is None:
         return {"classification": own}
-    other = F.cross_entropy(step.student.logits, step.mixed.labels)
-    return {"classification": step.mixed.share * own + (1 - step.mixed.share) * other}
+    other = F.cross_entropy(step.student.logits, mixed.labels)
+    return {"classification": mixed.share * own + (1 - mixed.share) * other}
 
 
 @final
@@ -65,7 +117,7 @@ def classify(step: Step) -> Terms:
 class GDumb(Method[GDumbSettings]):
     """Trains on the memory alone, each time from the base stage's weights."""
 
-    taught = False
+    uses_teacher = False
 
     def head(self, dim: int, capacity: int) -> Head:
         return NormalisedHead(dim, capacity)
@@ -88,8 +140,17 @@ class GDumb(Method[GDumbSettings]):
         else:
             rows, training = partial(balanced_rows, learner, stage, passes), self.settings.rehearse
             count = balanced_count(learner, stage)
-        mix = self.settings.cutmix if self.settings.cutmix.probability else None
-        return [Phase("main", count, rows, classify, everything, training, mix=mix)]
+        extensions = (self.settings.cutmix,) if self.settings.cutmix.probability else ()
+        main = Phase(
+            name="main",
+            images=count,
+            rows=rows,
+            loss=classify,
+            train=everything,
+            training=training,
+            extensions=extensions,
+        )
+        return [main]
 
     def finish(self, learner: Learner, stage: Stage, passes: Passes) -> None:
         """Keeps the backbone that every later stage starts from."""

@@ -15,10 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engram.contract.learner import Learner
-from engram.contract.method import Passes, Phase, Step, Terms, register
-from engram.contract.settings import setting
-from engram.data.stage import Stage
+from engram.contract import Learner, Passes, Phase, Stage, Step, Terms, register, setting
 from engram.methods.blocks.cosine import CosineMethod, CosineSettings, cosine_phases, cross_entropy, old_weight
 
 Centre = Literal["batch", "sample"]  # the mean that is taken from features before their span is

@@ -13,10 +13,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from engram.contract.learner import Learner
-from engram.contract.method import Passes, Phase, Settings, Step, Terms, Training, register
-from engram.contract.settings import setting
-from engram.data.stage import Stage
+from engram.contract import Learner, Passes, Phase, Settings, Stage, Step, Terms, Training, register, setting
 from engram.methods.blocks.linear import LinearMethod, main_phase, seen_columns
 from engram.methods.blocks.losses import binary_cross_entropy
 

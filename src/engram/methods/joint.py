@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import final
 
-from engram.contract.learner import Learner
-from engram.contract.method import Passes, Phase, register
+from engram.contract import Learner, Part, Passes, Phase, Stage, register
 from engram.core.rng import generator
-from engram.data.stage import Stage
 from engram.methods.blocks.lsc import Classify, HostMethod, HostSettings
-from engram.nn.network import Part
 
 
 @final
@@ -17,7 +14,7 @@ from engram.nn.network import Part
 class Joint(HostMethod[HostSettings]):
     """Forgets its weights, not its data: each stage trains a fresh network on everything."""
 
-    taught = False
+    uses_teacher = False
 
     def base_key(self) -> None:
         """It is not shared: the base stage here is a restart like any other."""
@@ -27,6 +24,13 @@ class Joint(HostMethod[HostSettings]):
         learner.network.head.grow(stage.num_new, generator(learner.seed, "head", stage.index))
 
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
-        everything = Part.BACKBONE | Part.OLD_CLASSES | Part.NEW_CLASSES | Part.SCALE
-        loss = Classify(self.settings)
-        return [Phase("main", len(stage.pool), lambda: stage.all_rows, loss, everything, self.settings.train)]
+        everything = Part.BACKBONE | Part.OLD_CLASSES | Part.NEW_CLASSES | Part.HEAD_SHARED
+        main = Phase(
+            name="main",
+            images=len(stage.pool),
+            rows=lambda: stage.all_rows,
+            loss=Classify(self.settings),
+            train=everything,
+            training=self.settings.train,
+        )
+        return [main]

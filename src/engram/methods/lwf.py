@@ -9,13 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
-from engram.contract.learner import Learner
-from engram.contract.method import Passes, Phase, Settings, Step, Terms, Training, register
-from engram.contract.settings import setting
-from engram.data.stage import Stage
+from engram.contract import Learner, Part, Passes, Phase, Settings, Stage, Step, Terms, Training, register, setting
 from engram.methods.blocks.linear import LinearMethod, classify, classify_new, main_phase, note_single_class
 from engram.methods.blocks.losses import distillation
-from engram.nn.network import Part
 
 SINGLE_CLASS = (
     "without a memory new classes are told apart among themselves alone: such a class is not learned; bring two or "

@@ -14,16 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engram.contract.learner import Learner
-from engram.contract.method import Passes, Phase, Settings, Step, Terms, Training, register
-from engram.contract.settings import setting
-from engram.data.stage import Stage
+from engram.contract import Learner, Part, Passes, Phase, Settings, Stage, Step, Terms, Training, register, setting
 from engram.methods.blocks import losses
 from engram.methods.blocks.linear import LinearMethod, classify_new, main_phase, note_single_class
 from engram.methods.blocks.losses import distillation
 from engram.methods.lwf import SINGLE_CLASS, lwf_training
 from engram.nn.heads import LinearHead
-from engram.nn.network import Part
 
 ROWS = "head.rows"
 

@@ -11,9 +11,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from engram.contract.learner import Learner
-from engram.contract.method import Passes, Step, register
-from engram.data.stage import Stage
+from engram.contract import Learner, Passes, Stage, Step, register
 from engram.methods.blocks.importance import sampled_rows
 from engram.methods.blocks.linear import seen_columns
 from engram.methods.blocks.penalty import MeasuredMethod, MeasuredSettings, keep_omega

@@ -7,25 +7,41 @@ second stage on the convolutions keep the base stage's weights and learn a facto
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, final
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from engram.contract.exemplars import choose_exemplars, unit_means
-from engram.contract.learner import Learner
-from engram.contract.look import Look
-from engram.contract.method import Passes, Phase, Step, Terms, Training, register
-from engram.contract.settings import setting
+from engram.contract import (
+    Extension,
+    ImageTuningStep,
+    Learner,
+    Network,
+    Output,
+    Part,
+    Passes,
+    Phase,
+    PhaseContext,
+    Samples,
+    Stage,
+    Step,
+    StepHooks,
+    Terms,
+    Training,
+    choose_exemplars,
+    register,
+    setting,
+    unit_means,
+)
 from engram.core.errors import EngramError
-from engram.data.stage import Samples, Stage
 from engram.methods.blocks.cosine import CosineMethod, cosine_phases
 from engram.methods.ucir import RebalancingSettings, rebalanced, rebalancing_weights
-from engram.nn.network import Network
+from engram.nn.backbones import ResNet
+from engram.nn.heads import Head
 
 
 @dataclass(frozen=True)
@@ -49,39 +65,39 @@ class MnemonicsSettings(RebalancingSettings):
     factors: bool = setting(True, after_base=True)
 
 
-def prototype_entropy(look: Look, labels: Tensor, old: Tensor) -> Tensor:
+def prototype_entropy(step: ImageTuningStep, labels: Tensor, old: Tensor) -> Tensor:
     """The released objective: cross-entropy of the batch's cosines with the prototypes of all classes.
 
     A new class's prototype is the mean embedding of its tuned images, whose labels are given; those of the classes
     before, (n_old, D), stand still.
     """
-    embedding, _ = look.network(look.tuned, {})
+    embedding, _ = step.network(step.tuned, {})
     owners = F.one_hot(labels - len(old)).to(embedding)
     prototypes = torch.cat([old, F.normalize(owners.T @ embedding / owners.sum(dim=0)[:, None], dim=1)])
     with torch.no_grad():
-        features, _ = look.network(look.images, {})
-    return F.cross_entropy(F.normalize(features, dim=1) @ prototypes.T, look.labels)
+        features, _ = step.network(step.images, {})
+    return F.cross_entropy(F.normalize(features, dim=1) @ prototypes.T, step.labels)
 
 
-def unrolled_entropy(look: Look, labels: Tensor, settings: MnemonicsSettings) -> Tensor:
+def unrolled_entropy(step: ImageTuningStep, labels: Tensor, settings: MnemonicsSettings) -> Tensor:
     """The paper's objective: cross-entropy of the batch under a copy that has trained on the tuned images alone.
 
     Its gradient goes through that training, the second derivatives included.
     """
     moving = {
         name: value.detach().requires_grad_()
-        for name, value in look.parameters.items()
+        for name, value in step.parameters.items()
         if name == "head.weight" or (settings.inner == "network" and not name.startswith("factors."))
     }
     for _ in range(settings.inner_steps):
-        _, logits = look.network(look.tuned, moving)
+        _, logits = step.network(step.tuned, moving)
         gradients = torch.autograd.grad(F.cross_entropy(logits, labels), list(moving.values()), create_graph=True)
         moving = {
             name: value - settings.inner_lr * gradient
             for (name, value), gradient in zip(moving.items(), gradients, strict=True)
         }
-    _, logits = look.network(look.images, moving)
-    return F.cross_entropy(logits, look.labels)
+    _, logits = step.network(step.images, moving)
+    return F.cross_entropy(logits, step.labels)
 
 
 def stored(levels: Tensor, storage: Literal["truncate", "round"]) -> Tensor:
@@ -99,16 +115,104 @@ def halves(kept: Mapping[int, Tensor]) -> list[tuple[str, Tensor, Tensor]]:
     return [("first half", first, second), ("second half", second, first)] if len(second) else []
 
 
-def take_gradients(network: Network) -> None:
-    """Before an update: the factors' gradients, from the convolutions'."""
-    assert network.factors is not None
-    network.factors.take_gradients(network.backbone)
+class Factors(nn.Module):
+    """A factor, 1 at first, for each (C_out, C_in) of a backbone's convolutions, and the weights at that time.
+
+    The convolutions' own weights are base times factor, so that whatever runs a backbone runs this one. To train them:
+    `take_gradients` before an update and `give_weights` after it.
+    """
+
+    def __init__(self, backbone: ResNet) -> None:
+        super().__init__()
+        weights = [weight.detach() for weight in convolution_weights(backbone)]
+        learns = backbone.conv.weight.requires_grad
+        self.values = nn.ParameterList(
+            nn.Parameter(torch.ones(weight.shape[:2], device=weight.device), requires_grad=learns) for weight in weights
+        )
+        for number, weight in enumerate(weights):
+            self.register_buffer(f"base_{number}", weight.clone(memory_format=torch.contiguous_format))
+
+    @property
+    def bases(self) -> list[Tensor]:
+        """The weights that the factors multiply, in the order of the modules."""
+        return [self.get_buffer(f"base_{number}") for number in range(len(self.values))]
+
+    @torch.no_grad()
+    def take_gradients(self, backbone: ResNet) -> None:
+        """Set the factors' gradients from those of the weights: dL/ds = sum over the kernel of dL/dW * base."""
+        for factor, base, weight in zip(self.values, self.bases, convolution_weights(backbone), strict=True):
+            assert factor.grad is not None
+            assert weight.grad is not None
+            factor.grad.copy_((weight.grad * base).sum(dim=(2, 3)))
+
+    @torch.no_grad()
+    def give_weights(self, backbone: ResNet) -> None:
+        """Set the backbone's weights to base times factor."""
+        for factor, base, weight in zip(self.values, self.bases, convolution_weights(backbone), strict=True):
+            weight.copy_(base * factor[:, :, None, None])
 
 
-def give_weights(network: Network) -> None:
-    """After an update: the convolutions' weights, from their factors."""
-    assert network.factors is not None
-    network.factors.give_weights(network.backbone)
+def convolution_weights(backbone: ResNet) -> list[Tensor]:
+    """The weights (C_out, C_in, 3, 3) of all convolutions, in the order of the modules."""
+    return [module.weight for module in backbone.modules() if isinstance(module, nn.Conv2d)]
+
+
+class FactoredNetwork(Network):
+    """A network whose convolutions are trained by their factors only, once it has any."""
+
+    factors: Factors | None
+
+    def __init__(self, backbone: ResNet, head: Head, mean: Sequence[float], std: Sequence[float]) -> None:
+        super().__init__(backbone, head, mean, std)
+        self.factors = None
+
+    def add_factors(self) -> None:
+        """From now on the convolutions keep their weights, times factors that are trained."""
+        self.factors = Factors(self.backbone)
+
+    def part_of(self, name: str, parameter: Tensor) -> Part | None:
+        is_convolution = parameter.ndim == 4
+        return None if self.factors is not None and is_convolution else super().part_of(name, parameter)
+
+    def resize_for_state(self, state: Mapping[str, Tensor]) -> None:
+        super().resize_for_state(state)
+        if not any(name.startswith("factors.") for name in state):
+            self.factors = None
+        elif self.factors is None:
+            self.add_factors()
+
+    def reset(self, generator: torch.Generator) -> None:
+        self.factors = None
+        super().reset(generator)
+
+
+def factored(network: Network) -> FactoredNetwork:
+    """The network, which the method made."""
+    assert isinstance(network, FactoredNetwork)
+    return network
+
+
+@dataclass(frozen=True)
+class TrainFactors(Extension):
+    """Trains the factors of the convolutions instead of their weights."""
+
+    def attach(self, context: PhaseContext, state: Mapping[str, Tensor]) -> StepHooks:
+        return _FactorHooks(factored(context.learner.network))
+
+
+class _FactorHooks(StepHooks):
+    def __init__(self, network: FactoredNetwork) -> None:
+        self._network = network
+
+    def after_backward(self) -> Terms:
+        assert self._network.factors is not None
+        self._network.factors.take_gradients(self._network.backbone)
+        return {}
+
+    def after_update(self, student: Output) -> bool:
+        assert self._network.factors is not None
+        self._network.factors.give_weights(self._network.backbone)
+        return True
 
 
 @final
@@ -123,13 +227,17 @@ def give_weights(network: Network) -> None:
 class Mnemonics(CosineMethod[MnemonicsSettings]):
     """UCIR with exemplars that learn, and convolutions that move by factors."""
 
-    told_buffers = ("exemplars.changed",)
+    logged_buffers = ("exemplars.changed",)
+
+    def network(self, backbone: ResNet, head: Head, mean: Sequence[float], std: Sequence[float]) -> Network:
+        return FactoredNetwork(backbone, head, mean, std)
 
     def grow(self, learner: Learner, stage: Stage, passes: Passes) -> None:
         super().grow(learner, stage, passes)
-        if self.settings.factors and not stage.is_base and learner.network.factors is None:
-            learner.network.add_factors()
-            learner.teacher.add_factors()  # so that it has room for what it will take over
+        network, teacher = factored(learner.network), factored(learner.teacher)
+        if self.settings.factors and not stage.is_base and network.factors is None:
+            network.add_factors()
+            teacher.add_factors()  # the teacher must be able to hold the network's state
 
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
         if learner.memory.config.budget == "all":
@@ -137,7 +245,7 @@ class Mnemonics(CosineMethod[MnemonicsSettings]):
         phases = cosine_phases(self.settings, stage, self.loss, rebalancing_weights(self.settings, stage))
         if stage.is_base or not self.settings.factors:
             return phases
-        return [replace(phase, before_update=take_gradients, after_step=give_weights) for phase in phases]
+        return [replace(phase, extensions=(TrainFactors(),)) for phase in phases]
 
     def loss(self, step: Step) -> Terms:
         """UCIR's three terms."""
@@ -169,7 +277,7 @@ class Mnemonics(CosineMethod[MnemonicsSettings]):
 
     def _objective(
         self, learner: Learner, stage: Stage, passes: Passes, labels: Tensor, kept: Mapping[int, Tensor]
-    ) -> Callable[[Look], Tensor]:
+    ) -> Callable[[ImageTuningStep], Tensor]:
         """What images of these labels learn by; kept: the rows of the old classes' exemplars."""
         device = learner.network.mean.device
         labels = labels.to(device)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import final
 
-from engram.contract.learner import Learner
-from engram.contract.method import Passes, Phase, register
-from engram.data.stage import Stage
+from engram.contract import Learner, Passes, Phase, Stage, register
 from engram.methods.blocks.lsc import Classify, HostMethod, HostSettings, main_phase
 
 
@@ -18,7 +16,7 @@ class Naive(HostMethod[HostSettings]):
     """Trains on the new images alone. Without exemplars there are no class means, so CNN is its only predictor."""
 
     predictors = ("cnn",)
-    taught = False
+    uses_teacher = False
 
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
         return [main_phase(self.settings, stage, Classify(self.settings))]

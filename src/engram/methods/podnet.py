@@ -11,10 +11,7 @@ from typing import final
 
 from torch import Tensor
 
-from engram.contract.learner import Learner
-from engram.contract.method import Passes, Phase, Step, Terms, register
-from engram.contract.settings import setting
-from engram.data.stage import Stage
+from engram.contract import Learner, Passes, Phase, Stage, Step, Terms, register, setting
 from engram.methods.blocks import losses
 from engram.methods.blocks.lsc import HostMethod, HostSettings, distilled, host_phases, stage_weight
 

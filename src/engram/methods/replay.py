@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import final
 
-from engram.contract.learner import Learner
-from engram.contract.method import Passes, Phase, register
-from engram.data.stage import Stage
+from engram.contract import Learner, Passes, Phase, Stage, register
 from engram.methods.blocks.lsc import HostMethod, HostSettings, host_phases
 
 
@@ -21,7 +19,7 @@ from engram.methods.blocks.lsc import HostMethod, HostSettings, host_phases
 class Replay(HostMethod[HostSettings]):
     """Trains on the new images and the exemplars together, then balances the head."""
 
-    taught = False
+    uses_teacher = False
 
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
         return host_phases(self.settings, learner, stage, passes)

@@ -9,12 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
-from engram.contract.learner import Learner
-from engram.contract.method import ANCHOR, OMEGA, PATH, Passes, Phase, Settings, Training, register
-from engram.contract.settings import setting
-from engram.data.stage import Stage
+from engram.contract import Learner, Passes, Phase, Settings, Stage, Training, register, setting
 from engram.methods.blocks.importance import check_finite
-from engram.methods.blocks.penalty import TetheredMethod, tether, tethered_phase, tethered_training
+from engram.methods.blocks.penalty import (
+    ANCHOR,
+    OMEGA,
+    PATH,
+    PenaltyMethod,
+    limited_penalty,
+    penalty_phase,
+    penalty_training,
+)
 
 
 @dataclass(frozen=True)
@@ -28,7 +33,7 @@ class SISettings(Settings):
     strength: float = setting(0.1, at_least=0, after_base=True)
     damping: float = setting(0.1, above=0, after_base=True)
     limit: float | None = setting(1.0, at_least=0, after_base=True)
-    train: Training = setting(factory=tethered_training, role="main")
+    train: Training = setting(factory=penalty_training, role="main")
 
 
 @final
@@ -39,17 +44,17 @@ class SISettings(Settings):
     paper="Zenke, Poole, Ganguli, ICML 2017",
     memory="optional",
 )
-class SI(TetheredMethod[SISettings]):
+class SI(PenaltyMethod[SISettings]):
     """Ties each parameter by what its way through the training took off the loss."""
 
     def base_key(self) -> None:
         """It is not shared: a base stage trained elsewhere leaves its weights and not the way they came."""
 
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
-        # In the base stage omega is zero, and the tether is there to be traced.
+        # In the base stage omega is zero: the penalty is only there to be traced.
         settings = self.settings
-        held = tether(settings.strength, settings.train, settings.limit, traced=True)
-        return [tethered_phase(learner, stage, settings.train, held)]
+        penalty = limited_penalty(settings.strength, settings.train, settings.limit, traced=True)
+        return [penalty_phase(learner, stage, settings.train, penalty)]
 
     def finish(self, learner: Learner, stage: Stage, passes: Passes) -> None:
         """Omega grows by path / (distance^2 + xi)."""

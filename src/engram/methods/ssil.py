@@ -14,13 +14,10 @@ from typing import final
 import torch
 from torch import Tensor
 
-from engram.contract.batches import Beside
-from engram.contract.learner import Learner
-from engram.contract.method import Passes, Phase, Settings, Step, Terms, Training, register
-from engram.contract.settings import setting
-from engram.data.stage import Stage
+from engram.contract import Learner, Passes, Phase, Settings, Stage, Step, Terms, Training, register, setting
 from engram.methods.blocks.linear import LinearMethod, classify, main_phase, note_single_class, seen_columns
 from engram.methods.blocks.losses import cross_entropy, distillation_by_group
+from engram.methods.blocks.second_stream import SecondStream
 from engram.nn.heads import LinearHead
 
 NEWEST, GROUPS = "ssil.newest", "ssil.groups"
@@ -116,7 +113,7 @@ class SSIL(LinearMethod[SSILSettings]):
         exemplar = stage.pool.exemplar
         new, old = stage.all_rows[~exemplar], stage.all_rows[exemplar]
         main = main_phase(stage, training, self.loss, rows=new)
-        return [replace(main, beside=Beside(old, self.settings.replay))]
+        return [replace(main, extensions=(SecondStream(old, self.settings.replay),))]
 
     def loss(self, step: Step) -> Terms:
         """Classification within the newest classes or within the others, and distillation within each group."""

@@ -9,15 +9,11 @@ from typing import TypeVar, final
 
 from torch import Tensor
 
-from engram.contract.learner import Learner
-from engram.contract.method import Passes, Phase, Step, Terms, register
-from engram.contract.settings import setting
-from engram.data.stage import Stage
+from engram.contract import Learner, Output, Passes, Phase, Stage, Step, Terms, register, setting
 from engram.methods.afc import AFCSettings, discrepancy
 from engram.methods.blocks import losses
 from engram.methods.blocks.lsc import HostMethod, HostSettings, distilled, host_phases, stage_weight
 from engram.nn.heads import Head
-from engram.nn.network import Output
 
 Distance = Callable[[Output, Output], Tensor]
 

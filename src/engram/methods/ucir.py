@@ -12,14 +12,22 @@ from dataclasses import dataclass
 from functools import partial
 from typing import final
 
-from engram.contract.exemplars import balanced_count, balanced_rows
-from engram.contract.learner import Learner
-from engram.contract.method import Passes, Phase, Step, Terms, Training, register
-from engram.contract.settings import setting
-from engram.data.stage import Stage
+from engram.contract import (
+    Learner,
+    Part,
+    Passes,
+    Phase,
+    Stage,
+    Step,
+    Terms,
+    Training,
+    balanced_count,
+    balanced_rows,
+    register,
+    setting,
+)
 from engram.methods.blocks.cosine import CosineMethod, CosineSettings, cosine_phases, cross_entropy, old_weight
 from engram.methods.blocks.losses import cosine_distance, ranking
-from engram.nn.network import Part
 
 
 @dataclass(frozen=True)
@@ -87,8 +95,17 @@ class UCIR(CosineMethod[UCIRSettings]):
             return phases
         # The weights of all classes move and nothing else: not the scale, nor the statistics of the norms.
         parts = Part.OLD_CLASSES | Part.NEW_CLASSES
-        images, rows = balanced_count(learner, stage), partial(balanced_rows, learner, stage, passes)
-        balance = Phase("balance", images, rows, self.loss, parts, self.settings.finetune, True, weights, frozen=True)
+        balance = Phase(
+            name="balance",
+            images=balanced_count(learner, stage),
+            rows=partial(balanced_rows, learner, stage, passes),
+            loss=self.loss,
+            train=parts,
+            training=self.settings.finetune,
+            teacher=True,
+            weights=weights,
+            frozen=True,
+        )
         return [*phases, balance]
 
     def loss(self, step: Step) -> Terms:

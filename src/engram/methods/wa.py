@@ -12,13 +12,22 @@ from typing import final
 
 import torch
 
-from engram.contract.learner import Learner
-from engram.contract.method import Passes, Phase, Settings, Step, Terms, Training, register
-from engram.contract.settings import setting
-from engram.data.stage import Stage
+from engram.contract import (
+    AfterUpdate,
+    Learner,
+    Network,
+    Passes,
+    Phase,
+    Settings,
+    Stage,
+    Step,
+    Terms,
+    Training,
+    register,
+    setting,
+)
 from engram.methods.blocks.linear import LinearMethod, classify, convex_distillation, convex_weights, main_phase
 from engram.nn.heads import Head, LinearHead
-from engram.nn.network import Network
 
 
 def wa_training() -> Training:
@@ -34,8 +43,8 @@ class WASettings(Settings):
     train: Training = setting(factory=wa_training, role="main")
 
 
-def keep_from_negative(network: Network) -> None:
-    """No weight of the head is below 0."""
+def clamp_weights(network: Network) -> None:
+    """Set negative weights of the head to 0."""
     network.get_parameter("head.weight").clamp_(min=0)
 
 
@@ -55,7 +64,7 @@ class WA(LinearMethod[WASettings]):
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
         loss = classify if stage.is_base else self.loss
         weights = convex_weights(stage)
-        return [main_phase(stage, self.settings.train, loss, weights=weights, after_step=keep_from_negative)]
+        return [main_phase(stage, self.settings.train, loss, weights=weights, extensions=(AfterUpdate(clamp_weights),))]
 
     def loss(self, step: Step) -> Terms:
         """(1 - n_old / n) classification + n_old / n distillation."""

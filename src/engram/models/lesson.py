@@ -21,7 +21,7 @@ from engram.core.events import Checkpointed, Event, Learned, StageStarted, Warne
 from engram.core.serialize import dotted
 from engram.data.stage import Samples, Stage
 from engram.data.store import pixel_statistics, some
-from engram.experiment.stage_work import Outlook, PhasePlan, StageWork, Taken, pack_phase, unpack_phase
+from engram.experiment.stage_work import Outlook, PhasePlan, StageWork, StepTaken, pack_phase, unpack_phase
 from engram.methods import find_method
 from engram.models.labels import in_order
 from engram.models.model import Entry, KnownClass, Model, to_samples
@@ -203,7 +203,7 @@ class Lesson:
         at = None if resume is None else _restore(resume, learner, stage, clock)
         outlook: Outlook | None = None
         for event in work.train(at):
-            if not isinstance(event, Taken):
+            if not isinstance(event, StepTaken):
                 yield event
                 continue
             if outlook is None:
@@ -303,7 +303,7 @@ def _mean(accuracy: Mapping[Hashable, dict[str, float]], labels: Sequence[Hashab
     return {by: float(np.mean([shares[by] for shares in wanted])) for by in sorted(names)}
 
 
-def _checkpoint(learner: Learner, taken: Taken, clock: dict[str, float]) -> Checkpoint:
+def _checkpoint(learner: Learner, taken: StepTaken, clock: dict[str, float]) -> Checkpoint:
     packed, phase = pack_phase(*taken.state())
     data = {"phase": phase, "clock": clock, "notes": learner.notes}
     return Checkpoint(learner.state_dict() | packed, data)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engram.contract import Method
 from engram.contract.learner import Learner
 from engram.core.errors import EngramError, suggest
 from engram.core.rng import generator
@@ -18,7 +19,7 @@ from engram.data.memory import Memory, MemoryConfig
 from engram.data.stage import Samples
 from engram.engine import Engine
 from engram.experiment.run_config import Device, Precision
-from engram.methods import Method, find_method
+from engram.methods import find_method
 from engram.models.calibration import fit_temperature
 from engram.models.model_config import ModelConfig
 from engram.nn.backbones import ResNet, build_backbone
@@ -119,7 +120,7 @@ class Model:
             return Network(backbone, self.method.head(backbone.dim, capacity), mean, std)
 
         device, memory = self.engine.device, Memory(self.config.memory)
-        return Learner(network().to(device), network().to(device), memory, self.config.seed, self.method.taught)
+        return Learner(network().to(device), network().to(device), memory, self.config.seed, self.method.uses_teacher)
 
     def make_backbone(self) -> ResNet:
         """A backbone that has learned nothing, as the method wants it."""
@@ -175,7 +176,7 @@ class Model:
         learner, by = self._taught(), self.predictor(by)
         if not self.classes:
             raise EngramError("the model knows no class; let it learn some")
-        network, read = learner.network, self.engine.reader(learner.network)
+        network, read = learner.network, self.engine.inference(learner.network)
         temperature = self.temperatures.get(by, 1.0)
 
         def shares(images: np.ndarray | Tensor) -> Tensor:

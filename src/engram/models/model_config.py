@@ -9,13 +9,14 @@ from typing import Any, Literal
 
 import numpy as np
 
+from engram.contract import MethodInfo, Settings
 from engram.core.errors import EngramError
 from engram.core.serialize import differences, from_plain, replace_at, to_plain
 from engram.data.augment import Augmentation
 from engram.data.memory import MemoryConfig
 from engram.experiment.recipes import recipe
 from engram.experiment.run_config import Device, Precision, RunConfig, refuse_no_epochs
-from engram.methods import METHODS, MethodInfo, Settings, find_method
+from engram.methods import METHODS, find_method
 
 LARGEST_SIDE = 1024
 LARGEST_NUMBER = 2**63

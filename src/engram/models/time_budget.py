@@ -10,7 +10,7 @@ import torch
 
 from engram.core.errors import EngramError, option
 from engram.core.events import EpochsChosen
-from engram.experiment.stage_work import AFTER, PhasePlan, StageWork, Taken
+from engram.experiment.stage_work import AFTER, PhasePlan, StageWork, StepTaken
 from engram.methods import find_method
 from engram.models.lesson import Lesson
 
@@ -41,7 +41,7 @@ def _seconds_per_work(lesson: Lesson, longest: float, stop: Callable[[], bool]) 
     begun = time.monotonic()
     first, taken = begun, 0
     for event in work.train():
-        if not isinstance(event, Taken):
+        if not isinstance(event, StepTaken):
             continue
         taken += 1
         if taken == WARM_UP:

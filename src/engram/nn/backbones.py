@@ -8,14 +8,14 @@ always before a ReLU; the embedding is the spatial mean of the last one.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engram.core.errors import EngramError, suggest
+from engram.core.errors import UnknownNameError
 
 
 class Block(nn.Module):
@@ -105,6 +105,26 @@ class ResNet(nn.Module):
             if isinstance(module, Block):
                 nn.init.zeros_(module.bn2.weight)
 
+    @property
+    def branches(self) -> Sequence[ResNet]:
+        """Frozen backbones whose embeddings precede this one's; none by default."""
+        return ()
+
+    def branch_embeddings(self, images: Tensor) -> Tensor | None:
+        """The embeddings of the branches, side by side, (2, B, N D): as `both_means` returns them, or None."""
+        if not self.branches:
+            return None
+        with torch.no_grad():
+            return torch.cat([both_means(backbone(images)[0][-1]) for backbone in self.branches], dim=2)
+
+    def count_branches(self, names: Iterable[str]) -> int:
+        """The number of branches in a saved state, by the names of its tensors; 0 for a backbone without branches."""
+        return 0
+
+    def resize(self, branches: int) -> None:
+        """Set the number of branches."""
+        assert branches == 0, "this backbone has no branches"
+
     def last_map(self, size: tuple[int, int]) -> tuple[int, int]:
         """Height and width of the last map of images of that size; each halving rounds up."""
         shrunk = math.prod(group.stride * (2 if group.pooled else 1) for group in self.specification)
@@ -117,6 +137,12 @@ class ResNet(nn.Module):
             x = group(F.max_pool2d(x, 3, stride=2, padding=1) if pooled else x)
             maps.append(x)
         return tuple(maps), x.mean(dim=(2, 3))
+
+
+def both_means(maps: Tensor) -> Tensor:
+    """The mean of a map (B, D, H, W) over its pixels and the mean of its positive part, (2, B, D) in float32."""
+    maps = maps.float()
+    return torch.stack([maps.mean(dim=(2, 3)), maps.relu().mean(dim=(2, 3))])
 
 
 def resnet32(generator: torch.Generator) -> ResNet:
@@ -152,5 +178,5 @@ BACKBONES: dict[str, Callable[[torch.Generator], ResNet]] = {
 def build_backbone(name: str, generator: torch.Generator) -> ResNet:
     """The backbone of that name with fresh weights."""
     if name not in BACKBONES:
-        raise EngramError(f"no backbone {name!r}: {suggest(name, BACKBONES)}")
+        raise UnknownNameError("backbone", name, BACKBONES)
     return BACKBONES[name](generator)

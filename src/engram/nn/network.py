@@ -1,38 +1,38 @@
-"""Network: backbone and head, from images in [0, 1] to maps, embedding and scores."""
+"""Network: backbone and head, from images in [0, 1] to feature maps, embedding and scores."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from engram.nn.backbones import ResNet
-from engram.nn.expanding import ExpandingBackbone, ExpandingHead, count_older
-from engram.nn.factors import Factors
 from engram.nn.heads import Head
+
+_NOTHING: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class Part(enum.Flag):
-    """The parts of a network that a phase may train."""
+    """The parts of a network that a phase may train. HEAD_SHARED: head parameters of no class, such as the scale."""
 
     BACKBONE = enum.auto()
     OLD_CLASSES = enum.auto()
     NEW_CLASSES = enum.auto()
-    SCALE = enum.auto()
-    CORRECTION = enum.auto()
+    HEAD_SHARED = enum.auto()
 
 
 class Output(NamedTuple):
-    """What a network says of a batch.
+    """Output of a network for a batch.
 
-    maps: one (B, C, H, W) per group. embedding: (B, D). scores: (B, K), minus infinity for classes not seen. logits:
-    the scores as the loss sees them (times the learned scale, if any), masked in the same way. scale: that scale, ().
-    correction: the head's factor and offset of the newest classes' scores, (2,), which are in the scores; None where it
-    has none. auxiliary: the scores (B, K) of the head's second weights, not masked; None where it has none.
+    maps: one (B, C, H, W) per group of the backbone. embedding: (B, D). scores: (B, K), minus infinity for classes not
+    seen yet. logits: the scores as the loss sees them (times the learned scale, if there is one), masked the same way.
+    scale: that scale, (). features: (B, D'), exactly what the head sees. extras: further tensors that the head returns
+    (`Head.extra_outputs`), by name.
     """
 
     maps: tuple[Tensor, ...]
@@ -40,15 +40,15 @@ class Output(NamedTuple):
     scores: Tensor
     logits: Tensor
     scale: Tensor
-    correction: Tensor | None = None
-    auxiliary: Tensor | None = None
+    features: Tensor | None = None
+    extras: Mapping[str, Tensor] = _NOTHING
 
 
 class Network(nn.Module):
     """A backbone, a head that grows, and the normalisation of the images they were trained on.
 
-    factors: where there are any, the convolutions move by them alone. It is in eval mode but for `in_training`: whoever
-    reads with it changes no mode, so that several threads may.
+    A network is in train mode only inside `in_training`. Reading changes no mode, so several threads may read at once.
+    A method that needs more overrides `part_of`, `resize_for_state` or `reset` (`Method.network`).
     """
 
     mean: Tensor
@@ -58,14 +58,13 @@ class Network(nn.Module):
         super().__init__()
         self.backbone = backbone
         self.head = head
-        self.factors: Factors | None = None
         self.register_buffer("mean", torch.tensor(mean).view(1, 3, 1, 1))
         self.register_buffer("std", torch.tensor(std).view(1, 3, 1, 1))
         self.eval()
 
     @contextmanager
     def in_training(self, mode: bool = True) -> Iterator[None]:
-        """A context in which it is in train mode (with False: in eval mode, as outside); not to be read with then."""
+        """Put the network in train mode (or, with False, leave it in eval mode) inside this context."""
         self.train(mode)
         try:
             yield
@@ -76,57 +75,51 @@ class Network(nn.Module):
         normalised = (images - self.mean) / self.std
         with torch.set_grad_enabled(train_backbone and torch.is_grad_enabled()):
             maps, embedding = self.backbone(normalised)
-        older = self.backbone.look_back(normalised) if isinstance(self.backbone, ExpandingBackbone) else None
-        return self.classify(maps, embedding, older)
+        return self.classify(maps, embedding, self.backbone.branch_embeddings(normalised))
 
-    def classify(self, maps: tuple[Tensor, ...], embedding: Tensor, older: Tensor | None = None) -> Output:
-        """What the head says of the backbone's maps and embedding; older: what an expanding one's `look_back` has."""
+    def classify(self, maps: tuple[Tensor, ...], embedding: Tensor, branches: Tensor | None = None) -> Output:
+        """Apply the head to the backbone's maps and embedding. branches: as `ResNet.branch_embeddings` returns them."""
         # The head is small and its softmaxes are sensitive: always in float32.
         with torch.autocast(embedding.device.type, enabled=False):
             embedding = embedding.float()
             features = embedding
             if self.head.rectified:
                 features = maps[-1].relu().mean(dim=(2, 3), dtype=torch.float32)
-            auxiliary = self.head.aside(features) if isinstance(self.head, ExpandingHead) else None
-            if older is not None:
-                features = torch.cat([older[int(self.head.rectified)], features], dim=1)
-                embedding = torch.cat([older[0], embedding], dim=1)
+            extras = self.head.extra_outputs(features)
+            if branches is not None:
+                features = torch.cat([branches[int(self.head.rectified)], features], dim=1)
+                embedding = torch.cat([branches[0], embedding], dim=1)
             scores = self.head(features)
-            if self.head.effect is not None and not self.training:
-                scores = scores - self.head.effect(features, self.head)
+            if not self.training:
+                scores = self.head.adjust_scores(scores, features)
             # Masked after scaling: the gradient of the scale must not see infinity times zero.
             scale, unseen = self.head.scale, ~self.head.seen
             logits = None if scale is None else (scale * scores).masked_fill(unseen, -torch.inf)
             scores = scores.masked_fill(unseen, -torch.inf)
             if scale is None or logits is None:
                 scale, logits = scores.new_ones(()), scores
-        return Output(maps, embedding, scores, logits, scale, self.head.correction, auxiliary)
+        return Output(maps, embedding, scores, logits, scale, features, extras)
 
-    def make_room(self, state: Mapping[str, Tensor]) -> None:
-        """Brings the network to the size of a saved state, which can be loaded then; with factors where that has them.
+    def resize_for_state(self, state: Mapping[str, Tensor]) -> None:
+        """Resize the network to a saved state, so that it can be loaded.
 
-        Tensors that do not fit are new then: whoever holds the old ones binds again.
+        Tensors that do not fit are replaced: whoever holds the old ones must bind again.
         """
+        prefix = "backbone."
+        self.backbone.resize(
+            self.backbone.count_branches(name.removeprefix(prefix) for name in state if name.startswith(prefix))
+        )
         self.head.reserve(len(state["head.seen"]))
-        if not any(name.startswith("factors.") for name in state):
-            self.factors = None
-        elif self.factors is None:
-            self.add_factors()
-        if isinstance(self.backbone, ExpandingBackbone):
-            prefix = "backbone."
-            self.backbone.resize(count_older(name.removeprefix(prefix) for name in state if name.startswith(prefix)))
-            if isinstance(self.head, ExpandingHead):
-                self.head.widen(self.backbone.dim)
-
-    def add_factors(self) -> None:
-        """From here on the convolutions keep their weights, times factors that learn."""
-        self.factors = Factors(self.backbone)
+        self.head.widen(self.backbone.dim)
 
     def reset(self, generator: torch.Generator) -> None:
-        """Fresh weights for the backbone and for the rows of the classes seen."""
-        self.factors = None
+        """Initialise the backbone and the rows of the classes seen again."""
         self.backbone.initialise(generator)
         self.head.initialise(generator)
+
+    def part_of(self, name: str, parameter: Tensor) -> Part | None:
+        """The part that a parameter belongs to, unless it has one row per class; None: no phase trains it."""
+        return Part.HEAD_SHARED if name.startswith("head.") else Part.BACKBONE
 
     def trainable(self, parts: Part, num_old: int) -> dict[str, Tensor]:
         """For each parameter, 1 where a phase that trains these parts may change it and 0 elsewhere."""
@@ -137,13 +130,8 @@ class Network(nn.Module):
             if name in rows_by_name:
                 mask[:num_old] = float(Part.OLD_CLASSES in parts)
                 mask[num_old : self.head.num_classes] = float(Part.NEW_CLASSES in parts)
-            elif name == "head.correction":
-                mask.fill_(float(Part.CORRECTION in parts))
-            elif name.startswith("head."):
-                mask.fill_(float(Part.SCALE in parts))
-            elif parameter.ndim == 4 and self.factors is not None:
-                pass  # a convolution, which moves by its factors
             else:
-                mask.fill_(float(Part.BACKBONE in parts))
+                part = self.part_of(name, parameter)
+                mask.fill_(float(part is not None and part in parts))
             masks[name] = mask
         return masks

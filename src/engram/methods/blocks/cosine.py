@@ -15,14 +15,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engram.contract.exemplars import unit_embeddings
-from engram.contract.learner import Learner
-from engram.contract.method import Method, Passes, Phase, Settings, Step, Terms, Training
-from engram.contract.settings import base_settings, setting
+from engram.contract import (
+    Learner,
+    Method,
+    Part,
+    Passes,
+    Phase,
+    Settings,
+    Stage,
+    Step,
+    Terms,
+    Training,
+    base_settings,
+    setting,
+    unit_embeddings,
+)
 from engram.core.rng import generator
-from engram.data.stage import Stage
 from engram.nn.heads import CosineHead, Head
-from engram.nn.network import Part
 
 
 @dataclass(frozen=True)
@@ -73,11 +82,18 @@ def cosine_phases(
 
     Backbone, the new classes' weights and the scale move; the old weights do not.
     """
-    parts = Part.BACKBONE | Part.NEW_CLASSES | Part.SCALE
-    rows, images = lambda: stage.all_rows, len(stage.pool)
-    if stage.is_base:
-        return [Phase("main", images, rows, classify, parts, settings.train)]
-    return [Phase("main", images, rows, distil, parts, settings.train, teacher=True, weights=weights)]
+    parts = Part.BACKBONE | Part.NEW_CLASSES | Part.HEAD_SHARED
+    main = Phase(
+        name="main",
+        images=len(stage.pool),
+        rows=lambda: stage.all_rows,
+        loss=classify if stage.is_base else distil,
+        train=parts,
+        training=settings.train,
+        teacher=not stage.is_base,
+        weights={} if stage.is_base else weights,
+    )
+    return [main]
 
 
 CosineSettingsT = TypeVar("CosineSettingsT", bound=CosineSettings)

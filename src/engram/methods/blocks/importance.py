@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engram.contract.learner import Learner
+from engram.contract import Learner, Stage
 from engram.core.errors import EngramError
 from engram.core.rng import generator
-from engram.data.stage import Stage
 
 
 def sampled_rows(learner: Learner, stage: Stage, samples: int | None) -> Tensor:

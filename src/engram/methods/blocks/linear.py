@@ -7,14 +7,23 @@ from typing import Any
 
 from torch import Tensor
 
-from engram.contract.learner import Learner
-from engram.contract.method import Method, Passes, Phase, SettingsT, Step, Terms, Training
-from engram.contract.settings import base_settings
+from engram.contract import (
+    Extension,
+    Learner,
+    Method,
+    Part,
+    Passes,
+    Phase,
+    SettingsT,
+    Stage,
+    Step,
+    Terms,
+    Training,
+    base_settings,
+)
 from engram.core.rng import generator
-from engram.data.stage import Stage
 from engram.methods.blocks.losses import cross_entropy, distillation
 from engram.nn.heads import Head, LinearHead
-from engram.nn.network import Network, Part
 
 EVERYTHING = Part.BACKBONE | Part.OLD_CLASSES | Part.NEW_CLASSES
 
@@ -42,12 +51,21 @@ def main_phase(
     rows: Tensor | None = None,
     train: Part = EVERYTHING,
     weights: Mapping[str, float] | None = None,
-    after_step: Callable[[Network], None] | None = None,
+    extensions: tuple[Extension, ...] = (),
 ) -> Phase:
-    """Everything in the pool, or the rows given; after the base stage there is a teacher."""
+    """A phase over the whole pool, or over the rows given; with a teacher after the base stage."""
     rows = stage.all_rows if rows is None else rows
-    teacher = not stage.is_base
-    return Phase("main", len(rows), lambda: rows, loss, train, training, teacher, weights or {}, after_step=after_step)
+    return Phase(
+        name="main",
+        images=len(rows),
+        rows=lambda: rows,
+        loss=loss,
+        train=train,
+        training=training,
+        teacher=not stage.is_base,
+        weights=weights or {},
+        extensions=extensions,
+    )
 
 
 def note_single_class(learner: Learner, stage: Stage, meaning: str) -> None:

@@ -14,16 +14,27 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from engram.contract.exemplars import balanced_count, balanced_rows, unit_embeddings
-from engram.contract.learner import Learner
-from engram.contract.method import Method, Passes, Phase, Settings, Step, Terms, Training
-from engram.contract.settings import base_settings, setting
+from engram.contract import (
+    Learner,
+    Method,
+    Part,
+    Passes,
+    Phase,
+    Settings,
+    Stage,
+    Step,
+    Terms,
+    Training,
+    balanced_count,
+    balanced_rows,
+    base_settings,
+    setting,
+    unit_embeddings,
+)
 from engram.core.rng import generator
-from engram.data.stage import Stage
 from engram.methods.blocks import losses
 from engram.nn.heads import Head, LSCHead, Similarity
 from engram.nn.kmeans import kmeans
-from engram.nn.network import Part
 
 Variant = Literal["released", "paper"]
 
@@ -138,8 +149,17 @@ def main_phase(
     weights: Mapping[str, float] | None = None,
 ) -> Phase:
     """Everything in the pool; backbone, the new classes' proxies and the scale move, the old proxies do not."""
-    parts = Part.BACKBONE | Part.NEW_CLASSES | Part.SCALE
-    return Phase("main", len(stage.pool), lambda: stage.all_rows, loss, parts, settings.train, teacher, weights or {})
+    parts = Part.BACKBONE | Part.NEW_CLASSES | Part.HEAD_SHARED
+    return Phase(
+        name="main",
+        images=len(stage.pool),
+        rows=lambda: stage.all_rows,
+        loss=loss,
+        train=parts,
+        training=settings.train,
+        teacher=teacher,
+        weights=weights or {},
+    )
 
 
 def balanced_phase(settings: HostSettings, learner: Learner, stage: Stage, passes: Passes) -> Phase:
@@ -148,8 +168,14 @@ def balanced_phase(settings: HostSettings, learner: Learner, stage: Stage, passe
     The new classes' images are chosen by the model as it is when the phase starts.
     """
     parts = Part.OLD_CLASSES | Part.NEW_CLASSES
-    images, rows = balanced_count(learner, stage), partial(balanced_rows, learner, stage, passes)
-    return Phase("balance", images, rows, Classify(settings), parts, settings.finetune)
+    return Phase(
+        name="balance",
+        images=balanced_count(learner, stage),
+        rows=partial(balanced_rows, learner, stage, passes),
+        loss=Classify(settings),
+        train=parts,
+        training=settings.finetune,
+    )
 
 
 def host_phases(

@@ -27,7 +27,6 @@ from engram.models.store.generations import MANIFEST, WEIGHTS, Pointer, Snapshot
 from engram.models.store.manifest import DIGESTS, count, parse_manifest, temperatures, texts
 from engram.models.store.pictures import EXEMPLARS, HELDOUT, from_png, picture_name, picture_names, place_of, to_png
 from engram.models.store.writer import File
-from engram.nn.expanding import ExpandingHead, count_older
 
 _DTYPES = (
     torch.float32,
@@ -276,15 +275,15 @@ def _check_head(model: Model, state: dict[str, Tensor], where: Path) -> None:
     known = torch.arange(len(seen)) < len(model.classes)
     if len(seen) < len(model.classes) or not torch.equal(seen, known):
         raise EngramError(f"{where} knows other classes than {MANIFEST} lists; the model is damaged")
-    older = count_older(name.removeprefix("network.backbone.") for name in state)
+    backbone = model.make_backbone()
+    older = backbone.count_branches(name.removeprefix("network.backbone.") for name in state)
     if older >= max(1, len(model.sizes)):
         raise EngramError(f"{where} has {older + 1} backbones and {MANIFEST} {len(model.sizes)} stages; it is damaged")
-    dim = model.make_backbone().dim
+    dim = backbone.dim
     try:
         with torch.device("meta"):
             head = model.method.head(dim, len(seen))
-            if isinstance(head, ExpandingHead):
-                head.widen(dim * (older + 1))
+            head.widen(dim * (older + 1))
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         raise EngramError(f"the head that {MANIFEST} describes cannot be made ({type(error).__name__})") from None
     for name, value in head.state_dict().items():

@@ -1,0 +1,64 @@
+"""BatchPlan: which images each step sees, how they are augmented, and the learning rate, as tensors.
+
+A step reads its row of the plan through a counter on the device, so it is the same sequence of operations every time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engram.data.augment import Draws
+
+
+@dataclass(frozen=True, eq=False)
+class BatchPlan:
+    """Plan of S steps with B images each. rows: int64 (S, B) into the pool. draws: (S, B). lr: (S,)."""
+
+    rows: Tensor
+    draws: Draws
+    lr: Tensor
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @classmethod
+    def allocate(cls, steps: int, batch_size: int, device: torch.device) -> BatchPlan:
+        """A plan to load others into, of up to that many steps."""
+        shape = (steps, batch_size)
+        draws = Draws(
+            torch.zeros(shape, dtype=torch.int64, device=device),
+            torch.zeros(shape, dtype=torch.int64, device=device),
+            torch.zeros(shape, dtype=torch.bool, device=device),
+            torch.zeros(shape, device=device),
+        )
+        return cls(torch.zeros(shape, dtype=torch.int64, device=device), draws, torch.zeros(steps, device=device))
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors of the plan."""
+        return self.rows, self.draws.top, self.draws.left, self.draws.mirror, self.draws.factor, self.lr
+
+    def load(self, other: BatchPlan) -> None:
+        """Copy another plan of no more steps, in place, without waiting for the device."""
+        for own, new in zip(self.tensors(), other.tensors(), strict=True):
+            copy_ahead(own, new)
+
+    def row(self, at: Tensor, size: int) -> tuple[Tensor, Draws]:
+        """The pool rows (size,) and the draws of the step that the counter (1,) is at."""
+        top, left, mirror, factor = (
+            plan.index_select(0, at)[0, :size]
+            for plan in (self.draws.top, self.draws.left, self.draws.mirror, self.draws.factor)
+        )
+        return self.rows.index_select(0, at)[0, :size], Draws(top, left, mirror, factor)
+
+    def learning_rate(self, at: Tensor) -> Tensor:
+        """The learning rate (1,) of the step that the counter (1,) is at."""
+        return self.lr.index_select(0, at)
+
+
+def copy_ahead(target: Tensor, source: Tensor) -> None:
+    """Copy a tensor of the CPU into the first rows of another, on a GPU without waiting for it."""
+    source = source.pin_memory() if target.is_cuda else source
+    target[: len(source)].copy_(source, non_blocking=True)

@@ -1,0 +1,87 @@
+"""Passes: what a method may ask of the engine outside a training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from engram.contract.learner import Learner
+from engram.contract.phase import Step
+from engram.contract.settings import Training
+from engram.data.stage import Stage
+from engram.nn.network import Network
+
+
+@dataclass(frozen=True, eq=False)
+class ImageTuningStep:
+    """One step of gradient descent on images; the network does not change.
+
+    tuned: (N, 3, H, W), the images that are optimised, in [0, 1] plus their change. images: (B, 3, H, W), a batch of
+    the pool, with labels (B,). parameters: the network's parameters by name, without gradients. network: returns the
+    embedding (B, D) and the logits (B, K) of images in eval mode, with some parameters replaced.
+    """
+
+    tuned: Tensor
+    images: Tensor
+    labels: Tensor
+    parameters: Mapping[str, Tensor]
+    network: Callable[[Tensor, Mapping[str, Tensor]], tuple[Tensor, Tensor]]
+
+
+class Passes(Protocol):
+    """Passes over images, which the engine carries out on its device."""
+
+    def embed(self, network: Network, images: Tensor, mirror: bool = False) -> Tensor:
+        """Embeddings (N, D) of uint8 images (N, H, W, 3), in eval mode, not normalised."""
+        ...
+
+    def features(self, network: Network, images: Tensor, mirror: bool = False) -> Tensor:
+        """What the head sees of uint8 images (N, H, W, 3): (N, D'), in eval mode. For a head with a closed form."""
+        ...
+
+    def sweep(
+        self,
+        learner: Learner,
+        stage: Stage,
+        rows: Tensor,
+        visit: Callable[[Step], Sequence[Tensor]],
+        batch_size: int,
+    ) -> list[Tensor]:
+        """The sums of what `visit` returns over one augmented pass in train mode; no parameter changes."""
+        ...
+
+    def sensitivity(
+        self,
+        learner: Learner,
+        stage: Stage,
+        rows: Tensor,
+        objective: Callable[[Step, Tensor], Tensor],
+        power: Literal[1, 2],
+    ) -> dict[str, Tensor]:
+        """For each parameter the mean over images of |gradient|^power, with one gradient per image.
+
+        In eval mode, on images as in evaluation. objective: takes a Step and a uniform random number per image (B,),
+        which does not depend on the batches, and returns a value per image (B,). Only for the heads in nn/heads.py,
+        without adjustments; others are refused.
+        """
+        ...
+
+    def tune(
+        self,
+        learner: Learner,
+        stage: Stage,
+        images: Tensor,
+        rows: Tensor,
+        objective: Callable[[ImageTuningStep], Tensor],
+        training: Training,
+        purpose: str,
+    ) -> Tensor:
+        """The uint8 images (N, H, W, 3) after SGD on their pixels, as floats; the network does not change.
+
+        Each step sees an augmented batch of the pool's rows. The learning rate is for normalised pixels. purpose: names
+        the random numbers.
+        """
+        ...

@@ -1,0 +1,87 @@
+"""Planning: the batches of some epochs and their learning rates, drawn on the CPU from named random generators."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engram.contract.batch_plan import BatchPlan
+from engram.contract.extension import Extension
+from engram.contract.settings import Training
+from engram.core.rng import generator
+from engram.data.augment import Augmentation, Draws, as_they_are, draw
+
+
+def plan_epochs(
+    training: Training,
+    augmentation: Augmentation,
+    rows: Tensor,
+    epochs: range,
+    purpose: tuple[str | int, ...],
+    seed: int,
+    augmented: bool = True,
+    extensions: Sequence[Extension] = (),
+) -> BatchPlan:
+    """The plan of some epochs over these rows, on the CPU; the same arguments give the same plan.
+
+    Parameters
+    ----------
+    augmented: at random, or each image as it is.
+    extensions: those with a stream put its images first in each batch.
+
+    If the last batch of an epoch is smaller, its row of the plan ends in zeros.
+    """
+    steps, size = training.batches(len(rows))
+    used = min(steps * size, len(rows))
+
+    def draws(count: int, *stream: str) -> Draws:
+        shape = (steps, count)
+        if not augmented:
+            return _joined([as_they_are(augmentation, shape) for _ in epochs], dim=0)
+        named = ("augment", *purpose, *stream)
+        return _joined([draw(augmentation, shape, generator(seed, *named, epoch)) for epoch in epochs], dim=0)
+
+    grids: list[Tensor] = []
+    for epoch in epochs:
+        shuffled = rows[torch.randperm(len(rows), generator=generator(seed, "shuffle", *purpose, epoch))]
+        grid = torch.zeros(steps * size, dtype=torch.int64)
+        grid[:used] = shuffled[:used]
+        grids.append(grid.view(steps, size))
+    parts, drawn = [torch.cat(grids)], [draws(size)]
+    for extension in reversed(extensions):
+        stream = extension.stream()
+        if stream is not None:
+            name, count = stream
+            parts.insert(0, extension.stream_rows(epochs, steps, purpose, seed))
+            drawn.insert(0, draws(count, name))
+    lr = learning_rates(training, steps)[epochs.start * steps : epochs.stop * steps]
+    return BatchPlan(torch.cat(parts, dim=1), _joined(drawn, dim=1), lr)
+
+
+def _joined(draws: Sequence[Draws], dim: int) -> Draws:
+    return Draws(
+        *(torch.cat([getattr(each, name) for each in draws], dim) for name in ("top", "left", "mirror", "factor"))
+    )
+
+
+def learning_rates(training: Training, steps_per_epoch: int) -> Tensor:
+    """The learning rate of every step of a phase (epochs * steps,)."""
+    total = training.epochs * steps_per_epoch
+    epoch = torch.arange(total) // max(1, steps_per_epoch)
+    if training.schedule == "constant":
+        return torch.full((total,), training.lr)
+    if training.schedule == "rise":
+        return training.lr * (epoch + 1) / max(1, training.epochs)
+    if training.schedule == "steps":
+        passed = sum((epoch >= share * training.epochs).long() for share in training.milestones)
+        return training.lr * training.factor ** (passed + torch.zeros(total))
+    if training.schedule == "restarts":
+        # The cycle of 2^c epochs begins with epoch 2^c; epoch 0 precedes them.
+        start = 2 ** epoch.clamp(min=1).double().log2().floor()
+        falling = 0.5 * (1 + torch.cos(math.pi * (epoch - start) / start))
+        share = training.factor + (1 - training.factor) * falling
+        return (training.lr * torch.where(epoch == 0, 0.1, share)).float()
+    return training.lr * 0.5 * (1 + torch.cos(math.pi * torch.arange(total) / total))
