@@ -37,6 +37,11 @@ class RecipeHints:
     backbones: tuple[str, ...] = ()
 
 
+def both_imagenets(changes: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The same changes for ImageNet-100 and ImageNet-1000."""
+    return {"imagenet100": changes, "imagenet1000": changes}
+
+
 @dataclass(frozen=True, kw_only=True)
 class MethodInfo:
     """A registered method. versions: for a method outside the package, its file name and a digest of its code."""

@@ -48,7 +48,7 @@ class FlatSGD:
         return part.view(shape)
 
     def holds(self, network: Network) -> bool:
-        """Whether the network's parameters are still the views made here; a head that outgrew its capacity has new ones."""
+        """Whether the network's parameters are still the views made here; a larger head has new ones."""
         named = dict(network.named_parameters())
         return named.keys() == self._places.keys() and all(
             parameter.shape == self._places[name][1]

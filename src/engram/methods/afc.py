@@ -13,10 +13,11 @@ from typing import final
 
 from torch import Tensor
 
-from engram.contract import Learner, Passes, Phase, Stage, Step, Terms, register, setting
+from engram.contract import Learner, Passes, Phase, RecipeHints, Stage, Step, Terms, both_imagenets, register, setting
 from engram.methods.blocks import losses
 from engram.methods.blocks.importance import check_finite, sampled_rows
 from engram.methods.blocks.lsc import (
+    LSC_NME,
     HostMethod,
     HostSettings,
     Variant,
@@ -62,6 +63,18 @@ def read_importance(step: Step) -> list[Tensor]:
     title="Adaptive Feature Consolidation",
     paper="Kang, Park, Han, CVPR 2022",
     shares_base=True,
+    recipes=RecipeHints(
+        nme=LSC_NME,
+        imagenet=both_imagenets(
+            {
+                "lambda_disc": 10.0,
+                "train.epochs": 90,
+                "train.weight_decay": 1e-4,
+                "finetune.lr": 0.02,
+                "finetune.weight_decay": 1e-4,
+            }
+        ),
+    ),
 )
 class AFC(HostMethod[AFCSettings]):
     """Distils feature maps, each channel weighted by its importance."""

@@ -19,11 +19,13 @@ from engram.contract import (
     Part,
     Passes,
     Phase,
+    RecipeHints,
     Settings,
     Stage,
     Step,
     Terms,
     Training,
+    both_imagenets,
     choose_exemplars,
     register,
     setting,
@@ -127,6 +129,17 @@ def balanced_validation(held: dict[int, Tensor]) -> Tensor:
     title="Bias Correction",
     paper="Wu, Chen, Wang, Ye, Liu, Guo, Fu, CVPR 2019",
     brightened=False,
+    recipes=RecipeHints(
+        imagenet=both_imagenets(
+            {
+                "train.epochs": 100,
+                "train.batch_size": 64,
+                "train.lr": 0.025,
+                "train.milestones": (0.3, 0.6, 0.8, 0.9),
+                "train.weight_decay": 1e-4,
+            }
+        )
+    ),
 )
 class BiC(LinearMethod[BiCSettings]):
     """Distils the old classes' scores, then corrects those of the new by two numbers."""

@@ -27,6 +27,7 @@ from engram.contract import (
     Passes,
     Phase,
     PhaseContext,
+    RecipeHints,
     Settings,
     Stage,
     Step,
@@ -41,7 +42,9 @@ from engram.core.rng import generator
 from engram.data.augment import Draws
 from engram.methods.blocks.cosine import CosineMethod, cosine_phases, cross_entropy
 from engram.methods.blocks.lsc import HostMethod, classification_loss, host_phases, weighted
+from engram.methods.podnet import IMAGENET as PODNET_IMAGENET
 from engram.methods.podnet import PODNetSettings, pod_distances, pod_weights
+from engram.methods.ucir import IMAGENET as UCIR_IMAGENET
 from engram.methods.ucir import RebalancingSettings, rebalancing, rebalancing_weights
 from engram.nn.heads import Head
 
@@ -381,6 +384,7 @@ class PODNetDDESettings(WithDDESettings, PODNetSettings):
     settings=PODNetDDESettings,
     title="PODNet with the data effect distilled and the momentum effect removed",
     paper="Hu et al., CVPR 2021",
+    recipes=RecipeHints(imagenet=PODNET_IMAGENET),
 )
 class PODNetDDE(WithDDE[PODNetDDESettings], HostMethod[PODNetDDESettings]):
     """PODNet that classifies an image together with its neighbours."""
@@ -407,7 +411,10 @@ class UCIRDDESettings(WithDDESettings, RebalancingSettings):
     settings=UCIRDDESettings,
     title="UCIR with the data effect distilled and the momentum effect removed",
     paper="Hu et al., CVPR 2021",
-    brightened=False,
+    brightened=False,  # Its run file for ImageNet-100 has half of UCIR's weight.
+    recipes=RecipeHints(
+        imagenet={"imagenet100": {**UCIR_IMAGENET, "lambda_embedding": 5.0}, "imagenet1000": UCIR_IMAGENET}
+    ),
 )
 class UCIRDDE(WithDDE[UCIRDDESettings], CosineMethod[UCIRDDESettings]):
     """UCIR that classifies an image together with its neighbours."""

@@ -28,6 +28,7 @@ from engram.contract import (
     Part,
     Passes,
     Phase,
+    RecipeHints,
     Settings,
     Stage,
     Step,
@@ -185,6 +186,7 @@ def auxiliary_loss(scores: Tensor, labels: Tensor, new: Tensor) -> Tensor:
     settings=DERSettings,
     title="Dynamically Expandable Representation (without pruning)",
     paper="Yan, Xie, He, CVPR 2021",
+    recipes=RecipeHints(finetune={"epochs": 30, "batch_size": 8}, backbones=("resnet18-small",)),
 )
 class DER(Method[DERSettings]):
     """Adds a backbone at every stage and freezes those before; a head over all of them."""

@@ -15,6 +15,7 @@ from engram.contract import (
     Learner,
     Passes,
     Phase,
+    RecipeHints,
     Settings,
     Stage,
     Step,
@@ -54,6 +55,7 @@ class EEILSettings(Settings):
     settings=EEILSettings,
     title="End-to-End Incremental Learning",
     paper="Castro, Marin-Jimenez, Guil, Schmid, Alahari, ECCV 2018",
+    recipes=RecipeHints(finetune={"epochs": 30, "batch_size": 8}),
 )
 class EEIL(LinearMethod[EEILSettings]):
     """Distils every earlier stage's softmax, then fine-tunes the whole network on a balanced set."""

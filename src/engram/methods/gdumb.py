@@ -23,6 +23,7 @@ from engram.contract import (
     Part,
     Passes,
     Phase,
+    RecipeHints,
     Settings,
     Stage,
     Step,
@@ -113,6 +114,7 @@ def classify(step: Step) -> Terms:
     paper="Prabhu, Torr, Dokania, ECCV 2020",
     selection="random",
     brightened=False,
+    recipes=RecipeHints(imagenet={"imagenet100": {"train.epochs": 128, "rehearse.epochs": 16}}),
 )
 class GDumb(Method[GDumbSettings]):
     """Trains on the memory alone, each time from the base stage's weights."""

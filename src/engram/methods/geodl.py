@@ -15,8 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engram.contract import Learner, Passes, Phase, Stage, Step, Terms, register, setting
-from engram.methods.blocks.cosine import CosineMethod, CosineSettings, cosine_phases, cross_entropy, old_weight
+from engram.contract import Learner, Passes, Phase, RecipeHints, Stage, Step, Terms, both_imagenets, register, setting
+from engram.methods.blocks.cosine import (
+    IMAGENET_TRAINING,
+    CosineMethod,
+    CosineSettings,
+    cosine_phases,
+    cross_entropy,
+    old_weight,
+)
 
 Centre = Literal["batch", "sample"]  # the mean that is taken from features before their span is
 # Rows whose singular value is below 1.5^-ROUNDS of the whole count less, as in the truncation of the public code.
@@ -124,6 +131,7 @@ class GeoDLSettings(CosineSettings):
     paper="Simon et al., CVPR 2021",
     brightened=False,
     shares_base=True,
+    recipes=RecipeHints(imagenet=both_imagenets({"lambda_geodesic": 10.0, **IMAGENET_TRAINING})),
 )
 class GeoDL(CosineMethod[GeoDLSettings]):
     """Keeps the features of a batch near to what they were, along the geodesic between their subspaces."""

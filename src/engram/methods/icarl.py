@@ -13,7 +13,20 @@ from typing import final
 import torch
 from torch import Tensor
 
-from engram.contract import Learner, Passes, Phase, Settings, Stage, Step, Terms, Training, register, setting
+from engram.contract import (
+    Learner,
+    Passes,
+    Phase,
+    RecipeHints,
+    Settings,
+    Stage,
+    Step,
+    Terms,
+    Training,
+    both_imagenets,
+    register,
+    setting,
+)
 from engram.methods.blocks.linear import LinearMethod, main_phase, seen_columns
 from engram.methods.blocks.losses import binary_cross_entropy
 
@@ -39,6 +52,17 @@ class ICaRLSettings(Settings):
     title="Incremental Classifier and Representation Learning",
     paper="Rebuffi, Kolesnikov, Sperl, Lampert, CVPR 2017",
     brightened=False,
+    recipes=RecipeHints(
+        imagenet=both_imagenets(
+            {
+                "train.epochs": 60,
+                "train.batch_size": 64,
+                "train.lr": 1.0,
+                "train.milestones": (20 / 60, 30 / 60, 40 / 60, 50 / 60),
+                "train.weight_decay": 1e-5,
+            }
+        )
+    ),
 )
 class ICaRL(LinearMethod[ICaRLSettings]):
     """Distils the sigmoids of the old classes and predicts by the nearest mean of exemplars."""

@@ -26,12 +26,14 @@ from engram.contract import (
     Passes,
     Phase,
     PhaseContext,
+    RecipeHints,
     Samples,
     Stage,
     Step,
     StepHooks,
     Terms,
     Training,
+    both_imagenets,
     choose_exemplars,
     register,
     setting,
@@ -39,6 +41,7 @@ from engram.contract import (
 )
 from engram.core.errors import EngramError
 from engram.methods.blocks.cosine import CosineMethod, cosine_phases
+from engram.methods.ucir import IMAGENET as UCIR_IMAGENET
 from engram.methods.ucir import RebalancingSettings, rebalanced, rebalancing_weights
 from engram.nn.backbones import ResNet
 from engram.nn.heads import Head
@@ -223,6 +226,7 @@ class _FactorHooks(StepHooks):
     paper="Liu, Su, Liu, Schiele, Sun, CVPR 2020",
     brightened=False,
     shares_base=True,
+    recipes=RecipeHints(imagenet=both_imagenets(UCIR_IMAGENET)),
 )
 class Mnemonics(CosineMethod[MnemonicsSettings]):
     """UCIR with exemplars that learn, and convolutions that move by factors."""

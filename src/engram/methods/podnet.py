@@ -7,13 +7,13 @@ The student keeps the teacher's embedding (the flat term) and, of each feature m
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 from torch import Tensor
 
-from engram.contract import Learner, Passes, Phase, Stage, Step, Terms, register, setting
+from engram.contract import Learner, Passes, Phase, RecipeHints, Stage, Step, Terms, register, setting
 from engram.methods.blocks import losses
-from engram.methods.blocks.lsc import HostMethod, HostSettings, distilled, host_phases, stage_weight
+from engram.methods.blocks.lsc import LSC_NME, HostMethod, HostSettings, distilled, host_phases, stage_weight
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,24 @@ class PODNetSettings(HostSettings):
 
     lambda_flat: float = setting(1.0, at_least=0, after_base=True)
     lambda_spatial: float = setting(3.0, at_least=0, after_base=True)
+
+
+def _imagenet(weight_decay: float) -> dict[str, Any]:
+    # Its author advises batches of 256 and a rate of 0.2 for ImageNet-1000; these are the published files'.
+    return {
+        "lambda_flat": 10.0,
+        "lambda_spatial": 8.0,
+        "train.epochs": 90,
+        "train.batch_size": 64,
+        "train.lr": 0.05,
+        "train.weight_decay": weight_decay,
+        "finetune.batch_size": 64,
+        "finetune.lr": 0.01,
+        "finetune.weight_decay": weight_decay,
+    }
+
+
+IMAGENET = {"imagenet100": _imagenet(5e-4), "imagenet1000": _imagenet(1e-4)}
 
 
 def pod_weights(settings: PODNetSettings, stage: Stage) -> dict[str, float]:
@@ -52,6 +70,7 @@ def pod_distances(step: Step) -> dict[str, Tensor]:
     title="PODNet: embedding and pooled maps",
     paper="Douillard et al., ECCV 2020",
     shares_base=True,
+    recipes=RecipeHints(nme={**LSC_NME, "lambda_spatial": 5.0}, imagenet=IMAGENET),
 )
 class PODNet(HostMethod[PODNetSettings]):
     """Distils the embedding and the maps pooled over rows and over columns."""

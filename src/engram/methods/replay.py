@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import final
 
-from engram.contract import Learner, Passes, Phase, Stage, register
-from engram.methods.blocks.lsc import HostMethod, HostSettings, host_phases
+from engram.contract import Learner, Passes, Phase, RecipeHints, Stage, register
+from engram.methods.blocks.lsc import LSC_NME, HostMethod, HostSettings, host_phases
 
 
 @final
@@ -15,6 +15,7 @@ from engram.methods.blocks.lsc import HostMethod, HostSettings, host_phases
     title="Memory, no distillation",
     paper="Kang, Park, Han, CVPR 2022 (Table 4: fine-tuning)",
     shares_base=True,
+    recipes=RecipeHints(nme=LSC_NME),
 )
 class Replay(HostMethod[HostSettings]):
     """Trains on the new images and the exemplars together, then balances the head."""

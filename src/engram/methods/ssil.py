@@ -14,7 +14,19 @@ from typing import final
 import torch
 from torch import Tensor
 
-from engram.contract import Learner, Passes, Phase, Settings, Stage, Step, Terms, Training, register, setting
+from engram.contract import (
+    Learner,
+    Passes,
+    Phase,
+    RecipeHints,
+    Settings,
+    Stage,
+    Step,
+    Terms,
+    Training,
+    register,
+    setting,
+)
 from engram.methods.blocks.linear import LinearMethod, classify, main_phase, note_single_class, seen_columns
 from engram.methods.blocks.losses import cross_entropy, distillation_by_group
 from engram.methods.blocks.second_stream import SecondStream
@@ -83,6 +95,9 @@ def centre_new_rows(learner: Learner, stage: Stage) -> None:
     title="Separated Softmax",
     paper="Ahn, Kwak, Lim, Bang, Kim, Moon, ICCV 2021",
     selection="first",
+    recipes=RecipeHints(
+        imagenet={"imagenet1000": {"train.epochs": 100, "train.milestones": (0.4, 0.8), "train.weight_decay": 1e-4}}
+    ),
 )
 class SSIL(LinearMethod[SSILSettings]):
     """Classifies new and old apart, and distils every earlier stage by itself."""

@@ -9,10 +9,10 @@ from typing import TypeVar, final
 
 from torch import Tensor
 
-from engram.contract import Learner, Output, Passes, Phase, Stage, Step, Terms, register, setting
+from engram.contract import Learner, Output, Passes, Phase, RecipeHints, Stage, Step, Terms, register, setting
 from engram.methods.afc import AFCSettings, discrepancy
 from engram.methods.blocks import losses
-from engram.methods.blocks.lsc import HostMethod, HostSettings, distilled, host_phases, stage_weight
+from engram.methods.blocks.lsc import LSC_NME, HostMethod, HostSettings, distilled, host_phases, stage_weight
 from engram.nn.heads import Head
 
 Distance = Callable[[Output, Output], Tensor]
@@ -78,6 +78,7 @@ class ChannelSettings(MapsSettings):
     title="Preserves the sum over the channels",
     paper="Douillard et al., ECCV 2020; AFC's Table 4: channel",
     shares_base=True,
+    recipes=RecipeHints(nme=LSC_NME),
 )
 class Channel(MapsMethod[ChannelSettings]):
     """Distils the maps pooled over their channels."""
@@ -102,6 +103,7 @@ class GAPSettings(MapsSettings):
     title="Preserves the mean of each channel",
     paper="Douillard et al., ECCV 2020; AFC's Table 4: GAP",
     shares_base=True,
+    recipes=RecipeHints(nme=LSC_NME),
 )
 class GAP(MapsMethod[GAPSettings]):
     """Distils the maps pooled over all pixels."""
@@ -149,6 +151,7 @@ class Attention:
     title="Preserves the attention on the top old class",
     paper="Dhar et al., CVPR 2019; AFC's Table 4: GradCam",
     shares_base=True,
+    recipes=RecipeHints(nme=LSC_NME),
 )
 class GradCAM(HostMethod[GradCAMSettings]):
     """Distils where in the last map the student's best old class is seen."""
@@ -173,6 +176,7 @@ class GramSettings(MapsSettings):
     title="Preserves the Gram matrix of each map",
     paper="Johnson et al., ECCV 2016; AFC's Table 4: Gram matrix",
     shares_base=True,
+    recipes=RecipeHints(nme=LSC_NME),
 )
 class Gram(MapsMethod[GramSettings]):
     """Distils the Gram matrices of the maps."""
@@ -197,6 +201,7 @@ class PixelsSettings(MapsSettings):
     title="Uniform importance, weak reading",
     paper="Kang, Park, Han, CVPR 2022 (Table 4: uniform)",
     shares_base=True,
+    recipes=RecipeHints(nme=LSC_NME),
 )
 class Pixels(MapsMethod[PixelsSettings]):
     """Distils the maps as they are."""
@@ -221,6 +226,7 @@ class PODSettings(MapsSettings):
     title="PODNet's spatial term alone",
     paper="Douillard et al., ECCV 2020; AFC's Table 4: PODNet",
     shares_base=True,
+    recipes=RecipeHints(nme={**LSC_NME, "lambda_maps": 5.0}),
 )
 class POD(MapsMethod[PODSettings]):
     """Distils the maps pooled over rows and over columns."""
@@ -238,6 +244,7 @@ class POD(MapsMethod[PODSettings]):
     title="AFC with uniform importance",
     paper="Kang, Park, Han, CVPR 2022 (Table 4: uniform)",
     shares_base=True,
+    recipes=RecipeHints(nme=LSC_NME),
 )
 class Uniform(HostMethod[AFCSettings]):
     """Distils feature maps, all channels alike."""

@@ -17,6 +17,7 @@ from engram.contract import (
     Part,
     Passes,
     Phase,
+    RecipeHints,
     Stage,
     Step,
     Terms,
@@ -26,7 +27,14 @@ from engram.contract import (
     register,
     setting,
 )
-from engram.methods.blocks.cosine import CosineMethod, CosineSettings, cosine_phases, cross_entropy, old_weight
+from engram.methods.blocks.cosine import (
+    IMAGENET_TRAINING,
+    CosineMethod,
+    CosineSettings,
+    cosine_phases,
+    cross_entropy,
+    old_weight,
+)
 from engram.methods.blocks.losses import cosine_distance, ranking
 
 
@@ -53,6 +61,9 @@ class UCIRSettings(RebalancingSettings):
         after_base=True,
         role="finetune",
     )
+
+
+IMAGENET = {"lambda_embedding": 10.0, **IMAGENET_TRAINING}
 
 
 def rebalancing_weights(settings: RebalancingSettings, stage: Stage) -> dict[str, float]:
@@ -84,6 +95,12 @@ def rebalanced(settings: RebalancingSettings, step: Step) -> Terms:
     paper="Hou et al., CVPR 2019",
     brightened=False,
     shares_base=True,
+    recipes=RecipeHints(
+        imagenet={
+            "imagenet100": IMAGENET,
+            "imagenet1000": {**IMAGENET, "finetune.epochs": 20, "finetune.weight_decay": 1e-4},
+        }
+    ),
 )
 class UCIR(CosineMethod[UCIRSettings]):
     """Keeps the direction of embeddings, and old images nearer to their class than to the new ones."""

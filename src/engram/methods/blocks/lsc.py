@@ -38,6 +38,8 @@ from engram.nn.kmeans import kmeans
 
 Variant = Literal["released", "paper"]
 
+# The head of the paper's NME rows: sharper, and without a learned scale.
+LSC_NME = {"sharpness": 3.0, "learned_scale": False}
 # Where the paper and the released code differ, and what each says. docs/afc.md has a line on each.
 DIFFERENCES: dict[str, dict[Variant, Any]] = {
     "similarity": {"released": "distance", "paper": "cosine"},
