@@ -144,6 +144,8 @@ class Neighbours(Extension):
     The loss finds their logits by `step.extra(NeighbourLogits)`.
     """
 
+    needs_teacher = True
+
     count: int
     first: int | None = None
 
