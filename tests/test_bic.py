@@ -215,7 +215,7 @@ def test_settings_that_make_no_sense_are_refused(change: dict[str, float]) -> No
 
 
 def test_a_distillation_that_there_is_not_is_refused() -> None:
-    with pytest.raises(EngramError, match="no distillation 'sigmoids': did you mean 'sigmoid'"):
+    with pytest.raises(EngramError, match="distillation must be one of softmax, sigmoid, got 'sigmoids'"):
         tiny_config("bic").with_settings(distillation="sigmoids")
 
 

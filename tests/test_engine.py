@@ -361,7 +361,7 @@ def test_a_last_batch_of_one_image_is_left_out_where_it_cannot_be_normalised(bac
 
 def test_batches_that_are_all_of_one_image_are_refused_where_none_can_be_normalised() -> None:
     session = Session(make_config(backbone="resnet18", settings__train__batch_size=1), make_store(size=16))
-    with pytest.raises(EngramError, match=r"16x16 pixels .* take larger batches, larger images or another backbone"):
+    with pytest.raises(EngramError, match=r"16x16 pixels .* use larger batches, larger images or another backbone"):
         learn(session, 0)
 
 
