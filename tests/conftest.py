@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from engram import ImageStore, MemoryConfig, RunConfig, Training
+from engram import ImageStore, MemoryConfig, RunConfig
 from engram.cli.main import main
 from engram.cli.plugins import bring_in_methods
+from engram.contract import Training
 from engram.data.augment import Augmentation
 from engram.data.sources.load import DataConfig
 from engram.methods import find_method

@@ -158,7 +158,7 @@ def test_the_phases_of_afc() -> None:
     learn_stage(session, 0)
     stage, (main, balance) = grown(session, 1)
     assert (main.name, main.teacher) == ("main", True)
-    assert main.train == Part.BACKBONE | Part.NEW_CLASSES | Part.SCALE
+    assert main.train == Part.BACKBONE | Part.NEW_CLASSES | Part.HEAD_SHARED
     assert main.weights == {"discrepancy": pytest.approx(4 * np.sqrt(4 / 2))}
     assert main.training == session.config.settings.train  # pyright: ignore[reportAttributeAccessIssue]
     assert main.images == len(main.rows()) == 24 + 6
@@ -371,7 +371,7 @@ def test_joint_starts_afresh_on_every_image_seen() -> None:
     stage, (main,) = grown(session, 1)
     fresh = parameters_of(session.learner.network)
     assert torch.bincount(stage.pool.labels).tolist() == [12, 12, 12, 12]
-    assert main.train == Part.BACKBONE | Part.OLD_CLASSES | Part.NEW_CLASSES | Part.SCALE
+    assert main.train == Part.BACKBONE | Part.OLD_CLASSES | Part.NEW_CLASSES | Part.HEAD_SHARED
     assert not main.teacher
     for name, value in fresh.items():
         if value.ndim > 1:

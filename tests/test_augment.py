@@ -13,10 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engram.contract import Training
+from engram.contract import BatchPlan, Training
 from engram.core.errors import EngramError
 from engram.data.augment import Augmentation, Draws, augment, draw, pad_images, to_unit
-from engram.engine.batch_plan import Plan, learning_rates, plan_epochs
+from engram.engine.planning import learning_rates, plan_epochs
 
 CPU = torch.device("cpu")
 
@@ -296,13 +296,13 @@ def test_epochs_planned_together_are_those_planned_one_by_one() -> None:
         assert torch.equal(ours, torch.cat(theirs))
 
 
-def test_a_plan_is_loaded_in_place_into_room_for_more() -> None:
+def test_a_plan_is_loaded_in_place_into_a_larger_one() -> None:
     plan = plan_epochs(Training(epochs=1, batch_size=2), Augmentation(), torch.arange(6), range(1), (0, 0), 1)
-    room = Plan.room(5, 2, torch.device("cpu"))
-    places = [tensor.data_ptr() for tensor in room.tensors()]
-    room.load(plan)
-    assert [tensor.data_ptr() for tensor in room.tensors()] == places
-    for held, loaded in zip(room.tensors(), plan.tensors(), strict=True):
+    larger = BatchPlan.allocate(5, 2, torch.device("cpu"))
+    places = [tensor.data_ptr() for tensor in larger.tensors()]
+    larger.load(plan)
+    assert [tensor.data_ptr() for tensor in larger.tensors()] == places
+    for held, loaded in zip(larger.tensors(), plan.tensors(), strict=True):
         assert torch.equal(held[:3], loaded)
         assert not held[3:].any()
 

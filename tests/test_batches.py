@@ -13,15 +13,16 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from engram.contract import Phase, Step, Training
-from engram.contract.batches import Beside, CutMix
 from engram.core.errors import EngramError
 from engram.core.rng import generator
 from engram.data.augment import Augmentation
-from engram.engine.batch_plan import Cut, Mixing, plan_epochs, plan_mixing
+from engram.engine.planning import plan_epochs
 from engram.engine.sgd import FlatSGD
 from engram.experiment.session import PhasePlan, Session
 from engram.experiment.stage_work import STEP_COST
 from engram.methods.blocks.linear import EVERYTHING
+from engram.methods.blocks.mixing import CutMix, Mixed, paste_box, plan_boxes
+from engram.methods.blocks.second_stream import SecondStream
 from helpers import (
     NO_AUGMENTATION,
     assert_resumes_to,
@@ -42,7 +43,14 @@ def phase_of(session: Session, **changes: object) -> Phase:
     stage = session.stage(0)
     session.method.grow(session.learner, stage, session.engine)
     (main,) = session.method.phases(session.learner, stage, session.engine)
-    phase = Phase("main", len(stage.pool), lambda: stage.all_rows, main.loss, EVERYTHING, KEEP)
+    phase = Phase(
+        name="main",
+        images=len(stage.pool),
+        rows=lambda: stage.all_rows,
+        loss=main.loss,
+        train=EVERYTHING,
+        training=KEEP,
+    )
     return replace(phase, **changes)
 
 
@@ -63,7 +71,7 @@ def test_the_second_stream_goes_round_and_leaves_the_first_as_it_is(
     training = Training(epochs=4, batch_size=batch_size, remainder=remainder)  # pyright: ignore[reportArgumentType]
     rows, others = torch.arange(own), torch.arange(100, 100 + beside)
     alone = plan_epochs(training, Augmentation(), rows, range(4), (1, 0), 3)
-    both = plan_epochs(training, Augmentation(), rows, range(4), (1, 0), 3, beside=Beside(others, side))
+    both = plan_epochs(training, Augmentation(), rows, range(4), (1, 0), 3, extensions=[SecondStream(others, side)])
     for ours, theirs in zip(both.tensors()[:5], alone.tensors()[:5], strict=True):
         assert torch.equal(ours[:, side:], theirs)
     assert torch.equal(both.lr, alone.lr)
@@ -79,7 +87,8 @@ def test_the_second_stream_is_shuffled_anew_each_round_and_by_the_seed() -> None
     training, rows = Training(epochs=6, batch_size=5), torch.arange(10)
 
     def rounds(seed: int) -> list[list[int]]:
-        plan = plan_epochs(training, Augmentation(), rows, range(6), (1, 0), seed, beside=Beside(torch.arange(8), 4))
+        stream = SecondStream(torch.arange(8), 4)
+        plan = plan_epochs(training, Augmentation(), rows, range(6), (1, 0), seed, extensions=[stream])
         return plan.rows[:, :4].reshape(-1, 8).tolist()
 
     assert rounds(1) == rounds(1) != rounds(2)
@@ -87,15 +96,15 @@ def test_the_second_stream_is_shuffled_anew_each_round_and_by_the_seed() -> None
 
 
 def test_epochs_of_two_streams_planned_together_are_those_planned_one_by_one() -> None:
-    beside = Beside(torch.arange(50, 57), 4)
+    streams = [SecondStream(torch.arange(50, 57), 4)]
     arguments = (KEEP, Augmentation(), torch.arange(10))
-    together = plan_epochs(*arguments, range(1, 3), (2, 1), 1, beside=beside)
-    alone = [plan_epochs(*arguments, range(e, e + 1), (2, 1), 1, beside=beside) for e in (1, 2)]
+    together = plan_epochs(*arguments, range(1, 3), (2, 1), 1, extensions=streams)
+    alone = [plan_epochs(*arguments, range(e, e + 1), (2, 1), 1, extensions=streams) for e in (1, 2)]
     for ours, *theirs in zip(together.tensors(), *(plan.tensors() for plan in alone), strict=True):
         assert torch.equal(ours, torch.cat(theirs))
     draws = together.draws.factor[:, :4]
     assert draws.unique().numel() > 20, "the second stream's images are brightened each in its own way"
-    plain = plan_epochs(*arguments, range(1), (2, 1), 1, augmented=False, beside=beside)
+    plain = plan_epochs(*arguments, range(1), (2, 1), 1, augmented=False, extensions=streams)
     assert plain.draws.factor.unique().tolist() == [1]
 
 
@@ -104,22 +113,24 @@ def test_the_loop_takes_both_streams_and_ends_the_epoch_with_the_first() -> None
     seen: list[tuple[int, int, int]] = []
     main = phase_of(session)
     rows = torch.arange(10)
-    beside = Beside(torch.arange(10, 15), 3)
 
     def spy(step: Step) -> dict[str, Tensor]:
-        side = step.labels[:3].tolist()
+        assert step.streams == {"beside": slice(0, 3), "main": slice(3, None)}
+        side = step.labels[step.streams["beside"]].tolist()
+        assert len(side) == 3
         assert all(label in session.stage(0).pool.labels[10:15].tolist() for label in side)
         seen.append((len(step.labels), len(step.student.logits), len(step.exemplar)))
         return main.loss(step)
 
-    phase = replace(main, images=10, rows=lambda: rows, loss=spy, beside=beside)
+    streams = (SecondStream(torch.arange(10, 15), 3),)
+    phase = replace(main, images=10, rows=lambda: rows, loss=spy, extensions=streams)
     for _ in session.engine.start(session.learner, session.stage(0), phase, 0):
         pass
     assert [size for size, *_ in seen] == [7, 7, 5] * 3
     assert all(len(set(sizes)) == 1 for sizes in seen)
     plan = PhasePlan.of(phase)
     assert (plan.steps, plan.batch_size, plan.work) == (3, 7, 3 * (10 + 9 + 3 * STEP_COST))
-    without = PhasePlan.of(replace(phase, beside=None))
+    without = PhasePlan.of(replace(phase, extensions=()))
     assert (without.steps, without.batch_size, without.work) == (3, 4, 3 * (10 + 3 * STEP_COST))
 
 
@@ -138,21 +149,20 @@ def slow_paste(images: np.ndarray, partner: list[int], box: list[int]) -> np.nda
 
 
 @pytest.mark.parametrize("box", [[1, 4, 0, 3], [0, 6, 0, 5], [2, 2, 1, 1], [5, 6, 4, 5]])
-@pytest.mark.parametrize("height_at", [1, 2])
+@pytest.mark.parametrize("height_dim", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_box_is_pasted_whatever_the_layout(box: list[int], height_at: int, dtype: torch.dtype) -> None:
+def test_a_box_is_pasted_whatever_the_layout(box: list[int], height_dim: int, dtype: torch.dtype) -> None:
     random, partner = np.random.default_rng(0), [2, 0, 1, 3]
     images = torch.tensor(random.normal(size=(4, 3, 6, 5)), dtype=dtype)
     expected = slow_paste(images.float().numpy(), partner, box)
-    cut = Cut(torch.tensor(partner), torch.tensor(box), torch.tensor(0.5))
     for layout in (torch.contiguous_format, torch.channels_last):
         given = images.contiguous(memory_format=layout)
-        if height_at == 1:
+        if height_dim == 1:
             given = given.permute(0, 2, 3, 1).contiguous()
-        got = cut.paste(given, height_at)
+        got = paste_box(given, torch.tensor(partner), torch.tensor(box), height_dim)
         assert got.stride() == given.stride()
         assert got.dtype == dtype
-        got = got.permute(0, 3, 1, 2) if height_at == 1 else got
+        got = got.permute(0, 3, 1, 2) if height_dim == 1 else got
         np.testing.assert_array_equal(got.float().numpy(), expected)
 
 
@@ -168,66 +178,62 @@ def test_partners_are_in_the_batch_and_shares_are_counted_in_pixels(
 ) -> None:
     steps, batch_size = sizes[0], max(sizes[1:])
     last = min(sizes[1:])
-    mixing = plan_mixing(CutMix(1.0), (steps, batch_size, last), (height, width), range(2), (0, 0), seed)
-    assert len(mixing) == 2 * steps
-    for at in range(2 * steps):
+    planned = plan_boxes(CutMix(1.0), (steps, batch_size, last), (height, width), range(2), (0, 0), seed)
+    assert [len(each) for each in planned] == [2 * steps] * 3
+    for at, (partner, box, share) in enumerate(zip(*planned, strict=True)):
         size = last if at % steps == steps - 1 else batch_size
-        cut = mixing.row(torch.tensor([at]), size)
-        assert sorted(cut.partner.tolist()) == list(range(size))
-        top, bottom, left, right = cut.box.tolist()
+        assert sorted(partner[:size].tolist()) == list(range(size))
+        top, bottom, left, right = box.tolist()
         assert 0 <= top <= bottom <= height
         assert 0 <= left <= right <= width
         area = sum(1 for _ in range(top, bottom) for _ in range(left, right))
-        assert cut.share.item() == pytest.approx(1 - area / (height * width), abs=1e-6)
-        assert cut.share.dtype == torch.float32
+        assert share.item() == pytest.approx(1 - area / (height * width), abs=1e-6)
+        assert share.dtype == torch.float32
 
 
 def test_boxes_are_their_formula() -> None:
     """A square of the image's shape with 1 - lambda of its area around a centre, lambda uniform, cut at the borders."""
-    mixing = plan_mixing(CutMix(0.5), (300, 4, 4), (32, 20), range(2, 3), (4, 1), 7)
+    _, boxes, shares = plan_boxes(CutMix(0.5), (300, 4, 4), (32, 20), range(2, 3), (4, 1), 7)
     draws = generator(7, "mix", 4, 1, 2)
     mixed, lambdas = torch.rand(300, generator=draws) < 0.5, torch.rand(300, generator=draws)
     down, across = (torch.randint(extent, (300,), generator=draws).tolist() for extent in (32, 20))
-    for at, box in enumerate(mixing.box.tolist()):
+    for at, box in enumerate(boxes.tolist()):
         side = float((1 - lambdas[at]).sqrt())
         halves = [int(side * 32) // 2, int(side * 20) // 2] if mixed[at] else [0, 0]
         expected = [max(0, down[at] - halves[0]), min(32, down[at] + halves[0])]
         expected += [max(0, across[at] - halves[1]), min(20, across[at] + halves[1])]
         assert box == expected
         if not mixed[at]:
-            assert mixing.share[at] == 1
+            assert shares[at] == 1
     assert 0.4 < mixed.float().mean() < 0.6
-    assert mixing.share.unique().numel() > 50
+    assert shares.unique().numel() > 50
 
 
 def test_nothing_is_mixed_with_probability_0_and_everything_is_drawn_anew() -> None:
-    never = plan_mixing(CutMix(0.0), (50, 4, 4), (8, 8), range(1), (0, 0), 1)
-    assert (never.share == 1).all()
+    def planned(epochs: range, probability: float = 1.0, seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+        return plan_boxes(CutMix(probability), (50, 4, 4), (8, 8), epochs, (0, 0), seed)
+
+    partner, box, share = planned(range(1), probability=0.0)
+    assert (share == 1).all()
     images = torch.rand(4, 3, 8, 8)
-    assert torch.equal(never.row(torch.tensor([3]), 4).paste(images, 2), images)
-    plans = [plan_mixing(CutMix(1.0), (50, 4, 4), (8, 8), range(e, e + 1), (0, 0), 1) for e in range(2)]
-    assert not torch.equal(plans[0].box, plans[1].box)
-    together = plan_mixing(CutMix(1.0), (50, 4, 4), (8, 8), range(2), (0, 0), 1)
-    for ours, *theirs in zip(together.tensors(), *(plan.tensors() for plan in plans), strict=True):
+    assert torch.equal(paste_box(images, partner[3], box[3], 2), images)
+    first, second = planned(range(1)), planned(range(1, 2))
+    assert not torch.equal(first[1], second[1])
+    for ours, *theirs in zip(planned(range(2)), first, second, strict=True):
         assert torch.equal(ours, torch.cat(theirs))
-    assert not torch.equal(plan_mixing(CutMix(1.0), (50, 4, 4), (8, 8), range(1), (0, 0), 2).box, plans[0].box)
-    room = Mixing.room(120, 4, torch.device("cpu"))
-    places = [tensor.data_ptr() for tensor in room.tensors()]
-    room.load(together)
-    assert [tensor.data_ptr() for tensor in room.tensors()] == places
-    assert torch.equal(room.box[:100], together.box)
+    assert not torch.equal(planned(range(1), seed=2)[1], first[1])
 
 
 @pytest.mark.parametrize("probability", [-0.1, 1.1, float("nan")])
 def test_impossible_probabilities_are_refused(probability: float) -> None:
-    with pytest.raises(EngramError, match="probability must be between 0 and 1"):
+    with pytest.raises(EngramError, match="probability must be at least 0 and at most 1"):
         CutMix(probability)
 
 
 def test_the_network_sees_mixed_images_and_the_loss_their_labels(monkeypatch: pytest.MonkeyPatch) -> None:
     session = tiny_session(tiny_config(augmentation=NO_AUGMENTATION))
     engine, stage = session.engine, session.stage(0)
-    main = phase_of(session, mix=CutMix(1.0))
+    main = phase_of(session, extensions=(CutMix(1.0),))
     batches: list[Tensor] = []
     steps: list[Step] = []
     forward = engine.bind(session.learner, 4)
@@ -247,19 +253,21 @@ def test_the_network_sees_mixed_images_and_the_loss_their_labels(monkeypatch: py
     for _ in engine.start(session.learner, stage, phase, 5):
         pass
     plan = plan_epochs(KEEP, NO_AUGMENTATION, rows, range(3), (0, 5), session.learner.seed, True)
-    mixing = plan_mixing(CutMix(1.0), (3, 4, 2), engine.image_size, range(3), (0, 5), session.learner.seed)
+    sizes, seed = (3, 4, 2), session.learner.seed
+    partners, boxes, shares = plan_boxes(CutMix(1.0), sizes, engine.image_size, range(3), (0, 5), seed)
     different = 0
     for at, (images, step) in enumerate(zip(batches, steps, strict=True)):
         size = 2 if at % 3 == 2 else 4
-        picked, partner, box = plan.rows[at, :size], mixing.partner[at, :size].tolist(), mixing.box[at].tolist()
+        picked, partner, box = plan.rows[at, :size], partners[at, :size].tolist(), boxes[at].tolist()
         plain = stage.pool.images[picked].permute(0, 3, 1, 2).numpy() / np.float32(255)
         np.testing.assert_allclose(images.numpy(), slow_paste(plain, partner, box), atol=1e-6)
         different += not np.allclose(images.numpy(), plain)
-        assert step.mixed is not None
+        mixed = step.extra(Mixed)
+        assert mixed is not None
         assert step.labels.tolist() == stage.pool.labels[picked].tolist()
-        assert step.mixed.labels.tolist() == [int(step.labels[place]) for place in partner]
-        assert step.mixed.share.shape == ()
-        assert step.mixed.share == mixing.share[at]
+        assert mixed.labels.tolist() == [int(step.labels[place]) for place in partner]
+        assert mixed.share.shape == ()
+        assert mixed.share == shares[at]
     assert different > 4
 
 
@@ -268,12 +276,12 @@ def test_phases_that_do_not_mix_say_nothing_of_it() -> None:
     main = phase_of(session)
 
     def spy(step: Step) -> dict[str, Tensor]:
-        assert step.mixed is None
+        assert step.extra(Mixed) is None
+        assert step.extras == ()
         return main.loss(step)
 
     for _ in session.engine.start(session.learner, session.stage(0), replace(main, loss=spy), 0):
         pass
-    assert not session.engine.space._mixings
 
 
 @pytest.mark.parametrize("method", ["gdumb", "ssil"])
@@ -287,14 +295,13 @@ def test_stopped_inside_an_epoch_it_resumes_exactly(method: str, taken: int, tmp
     assert_resumes_to(whole, tmp_path / "stopped", toy_store())
 
 
-def test_room_for_mixing_grows_with_the_plan_and_moves_recordings() -> None:
-    session = tiny_session()
-    space = session.engine.space
-    first = space.mixing(512, 4)
-    assert space.mixing(300, 4) is first
-    version = space.version
-    assert len(space.mixing(600, 4)) == 600
-    assert space.version == version + 1
+def test_persistent_buffers_keep_their_address_until_they_grow() -> None:
+    buffers = tiny_session().engine.buffers
+    first = buffers.persistent_buffer("partners", (512, 4), torch.int64)
+    assert buffers.persistent_buffer("partners", (300, 4), torch.int64) is first
+    version = buffers.version
+    assert len(buffers.persistent_buffer("partners", (600, 4), torch.int64)) == 600
+    assert buffers.version == version + 1, "what was recorded with the old one is recorded again"
 
 
 # Gradients of a length
@@ -343,5 +350,5 @@ def test_a_phase_holds_its_gradients_to_the_length() -> None:
 
 
 def test_an_impossible_length_is_refused() -> None:
-    with pytest.raises(EngramError, match="clip_norm must be above 0, or none, got 0"):
+    with pytest.raises(EngramError, match="clip_norm must be above 0, got 0"):
         Training(clip_norm=0)

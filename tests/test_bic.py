@@ -12,11 +12,10 @@ from engram.contract import Phase, Training
 from engram.core.errors import EngramError
 from engram.data.memory import MemoryConfig
 from engram.data.stage import Stage
-from engram.engine.batch_plan import learning_rates
+from engram.engine.planning import learning_rates
 from engram.experiment.session import Session
 from engram.experiment.stage_work import predict
-from engram.methods.bic import BiC, BiCSettings, balanced_validation, held_back
-from engram.nn.heads import LinearHead
+from engram.methods.bic import BiC, BiCSettings, CorrectedHead, balanced_validation, held_back
 from helpers import learn_stage, tiny_config, tiny_session, toy_store, train_phase
 from test_distillation import case_of, slow_binary, slow_parts
 
@@ -28,10 +27,9 @@ def bic_session(memory: int = 12, epochs: int = 3, increment: int = 2, correctio
     return tiny_session(config.with_settings(correction__epochs=corrections), STORE)
 
 
-def head_of(session: Session) -> LinearHead:
+def head_of(session: Session) -> CorrectedHead:
     head = session.learner.network.head
-    assert isinstance(head, LinearHead)
-    assert head.correction is not None
+    assert isinstance(head, CorrectedHead)
     return head
 
 
@@ -90,7 +88,7 @@ def test_the_correction_is_trained_alone_on_images_as_they_are() -> None:
     assert (correct.augment, correct.frozen, correct.teacher) == (False, True, False)
     network = session.learner.network
     train_phase(session, stage, main)
-    assert head_of(session).correction.tolist() == [1, 0]  # pyright: ignore[reportOptionalMemberAccess]
+    assert head_of(session).correction.tolist() == [1, 0]
     before = {name: value.clone() for name, value in network.state_dict().items()}
     train_phase(session, stage, correct, 1)
     changed = {name for name, value in network.state_dict().items() if not torch.equal(value, before[name])}
@@ -117,9 +115,7 @@ def test_the_correction_is_the_best_there_is(increment: int) -> None:
         penalty = 0.1 * offset**2 / 2 + (0.1 * (factor - 1) ** 2 / 2 if increment == 1 else 0)
         return total / len(labels) + penalty
 
-    correction = head_of(session).correction
-    assert correction is not None
-    factor, offset = correction.tolist()
+    factor, offset = head_of(session).correction.tolist()
     assert (factor, offset) != (1, 0)
     assert objective(factor, offset) < objective(1, 0)
     for there in ((0.05, 0), (-0.05, 0), (0, 0.05), (0, -0.05)):
@@ -137,7 +133,6 @@ def test_the_correction_changes_the_predictions_of_the_newest_classes_scores_alo
     fitted = predict(session.learner, session.engine, images)["cnn"]
     assert (fitted == scores.argmax(dim=1).numpy()).all()
     with torch.no_grad():
-        assert head.correction is not None
         head.correction.copy_(torch.tensor([0.0, -1e3]))
     _, others = session.engine.infer(session.learner.network, images)
     assert torch.equal(others[:, :4], scores[:, :4])
@@ -151,9 +146,7 @@ def test_the_next_stage_is_taught_by_the_corrected_scores_and_starts_without_a_c
         learn_stage(session, index)
     images = torch.from_numpy(STORE.test.images)
     _, corrected = session.engine.infer(session.learner.network, images)
-    correction = head_of(session).correction
-    assert correction is not None
-    factor, offset = correction.tolist()
+    factor, offset = head_of(session).correction.tolist()
     phases_of(session, 2)
     _, taught = session.engine.infer(session.learner.teacher, images)
     assert torch.equal(taught[:, :4], corrected[:, :4])
@@ -174,7 +167,7 @@ def test_losses_are_their_formulas(seed: int) -> None:
 
     step, scores = case.step(weights={"offset": 0.1, "factor": 0.3})
     correction = torch.tensor([0.5, 2.0], requires_grad=True)
-    step = replace(step, student=step.student._replace(correction=correction))
+    step = replace(step, student=step.student._replace(extras={"correction": correction}))
     terms = method.correct(step)
     assert float(terms["classification"].detach()) == pytest.approx(classified, rel=1e-6)
     assert float(terms["penalty"].detach()) == pytest.approx(0.1 * 2.0**2 / 2 + 0.3 * 0.5**2 / 2, rel=1e-6)

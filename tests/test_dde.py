@@ -6,7 +6,7 @@ import copy
 import math
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -14,19 +14,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import engram.engine.neighbours as search
 from conftest import make_config, make_store
 from engram import EngramError, recipe, run
-from engram.contract import Neighbours, Phase, Step
+from engram.contract import Phase, Step
 from engram.core.events import BaseReused
 from engram.data.augment import Draws, augment
-from engram.engine.batch_plan import plan_epochs
-from engram.engine.neighbours import nearest
+from engram.engine.planning import plan_epochs
 from engram.experiment.base_cache import StageCache
 from engram.experiment.session import Session
-from engram.methods import find_method
-from engram.methods.dde import DDESettings, effect_of, fit_removal, neighbour_entropy
-from engram.nn.effect import MomentumEffect
+from engram.methods import dde, find_method
+from engram.methods.dde import (
+    DDESettings,
+    MomentumEffect,
+    NeighbourLogits,
+    Neighbours,
+    TrackMomentum,
+    effect_of,
+    fit_removal,
+    nearest,
+    neighbour_entropy,
+)
 from engram.nn.heads import CosineHead, Head, LSCHead
 from engram.nn.network import Network
 from helpers import (
@@ -76,7 +83,7 @@ def slow_nearest(unit: np.ndarray, places: list[int], count: int) -> list[list[i
 @pytest.mark.parametrize("entries", [1, 40, 2**24])
 @pytest.mark.parametrize("count", [1, 4, 12])
 def test_nearest_are_those_of_brute_force(count: int, entries: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "ENTRIES", entries)
+    monkeypatch.setattr(dde, "ENTRIES", entries)
     random = np.random.default_rng(0)
     unit = random.normal(size=(30, 5))
     unit /= np.linalg.norm(unit, axis=1, keepdims=True)
@@ -95,16 +102,22 @@ def test_an_image_with_nobody_near_has_no_neighbour() -> None:
     assert not nearest(unit, torch.zeros(0, dtype=torch.int64), 2)[1].any()
 
 
-def spied(session: Session, stage: Any, phase: Phase) -> list[Step]:
+class Seen(NamedTuple):
+    """What the loss sees of the neighbours in one step."""
+
+    labels: Tensor
+    neighbours: Tensor
+    shares: Tensor
+
+
+def spied(session: Session, stage: Any, phase: Phase) -> list[Seen]:
     """What the loss sees in each step of the phase."""
-    seen: list[Step] = []
+    seen: list[Seen] = []
 
     def spy(step: Step) -> dict[str, Tensor]:
-        kept = {
-            name: None if (value := getattr(step, name)) is None else value.clone() for name in ("labels", "shares")
-        }
-        assert step.neighbours is not None
-        seen.append(replace(step, neighbours=step.neighbours.clone(), **kept))
+        neighbours = step.extra(NeighbourLogits)
+        assert neighbours is not None
+        seen.append(Seen(step.labels.clone(), neighbours.logits.clone(), neighbours.shares.clone()))
         return phase.loss(step)
 
     train_phase(session, stage, replace(phase, loss=spy))
@@ -114,7 +127,7 @@ def spied(session: Session, stage: Any, phase: Phase) -> list[Step]:
 def eval_logits(network: Network, images: Tensor) -> Tensor:
     """The logits with running statistics, as the head gives them, without the removal."""
     network = copy.deepcopy(network).eval()
-    network.head.effect = None
+    network.head.adjustments.clear()
     with torch.no_grad():
         return network(images).logits
 
@@ -149,8 +162,6 @@ def test_a_step_sees_the_neighbours_that_the_teacher_finds_in_the_epoch(method: 
         places = [i for i in range(used) if labels[i] >= stage.num_old]
         for i, expected in enumerate(slow_nearest(unit, places, 4)):
             step = seen[epoch * steps + i // size]
-            assert step.neighbours is not None
-            assert step.shares is not None
             assert step.labels[i % size] == labels[i]
             assert torch.allclose(step.neighbours[i % size], logits[expected], atol=1e-4), (epoch, i)
             assert step.shares[i % size].tolist() == [0.25] * 4
@@ -161,8 +172,7 @@ def test_where_an_epoch_ends_in_a_smaller_batch_nothing_beyond_it_is_a_neighbour
     session, stage = at_second_stage("ucir-dde", batch_size=7, train__remainder="keep")
     assert len(stage.pool) % 7
     new = stage.pool.labels >= stage.num_old
-    for step in spied(session, stage, replace(main_phase(session, stage), neighbours=Neighbours(len(stage.pool)))):
-        assert step.shares is not None
+    for step in spied(session, stage, replace(main_phase(session, stage), extensions=(Neighbours(len(stage.pool)),))):
         found = (step.shares > 0).sum(dim=1)
         assert torch.equal(found, new.sum() - (step.labels >= stage.num_old).long())
 
@@ -173,10 +183,8 @@ def test_neighbours_may_be_looked_for_among_the_first_alone() -> None:
     (step,) = spied(
         session,
         stage,
-        replace(phase, training=replace(phase.training, epochs=1), neighbours=Neighbours(2, first=1)),
+        replace(phase, training=replace(phase.training, epochs=1), extensions=(Neighbours(2, first=1),)),
     )
-    assert step.neighbours is not None
-    assert step.shares is not None
     first = int((step.labels >= stage.num_old).nonzero()[0])
     expected = torch.tensor([[1.0, 0.0]]).repeat(len(step.labels), 1)
     expected[first] = 0  # its own only candidate
@@ -197,7 +205,7 @@ def test_looking_at_neighbours_leaves_no_trace_in_the_network(method: str) -> No
             assert all(module.training for module in session.learner.network.modules())
             return {"classification": F.cross_entropy(step.student.logits, step.labels)}
 
-        train_phase(session, stage, replace(phase, loss=loss, neighbours=Neighbours(count)))
+        train_phase(session, stage, replace(phase, loss=loss, extensions=(Neighbours(count), TrackMomentum())))
         return parameters_of(session.learner.network) | buffers_of(session.learner.network)
 
     one, ten = learned(1), learned(10)
@@ -276,16 +284,16 @@ def test_the_other_terms_are_the_host_s(method: str) -> None:
     learner, phase = session.learner, main_phase(session, stage)
     weights = {name: torch.tensor(value) for name, value in phase.weights.items()}
     labels = torch.tensor([0, 1, 2, 3] * 2)
-    where = (stage.arrival(learner.network.head.capacity), torch.tensor(1))
+    arrival = stage.arrival(learner.network.head.capacity)
     learner.network.train()
     student, teacher = learner.network(images), learner.teacher(images)
-    alone = Step(labels, labels < 2, student, teacher, weights, {}, *where)
+    alone = Step(labels, labels < 2, student, teacher, weights, {}, arrival=arrival, stage=torch.tensor(1))
     others = plain.loss(alone)  # pyright: ignore[reportAttributeAccessIssue]
     assert {name: value.item() for name, value in phase.loss(alone).items()} == {
         name: value.item() for name, value in others.items()
     }, "without neighbours it is the host"
     near = torch.randn(8, 3, student.logits.shape[1])
-    terms = phase.loss(replace(alone, neighbours=near, shares=torch.full((8, 3), 1 / 3)))
+    terms = phase.loss(replace(alone, extras=(NeighbourLogits(near, torch.full((8, 3), 1 / 3)),)))
     assert list(terms) == list(others)
     for name, term in terms.items():
         assert (term.item() == others[name].item()) == (name != "classification"), name
@@ -305,9 +313,10 @@ def test_old_images_are_ranked_against_the_one_new_class_and_not_against_the_bat
     network, labels = session.learner.network, torch.tensor([0, 1, 2, 2, 0])
     images = torch.rand(5, 3, 8, 8, generator=torch.Generator().manual_seed(1))
     student, phase = network(images), main_phase(session, stage)
-    where = (stage.arrival(network.head.capacity), torch.tensor(1))
+    arrival, teacher = stage.arrival(network.head.capacity), session.learner.teacher(images)
     weights = {name: torch.tensor(value) for name, value in phase.weights.items()}
-    terms = phase.loss(Step(labels, labels < 2, student, session.learner.teacher(images), weights, {}, *where))
+    step = Step(labels, labels < 2, student, teacher, weights, {}, arrival=arrival, stage=torch.tensor(1))
+    terms = phase.loss(step)
     scores = student.scores.detach().double().numpy()
     hinges = [max(0.0, 0.5 - scores[i, labels[i]] + scores[i, 2]) for i in (0, 1, 4)]
     assert terms["ranking"].item() == pytest.approx(np.mean(hinges), rel=1e-5)
@@ -375,9 +384,9 @@ def test_predictions_are_freed_of_half_the_effect_after_the_base(method: str) ->
         effect = effect_of(network)
         assert effect.factors.tolist() == [0, 0.5 * index]
         embedding, scores = session.engine.infer(network, pixels)
-        network.head.effect = None
+        network.head.adjustments.clear()
         _, raw = session.engine.infer(network, pixels)
-        network.head.effect = effect
+        network.head.adjustments.append("effect")
         assert torch.equal(scores, raw) == (index == 0), "the base stage is untouched"
         seen = network.head.num_classes
         for i in range(len(embedding)):
@@ -407,13 +416,12 @@ def test_training_sees_the_scores_as_they_are_and_the_teacher_as_they_are_predic
     before = buffers_of(learner.network)
     forward = session.engine._forward
     assert forward is not None
-    assert torch.allclose(forward.aside(images).logits, trained, atol=1e-5), "and so do the neighbours"
-    assert not forward.aside(images).logits.requires_grad
+    assert torch.allclose(forward.predict(images).logits, trained, atol=1e-5), "and so do the neighbours"
+    assert not forward.predict(images).logits.requires_grad
     assert all(torch.equal(value, before[name]) for name, value in buffers_of(learner.network).items())
-    student, effect = learner.network(images), effect_of(learner.network)
-    learner.network.head.effect = None
+    student = learner.network(images)
+    learner.network.head.adjustments.clear()
     assert torch.equal(student.logits, learner.network(images).logits)
-    learner.network.head.effect = effect
 
 
 @hosts
@@ -450,7 +458,7 @@ def test_no_direction_yet_has_no_effect() -> None:
 
 def test_settings_may_leave_the_removal_or_the_neighbours_out() -> None:
     session, stage = at_second_stage("ucir-dde", dde__removal="none", dde__neighbours=0)
-    assert main_phase(session, stage).neighbours is None
+    assert main_phase(session, stage).extensions == (TrackMomentum(),)
     assert not effect_of(session.learner.network).factors.any()
     assert effect_of(at_second_stage("ucir-dde", dde__strength=0.2)[0].learner.network).factors[1] == pytest.approx(0.2)
 

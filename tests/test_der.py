@@ -18,14 +18,13 @@ from engram.contract import Phase, Step, Training
 from engram.contract.learner import Learner
 from engram.core.errors import EngramError
 from engram.core.events import BaseReused, EpochFinished
-from engram.engine.batch_plan import learning_rates
+from engram.engine.planning import learning_rates
 from engram.experiment.base_cache import StageCache
 from engram.experiment.session import Session
 from engram.experiment.stage_work import STEP_COST, PhasePlan, predict
 from engram.methods import find_method
-from engram.methods.der import DERSettings, auxiliary_loss
-from engram.nn.backbones import resnet10
-from engram.nn.expanding import ExpandingBackbone, ExpandingHead, both_means, count_older
+from engram.methods.der import DERSettings, ExpandingBackbone, ExpandingHead, auxiliary_loss
+from engram.nn.backbones import both_means, resnet10
 from engram.nn.network import Output
 from helpers import (
     assert_resumes_to,
@@ -106,8 +105,8 @@ def test_an_old_image_counts_as_old_whatever_its_class() -> None:
     assert one == other == another
 
 
-def output_of(logits: Tensor, auxiliary: Tensor | None) -> Output:
-    return Output((), torch.zeros(len(logits), 1), logits, logits, torch.ones(()), None, auxiliary)
+def output_of(logits: Tensor, auxiliary: Tensor) -> Output:
+    return Output((), torch.zeros(len(logits), 1), logits, logits, torch.ones(()), extras={"auxiliary": auxiliary})
 
 
 def test_the_terms_are_those_of_the_formulas_with_classes_not_seen() -> None:
@@ -125,8 +124,8 @@ def test_the_terms_are_those_of_the_formulas_with_classes_not_seen() -> None:
         None,
         {"auxiliary": torch.tensor(0.5)},
         {},
-        arrival,
-        torch.tensor(1),
+        arrival=arrival,
+        stage=torch.tensor(1),
     )
     terms = method.loss(step)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -176,7 +175,7 @@ def test_an_older_backbone_is_what_the_newest_was_and_only_the_newest_has_parame
 
 def test_looking_back_gives_each_older_backbone_as_in_evaluation_in_order() -> None:
     backbone = shaken(1)
-    assert backbone.look_back(some_images()) is None
+    assert backbone.branch_embeddings(some_images()) is None
     expected: list[Tensor] = []
     for _ in range(3):
         with torch.no_grad():
@@ -185,7 +184,7 @@ def test_looking_back_gives_each_older_backbone_as_in_evaluation_in_order() -> N
         backbone.expand()
         for value in backbone.parameters():
             value.data.mul_(0.9)
-    found = backbone.train().look_back(some_images())
+    found = backbone.train().branch_embeddings(some_images())
     assert found is not None
     assert found.shape == (2, 5, 192)
     for number, last in enumerate(expected):
@@ -200,7 +199,7 @@ def test_older_backbones_take_no_notice_of_the_batch_and_keep_their_statistics_w
     backbone.expand()
     before = buffers_of(backbone)
     backbone.train()
-    together, alone = backbone.look_back(some_images()), backbone.look_back(some_images()[:1])
+    together, alone = backbone.branch_embeddings(some_images()), backbone.branch_embeddings(some_images()[:1])
     assert together is not None
     assert alone is not None
     torch.testing.assert_close(together[:, :1], alone, rtol=1e-4, atol=1e-5)
@@ -232,15 +231,16 @@ def test_a_network_classifies_by_all_embeddings_side_by_side() -> None:
     torch.testing.assert_close(output.embedding, embedding)
     torch.testing.assert_close(output.scores[:, :4], (torch.cat(rectified, dim=1) @ head.weight.T)[:, :4])
     assert output.scores[:, 4:].isneginf().all()
-    assert output.auxiliary is not None
-    torch.testing.assert_close(output.auxiliary, rectified[1] @ head.auxiliary.T)
+    torch.testing.assert_close(output.features, torch.cat(rectified, dim=1))
+    torch.testing.assert_close(output.extras["auxiliary"], rectified[1] @ head.auxiliary.T)
     assert session.learner.class_means is not None
     assert session.learner.class_means.shape == (4, 128)
 
 
 def test_the_names_of_a_state_tell_how_many_backbones_it_has() -> None:
-    assert count_older(["conv.weight", "groups.0.0.bn1.weight"]) == 0
-    assert count_older(["conv.weight", "older.0.conv.weight", "older.0.bn.bias", "older.11.conv.weight"]) == 2
+    count = ExpandingBackbone(resnet10(torch.Generator())).count_branches
+    assert count(["conv.weight", "groups.0.0.bn1.weight"]) == 0
+    assert count(["conv.weight", "older.0.conv.weight", "older.0.bn.bias", "older.11.conv.weight"]) == 2
 
 
 # What a stage does
@@ -321,10 +321,10 @@ def test_the_auxiliary_term_reaches_the_newest_backbone_and_not_the_head_over_al
     _, phases = phases_of(session, 1)
     network = session.learner.network.train()
     stage = session.stage(1)
-    where = (stage.arrival(6), torch.tensor(1))
-    labels = torch.tensor([0, 1, 2, 3, 3])
+    arrival, labels = stage.arrival(6), torch.tensor([0, 1, 2, 3, 3])
     network.zero_grad()
-    step = Step(labels, labels < 2, network(some_images()), None, {"auxiliary": torch.ones(())}, {}, *where)
+    output, weights = network(some_images()), {"auxiliary": torch.ones(())}
+    step = Step(labels, labels < 2, output, None, weights, {}, arrival=arrival, stage=torch.tensor(1))
     phases["main"].loss(step)["auxiliary"].backward()
     gradients = {name: value.grad for name, value in network.named_parameters()}
     assert gradients["backbone.conv.weight"] is not None

@@ -55,8 +55,9 @@ class Case:
         student, teacher = Output((), nothing, scores, scores, scale), Output((), nothing, theirs, theirs, scale)
         labels, exemplar = torch.tensor(self.labels), torch.zeros(len(self.labels), dtype=torch.bool)
         weighted = {name: torch.tensor(value) for name, value in (weights or {}).items()}
-        where = (torch.tensor(self.arrival), torch.tensor(stage))
-        return Step(labels, exemplar, student, teacher, weighted, {}, *where), scores
+        arrival = torch.tensor(self.arrival)
+        step = Step(labels, exemplar, student, teacher, weighted, {}, arrival=arrival, stage=torch.tensor(stage))
+        return step, scores
 
 
 def case_of(seed: int, batch: int = 5) -> Case:

@@ -16,14 +16,15 @@ from torch import Tensor
 
 from conftest import make_config, make_store
 from engram import EngramError
-from engram.contract import Neighbours, Phase, Step, Terms
+from engram.contract import AfterUpdate, Phase, Step, Terms
 from engram.core.rng import generator
 from engram.data.stage import NEVER
-from engram.engine.batch_plan import learning_rates
-from engram.engine.buffers import PLANNED_STEPS, TERMS, Space
+from engram.engine.buffers import PLANNED_STEPS, TERMS, DeviceBuffers
 from engram.engine.capture import NotRecordable
 from engram.engine.loop import Epoch, NonFiniteLoss
+from engram.engine.planning import learning_rates
 from engram.experiment.session import Session
+from engram.methods.dde import Neighbours
 from engram.nn.backbones import BACKBONES, build_backbone
 from engram.nn.network import Network, Part
 
@@ -63,13 +64,13 @@ def recording_session(monkeypatch: pytest.MonkeyPatch, recording: type) -> Sessi
     return session
 
 
-def test_a_plan_with_more_steps_than_there_is_room_for_gets_more() -> None:
-    space = Space(torch.device("cpu"), pad=0)
-    first = space.plan(3, 4)
-    assert space.plan(PLANNED_STEPS, 4) is first
-    version = space.version
-    assert len(space.plan(PLANNED_STEPS + 1, 4)) == PLANNED_STEPS + 1 <= len(space.history)
-    assert space.version > version, "what was recorded with the one before is recorded anew"
+def test_a_plan_for_more_steps_is_allocated_again() -> None:
+    buffers = DeviceBuffers(torch.device("cpu"), pad=0)
+    first = buffers.plan(3, 4)
+    assert buffers.plan(PLANNED_STEPS, 4) is first
+    version = buffers.version
+    assert len(buffers.plan(PLANNED_STEPS + 1, 4)) == PLANNED_STEPS + 1 <= len(buffers.history)
+    assert buffers.version > version, "what was recorded with the one before is recorded anew"
 
 
 def test_a_recording_serves_every_stage(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,9 +138,9 @@ def test_what_cannot_be_recorded_is_taken_step_by_step_and_says_why(monkeypatch:
     ("change", "words"),
     [
         (lambda term: {f"term {i}": term for i in range(TERMS + 1)}, f"{TERMS} terms at most, .* has {TERMS + 1}"),
-        (lambda term: {}, "the loss of the main phase gave {}; it should give its terms by name"),
-        (lambda term: term, "the loss of the main phase gave tensor.*by name"),
-        (lambda term: None, "the loss of the main phase gave None"),
+        (lambda term: {}, "the loss of the main phase returned {}; it should return its terms by name"),
+        (lambda term: term, "the loss of the main phase returned tensor.*by name"),
+        (lambda term: None, "the loss of the main phase returned None"),
         (lambda term: {"each": term.expand(3)}, r"the term 'each' of the main phase is a tensor of the shape \(3,\)"),
         (lambda term: {"each": 1.5}, "the term 'each' of the main phase is 1.5; it should be a tensor"),
         (lambda term: {"each": term.detach()}, "no term of the main phase depends on what it trains"),
@@ -244,8 +245,8 @@ def test_an_epoch_tells_the_last_of_its_rates() -> None:
 
 def test_neighbours_need_a_teacher_to_find_them() -> None:
     session = Session(make_config(), make_store())
-    with pytest.raises(AssertionError, match="found by the teacher"):
-        phase_of(session, neighbours=Neighbours(1))
+    with pytest.raises(AssertionError, match="needs a teacher"):
+        phase_of(session, extensions=(Neighbours(1),))
 
 
 def test_what_follows_an_update_is_in_force_at_the_next_step() -> None:
@@ -254,7 +255,7 @@ def test_what_follows_an_update_is_in_force_at_the_next_step() -> None:
     def clamp(network: Network) -> None:
         network.get_parameter("head.weight").clamp_(min=0)
 
-    phase = phase_of(session, after_step=clamp)
+    phase = phase_of(session, extensions=(AfterUpdate(clamp),))
     weight = session.learner.network.get_parameter("head.weight")
     loop = session.engine.start(session.learner, session.stage(0), phase, 0)
     assert {float(weight.detach().min()) for _ in loop} == {0.0}
@@ -360,7 +361,7 @@ def test_a_last_batch_of_one_image_is_left_out_where_it_cannot_be_normalised(bac
 
 def test_batches_that_are_all_of_one_image_are_refused_where_none_can_be_normalised() -> None:
     session = Session(make_config(backbone="resnet18", settings__train__batch_size=1), make_store(size=16))
-    with pytest.raises(EngramError, match=r"16x16 pixels .* take larger batches, larger images or another backbone"):
+    with pytest.raises(EngramError, match=r"16x16 pixels .* use larger batches, larger images or another backbone"):
         learn(session, 0)
 
 

@@ -12,14 +12,13 @@ from torch import Tensor
 
 from engram import recipe, run
 from engram.contract import Step, Training
-from engram.contract.batches import CutMix, Mixed
 from engram.contract.exemplars import choose_exemplars
 from engram.core.events import BaseReused
 from engram.data.memory import MemoryConfig
 from engram.experiment.base_cache import StageCache
 from engram.experiment.session import Session
-from engram.methods.gdumb import classify
-from engram.nn.heads import NormalisedHead
+from engram.methods.blocks.mixing import CutMix, Mixed
+from engram.methods.gdumb import NormalisedHead, classify
 from engram.nn.network import Output
 from helpers import learn_stage, tiny_config, tiny_session, toy_store, train_phase
 
@@ -66,7 +65,7 @@ def test_one_sample_is_taken_by_the_running_values() -> None:
     assert torch.equal(trained, head.eval()(one))
 
 
-def test_a_fresh_head_forgets_the_running_values_and_room_keeps_them() -> None:
+def test_a_fresh_head_forgets_the_running_values_and_a_larger_one_keeps_them() -> None:
     head = NormalisedHead(4, 2)
     head.grow(2, torch.Generator().manual_seed(0))
     head(torch.randn(8, 4, generator=torch.Generator().manual_seed(1)))
@@ -105,7 +104,7 @@ def test_a_mixed_image_counts_with_both_labels_by_its_shares(share: float) -> No
     output = Output((), torch.zeros(5, 1), logits, logits, torch.ones(()))
     own, other = [0, 1, 2, 1, 0], [2, 1, 0, 0, 1]
     mixed = Mixed(torch.tensor(other), torch.tensor(share, dtype=torch.float64))
-    step = Step(torch.tensor(own), torch.zeros(5, dtype=torch.bool), output, None, {}, {}, mixed=mixed)
+    step = Step(torch.tensor(own), torch.zeros(5, dtype=torch.bool), output, None, {}, {}, extras=(mixed,))
     terms = classify(step)
     expected = 0.0
     for row, a, b in zip(scores, own, other, strict=True):
@@ -123,7 +122,7 @@ def test_images_are_mixed_in_every_stage_unless_it_is_turned_off() -> None:
         for index in range(2):
             stage = session.stage(index)
             (phase,) = session.method.phases(session.learner, stage, session.engine)
-            assert phase.mix == (CutMix(0.5) if probability else None)
+            assert phase.extensions == ((CutMix(0.5),) if probability else ())
             learn_stage(session, index)
 
 

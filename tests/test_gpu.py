@@ -11,16 +11,16 @@ import torch
 
 from conftest import make_config, make_store
 from engram import ImageStore, RunConfig, recipe, run_together, train
-from engram.contract import Step
-from engram.contract.method import Terms
+from engram.contract import AfterUpdate, Step, Terms
 from engram.core.events import BaseReused, RunFinished, StageFinished, Warned
 from engram.engine import Engine, PhaseLoop
 from engram.engine.capture import CapturedStep
 from engram.experiment.base_cache import StageCache
 from engram.experiment.execution import Execution
 from engram.experiment.session import Session
+from engram.methods.dde import NeighbourLogits
 from engram.methods.mas import squared_length
-from engram.nn.factors import convolution_weights
+from engram.methods.mnemonics import convolution_weights, factored
 from engram.nn.network import Network
 from helpers import learn_stage, tiny_config, tiny_session, toy_store
 
@@ -232,7 +232,7 @@ def test_what_follows_an_update_reaches_the_kernels() -> None:
     def clamp(network: Network) -> None:
         network.get_parameter("backbone.conv.weight").clamp_(min=0)
 
-    phase = replace(loop.phase, after_step=clamp)
+    phase = replace(loop.phase, extensions=(AfterUpdate(clamp),))
     for taken, _ in enumerate(session.engine.start(session.learner, session.stage(1), phase, 0), start=1):
         if taken == 3:
             break
@@ -257,7 +257,7 @@ def test_learned_exemplars_and_factors_are_the_same_recorded_and_eager(precision
     eager, recorded = learned(capture=False), learned(capture=True)
     for name, value in eager.learner.state_dict().items():
         assert torch.equal(value, recorded.learner.state_dict()[name]), name
-    network = recorded.learner.network
+    network = factored(recorded.learner.network)
     assert network.factors is not None
     for base, factor, weight in zip(
         network.factors.bases, network.factors.values, convolution_weights(network.backbone), strict=True
@@ -286,9 +286,9 @@ def test_our_kernels_see_neighbours_as_the_modules_do() -> None:
         seen: list[torch.Tensor] = []
 
         def spy(step: Step) -> Terms:
-            assert step.neighbours is not None
-            assert step.shares is not None
-            seen.extend((step.neighbours[..., :4].clone(), step.shares.clone()))
+            neighbours = step.extra(NeighbourLogits)
+            assert neighbours is not None
+            seen.extend((neighbours.logits[..., :4].clone(), neighbours.shares.clone()))
             return phase.loss(step)
 
         for _ in session.engine.start(session.learner, stage, replace(phase, loss=spy), 0):

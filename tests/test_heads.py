@@ -14,10 +14,12 @@ from torch import Tensor
 from engram.contract import Phase, Training
 from engram.contract.learner import Learner
 from engram.data.memory import Memory, MemoryConfig
+from engram.methods.bic import CorrectedHead
 from engram.methods.blocks.losses import nca_paper, nca_released
 from engram.methods.blocks.lsc import Classify, HostSettings
+from engram.methods.gdumb import NormalisedHead
 from engram.nn.backbones import Group, ResNet
-from engram.nn.heads import CosineHead, Head, LinearHead, LSCHead, NormalisedHead
+from engram.nn.heads import CosineHead, Head, LinearHead, LSCHead
 from engram.nn.network import Network, Part
 from helpers import (
     buffers_of,
@@ -259,7 +261,7 @@ def test_masks_open_exactly_the_parts_named(kind: str, parts: Part) -> None:
         mask = masks[name]
         assert mask.shape == parameter.shape
         if name == "head.scale":
-            assert (mask == float(Part.SCALE in parts)).all()
+            assert (mask == float(Part.HEAD_SHARED in parts)).all()
         elif name.startswith("head."):
             assert (mask[:2] == float(Part.OLD_CLASSES in parts)).all()
             assert (mask[2:5] == float(Part.NEW_CLASSES in parts)).all()
@@ -322,13 +324,18 @@ def test_rows_beyond_the_first_capacity_are_trained(kind: str) -> None:
     network, teacher = tiny_network(heads[0]), tiny_network(heads[1])
     learner, engine = Learner(network, teacher, Memory(MemoryConfig()), seed=1), cpu_engine()
     training = Training(epochs=1, batch_size=4, lr=0.1)
-    everything = Part.BACKBONE | Part.OLD_CLASSES | Part.NEW_CLASSES | Part.SCALE
+    everything = Part.BACKBONE | Part.OLD_CLASSES | Part.NEW_CLASSES | Part.HEAD_SHARED
     for index, (num_old, labels) in enumerate([(0, [0, 1] * 4), (2, [2, 3, 0, 1] * 2)]):
         stage = make_stage(index, num_old, labels)
         network.head.grow(2, seeded(index))
         before = parameters_of(network)
         phase = Phase(
-            "main", len(labels), lambda stage=stage: stage.all_rows, Classify(HostSettings()), everything, training
+            name="main",
+            images=len(labels),
+            rows=lambda stage=stage: stage.all_rows,
+            loss=Classify(HostSettings()),
+            train=everything,
+            training=training,
         )
         for _ in engine.start(learner, stage, phase, 0):
             pass
@@ -340,18 +347,17 @@ def test_rows_beyond_the_first_capacity_are_trained(kind: str) -> None:
 
 
 def test_a_correction_is_of_the_scores_of_its_classes_alone() -> None:
-    head = LinearHead(4, 5, corrected=True)
-    plain = LinearHead(4, 5)
+    head = CorrectedHead(4, 5)
+    plain = LinearHead(4, 5, bias=False)
     for each in (head, plain):
         each.grow(5, torch.Generator().manual_seed(1))
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(2))
     assert torch.equal(head(x), plain(x))
     head.correct(range(3, 5))
-    assert head.correction is not None
     head.correction.data = torch.tensor([2.0, 0.5])
     torch.testing.assert_close(head(x)[:, :3], plain(x)[:, :3])
     torch.testing.assert_close(head(x)[:, 3:], 2 * plain(x)[:, 3:] + 0.5)
-    twin = LinearHead(4, 5, corrected=True)
+    twin = CorrectedHead(4, 5)
     twin.load_state_dict(head.state_dict())  # it travels with the teacher
     assert torch.equal(twin(x), head(x))
     head.reserve(7)
@@ -361,7 +367,7 @@ def test_a_correction_is_of_the_scores_of_its_classes_alone() -> None:
     assert torch.equal(head(x)[:, :5], plain(x))
 
 
-def test_a_frozen_head_stays_frozen_when_it_gets_more_room() -> None:
+def test_a_frozen_head_stays_frozen_when_its_capacity_grows() -> None:
     head = CosineHead(4, 2).requires_grad_(False)
     head.reserve(5)
     assert not head.weight.requires_grad
@@ -369,7 +375,7 @@ def test_a_frozen_head_stays_frozen_when_it_gets_more_room() -> None:
     assert head.weight.requires_grad
 
 
-def test_a_dropped_class_leaves_room_as_it_was_before_any_class() -> None:
+def test_a_dropped_class_leaves_a_row_as_it_was_before_any_class() -> None:
     head = NormalisedHead(4, 3)
     head.grow(3, torch.Generator().manual_seed(1))
     head(torch.randn(8, 4, generator=torch.Generator().manual_seed(2)))

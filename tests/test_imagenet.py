@@ -29,8 +29,8 @@ from engram.data.sources.imagenet import CACHE, IMAGENET, MEAN, STD, decode_squa
 from engram.data.sources.load import DataConfig, load_store
 from engram.data.store import Images
 from engram.data.stream import class_order
-from engram.engine import buffers as space
-from engram.engine.buffers import Space
+from engram.engine import buffers
+from engram.engine.buffers import DeviceBuffers
 from engram.experiment.base_cache import StageCache
 from engram.experiment.imagenet_recipes import PROTOCOLS, SETTINGS
 from engram.experiment.runner import resume, run
@@ -350,12 +350,12 @@ def test_free_memory_is_what_the_machine_says() -> None:
 
 
 def test_a_pool_is_the_same_brought_here_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(space, "PART", 3 * 12 * 12 * 3)
-    here, stage = Space(CPU, 2), make_stage(0, 0, [0, 1, 1, 0, 1, 0, 0])
+    monkeypatch.setattr(buffers, "PART", 3 * 12 * 12 * 3)
+    here, stage = DeviceBuffers(CPU, 2), make_stage(0, 0, [0, 1, 1, 0, 1, 0, 0])
     pool = here.pool(stage)
     assert torch.equal(pool.padded[:, 2:10, 2:10], stage.pool.images)
     assert pool.padded.long().sum() == stage.pool.images.long().sum()
-    assert here.held_bytes == 7 * 12 * 12 * 3
+    assert here.image_bytes == 7 * 12 * 12 * 3
 
 
 # Recipes

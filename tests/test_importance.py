@@ -12,7 +12,7 @@ from torch import Tensor
 from engram.contract import Step
 from engram.core.events import EpochFinished, RunFinished, Warned
 from engram.data.stage import Stage
-from engram.engine.buffers import Space
+from engram.engine.buffers import DeviceBuffers
 from engram.experiment.runner import run
 from engram.experiment.session import Session
 from engram.methods.blocks.losses import channel_importance
@@ -240,7 +240,7 @@ def test_the_sweep_is_augmented_and_the_same_each_time() -> None:
     session.method.grow(session.learner, stage, session.engine)
     first, again = importance_of(session, stage), importance_of(session, stage)
     session.engine.augmentation = NO_AUGMENTATION
-    session.engine.space = Space(session.engine.device, NO_AUGMENTATION.pad)
+    session.engine.buffers = DeviceBuffers(session.engine.device, NO_AUGMENTATION.pad)
     plain = importance_of(session, stage)
     for a, b, c in zip(first, again, plain, strict=True):
         np.testing.assert_array_equal(a, b)

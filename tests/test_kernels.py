@@ -24,10 +24,9 @@ if INTERPRETED:
 pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
 
 from engram.data import augment as reference_augment  # noqa: E402
-from engram.engine.batch_plan import Cut  # noqa: E402
 from engram.engine.fused import (  # noqa: E402
     FoldedBackbone,
-    FoldedOlder,
+    FoldedBranches,
     FusedBackbone,
     layout,
     unsupported,
@@ -35,8 +34,9 @@ from engram.engine.fused import (  # noqa: E402
 from engram.engine.sgd import FlatSGD  # noqa: E402
 from engram.kernels import launch  # noqa: E402
 from engram.kernels.launch import ARITHMETIC, Arithmetic, Conv, Norm, NormGradient, Scratch  # noqa: E402
+from engram.methods.blocks.mixing import paste_box  # noqa: E402
+from engram.methods.der import ExpandingBackbone  # noqa: E402
 from engram.nn.backbones import Block, Group, ResNet  # noqa: E402
-from engram.nn.expanding import ExpandingBackbone  # noqa: E402
 from engram.nn.heads import CosineHead  # noqa: E402
 from engram.nn.network import Network  # noqa: E402
 
@@ -437,10 +437,9 @@ def test_augmentation_is_that_of_the_plain_step(arithmetic: Arithmetic) -> None:
     exact = (unit.double() - mean.double()) / std.double()
     assert_stored(got[..., :3], exact, (unit + mean) / std, arithmetic)
     assert (got[..., 3] == 0).all()
-    cut = Cut(
-        torch.tensor([3, 0, 4, 1, 2], device=DEVICE), torch.tensor([4, 17, 2, 9], device=DEVICE), unit.new_ones(())
-    )
-    mixed, unit = cut.paste(got, 1), cut.paste(unit.permute(0, 3, 1, 2), 2).permute(0, 2, 3, 1)
+    partner, box = torch.tensor([3, 0, 4, 1, 2], device=DEVICE), torch.tensor([4, 17, 2, 9], device=DEVICE)
+    mixed = paste_box(got, partner, box, height_dim=1)
+    unit = paste_box(unit.permute(0, 3, 1, 2), partner, box, height_dim=2).permute(0, 2, 3, 1)
     assert mixed.is_contiguous()
     assert not torch.equal(mixed, got)
     exact = (unit.double() - mean.double()) / std.double()
@@ -782,11 +781,11 @@ def test_a_folded_backbone_takes_over_values_in_place(arithmetic: Arithmetic) ->
 def test_older_backbones_are_folded_each_in_its_place(arithmetic: Arithmetic) -> None:
     size, images = (4, 6), make_images(3, (4, 6), arithmetic)
     backbone = ExpandingBackbone(make_backbone([Group(16, 1), Group(32, 1, 2)], seed=1)).to(DEVICE)
-    assert FoldedOlder(backbone, size, arithmetic)(images) is None
+    assert FoldedBranches(backbone, size, arithmetic)(images) is None
     for seed in (2, 3):
         backbone.expand()
         backbone.load_state_dict(make_backbone([Group(16, 1), Group(32, 1, 2)], seed).state_dict(), strict=False)
-    older = FoldedOlder(backbone, size, arithmetic)
+    older = FoldedBranches(backbone, size, arithmetic)
     found = older(images)
     exact = copy.deepcopy(backbone).double()
     with torch.no_grad():

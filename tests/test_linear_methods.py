@@ -9,11 +9,11 @@ import torch
 
 from engram.core.errors import EngramError
 from engram.core.events import Warned
-from engram.engine.batch_plan import learning_rates
+from engram.engine.planning import learning_rates
 from engram.experiment.recipes import recipe
 from engram.experiment.runner import run
 from engram.methods import find_method
-from engram.methods.wa import keep_from_negative
+from engram.methods.wa import clamp_weights
 from helpers import (
     assert_resumes_to,
     learn_stage,
@@ -64,7 +64,7 @@ def test_wa_makes_zero_of_a_negative_weight() -> None:
     before = weight.detach().clone()
     assert (before < 0).any()
     with torch.no_grad():
-        keep_from_negative(session.learner.network)
+        clamp_weights(session.learner.network)
     assert torch.equal(weight, torch.where(before > 0, before, 0))
 
 

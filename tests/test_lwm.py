@@ -56,8 +56,8 @@ class Case:
             Output((theirs,), embedding, teacher, teacher, one),
             {},
             {ROWS: head},
-            arrival,
-            torch.tensor(1),
+            arrival=arrival,
+            stage=torch.tensor(1),
         )
 
 

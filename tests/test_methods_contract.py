@@ -19,7 +19,6 @@ from torch._subclasses.fake_tensor import (
 
 import engram.experiment.runner
 from engram.contract import Method, Phase, Step, Training, register
-from engram.contract.batches import Mixed
 from engram.contract.settings import setting
 from engram.core.errors import EngramError
 from engram.core.events import EpochFinished, RunFinished, StageFinished, StageStarted
@@ -31,6 +30,8 @@ from engram.experiment.runner import run
 from engram.experiment.session import Session
 from engram.methods import METHODS, find_method
 from engram.methods.blocks.lsc import HostSettings
+from engram.methods.blocks.mixing import CutMix, Mixed
+from engram.methods.dde import NeighbourLogits, Neighbours
 from engram.methods.replay import Replay
 from helpers import (
     assert_resumes_to,
@@ -133,7 +134,9 @@ def test_a_method_is_called_as_a_part_of_a_recipes_name_can_be(name: Any) -> Non
 
 
 def test_a_method_may_not_be_taken_for_an_nme_recipe() -> None:
-    with pytest.raises(EngramError, match="'afc-nme': so are recipes of afc that predict by nme; choose a name"):
+    with pytest.raises(
+        EngramError, match="'afc-nme': recipes of afc that predict by nme have that name; choose a name"
+    ):
         register("afc-nme", settings=HostSettings, title="Mine")(Replay)
     assert "afc-nme" not in METHODS
 
@@ -151,14 +154,14 @@ class Unwilling(HostSettings):
 @pytest.mark.parametrize(
     ("made_of", "given", "sentence"),
     [
-        (Replay, {"settings": Lacking}, r"'weight'\); give every setting of Lacking a default"),
+        (Replay, {"settings": Lacking}, r"'weight'\); give every setting of Lacking a valid default"),
         (Replay, {"settings": Unwilling}, r"without arguments \(weight must be at least 0, got -1"),
-        (Replay, {"settings": dict}, "settings of mine must be a class made from engram"),
-        (Replay, {"settings": HostSettings()}, "settings of mine must be a class made from"),
+        (Replay, {"settings": dict}, "settings of mine must be a subclass of engram"),
+        (Replay, {"settings": HostSettings()}, "settings of mine must be a subclass of"),
         (Replay, {"memory": "lots"}, "memory of mine must be one of needed, none, all, optional, got 'lots'"),
         (Replay, {"selection": "best"}, r"selection of mine must be one of herding, .*, got 'best'"),
-        (HostSettings, {}, "register takes a class made from Method"),
-        (print, {}, r"mine is registered with .*; register takes a class made from Method"),
+        (HostSettings, {}, "register takes a subclass of Method"),
+        (print, {}, r"mine is registered with .*; register takes a subclass of Method"),
     ],
 )
 def test_what_no_run_could_be_made_of_is_not_registered(made_of: Any, given: dict[str, Any], sentence: str) -> None:
@@ -321,7 +324,7 @@ def test_a_teacher_is_kept_where_a_phase_has_one(method: str) -> None:
         stage = learn_stage(session, index)
         phases += session.method.phases(session.learner, stage, session.engine)
     has_one = any(phase.teacher for phase in phases)
-    assert session.method.taught == has_one
+    assert session.method.uses_teacher == has_one
     assert any(name.startswith("teacher.") for name in session.learner.state_dict()) == has_one
 
 
@@ -334,7 +337,7 @@ def test_one_loss_serves_every_stage(method: str, monkeypatch: pytest.MonkeyPatc
 
     def phases(*args: Any) -> list[Phase]:
         described = describe(*args)
-        seen.append([(phase.loss, phase.train, phase.teacher, tuple(phase.weights)) for phase in described])
+        seen.append([phase.recording_key() for phase in described])
         return described
 
     monkeypatch.setattr(type(session.method), "phases", lambda _, *args: phases(*args))
@@ -346,19 +349,22 @@ def test_one_loss_serves_every_stage(method: str, monkeypatch: pytest.MonkeyPatc
 def without_values(session: Session, stage: Stage, phase: Phase) -> None:
     """Takes the phase's loss and its gradient over tensors that have a shape and no values."""
     learner = session.learner
-    where = (stage.arrival(learner.network.head.capacity), torch.tensor(stage.index))
+    arrival, index = stage.arrival(learner.network.head.capacity), torch.tensor(stage.index)
     with FakeTensorMode(allow_non_fake_inputs=True):
         images, labels = torch.rand(8, 3, 8, 8), torch.zeros(8, dtype=torch.int64)
         student = learner.network(images)
         with torch.no_grad():
             teacher = learner.teacher(images) if phase.teacher else None
         weights = {name: torch.ones(()) for name in phase.weights}
-        mixed = None if phase.mix is None else Mixed(labels, torch.ones(()))
-        around = ()
-        if phase.neighbours is not None:
-            count = phase.neighbours.count
-            around = (torch.rand(8, count, student.logits.shape[1]), torch.full((8, count), 1 / count))
-        terms = phase.loss(Step(labels, labels > 0, student, teacher, weights, learner.buffers, *where, mixed, *around))
+        extras: list[Any] = []
+        for extension in phase.extensions:
+            if isinstance(extension, CutMix):
+                extras.append(Mixed(labels, torch.ones(())))
+            if isinstance(extension, Neighbours):
+                shape = (8, extension.count)
+                extras.append(NeighbourLogits(torch.rand(*shape, student.logits.shape[1]), torch.rand(shape)))
+        given = (labels, labels > 0, student, teacher, weights, learner.buffers)
+        terms = phase.loss(Step(*given, arrival=arrival, stage=index, extras=tuple(extras)))
         parameters = [each for each in learner.network.parameters() if each.requires_grad]
         torch.autograd.grad(torch.stack(list(terms.values())).sum(), parameters, allow_unused=True)
 

@@ -18,8 +18,7 @@ from torch.func import functional_call
 
 from conftest import make_config, make_store
 from engram import EngramError, recipe, run
-from engram.contract import Training
-from engram.contract.look import Look
+from engram.contract import ImageTuningStep, Training
 from engram.data.augment import Augmentation, to_unit
 from engram.data.memory import Memory, MemoryConfig
 from engram.data.stage import Samples, Stage
@@ -28,16 +27,18 @@ from engram.experiment.run_config import RunConfig
 from engram.experiment.session import Session
 from engram.methods import find_method
 from engram.methods.mnemonics import (
+    FactoredNetwork,
+    Factors,
     Mnemonics,
     MnemonicsSettings,
+    convolution_weights,
+    factored,
     halves,
     prototype_entropy,
     stored,
-    take_gradients,
     unrolled_entropy,
 )
-from engram.nn.factors import convolution_weights
-from engram.nn.network import Network
+from engram.nn.backbones import ResNet
 from helpers import (
     assert_resumes_to,
     learn_stage,
@@ -59,13 +60,17 @@ def quick_config(**settings: Any) -> RunConfig:
     return tiny_config("mnemonics", epochs=4, augmentation=STILL).with_settings(tune=QUICK, **settings)
 
 
+def network_of(session: Session) -> FactoredNetwork:
+    return factored(session.learner.network)
+
+
 # ---- factors
 
 
 def test_factor_gradients_are_those_of_the_product() -> None:
     session = tiny_session(tiny_config("mnemonics"))
     learn_stage(session, 0)
-    network = session.learner.network
+    network = network_of(session)
     network.add_factors()
     assert network.factors is not None
     images, labels = torch.rand(6, 3, 8, 8), torch.tensor([0, 1] * 3)
@@ -73,7 +78,7 @@ def test_factor_gradients_are_those_of_the_product() -> None:
     F.cross_entropy(network(images).logits, labels).backward()
     for factor in network.factors.values:
         factor.grad = torch.zeros_like(factor)
-    take_gradients(network)
+    network.factors.take_gradients(network.backbone)
     factors = [torch.ones(base.shape[:2], requires_grad=True) for base in network.factors.bases]
     names = [name for name, weight in network.named_parameters() if weight.ndim == 4]
     products = {
@@ -90,7 +95,7 @@ def test_factor_gradients_are_those_of_the_product() -> None:
 def test_after_the_base_convolutions_move_by_their_factors_alone() -> None:
     session = tiny_session(tiny_config("mnemonics"))
     learn_stage(session, 0)
-    network = session.learner.network
+    network = network_of(session)
     assert network.factors is None
     base, norm = [weight.detach().clone() for weight in convolution_weights(network.backbone)], parameters_of(network)
     for index in (1, 2):
@@ -106,22 +111,22 @@ def test_after_the_base_convolutions_move_by_their_factors_alone() -> None:
     assert not torch.equal(network.backbone.bn.weight, norm["backbone.bn.weight"]), "norms train"
 
 
-def test_an_update_of_a_factor_is_sgd_on_it() -> None:
+def test_an_update_of_a_factor_is_sgd_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
     session = tiny_session(tiny_config("mnemonics", batch_size=500, epochs=1))
     learn_stage(session, 0)
     stage = session.stage(1)
     session.method.grow(session.learner, stage, session.engine)
     (phase,) = session.method.phases(session.learner, stage, session.engine)
     gradients: list[Tensor] = []
+    take = Factors.take_gradients
 
-    def spy(network: Network) -> None:
-        gradients.extend(
-            weight.grad.clone() for weight in convolution_weights(network.backbone) if weight.grad is not None
-        )
-        take_gradients(network)
+    def spy(factors: Factors, backbone: ResNet) -> None:
+        gradients.extend(weight.grad.clone() for weight in convolution_weights(backbone) if weight.grad is not None)
+        take(factors, backbone)
 
-    train_phase(session, stage, replace(phase, before_update=spy))
-    network, training = session.learner.network, phase.training
+    monkeypatch.setattr(Factors, "take_gradients", spy)
+    train_phase(session, stage, phase)
+    network, training = network_of(session), phase.training
     assert network.factors is not None
     for gradient, base, factor in zip(gradients, network.factors.bases, network.factors.values, strict=True):
         slope = (gradient * base).sum(dim=(2, 3)).clamp(-5, 5) + training.weight_decay  # times a factor of 1
@@ -131,10 +136,9 @@ def test_an_update_of_a_factor_is_sgd_on_it() -> None:
 def test_without_factors_the_convolutions_move_freely() -> None:
     session = tiny_session(tiny_config("mnemonics").with_settings(factors=False))
     stage = [learn_stage(session, index) for index in range(2)][-1]
-    assert session.learner.network.factors is None
+    assert network_of(session).factors is None
     (phase,) = session.method.phases(session.learner, stage, session.engine)
-    assert phase.before_update is None
-    assert phase.after_step is None
+    assert phase.extensions == ()
 
 
 def test_a_state_brings_its_factors_and_a_state_without_them_takes_them_away() -> None:
@@ -150,7 +154,7 @@ def test_a_state_brings_its_factors_and_a_state_without_them_takes_them_away() -
         assert torch.equal(value, state[name]), name
     assert not any(parameter.requires_grad for parameter in other.learner.teacher.parameters())
     other.learner.load_state_dict(base)
-    assert other.learner.network.factors is None
+    assert network_of(other).factors is None
 
 
 # ---- objectives
@@ -172,14 +176,14 @@ class Smooth(nn.Module):
         return embedding, (4 * cosines).masked_fill(torch.arange(6) > 3, -torch.inf)
 
 
-def smooth_look(tuned: Tensor, images: Tensor, labels: Tensor) -> Look:
+def smooth_step(tuned: Tensor, images: Tensor, labels: Tensor) -> ImageTuningStep:
     network = Smooth()
     parameters = {name: value.detach() for name, value in network.named_parameters()}
 
     def passes(images: Tensor, changed: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         return functional_call(network, {**parameters, **changed}, (images,))
 
-    return Look(tuned, images, labels, parameters, passes)
+    return ImageTuningStep(tuned, images, labels, parameters, passes)
 
 
 def some_images(count: int, seed: int) -> Tensor:
@@ -193,7 +197,7 @@ def test_prototype_gradient_is_that_of_finite_differences(num_old: int) -> None:
     batch, targets = some_images(7, 2), torch.arange(7) % (num_old + 2)
 
     def value(tuned: Tensor) -> Tensor:
-        return prototype_entropy(smooth_look(tuned, batch, targets), labels, old)
+        return prototype_entropy(smooth_step(tuned, batch, targets), labels, old)
 
     assert torch.autograd.gradcheck(value, tuned.requires_grad_())
 
@@ -205,7 +209,7 @@ def test_unrolled_gradient_is_that_of_finite_differences(inner: Any, steps: int)
     batch, targets, labels = some_images(7, 2), torch.arange(7) % 4, torch.tensor([0, 1, 3])
 
     def value(tuned: Tensor) -> Tensor:
-        return unrolled_entropy(smooth_look(tuned, batch, targets), labels, settings)
+        return unrolled_entropy(smooth_step(tuned, batch, targets), labels, settings)
 
     assert torch.autograd.gradcheck(value, some_images(3, 1).requires_grad_())
 
@@ -221,7 +225,7 @@ def test_unrolled_training_is_sgd_of_a_copy() -> None:
         F.cross_entropy(network(tuned)[1], labels).backward()
         optimiser.step()
     expected = F.cross_entropy(network(batch)[1], targets)
-    value = unrolled_entropy(smooth_look(tuned, batch, targets), labels, settings)
+    value = unrolled_entropy(smooth_step(tuned, batch, targets), labels, settings)
     assert value.item() == pytest.approx(expected.item(), rel=1e-12)
 
 
@@ -281,9 +285,9 @@ def test_tuning_is_sgd_with_momentum_and_decay_of_normalised_pixels() -> None:
     assert (slope * network.std > 0.2).any()
     seen: list[int] = []
 
-    def objective(look: Look) -> Tensor:
-        seen.append(len(look.labels))
-        return (slope * look.tuned).sum()
+    def objective(step: ImageTuningStep) -> Tensor:
+        seen.append(len(step.labels))
+        return (slope * step.tuned).sum()
 
     levels = session.engine.tune(session.learner, stage, images, stage.all_rows, objective, training, "test")
     assert seen == [10, 10, 4] * 3

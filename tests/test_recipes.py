@@ -102,7 +102,15 @@ class OwnSettings(Settings):
 
 
 def test_new_method_has_recipes_and_spoils_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    info = MethodInfo("mine", "A method of one's own", "", "needed", ("cnn", "nme"), OwnSettings, Replay)
+    info = MethodInfo(
+        name="mine",
+        title="Mine",
+        paper="",
+        memory="needed",
+        predictors=("cnn", "nme"),
+        settings=OwnSettings,
+        kind=Replay,
+    )
     monkeypatch.setitem(METHODS, "mine", info)
     own = recipe("mine-mini-b10-s5").settings
     assert isinstance(own, OwnSettings)

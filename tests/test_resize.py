@@ -32,7 +32,7 @@ from engram.data.augment import (
     resize_parts,
     resized,
 )
-from engram.engine.batch_plan import plan_epochs
+from engram.engine.planning import plan_epochs
 from helpers import cpu_engine, tiny_config, tiny_session, toy_store
 
 VIEW = Augmentation(pad=0, view=0.875)

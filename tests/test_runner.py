@@ -362,7 +362,7 @@ def test_the_events_of_a_run_are_all_in_the_documentation() -> None:
 def test_a_stage_keeps_the_tensors_that_its_method_tells_of(
     method: str, told: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(LwM, "told_buffers", ("head.",), raising=False)
+    monkeypatch.setattr(LwM, "logged_buffers", ("head.",), raising=False)
     session = tiny_session(tiny_config(method, epochs=1))
     for index in range(2):
         learn_stage(session, index)

@@ -67,8 +67,8 @@ def case(sizes: tuple[int, ...], seed: int, min_group: int = 1) -> tuple[Step, n
         Output((), torch.zeros(batch, 1), scores, scores, torch.ones(()))
         for scores in (torch.tensor(ours, requires_grad=True), torch.tensor(theirs))
     )
-    where = (arrival, torch.tensor(len(sizes) - 1))
-    step = Step(labels, labels < old, student, teacher, {}, buffers_of(sizes, min_group), *where)
+    buffers, stage = buffers_of(sizes, min_group), torch.tensor(len(sizes) - 1)
+    step = Step(labels, labels < old, student, teacher, {}, buffers, arrival=arrival, stage=stage)
     return step, ours, theirs
 
 
@@ -238,7 +238,7 @@ def test_the_rate_falls_with_the_stages(divided: bool) -> None:
         session.method.grow(session.learner, stage, session.engine)
         (phase,) = session.method.phases(session.learner, stage, session.engine)
         rates.append(phase.training.lr)
-        assert (phase.beside is None) == (index == 0)
+        assert [name for name, _ in phase.streams] == ([] if index == 0 else ["beside"])
         session.learner.memory.update(
             stage.pool, session.method.exemplars(session.learner, stage, session.engine), stage.num_seen
         )

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from conftest import make_config, make_store
-from engram import EngramError, RunConfig, Training, resume, run
+from engram import EngramError, RunConfig, resume, run
+from engram.contract import Training
 from engram.contract import method as _base
 from engram.core import provenance
 from engram.core.events import BaseReused, EpochFinished, Event, RunFinished, Warned

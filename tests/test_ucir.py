@@ -132,7 +132,7 @@ def step_of(scores: np.ndarray, labels: list[int], num_old: int, num_seen: int, 
     weights = {"embedding": torch.tensor(3.0, dtype=torch.float64)}
     labels_, exemplar = torch.tensor(labels), torch.tensor(labels) < num_old
     teacher = Output((), other, values, values, factor)
-    return Step(labels_, exemplar, student, teacher, weights, {}, arrival, torch.tensor(1))
+    return Step(labels_, exemplar, student, teacher, weights, {}, arrival=arrival, stage=torch.tensor(1))
 
 
 @pytest.mark.parametrize("scale", [1.0, 7.0])

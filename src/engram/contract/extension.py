@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -134,7 +134,9 @@ class StepHooks:
 
 @dataclass(frozen=True)
 class Extension:
-    """Base class of extensions."""
+    """Base class of extensions. needs_teacher: only a phase with a teacher can have it."""
+
+    needs_teacher: ClassVar[bool] = False
 
     def recording_key(self) -> Hashable:
         """What a recorded step depends on. Two extensions with equal keys may share a recording."""

@@ -107,6 +107,8 @@ class Phase:
 
     def __post_init__(self) -> None:
         assert not (self.frozen and Part.BACKBONE in self.train), "a frozen network's backbone cannot train"
+        for each in self.extensions:
+            assert self.teacher or not each.needs_teacher, f"{type(each).__name__} needs a teacher"
 
     def recording_key(self) -> Hashable:
         """What a recorded step of this phase depends on: every field but those marked as planned."""

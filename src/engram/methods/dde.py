@@ -147,6 +147,8 @@ class Neighbours(Extension):
     The loss finds their logits by `step.extra(NeighbourLogits)`.
     """
 
+    needs_teacher = True
+
     count: int
     first: int | None = None
 

@@ -323,9 +323,9 @@ def random_gradients(network: Network, random: torch.Generator, size: float) -> 
 @given(
     parts=st.sampled_from(
         [
-            Part.BACKBONE | Part.NEW_CLASSES | Part.SCALE,
+            Part.BACKBONE | Part.NEW_CLASSES | Part.HEAD_SHARED,
             Part.OLD_CLASSES | Part.NEW_CLASSES,
-            Part.BACKBONE | Part.OLD_CLASSES | Part.NEW_CLASSES | Part.SCALE,
+            Part.BACKBONE | Part.OLD_CLASSES | Part.NEW_CLASSES | Part.HEAD_SHARED,
         ]
     ),
     momentum=st.sampled_from([0.0, 0.9]),

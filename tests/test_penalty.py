@@ -1,4 +1,4 @@
-"""EWC, SI and MAS: training with a tether against a loop by hand, and what they keep from stage to stage."""
+"""EWC, SI and MAS: training with a quadratic penalty against a loop by hand, and what they keep from stage to stage."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ from torch import Tensor
 
 from engram import run
 from engram.contract import Step, Training
-from engram.contract.method import ANCHOR, OMEGA, PATH
 from engram.core.errors import EngramError
 from engram.core.events import BaseReused, EpochFinished, RunFinished
 from engram.data.memory import MemoryConfig
 from engram.data.stage import Stage
-from engram.engine.batch_plan import learning_rates
+from engram.engine.planning import learning_rates
 from engram.experiment.base_cache import StageCache
 from engram.experiment.recipes import recipe
 from engram.experiment.run_config import RunConfig
 from engram.experiment.session import Session
 from engram.methods import find_method
 from engram.methods.blocks.importance import sampled_rows
-from engram.methods.blocks.penalty import hold, keep_omega
+from engram.methods.blocks.penalty import ANCHOR, OMEGA, PATH, QuadraticPenalty, keep_omega, set_anchor
 from engram.methods.ewc import EWC, EWCSettings
 from engram.methods.mas import squared_length
 from engram.nn.network import Output
@@ -188,7 +187,7 @@ def test_the_base_stage_has_no_penalty_and_its_omega_stands_alone(method: str) -
         fresh = session.engine.sensitivity(session.learner, stage, stage.all_rows, objective, power=2)
     for name, value in fresh.items():
         assert torch.equal(session.learner.buffers[OMEGA + name], value)
-    assert [phase.tether for phase in session.method.phases(session.learner, stage, session.engine)] == [None]
+    assert [phase.extensions for phase in session.method.phases(session.learner, stage, session.engine)] == [()]
 
 
 @pytest.mark.parametrize("method", FAMILY)
@@ -215,7 +214,7 @@ def test_parameters_that_matter_move_less(method: str) -> None:
     assert float(held[hardly].mean()) > 0.8 * float(free[hardly].mean())
 
 
-def test_a_tether_too_stiff_for_the_rate_is_held_back() -> None:
+def test_a_penalty_too_stiff_for_the_rate_is_limited() -> None:
     def penalties(limit: float | None) -> list[float]:
         config = tiny_config("mas", epochs=6).with_settings(strength=1e4, limit=limit, train__schedule="constant")
         terms = [event.terms for event in run(config, toy_store()) if isinstance(event, EpochFinished)]
@@ -241,11 +240,12 @@ def test_a_memory_frees_the_old_rows_and_compares_all_classes(method: str, kept:
     stage = session.stage(2)
     session.method.grow(session.learner, stage, session.engine)
     (phase,) = session.method.phases(session.learner, stage, session.engine)
-    assert phase.tether is not None
+    assert [type(each) for each in phase.extensions] == [QuadraticPenalty]
     assert not phase.teacher
-    scores, where = torch.tensor([[3.0, 1, 2, 0, 1, 2]]), (stage.arrival(6), torch.tensor(2))
-    output = Output((), scores, scores, scores, torch.ones(()))
-    (term,) = phase.loss(Step(torch.tensor([4]), torch.tensor([False]), output, None, {}, {}, *where)).values()
+    scores, arrival = torch.tensor([[3.0, 1, 2, 0, 1, 2]]), stage.arrival(6)
+    output, labels = Output((), scores, scores, scores, torch.ones(())), torch.tensor([4])
+    step = Step(labels, labels < 0, output, None, {}, {}, arrival=arrival, stage=torch.tensor(2))
+    (term,) = phase.loss(step).values()
     rivals = [math.exp(score) for score in ([3, 1, 2, 0, 1, 2] if kept else [1, 2])]
     assert float(term) == pytest.approx(math.log(sum(rivals)) - 1)
 
@@ -270,12 +270,12 @@ def test_a_phase_stopped_after_its_last_step_still_hands_over_its_path(tmp_path:
     assert_resumes_to(whole, tmp_path / "stopped", toy_store())
 
 
-def test_classes_beyond_the_heads_room_have_room_here_too() -> None:
+def test_omega_and_anchor_grow_with_the_capacity_of_the_head() -> None:
     session, _ = trained("si", stages=2)
     learner = session.learner
     omega = {name: learner.buffers[OMEGA + name].clone() for name, _ in learner.network.named_parameters()}
     learner.network.head.reserve(9)
-    hold(learner)
+    set_anchor(learner)
     for name, value in learner.network.named_parameters():
         assert learner.buffers[ANCHOR + name].shape == learner.buffers[OMEGA + name].shape == value.shape
         assert torch.equal(learner.buffers[ANCHOR + name], value)
@@ -306,7 +306,7 @@ def test_a_base_stage_from_the_cache_is_as_good(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", FAMILY)
-def test_one_class_at_a_time_is_said_to_need_a_memory(method: str) -> None:
+def test_one_class_at_a_time_needs_a_memory(method: str) -> None:
     def notes(**changes: Any) -> list[str]:
         session = tiny_session(tiny_config(method, epochs=1, increment=1, **changes), toy_store(4, per_class=6))
         for index in range(3):
@@ -314,7 +314,7 @@ def test_one_class_at_a_time_is_said_to_need_a_memory(method: str) -> None:
         return session.learner.notes
 
     (note,) = notes()
-    assert "such a class is not learned" in note
+    assert "a single class is not learned" in note
     assert notes(memory=MEMORY) == []
 
 
