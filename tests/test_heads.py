@@ -15,7 +15,7 @@ from engram.contract import Phase, Training
 from engram.contract.learner import Learner
 from engram.data.memory import Memory, MemoryConfig
 from engram.methods.blocks.losses import nca_paper, nca_released
-from engram.methods.blocks.lsc import Classify, HostSettings
+from engram.methods.blocks.lsc import Classify, LSCSettings
 from engram.nn.backbones import Group, ResNet
 from engram.nn.heads import CosineHead, Head, LinearHead, LSCHead, NormalisedHead
 from engram.nn.network import Network, Part
@@ -328,7 +328,7 @@ def test_rows_beyond_the_first_capacity_are_trained(kind: str) -> None:
         network.head.grow(2, seeded(index))
         before = parameters_of(network)
         phase = Phase(
-            "main", len(labels), lambda stage=stage: stage.all_rows, Classify(HostSettings()), everything, training
+            "main", len(labels), lambda stage=stage: stage.all_rows, Classify(LSCSettings()), everything, training
         )
         for _ in engine.start(learner, stage, phase, 0):
             pass

@@ -333,7 +333,7 @@ def test_a_part_at_a_time_comes_to_the_same(variant: Any, monkeypatch: pytest.Mo
 
 def test_a_rate_too_high_is_said() -> None:
     session = tiny_session(quick_config(tune__lr=1e38, tune__weight_decay=1.0))
-    with pytest.raises(EngramError, match=r"tuned exemplars of stage 0 are no longer finite.* lower rate than 1e"):
+    with pytest.raises(EngramError, match=r"tuned exemplars of stage 0 are not finite.* lower learning rate than 1e"):
         learn_stage(session, 0)
 
 

@@ -12,15 +12,15 @@ RECIPE = ["own-mini-b10-s5", "--epochs", "1", "--threads", "1", "--no-cache"]
 METHOD = """
 import torch
 from engram.contract import register
-from engram.methods.blocks.lsc import HostSettings, classification_loss, host_phases
+from engram.methods.blocks.lsc import LSCSettings, classification_loss, lsc_phases
 from engram.methods.replay import Replay
 
 
-@register("own", settings=HostSettings, title="Replay that keeps a number from stage to stage")
+@register("own", settings=LSCSettings, title="Replay that keeps a number from stage to stage")
 class Own(Replay):
     def phases(self, learner, stage, passes):
         PLAN
-        return host_phases(self.settings, learner, stage, passes, self.loss, {})
+        return lsc_phases(self.settings, learner, stage, passes, self.loss, {})
 
     def loss(self, step):
         return {"classification": KEPT * classification_loss(self.settings, step).mean()}

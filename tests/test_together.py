@@ -38,7 +38,7 @@ from engram.experiment.parallel import Workers, plan_members, short_turns
 from engram.experiment.run_config import directory_name
 from engram.experiment.runner import resume
 from engram.experiment.shared_base import user_cache
-from engram.methods.blocks.lsc import HostMethod
+from engram.methods.blocks.lsc import LSCMethod
 from engram.runs.directory import CHECKPOINT, RunDirectory
 from helpers import timeless
 
@@ -255,14 +255,14 @@ def test_litter_of_a_run_killed_at_its_start_is_no_run(alone: Path, tmp_path: Pa
 
 
 def test_a_failing_run_leaves_the_others_alone(alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = HostMethod.grow
+    original = LSCMethod.grow
 
-    def grow(self: HostMethod, learner: Any, stage: Any, engine: Any) -> None:
+    def grow(self: LSCMethod, learner: Any, stage: Any, engine: Any) -> None:
         if learner.seed == 2 and stage.index == 1:
             raise ZeroDivisionError("of\nall things")
         original(self, learner, stage, engine)
 
-    monkeypatch.setattr(HostMethod, "grow", grow)
+    monkeypatch.setattr(LSCMethod, "grow", grow)
     events = list(run_together(configs(), make_store(), tmp_path, at_once=3))
     failed = of(events, "other")[-1]
     assert isinstance(failed, RunFailed)
@@ -406,10 +406,10 @@ def test_base_stages_are_shared_as_on_the_command_line_if_nobody_says(tmp_path: 
 
 
 def test_if_the_trainer_fails_the_next_one_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = HostMethod.grow
+    original = LSCMethod.grow
     failed: list[str] = []
 
-    def grow(self: HostMethod, learner: Any, stage: Any, engine: Any) -> None:
+    def grow(self: LSCMethod, learner: Any, stage: Any, engine: Any) -> None:
         if stage.index == 0 and not failed:
             failed.append(threading.current_thread().name)
             time.sleep(0.3)  # until the others wait
@@ -417,7 +417,7 @@ def test_if_the_trainer_fails_the_next_one_trains(tmp_path: Path, monkeypatch: p
         original(self, learner, stage, engine)
 
     named = {name: make_config(name) for name in ("afc", "replay", "uniform")}
-    monkeypatch.setattr(HostMethod, "grow", grow)
+    monkeypatch.setattr(LSCMethod, "grow", grow)
     cache = StageCache(tmp_path / "cache")
     events = list(run_together(named, make_store(), at_once=3, cache=cache))
     assert {name for name, event in events if isinstance(event, RunFailed)} == set(failed)

@@ -28,7 +28,7 @@ from engram.engine import PhaseState
 from engram.experiment.base_cache import StageCache
 from engram.experiment.session import Session
 from engram.experiment.shared_base import SharedBase
-from engram.experiment.stage_work import Outlook, StageWork, StepTaken, pack_phase, unpack_phase
+from engram.experiment.stage_work import StageWork, StepTaken, TimeEstimate, pack_phase, unpack_phase
 from engram.methods import find_method
 from engram.runs.directory import RunDirectory
 from engram.runs.result import Result, StageRecord, summarise
@@ -36,7 +36,7 @@ from engram.runs.result import Result, StageRecord, summarise
 UNLOGGED = (Progress, Working)
 
 
-class Execution:
+class RunExecution:
     """A run in progress: where it stands, and what it has measured."""
 
     def __init__(
@@ -57,7 +57,7 @@ class Execution:
         self.records: list[StageRecord] = []
         self.clock: dict[str, float] = {}  # seconds of the stage in progress, by kind of work
         self.phase_at: tuple[int, PhaseState] | None = None  # the phase to go on with, and where it stands
-        self.outlook = Outlook([stage.phases for stage in session.plan()])
+        self.estimate = TimeEstimate([stage.phases for stage in session.plan()])
         self.card = session.card()
         self.saved_at = time.monotonic()
         self.away = 0.0  # seconds spent by whoever consumes the events; not this run's
@@ -151,14 +151,14 @@ class Execution:
             return True
         yield from work.finish()
         yield Working(index, stages, "evaluate")
-        with work.clocked("evaluate"):
+        with work.timed("evaluate"):
             accuracy, by_stage, arrays = session.evaluate(index)
         for note in session.learner.notes:
             yield Warned(spelled(note))
         session.learner.notes.clear()  # before it is saved, or a resumed run would say them again
         record = StageRecord(index, stage.num_seen, accuracy, sum(self.clock.values()), by_stage, dict(self.clock))
         self.records.append(record)
-        self.outlook.stage(index, self.clock)
+        self.estimate.stage(index, self.clock)
         if self.files is not None:
             # In this order: whatever moment it is cut off at, the checkpoint vouches for the arrays, and the result can
             # be written again from the checkpoint.
@@ -189,9 +189,9 @@ class Execution:
 
     def _after_step(self, index: int, taken: StepTaken) -> Generator[Event, None, bool]:
         """What is due after a step: progress, a checkpoint; returns whether it was asked to stop."""
-        self.outlook.step(taken)
-        if taken.meter.due():
-            yield self.outlook.progress(index, len(self.session.stream), taken)
+        self.estimate.step(taken)
+        if taken.timer.due():
+            yield self.estimate.progress(index, len(self.session.stream), taken)
         if self.files is not None and time.monotonic() - self.saved_at > self.checkpoint_seconds:
             yield from self._checkpoint(taken)
         if not self.stop():

@@ -15,7 +15,7 @@ import torch
 from engram.core.errors import EngramError, explain
 from engram.core.events import BaseReused, Event, RunFailed, RunSkipped, StageFinished
 from engram.data.store import ImageStore
-from engram.engine.capture import FIRST
+from engram.engine.capture import MAIN_PRIORITY
 from engram.experiment.base_cache import StageCache
 from engram.experiment.members import Member, plan_members
 from engram.experiment.run_config import RunConfig
@@ -230,7 +230,7 @@ class Workers:
         try:
             stream = self._streams.pop()
         except IndexError:
-            stream = torch.cuda.Stream(priority=FIRST)
+            stream = torch.cuda.Stream(priority=MAIN_PRIORITY)
         try:
             with torch.cuda.stream(stream):
                 yield

@@ -16,7 +16,7 @@ from engram.core.provenance import hardware
 from engram.data.sources.load import DataConfig, load_store
 from engram.data.store import ImageStore
 from engram.experiment.base_cache import StageCache
-from engram.experiment.execution import Execution
+from engram.experiment.execution import RunExecution
 from engram.experiment.recipe_changes import named_by_recipe
 from engram.experiment.run_config import RunConfig, config_hash
 from engram.experiment.session import Session
@@ -51,7 +51,7 @@ def run(
     files = None
     if directory is not None:
         files = RunDirectory.create(Path(directory), {**_manifest(session), "command": command})
-    yield from Execution(session, files, stop, stop_after_stage, checkpoint_minutes, bases).events(resumed=False)
+    yield from RunExecution(session, files, stop, stop_after_stage, checkpoint_minutes, bases).events(resumed=False)
 
 
 def resume(
@@ -91,7 +91,7 @@ def resume(
             raise EngramError(
                 f"the class order or the stages of the run in {path} are not what its configuration gives"
             )
-        going = Execution(session, files, stop, stop_after_stage, checkpoint_minutes, which_cache(cache))
+        going = RunExecution(session, files, stop, stop_after_stage, checkpoint_minutes, which_cache(cache))
         if checkpoint is not None:
             going.restore(checkpoint)
     except BaseException:

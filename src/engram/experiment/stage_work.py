@@ -63,7 +63,7 @@ class StepTaken:
     stage: int
     number: int
     loop: PhaseLoop
-    meter: Meter
+    timer: StepTimer
     seconds: float
 
     def ended(self, wait: bool = True) -> Iterator[EpochFinished]:
@@ -73,7 +73,7 @@ class StepTaken:
         """
         name = self.loop.phase.name
         for epoch in self.loop.finished(wait):
-            yield EpochFinished(self.stage, name, epoch.number + 1, epoch.terms, epoch.lr, self.meter.epoch())
+            yield EpochFinished(self.stage, name, epoch.number + 1, epoch.terms, epoch.lr, self.timer.epoch())
 
     def state(self) -> tuple[int, PhaseState]:
         """Where training stands, to go on from with `StageWork.train`."""
@@ -134,12 +134,12 @@ class StageWork:
         first, state = resume or (0, None)
         self._fit_image_state()
         if state is None:
-            with self.clocked("train"):
+            with self.timed("train"):
                 method.grow(learner, stage, engine)
         self.phases = method.phases(learner, stage, engine)
         for number, phase in enumerate(self.phases):
             if number >= first:
-                with self.clocked("train"):
+                with self.timed("train"):
                     loop = engine.start(learner, stage, phase, number, state if number == first else None)
                 yield from self._phase(number, loop)
 
@@ -156,34 +156,34 @@ class StageWork:
         yield PhaseStarted(index, phase.name, phase.training.epochs, len(loop.rows), loop.steps)
         if self.engine.is_cold:
             yield Working(index, self.stages, "kernels")
-        meter = Meter(loop.batch_size, self.now)
+        timer = StepTimer(loop.batch_size, self.now)
         for _ in loop:
-            seconds = meter.step()
+            seconds = timer.step()
             self._add("train", seconds)
-            taken = StepTaken(index, number, loop, meter, seconds)
+            taken = StepTaken(index, number, loop, timer, seconds)
             yield from taken.ended(wait=False)
             yield taken
         for epoch in loop.finished(wait=True):
-            self._add("train", meter.step())
-            yield EpochFinished(index, phase.name, epoch.number + 1, epoch.terms, epoch.lr, meter.epoch())
-        self._add("train", meter.step())
+            self._add("train", timer.step())
+            yield EpochFinished(index, phase.name, epoch.number + 1, epoch.terms, epoch.lr, timer.epoch())
+        self._add("train", timer.step())
 
     def finish(self) -> Iterator[Event]:
         """What follows the training: what the method computes, exemplars, class means, the next stage's teacher."""
         method, learner, stage, engine = self.method, self.learner, self.stage, self.engine
         if type(method).finish is not Method.finish:
             yield Working(stage.index, self.stages, "importance")
-        with self.clocked("importance"):
+        with self.timed("importance"):
             method.finish(learner, stage, engine)
         yield Working(stage.index, self.stages, "exemplars")
-        with self.clocked("exemplars"):
+        with self.timed("exemplars"):
             learner.memory.update(stage.pool, method.exemplars(learner, stage, engine), stage.num_seen)
             if "nme" in method.predictors:
                 learner.class_means = class_means(learner, engine)
             learner.snapshot_teacher()
 
     @contextmanager
-    def clocked(self, kind: str) -> Iterator[None]:
+    def timed(self, kind: str) -> Iterator[None]:
         """A context whose time counts as that kind of work."""
         started = self.now()
         yield
@@ -193,7 +193,7 @@ class StageWork:
         self.clock[kind] = self.clock.get(kind, 0.0) + seconds
 
 
-class Outlook:
+class TimeEstimate:
     """How far the training of the stages planned is, and how long the rest will take.
 
     plans: the phases of each stage. first: the number of the first of these stages.
@@ -208,7 +208,7 @@ class Outlook:
 
     def step(self, taken: StepTaken) -> None:
         """Takes account of a step; not of a phase's first, in which kernels are compiled and the step is recorded."""
-        if taken.meter.steps == 1:
+        if taken.timer.steps == 1:
             return
         planned = PhasePlan.of(taken.loop.phase)
         self._work += planned.work / max(1, planned.epochs * planned.steps)
@@ -234,7 +234,7 @@ class Outlook:
         done = before + sum(phase.work for phase in phases[: taken.number]) + here
         after = self._after * sum(self._epoch(place) for place in range(stage - self.first, len(self.plans)))
         left = (self.total - done + after) * self._seconds / self._work if self._work else None
-        rate = taken.meter.images_per_second()
+        rate = taken.timer.images_per_second()
         return Progress(
             stage=stage,
             stages=stages,
@@ -250,7 +250,7 @@ class Outlook:
         )
 
 
-class Meter:
+class StepTimer:
     """Times the steps of a phase. On a GPU a step is only launched here; waiting for it shows in a later one."""
 
     def __init__(self, batch_size: int, now: Callable[[], float]) -> None:

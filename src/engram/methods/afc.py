@@ -18,18 +18,18 @@ from engram.methods.blocks import losses
 from engram.methods.blocks.importance import check_finite, sampled_rows
 from engram.methods.blocks.lsc import (
     LSC_NME,
-    HostMethod,
-    HostSettings,
+    LSCMethod,
+    LSCSettings,
     Variant,
     classification_loss,
     distilled,
-    host_phases,
+    lsc_phases,
     stage_weight,
 )
 
 
 @dataclass(frozen=True)
-class AFCSettings(HostSettings):
+class AFCSettings(LSCSettings):
     """AFC's settings beside the host's; the defaults are those of CIFAR-100.
 
     discrepancy: which reading of the distillation loss, None for "as the variant says". exemplars_only: distil on the
@@ -76,14 +76,14 @@ def read_importance(step: Step) -> list[Tensor]:
         ),
     ),
 )
-class AFC(HostMethod[AFCSettings]):
+class AFC(LSCMethod[AFCSettings]):
     """Distils feature maps, each channel weighted by its importance."""
 
     logged_buffers = ("importance.",)
 
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
         weights = {"discrepancy": stage_weight(self.settings.lambda_disc, stage)}
-        return host_phases(self.settings, learner, stage, passes, self.loss, weights)
+        return lsc_phases(self.settings, learner, stage, passes, self.loss, weights)
 
     def loss(self, step: Step) -> Terms:
         """Eq. final_loss: classification plus weighted discrepancy."""

@@ -41,7 +41,7 @@ from engram.core.errors import EngramError
 from engram.core.rng import generator
 from engram.data.augment import Draws
 from engram.methods.blocks.cosine import CosineMethod, cosine_phases, cross_entropy
-from engram.methods.blocks.lsc import HostMethod, classification_loss, host_phases, weighted
+from engram.methods.blocks.lsc import LSCMethod, classification_loss, lsc_phases, weighted
 from engram.methods.podnet import IMAGENET as PODNET_IMAGENET
 from engram.methods.podnet import PODNetSettings, pod_distances, pod_weights
 from engram.methods.ucir import IMAGENET as UCIR_IMAGENET
@@ -354,7 +354,7 @@ WithDDESettingsT = TypeVar("WithDDESettingsT", bound=WithDDESettings)
 
 
 class WithDDE(Method[WithDDESettingsT]):
-    """The add-on's part of a method, before that of its host: `class PODNetDDE(WithDDE[...], HostMethod[...])`."""
+    """The add-on's part of a method, before that of its host: `class PODNetDDE(WithDDE[...], LSCMethod[...])`."""
 
     def head(self, dim: int, capacity: int) -> Head:
         head = super().head(dim, capacity)
@@ -386,12 +386,12 @@ class PODNetDDESettings(WithDDESettings, PODNetSettings):
     paper="Hu et al., CVPR 2021",
     recipes=RecipeHints(imagenet=PODNET_IMAGENET),
 )
-class PODNetDDE(WithDDE[PODNetDDESettings], HostMethod[PODNetDDESettings]):
+class PODNetDDE(WithDDE[PODNetDDESettings], LSCMethod[PODNetDDESettings]):
     """PODNet that classifies an image together with its neighbours."""
 
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
         weights = pod_weights(self.settings, stage)
-        host = host_phases(self.settings, learner, stage, passes, self.loss, weights)
+        host = lsc_phases(self.settings, learner, stage, passes, self.loss, weights)
         return with_neighbours(self.settings.dde, stage, host)
 
     def loss(self, step: Step) -> Terms:

@@ -200,7 +200,7 @@ class DER(Method[DERSettings]):
         return ExpandingHead(dim, capacity)
 
     def base_key(self) -> dict[str, Any] | None:
-        return {"host": "DER", **base_settings(self.settings)}
+        return {"family": "DER", **base_settings(self.settings)}
 
     def grow(self, learner: Learner, stage: Stage, passes: Passes) -> None:
         """Freezes the backbone and goes on with its copy; a new head over all embeddings, for old classes too."""

@@ -125,7 +125,7 @@ class GDumb(Method[GDumbSettings]):
         return NormalisedHead(dim, capacity)
 
     def base_key(self) -> dict[str, Any] | None:
-        return {"host": "gdumb", **base_settings(self.settings)}
+        return {"family": "gdumb", **base_settings(self.settings)}
 
     def grow(self, learner: Learner, stage: Stage, passes: Passes) -> None:
         network, fresh = learner.network, generator(learner.seed, "head", stage.index)

@@ -6,12 +6,12 @@ from typing import final
 
 from engram.contract import Learner, Part, Passes, Phase, Stage, register
 from engram.core.rng import generator
-from engram.methods.blocks.lsc import Classify, HostMethod, HostSettings
+from engram.methods.blocks.lsc import Classify, LSCMethod, LSCSettings
 
 
 @final
-@register("joint", settings=HostSettings, title="All images of all classes seen (upper bound)", memory="all")
-class Joint(HostMethod[HostSettings]):
+@register("joint", settings=LSCSettings, title="All images of all classes seen (upper bound)", memory="all")
+class Joint(LSCMethod[LSCSettings]):
     """Forgets its weights, not its data: each stage trains a fresh network on everything."""
 
     uses_teacher = False

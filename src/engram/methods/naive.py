@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import final
 
 from engram.contract import Learner, Passes, Phase, Stage, register
-from engram.methods.blocks.lsc import Classify, HostMethod, HostSettings, main_phase
+from engram.methods.blocks.lsc import Classify, LSCMethod, LSCSettings, main_phase
 
 
 @final
 @register(
-    "naive", settings=HostSettings, title="No memory, no distillation (lower bound)", memory="none", shares_base=True
+    "naive", settings=LSCSettings, title="No memory, no distillation (lower bound)", memory="none", shares_base=True
 )
-class Naive(HostMethod[HostSettings]):
+class Naive(LSCMethod[LSCSettings]):
     """Trains on the new images alone. Without exemplars there are no class means, so CNN is its only predictor."""
 
     predictors = ("cnn",)

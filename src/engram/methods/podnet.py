@@ -13,11 +13,11 @@ from torch import Tensor
 
 from engram.contract import Learner, Passes, Phase, RecipeHints, Stage, Step, Terms, register, setting
 from engram.methods.blocks import losses
-from engram.methods.blocks.lsc import LSC_NME, HostMethod, HostSettings, distilled, host_phases, stage_weight
+from engram.methods.blocks.lsc import LSC_NME, LSCMethod, LSCSettings, distilled, lsc_phases, stage_weight
 
 
 @dataclass(frozen=True)
-class PODNetSettings(HostSettings):
+class PODNetSettings(LSCSettings):
     """PODNet's settings beside the host's; the defaults are those of the CNN recipe on CIFAR-100.
 
     lambda_spatial is 5 in the NME recipe; ImageNet has lambda_flat 10 and lambda_spatial 8.
@@ -72,12 +72,12 @@ def pod_distances(step: Step) -> dict[str, Tensor]:
     shares_base=True,
     recipes=RecipeHints(nme={**LSC_NME, "lambda_spatial": 5.0}, imagenet=IMAGENET),
 )
-class PODNet(HostMethod[PODNetSettings]):
+class PODNet(LSCMethod[PODNetSettings]):
     """Distils the embedding and the maps pooled over rows and over columns."""
 
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
         weights = pod_weights(self.settings, stage)
-        return host_phases(self.settings, learner, stage, passes, self.loss, weights)
+        return lsc_phases(self.settings, learner, stage, passes, self.loss, weights)
 
     def loss(self, step: Step) -> Terms:
         """Classification, and the flat and the spatial term with their weights."""

@@ -12,14 +12,14 @@ from torch import Tensor
 from engram.contract import Learner, Output, Passes, Phase, RecipeHints, Stage, Step, Terms, register, setting
 from engram.methods.afc import AFCSettings, discrepancy
 from engram.methods.blocks import losses
-from engram.methods.blocks.lsc import LSC_NME, HostMethod, HostSettings, distilled, host_phases, stage_weight
+from engram.methods.blocks.lsc import LSC_NME, LSCMethod, LSCSettings, distilled, lsc_phases, stage_weight
 from engram.nn.heads import Head
 
 Distance = Callable[[Output, Output], Tensor]
 
 
 @dataclass(frozen=True)
-class MapsSettings(HostSettings):
+class MapsSettings(LSCSettings):
     """The host's settings and the weight of the one distillation term.
 
     growing: the weight is lambda_maps * sqrt(classes seen / new classes), else lambda_maps at every stage.
@@ -46,13 +46,13 @@ def maps_phases(
 ) -> list[Phase]:
     """The host's phases with this distance as the one distillation term."""
     weight = stage_weight(settings.lambda_maps, stage) if settings.growing else settings.lambda_maps
-    return host_phases(settings, learner, stage, passes, Preserve(settings, distance), {"maps": weight})
+    return lsc_phases(settings, learner, stage, passes, Preserve(settings, distance), {"maps": weight})
 
 
 MapsSettingsT = TypeVar("MapsSettingsT", bound=MapsSettings)
 
 
-class MapsMethod(HostMethod[MapsSettingsT]):
+class MapsMethod(LSCMethod[MapsSettingsT]):
     """A row whose distance needs the two outputs alone; each adds that distance."""
 
     @staticmethod
@@ -153,7 +153,7 @@ class Attention:
     shares_base=True,
     recipes=RecipeHints(nme=LSC_NME),
 )
-class GradCAM(HostMethod[GradCAMSettings]):
+class GradCAM(LSCMethod[GradCAMSettings]):
     """Distils where in the last map the student's best old class is seen."""
 
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
@@ -246,12 +246,12 @@ class POD(MapsMethod[PODSettings]):
     shares_base=True,
     recipes=RecipeHints(nme=LSC_NME),
 )
-class Uniform(HostMethod[AFCSettings]):
+class Uniform(LSCMethod[AFCSettings]):
     """Distils feature maps, all channels alike."""
 
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
         weights = {"discrepancy": stage_weight(self.settings.lambda_disc, stage)}
-        return host_phases(self.settings, learner, stage, passes, self.loss, weights)
+        return lsc_phases(self.settings, learner, stage, passes, self.loss, weights)
 
     def loss(self, step: Step) -> Terms:
         """Classification plus the discrepancy with importance 1."""

@@ -110,7 +110,7 @@ class CosineMethod(Method[CosineSettingsT]):
         return CosineHead(dim, capacity)
 
     def base_key(self) -> dict[str, Any] | None:
-        return {"host": "cosine", **base_settings(self.settings)}
+        return {"family": "cosine", **base_settings(self.settings)}
 
     def grow(self, learner: Learner, stage: Stage, passes: Passes) -> None:
         imprint(learner, stage, passes)

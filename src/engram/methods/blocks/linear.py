@@ -100,4 +100,4 @@ class LinearMethod(Method[SettingsT]):
         learner.network.head.grow(stage.num_new, generator(learner.seed, "head", stage.index))
 
     def base_key(self) -> dict[str, Any] | None:
-        return {"host": "linear", **base_settings(self.settings)}
+        return {"family": "linear", **base_settings(self.settings)}

@@ -50,7 +50,7 @@ DIFFERENCES: dict[str, dict[Variant, Any]] = {
 
 
 @dataclass(frozen=True)
-class HostSettings(Settings):
+class LSCSettings(Settings):
     """The settings of the host; the defaults are those of the CNN recipe on CIFAR-100.
 
     variant chooses a reading where the paper and the released code differ: "released" gave the paper's tables. Each
@@ -78,20 +78,20 @@ class HostSettings(Settings):
         return DIFFERENCES[difference][self.variant] if value is None else value
 
 
-def host_base_key(settings: HostSettings) -> dict[str, Any]:
+def lsc_base_key(settings: LSCSettings) -> dict[str, Any]:
     """What determines the base stage of every method on this host, with the readings that hold."""
     key = base_settings(settings)
     readings = {name: settings.reading(name) for name in DIFFERENCES if name in key}
-    return {"host": "lsc", **key, **readings}
+    return {"family": "lsc", **key, **readings}
 
 
-def lsc_head(settings: HostSettings, dim: int, capacity: int) -> LSCHead:
+def lsc_head(settings: LSCSettings, dim: int, capacity: int) -> LSCHead:
     """The head that these settings ask for."""
     similarity = settings.reading("similarity")
     return LSCHead(dim, capacity, settings.proxies, settings.sharpness, similarity, settings.learned_scale)
 
 
-def classification_loss(settings: HostSettings, step: Step) -> Tensor:
+def classification_loss(settings: LSCSettings, step: Step) -> Tensor:
     """The NCA loss of each sample (B,), in the reading these settings ask for."""
     student = step.student
     if settings.reading("classification") == "released":
@@ -99,7 +99,7 @@ def classification_loss(settings: HostSettings, step: Step) -> Tensor:
     return losses.nca_paper(student.logits, step.labels, student.scale, settings.margin)
 
 
-def distilled(settings: HostSettings, step: Step, **distances: Tensor) -> Terms:
+def distilled(settings: LSCSettings, step: Step, **distances: Tensor) -> Terms:
     """The classification term, and each distance of student and teacher times the phase's weight of that name."""
     return {"classification": classification_loss(settings, step).mean(), **weighted(step, **distances)}
 
@@ -118,7 +118,7 @@ def stage_weight(weight: float, stage: Stage) -> float:
 class Classify:
     """A loss that is the classification term alone. Two with the same settings are equal: one recording serves both."""
 
-    settings: HostSettings
+    settings: LSCSettings
 
     def __call__(self, step: Step) -> Terms:
         return {"classification": classification_loss(self.settings, step).mean()}
@@ -143,7 +143,7 @@ def imprint_proxies(learner: Learner, stage: Stage, passes: Passes) -> None:
 
 
 def main_phase(
-    settings: HostSettings,
+    settings: LSCSettings,
     stage: Stage,
     loss: Callable[[Step], Terms],
     *,
@@ -164,7 +164,7 @@ def main_phase(
     )
 
 
-def balanced_phase(settings: HostSettings, learner: Learner, stage: Stage, passes: Passes) -> Phase:
+def balanced_phase(settings: LSCSettings, learner: Learner, stage: Stage, passes: Passes) -> Phase:
     """Fine-tuning on as many images of each class as the memory keeps; all proxies move and nothing else.
 
     The new classes' images are chosen by the model as it is when the phase starts.
@@ -180,8 +180,8 @@ def balanced_phase(settings: HostSettings, learner: Learner, stage: Stage, passe
     )
 
 
-def host_phases(
-    settings: HostSettings,
+def lsc_phases(
+    settings: LSCSettings,
     learner: Learner,
     stage: Stage,
     passes: Passes,
@@ -200,17 +200,17 @@ def host_phases(
     return phases
 
 
-HostSettingsT = TypeVar("HostSettingsT", bound=HostSettings)
+LSCSettingsT = TypeVar("LSCSettingsT", bound=LSCSettings)
 
 
-class HostMethod(Method[HostSettingsT]):
+class LSCMethod(Method[LSCSettingsT]):
     """What all methods on this host have in common; each adds its phases and, if it has one, its own loss."""
 
     def head(self, dim: int, capacity: int) -> Head:
         return lsc_head(self.settings, dim, capacity)
 
     def base_key(self) -> dict[str, Any] | None:
-        return host_base_key(self.settings)
+        return lsc_base_key(self.settings)
 
     def grow(self, learner: Learner, stage: Stage, passes: Passes) -> None:
         imprint_proxies(learner, stage, passes)
