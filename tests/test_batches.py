@@ -21,7 +21,7 @@ from engram.engine.batch_plan import Cut, Mixing, plan_epochs, plan_mixing
 from engram.engine.sgd import FlatSGD
 from engram.experiment.session import PhasePlan, Session
 from engram.experiment.stage_work import STEP_COST
-from engram.methods.blocks.linear import EVERYTHING
+from engram.methods.blocks.phases import EVERYTHING
 from helpers import (
     NO_AUGMENTATION,
     assert_resumes_to,

@@ -18,7 +18,7 @@ from engram.methods.blocks.lsc import LSC_NME, LSCMethod, LSCSettings, lsc_phase
     recipes=RecipeHints(nme=LSC_NME),
 )
 class Replay(LSCMethod[LSCSettings]):
-    """Trains on the new images and the exemplars together, then balances the head."""
+    """Trains on the new images and the exemplars together, then fine-tunes the head on a balanced set."""
 
     uses_teacher = False
 
