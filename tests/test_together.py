@@ -33,11 +33,10 @@ from engram.core.events import (
     Stopped,
     Warned,
 )
-from engram.experiment.base_cache import StageCache
-from engram.experiment.parallel import Workers, plan_members, short_turns
+from engram.experiment.base_cache import StageCache, user_cache
+from engram.experiment.parallel import Workers, fast_switching, plan_members
 from engram.experiment.run_config import directory_name
 from engram.experiment.runner import resume
-from engram.experiment.shared_base import user_cache
 from engram.methods.blocks.lsc import LSCMethod
 from engram.runs.directory import CHECKPOINT, RunDirectory
 from helpers import timeless
@@ -526,7 +525,7 @@ def test_tf32_is_not_run_beside_anything_else(monkeypatch: pytest.MonkeyPatch, t
 
 def test_short_turns_end_with_the_last_who_wanted_them() -> None:
     before = sys.getswitchinterval()
-    first, second = short_turns(), short_turns()
+    first, second = fast_switching(), fast_switching()
     first.__enter__()
     second.__enter__()
     assert sys.getswitchinterval() < before
