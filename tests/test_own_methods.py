@@ -82,7 +82,7 @@ def test_an_error_in_a_method_is_told_with_its_place_and_mended_the_run_goes_on(
     write(tmp_path, kept='(1.0 * step.buffers["factor"] if len(step.buffers) else 1.0)')
     edited = call(tmp_path, "resume", "run", "--threads", "1", "--quiet")
     assert edited.returncode == 0, edited.stderr
-    assert "was not trained so far with the code that its method own has now" in edited.stderr, "quiet, but not silent"
+    assert "the code of the method own was changed since" in edited.stderr, "quiet, but not silent"
 
 
 def test_the_contract_is_tested_of_a_method_from_outside(tmp_path: Path) -> None:

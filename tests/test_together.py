@@ -226,9 +226,9 @@ def test_what_is_in_the_way_is_refused_before_anything_starts(tmp_path: Path) ->
     for name in ("", "a/b", "..", ".lock"):
         refused("cannot be called", {name: make_config()})
     refused("1 to 6 classes", {"a": make_config(), "b": make_config(base=7)})
-    with pytest.raises(EngramError, match="at least one run at a time"):
+    with pytest.raises(EngramError, match="runs at a time must be at least 1"):
         list(run_together(configs(), make_store(), tmp_path / "new", at_once=0))
-    with pytest.raises(EngramError, match="at most 30 runs at a time, got 31"):
+    with pytest.raises(EngramError, match="runs at a time must be at most 30, got 31"):
         list(run_together(configs(), make_store(), tmp_path / "new", at_once=31))
 
 
@@ -523,7 +523,7 @@ def test_tf32_is_not_run_beside_anything_else(monkeypatch: pytest.MonkeyPatch, t
     assert not any(tmp_path.iterdir())
 
 
-def test_short_turns_end_with_the_last_who_wanted_them() -> None:
+def test_the_last_context_restores_the_switch_interval() -> None:
     before = sys.getswitchinterval()
     first, second = fast_switching(), fast_switching()
     first.__enter__()

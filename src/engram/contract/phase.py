@@ -84,7 +84,7 @@ class Phase:
     train: the parts of the network that are trained.
     teacher: the loss sees the teacher's output.
     weights: loss weights by name; they may change from stage to stage.
-    augment: images are cropped, mirrored and brightened at random, or used as they are.
+    augment: images are cropped, mirrored and brightened at random, else used unchanged.
     frozen: the network runs with its running statistics, and only the head can be trained.
     start: called when the phase starts, before `rows`, and not again when the phase is resumed.
     extensions: what else a step does.
