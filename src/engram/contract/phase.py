@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Step:
-    """What a loss sees of one training step: tensors of fixed shapes.
+    """The input of a loss in one training step: tensors of fixed shapes.
 
     labels: (B,). exemplar: (B,) bool, true for images of the memory. teacher: None in phases without one. weights: the
     phase's loss weights by name, (). buffers: the method's tensors in the learner, by name. arrival: (K,), the stage
@@ -109,7 +109,7 @@ class Phase:
         assert not (self.frozen and Part.BACKBONE in self.train), "a frozen network's backbone cannot train"
 
     def recording_key(self) -> Hashable:
-        """What a recorded step of this phase depends on: every field but those marked as planned."""
+        """The key of a recorded step of this phase: every field except those marked as planned."""
         return tuple(each.metadata.get("key", _identity)(getattr(self, each.name)) for each in fields(self))
 
     @property

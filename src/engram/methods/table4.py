@@ -222,7 +222,7 @@ class PODSettings(MapsSettings):
 @register_row(
     "pod",
     settings=PODSettings,
-    title="PODNet's spatial term alone",
+    title="Only PODNet's spatial term",
     paper="Douillard et al., ECCV 2020; AFC's Table 4: PODNet",
     nme={"lambda_maps": 5.0},
 )

@@ -54,7 +54,7 @@ class Block(nn.Module):
 
 
 @dataclass(frozen=True)
-class Group:
+class BlockGroup:
     """A sequence of blocks of one width; the first has the stride. Its output is one distillation map.
 
     pooled: a 3x3 max pooling with stride 2 comes first. projected: see Block. rectified: a ReLU ends every block except
@@ -72,7 +72,7 @@ class Group:
 class ResNet(nn.Module):
     """Images (B, 3, H, W) to one map per group and the embedding (B, D)."""
 
-    def __init__(self, groups: Sequence[Group], generator: torch.Generator) -> None:
+    def __init__(self, groups: Sequence[BlockGroup], generator: torch.Generator) -> None:
         super().__init__()
         self.specification = tuple(groups)
         width = groups[0].width
@@ -147,24 +147,24 @@ def both_means(maps: Tensor) -> Tensor:
 
 def resnet32(generator: torch.Generator) -> ResNet:
     """The CIFAR backbone: 5 blocks of 16, 5 of 32, 4 of 64, then 1 of 64; embedding 64."""
-    return ResNet([Group(16, 5), Group(32, 5, 2), Group(64, 4, 2), Group(64, 1)], generator)
+    return ResNet([BlockGroup(16, 5), BlockGroup(32, 5, 2), BlockGroup(64, 4, 2), BlockGroup(64, 1)], generator)
 
 
 def resnet10(generator: torch.Generator) -> ResNet:
     """A small backbone for tiny images and CPUs: resnet32 with one block per group; embedding 64."""
-    return ResNet([Group(16, 1), Group(32, 1, 2), Group(64, 1, 2), Group(64, 1)], generator)
+    return ResNet([BlockGroup(16, 1), BlockGroup(32, 1, 2), BlockGroup(64, 1, 2), BlockGroup(64, 1)], generator)
 
 
 def resnet18(generator: torch.Generator) -> ResNet:
     """The ImageNet backbone: stem with max pooling, then 2 blocks each of 64, 128, 256 and 512; embedding 512."""
     kind = {"projected": True, "rectified": True}
-    groups = [Group(64, 2, pooled=True, **kind), *(Group(width, 2, 2, **kind) for width in (128, 256, 512))]
+    groups = [BlockGroup(64, 2, pooled=True, **kind), *(BlockGroup(width, 2, 2, **kind) for width in (128, 256, 512))]
     return ResNet(groups, generator)
 
 
 def resnet18_small(generator: torch.Generator) -> ResNet:
     """A wide backbone for small images: resnet32's stem and blocks, 2 each of 64, 128, 256 and 512; embedding 512."""
-    return ResNet([Group(64, 2), Group(128, 2, 2), Group(256, 2, 2), Group(512, 2, 2)], generator)
+    return ResNet([BlockGroup(64, 2), BlockGroup(128, 2, 2), BlockGroup(256, 2, 2), BlockGroup(512, 2, 2)], generator)
 
 
 BACKBONES: dict[str, Callable[[torch.Generator], ResNet]] = {
