@@ -21,7 +21,7 @@ from engram.experiment.recipes import recipe
 from engram.experiment.runner import run
 from engram.experiment.session import Session
 from engram.methods.afc import AFC, AFCSettings
-from engram.methods.blocks.lsc import HostSettings
+from engram.methods.blocks.lsc import LSCSettings
 from engram.methods.table4 import Uniform
 from engram.nn.heads import LSCHead
 from engram.nn.network import Part
@@ -388,5 +388,5 @@ def test_every_method_on_the_host_takes_its_settings() -> None:
     for name in ("afc", "uniform"):
         assert isinstance(tiny_config(name).settings, AFCSettings)
     for name in ("replay", "naive", "joint"):
-        assert type(tiny_config(name).settings) is HostSettings
+        assert type(tiny_config(name).settings) is LSCSettings
     assert all(issubclass(cls, Method) for cls in (AFC, Uniform))

@@ -20,8 +20,8 @@ from engram.engine.planning import plan_epochs
 from engram.engine.sgd import FlatSGD
 from engram.experiment.session import PhasePlan, Session
 from engram.experiment.stage_work import STEP_COST
-from engram.methods.blocks.linear import EVERYTHING
 from engram.methods.blocks.mixing import CutMix, Mixed, paste_box, plan_boxes
+from engram.methods.blocks.phases import EVERYTHING
 from engram.methods.blocks.second_stream import SecondStream
 from helpers import (
     NO_AUGMENTATION,
@@ -199,9 +199,9 @@ def test_boxes_are_their_formula() -> None:
     down, across = (torch.randint(extent, (300,), generator=draws).tolist() for extent in (32, 20))
     for at, box in enumerate(boxes.tolist()):
         side = float((1 - lambdas[at]).sqrt())
-        halves = [int(side * 32) // 2, int(side * 20) // 2] if mixed[at] else [0, 0]
-        expected = [max(0, down[at] - halves[0]), min(32, down[at] + halves[0])]
-        expected += [max(0, across[at] - halves[1]), min(20, across[at] + halves[1])]
+        split_halves = [int(side * 32) // 2, int(side * 20) // 2] if mixed[at] else [0, 0]
+        expected = [max(0, down[at] - split_halves[0]), min(32, down[at] + split_halves[0])]
+        expected += [max(0, across[at] - split_halves[1]), min(20, across[at] + split_halves[1])]
         assert box == expected
         if not mixed[at]:
             assert shares[at] == 1

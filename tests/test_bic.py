@@ -203,7 +203,7 @@ def test_the_factor_is_held_only_where_one_class_is_new() -> None:
 
 
 def test_a_memory_of_one_exemplar_a_class_is_refused() -> None:
-    with pytest.raises(EngramError, match="in stage 1 no old class has two; give a larger memory"):
+    with pytest.raises(EngramError, match="in stage 1 no old class has two; use a larger memory"):
         bic_session(memory=1).plan()
 
 

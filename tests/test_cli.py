@@ -306,7 +306,7 @@ def test_corrupt_image_is_named_and_can_be_skipped(engram: Engram, mutable_photo
     assert_refused(engram(*run), "bee/03.png", "--skip-bad")
     outcome = engram(*run, "--skip-bad", "--stop-after-stage", "0")
     assert outcome.status == 0
-    assert "warning: 1 unreadable images were left out: bee/03.png" in outcome.out
+    assert "warning: 1 unreadable images were skipped: bee/03.png" in outcome.out
 
 
 def test_empty_class_folder(engram: Engram, mutable_photos: Path) -> None:

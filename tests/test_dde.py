@@ -29,8 +29,8 @@ from engram.methods.dde import (
     NeighbourLogits,
     Neighbours,
     TrackMomentum,
-    effect_of,
     fit_removal,
+    momentum_effect,
     nearest,
     neighbour_entropy,
 )
@@ -328,7 +328,7 @@ def test_old_images_are_ranked_against_the_one_new_class_and_not_against_the_bat
 @hosts
 def test_the_direction_is_the_decaying_sum_of_the_batches_means_and_starts_anew_each_stage(method: str) -> None:
     session = tiny_session(tiny_config(method))
-    effect = effect_of(session.learner.network)
+    effect = momentum_effect(session.learner.network)
     for index in range(3):
         stage = session.stage(index)
         before = effect.moving.clone()
@@ -381,7 +381,7 @@ def test_predictions_are_freed_of_half_the_effect_after_the_base(method: str) ->
     pixels = torch.from_numpy(np.ascontiguousarray(images))
     for index in range(2):
         learn_stage(session, index)
-        effect = effect_of(network)
+        effect = momentum_effect(network)
         assert effect.factors.tolist() == [0, 0.5 * index]
         embedding, scores = session.engine.infer(network, pixels)
         network.head.adjustments.clear()
@@ -444,7 +444,7 @@ def test_a_saved_model_predicts_as_it_did(method: str) -> None:
 def test_after_the_base_stage_nothing_is_taken_away(method: str, removal: str) -> None:
     session = tiny_session(tiny_config(method).with_settings(dde__removal=removal))
     learn_stage(session, 0)
-    effect = effect_of(session.learner.network)
+    effect = momentum_effect(session.learner.network)
     assert effect.moving.any()
     assert not effect.factors.any()
 
@@ -459,8 +459,10 @@ def test_no_direction_yet_has_no_effect() -> None:
 def test_settings_may_leave_the_removal_or_the_neighbours_out() -> None:
     session, stage = at_second_stage("ucir-dde", dde__removal="none", dde__neighbours=0)
     assert main_phase(session, stage).extensions == (TrackMomentum(),)
-    assert not effect_of(session.learner.network).factors.any()
-    assert effect_of(at_second_stage("ucir-dde", dde__strength=0.2)[0].learner.network).factors[1] == pytest.approx(0.2)
+    assert not momentum_effect(session.learner.network).factors.any()
+    assert momentum_effect(at_second_stage("ucir-dde", dde__strength=0.2)[0].learner.network).factors[
+        1
+    ] == pytest.approx(0.2)
 
 
 # The learned removal
@@ -474,7 +476,7 @@ def test_a_learned_removal_lowers_the_entropy_of_the_balanced_set(method: str) -
     samples = learner.memory.samples()
     assert samples is not None
     embedding = session.engine.embed(learner.network, samples.images)
-    effect, labels = effect_of(learner.network), samples.labels
+    effect, labels = momentum_effect(learner.network), samples.labels
 
     def entropy(before: float, moving: float) -> float:
         effect.remove(before, moving)
@@ -495,7 +497,7 @@ def test_the_learned_removal_is_adam_on_the_formula() -> None:
     session = tiny_session(tiny_config("ucir-dde").with_settings(dde__removal="learned"))
     stage = [learn_stage(session, index) for index in range(3)][-1]
     learner = session.learner
-    head, effect = learner.network.head, effect_of(learner.network)
+    head, effect = learner.network.head, momentum_effect(learner.network)
     settings = DDESettings(removal="learned", fit_epochs=6, fit_rate=0.3)  # far enough to have to turn back
     random = np.random.default_rng(0)
     given, labels = random.normal(size=(20, effect.moving.shape[0])), random.integers(0, 6, 20)
@@ -552,7 +554,7 @@ def test_one_class_at_a_time_trains_to_finite_numbers(method: str, batch_size: i
         learn_stage(session, index)
     state = parameters_of(session.learner.network) | buffers_of(session.learner.network)
     assert all(bool(value.isfinite().all()) for value in state.values())
-    assert effect_of(session.learner.network).moving.any()
+    assert momentum_effect(session.learner.network).moving.any()
 
 
 @hosts
@@ -569,11 +571,11 @@ def test_the_work_of_neighbours_is_in_the_plan(method: str) -> None:
 @hosts
 def test_ten_neighbours_and_one_of_the_first_where_there_are_many_classes(method: str) -> None:
     settings = recipe(f"{method}-cifar100-b50-s10").settings.dde  # pyright: ignore[reportAttributeAccessIssue]
-    assert settings.around(make_stage(1, 50, [0, 50])) == Neighbours(10)
-    assert settings.around(make_stage(1, 499, [499])) == Neighbours(10)
-    assert settings.around(make_stage(1, 500, [500])) == Neighbours(1, first=10_000)
-    assert settings.around(make_stage(0, 0, [0, 1])) is None
-    assert DDESettings(neighbours=3).around(make_stage(1, 500, [500])) == Neighbours(3, first=10_000)
+    assert settings.neighbour_search(make_stage(1, 50, [0, 50])) == Neighbours(10)
+    assert settings.neighbour_search(make_stage(1, 499, [499])) == Neighbours(10)
+    assert settings.neighbour_search(make_stage(1, 500, [500])) == Neighbours(1, first=10_000)
+    assert settings.neighbour_search(make_stage(0, 0, [0, 1])) is None
+    assert DDESettings(neighbours=3).neighbour_search(make_stage(1, 500, [500])) == Neighbours(3, first=10_000)
     assert (settings.removal, settings.strength) == ("fixed", 0.5)
 
 

@@ -42,7 +42,7 @@ from engram.core.events import (
     Working,
 )
 from engram.experiment.session import Session
-from engram.experiment.stage_work import AFTER, Meter, Outlook
+from engram.experiment.stage_work import AFTER, StepTimer, TimeEstimate
 
 RESULT = {
     "recipe": "afc-mini-b10-s5",
@@ -143,7 +143,7 @@ def test_a_lesson_is_called_one_and_its_phases_as_people_do() -> None:
 
 def test_the_rate_is_that_of_the_last_seconds() -> None:
     now = 0.0
-    meter = Meter(100, lambda: now)
+    meter = StepTimer(100, lambda: now)
     shown: list[float] = []
     for number in range(100):  # as on a GPU: of every four steps the last takes all the time
         now += 0.4 if number % 4 == 3 else 0.0
@@ -163,18 +163,18 @@ def test_the_rate_is_that_of_the_last_seconds() -> None:
 def test_time_left_is_told_from_steps_that_compile_nothing_and_what_follows_a_stage(
     store: ImageStore, config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def step(meter: Meter) -> float:
+    def step(meter: StepTimer) -> float:
         meter.steps += 1
         return 100.0 if meter.steps == 1 else 1.0
 
-    note = Outlook.stage
+    note = TimeEstimate.stage
 
     def reports(after: dict[str, float]) -> list[Progress]:
-        monkeypatch.setattr(Outlook, "stage", lambda outlook, stage, _: note(outlook, stage, after))
+        monkeypatch.setattr(TimeEstimate, "stage", lambda outlook, stage, _: note(outlook, stage, after))
         return [event for event in run(config, store) if isinstance(event, Progress)]
 
-    monkeypatch.setattr(Meter, "step", step)
-    monkeypatch.setattr(Meter, "due", lambda _: True)
+    monkeypatch.setattr(StepTimer, "step", step)
+    monkeypatch.setattr(StepTimer, "due", lambda _: True)
     plans = Session(config, store).plan()
     base = plans[0].phases[0]
     of_a_step = base.work / (base.epochs * base.steps)

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from engram import EngramError, recipe
-from engram.methods.geodl import GeoDLSettings, features, flow, geodesic_distance, geodesic_similarity, orthonormal
+from engram.methods.geodl import (
+    GeoDLSettings,
+    geodesic_distance,
+    geodesic_flow,
+    geodesic_similarity,
+    polar_factor,
+    pool_quarters,
+)
 from helpers import drift, learn_stage, parameters_of, tiny_config, tiny_session
 
 
@@ -58,7 +65,7 @@ def closed_flow(theirs: Tensor, ours: Tensor) -> np.ndarray:
 
 
 def as_matrix(theirs: Tensor, ours: Tensor) -> np.ndarray:
-    start, end, squares, products = flow(theirs, ours)
+    start, end, squares, products = geodesic_flow(theirs, ours)
     return (
         start.T @ squares @ start + start.T @ products @ end + end.T @ products @ start + end.T @ squares @ end
     ).numpy()
@@ -108,12 +115,12 @@ def test_orthonormal_brings_singular_values_to_one_and_leaves_zero() -> None:
     random = torch.Generator().manual_seed(0)
     matrix = torch.randn(6, 9, generator=random, dtype=torch.float64)
     matrix[5] = matrix[:5].sum(dim=0)
-    values = torch.linalg.svdvals(orthonormal(matrix))
+    values = torch.linalg.svdvals(polar_factor(matrix))
     np.testing.assert_allclose(values, [1, 1, 1, 1, 1, 0], atol=1e-8)
 
 
 def test_a_weak_direction_counts_whole_and_one_that_is_hardly_there_less() -> None:
-    values = torch.linalg.svdvals(orthonormal(torch.diag(torch.tensor([1.0, 1e-4, 1e-7], dtype=torch.float64))))
+    values = torch.linalg.svdvals(polar_factor(torch.diag(torch.tensor([1.0, 1e-4, 1e-7], dtype=torch.float64))))
     np.testing.assert_allclose(values[:2], 1, atol=1e-8)
     assert 0 < values[2] < 0.1
 
@@ -174,7 +181,7 @@ def test_features_are_the_means_of_the_quarters() -> None:
             for left in (0, 3)
         ]
         slow.append([value / np.sqrt(sum(v * v for v in row)) for value in row])
-    np.testing.assert_allclose(features(torch.tensor(maps)).numpy(), slow, rtol=1e-5)
+    np.testing.assert_allclose(pool_quarters(torch.tensor(maps)).numpy(), slow, rtol=1e-5)
 
 
 def test_a_larger_lambda_holds_the_features() -> None:

@@ -16,11 +16,11 @@ from engram.core.events import BaseReused, RunFinished, StageFinished, Warned
 from engram.engine import Engine, PhaseLoop
 from engram.engine.capture import CapturedStep
 from engram.experiment.base_cache import StageCache
-from engram.experiment.execution import Execution
+from engram.experiment.execution import RunExecution
 from engram.experiment.session import Session
 from engram.methods.dde import NeighbourLogits
 from engram.methods.mas import squared_length
-from engram.methods.mnemonics import convolution_weights, factored
+from engram.methods.mnemonics import as_factored, convolution_weights
 from engram.nn.network import Network
 from helpers import learn_stage, tiny_config, tiny_session, toy_store
 
@@ -95,7 +95,7 @@ def test_a_recording_serves_every_stage(method: str) -> None:
     config = make_config(method, device="cuda", increment=1, settings__train__remainder="drop")
     session = Session(config, make_store(train=24))
     recorded: list[set[int]] = []
-    for event in Execution(session, None, None, None, 10, None).events(resumed=False):
+    for event in RunExecution(session, None, None, None, 10, None).events(resumed=False):
         assert not (isinstance(event, Warned) and "cannot be recorded" in event.message)
         if isinstance(event, StageFinished) and event.stage > 0:
             recorded.append({id(step) for _, step in session.engine._recordings.values()})
@@ -172,7 +172,7 @@ def assert_recorded_as_it_is(config: RunConfig, store: ImageStore | None = None)
     def learned(capture: bool) -> dict[str, torch.Tensor]:
         session = tiny_session(config, store)
         session.engine.capture = capture
-        for event in Execution(session, None, None, None, 10, None).events(resumed=False):
+        for event in RunExecution(session, None, None, None, 10, None).events(resumed=False):
             assert not (isinstance(event, Warned) and "cannot be recorded" in event.message)
         return session.learner.state_dict()
 
@@ -206,7 +206,7 @@ def test_what_a_parameter_matters_is_what_it_is_on_a_cpu(precision: str) -> None
 @pytest.mark.parametrize(("precision", "bound"), [("bf16", 0.03), ("float32", 1e-5)])
 def test_our_kernels_say_of_an_expanded_network_what_the_modules_say(precision: str, bound: float) -> None:
     session = tiny_session(tiny_config("der", epochs=4, finetune=4, device="cuda", precision=precision))
-    for _ in Execution(session, None, None, None, 10, None).events(resumed=False):
+    for _ in RunExecution(session, None, None, None, 10, None).events(resumed=False):
         pass
     engine, network = session.engine, session.learner.network
     images = torch.from_numpy(session.store.test.images)
@@ -250,14 +250,14 @@ def test_learned_exemplars_and_factors_are_the_same_recorded_and_eager(precision
         config = config.with_settings(variant=variant, tune__lr=20.0, tune__weight_decay=0)
         session = tiny_session(config)
         session.engine.capture = capture
-        for event in Execution(session, None, None, None, 10, None).events(resumed=False):
+        for event in RunExecution(session, None, None, None, 10, None).events(resumed=False):
             assert not (isinstance(event, Warned) and "cannot be recorded" in event.message)
         return session
 
     eager, recorded = learned(capture=False), learned(capture=True)
     for name, value in eager.learner.state_dict().items():
         assert torch.equal(value, recorded.learner.state_dict()[name]), name
-    network = factored(recorded.learner.network)
+    network = as_factored(recorded.learner.network)
     assert network.factors is not None
     for base, factor, weight in zip(
         network.factors.bases, network.factors.values, convolution_weights(network.backbone), strict=True

@@ -16,9 +16,9 @@ from engram.contract.learner import Learner
 from engram.data.memory import Memory, MemoryConfig
 from engram.methods.bic import CorrectedHead
 from engram.methods.blocks.losses import nca_paper, nca_released
-from engram.methods.blocks.lsc import Classify, HostSettings
+from engram.methods.blocks.lsc import Classify, LSCSettings
 from engram.methods.gdumb import NormalisedHead
-from engram.nn.backbones import Group, ResNet
+from engram.nn.backbones import BlockGroup, ResNet
 from engram.nn.heads import CosineHead, Head, LinearHead, LSCHead
 from engram.nn.network import Network, Part
 from helpers import (
@@ -49,7 +49,7 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 def tiny_network(head: Head, seed: int = 0) -> Network:
     """A network with a backbone of two narrow groups."""
-    backbone = ResNet([Group(4, 1), Group(8, 1, 2)], seeded(seed))
+    backbone = ResNet([BlockGroup(4, 1), BlockGroup(8, 1, 2)], seeded(seed))
     return Network(backbone, head, (0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
 
 
@@ -333,7 +333,7 @@ def test_rows_beyond_the_first_capacity_are_trained(kind: str) -> None:
             name="main",
             images=len(labels),
             rows=lambda stage=stage: stage.all_rows,
-            loss=Classify(HostSettings()),
+            loss=Classify(LSCSettings()),
             train=everything,
             training=training,
         )

@@ -36,7 +36,7 @@ from engram.kernels import launch  # noqa: E402
 from engram.kernels.launch import ARITHMETIC, Arithmetic, Conv, Norm, NormGradient, Scratch  # noqa: E402
 from engram.methods.blocks.mixing import paste_box  # noqa: E402
 from engram.methods.der import ExpandingBackbone  # noqa: E402
-from engram.nn.backbones import Block, Group, ResNet  # noqa: E402
+from engram.nn.backbones import Block, BlockGroup, ResNet  # noqa: E402
 from engram.nn.heads import CosineHead  # noqa: E402
 from engram.nn.network import Network  # noqa: E402
 
@@ -451,7 +451,7 @@ def test_augmentation_is_that_of_the_plain_step(arithmetic: Arithmetic) -> None:
 def test_the_update_is_that_of_the_plain_optimiser(clip: float | None, arithmetic: Arithmetic) -> None:
     draw = Draw()
     head = CosineHead(16, 3)
-    network = Network(ResNet([Group(16, 1)], draw.generator), head, (0.5,) * 3, (0.5,) * 3).to(DEVICE)
+    network = Network(ResNet([BlockGroup(16, 1)], draw.generator), head, (0.5,) * 3, (0.5,) * 3).to(DEVICE)
     theirs = FlatSGD(network)
     theirs.mask.copy_(draw.uniform(0, 1, len(theirs.mask)) > 0.3)
     shadowed = len(theirs.values) - 100
@@ -484,7 +484,7 @@ def test_the_update_keeps_what_is_not_a_number() -> None:
 # Backbones
 
 
-def make_backbone(groups: list[Group], seed: int = 0) -> ResNet:
+def make_backbone(groups: list[BlockGroup], seed: int = 0) -> ResNet:
     """A backbone whose weights are bf16 numbers and whose norms do something."""
     generator = torch.Generator().manual_seed(seed)
     backbone = ResNet(groups, generator)
@@ -579,7 +579,7 @@ def statistics(backbone: ResNet) -> list[Tensor]:
 
 
 SIZE = (6, 10)
-GROUPS = [Group(16, 2), Group(16, 1), Group(32, 1, 2)]
+GROUPS = [BlockGroup(16, 2), BlockGroup(16, 1), BlockGroup(32, 1, 2)]
 
 
 class Pass:
@@ -695,7 +695,7 @@ def test_the_same_pass_gives_the_same_bits_and_the_gradients_anew(passed: Pass) 
 def test_values_changed_by_other_means_are_taken_over(arithmetic: Arithmetic) -> None:
     images, made = make_images(3, (4, 6), arithmetic), []
     for seed in (0, 1):
-        backbone = make_backbone([Group(16, 1)], seed)
+        backbone = make_backbone([BlockGroup(16, 1)], seed)
         values = flat([parameter.data for parameter in backbone.parameters()])
         made.append(
             (FusedBackbone(backbone, (4, 6), values, torch.zeros_like(values), 3, arithmetic), backbone, values)
@@ -713,7 +713,7 @@ def test_a_batch_beyond_the_buffers_is_refused(passed: Pass) -> None:
         passed.fused(make_images(7, SIZE))
 
 
-FOLDED_GROUPS = [Group(16, 2), Group(32, 1, 2), Group(64, 1, 2), Group(64, 1)]
+FOLDED_GROUPS = [BlockGroup(16, 2), BlockGroup(32, 1, 2), BlockGroup(64, 1, 2), BlockGroup(64, 1)]
 
 
 def folded_in_bf16(backbone: ResNet, images: Tensor) -> list[Tensor]:
@@ -765,7 +765,7 @@ def test_a_folded_backbone_is_the_module_in_evaluation() -> None:
 
 @every_store
 def test_a_folded_backbone_takes_over_values_in_place(arithmetic: Arithmetic) -> None:
-    groups, size = [Group(16, 1), Group(32, 1, 2)], (4, 6)
+    groups, size = [BlockGroup(16, 1), BlockGroup(32, 1, 2)], (4, 6)
     one, other = make_backbone(groups, seed=1), make_backbone(groups, seed=2)
     images, folded = make_images(3, size, arithmetic), FoldedBackbone(one, size, arithmetic)
     places = folded.weights.data_ptr(), folded.biases.data_ptr()
@@ -780,11 +780,13 @@ def test_a_folded_backbone_takes_over_values_in_place(arithmetic: Arithmetic) ->
 @every_store
 def test_older_backbones_are_folded_each_in_its_place(arithmetic: Arithmetic) -> None:
     size, images = (4, 6), make_images(3, (4, 6), arithmetic)
-    backbone = ExpandingBackbone(make_backbone([Group(16, 1), Group(32, 1, 2)], seed=1)).to(DEVICE)
+    backbone = ExpandingBackbone(make_backbone([BlockGroup(16, 1), BlockGroup(32, 1, 2)], seed=1)).to(DEVICE)
     assert FoldedBranches(backbone, size, arithmetic)(images) is None
     for seed in (2, 3):
         backbone.expand()
-        backbone.load_state_dict(make_backbone([Group(16, 1), Group(32, 1, 2)], seed).state_dict(), strict=False)
+        backbone.load_state_dict(
+            make_backbone([BlockGroup(16, 1), BlockGroup(32, 1, 2)], seed).state_dict(), strict=False
+        )
     older = FoldedBranches(backbone, size, arithmetic)
     found = older(images)
     exact = copy.deepcopy(backbone).double()
@@ -814,16 +816,20 @@ PLAIN = "they are written for backbones without 1x1 convolutions, ReLUs after a 
     [
         (GROUPS, SIZE, None),
         (FOLDED_GROUPS, (32, 32), None),
-        ([Group(16, 1), Group(24, 1, 2)], (8, 8), "they are written for 16, 32, 64 channels"),
+        ([BlockGroup(16, 1), BlockGroup(24, 1, 2)], (8, 8), "they are written for 16, 32, 64 channels"),
         (FOLDED_GROUPS, (30, 32), "they need images whose sides divide by 4"),
         (FOLDED_GROUPS, (32, 30), "they need images whose sides divide by 4"),
         (GROUPS, (5, 10), "they need images whose sides divide by 2"),
-        ([Group(16, 1), Group(32, 1, 4)], (8, 8), "they are written for strides of 1 and 2, and 1 in the first group"),
-        ([Group(16, 1, 2)], (8, 8), "they are written for strides of 1 and 2, and 1 in the first group"),
-        ([Group(16, 1, pooled=True)], (32, 32), PLAIN),
-        ([Group(16, 1), Group(32, 1, 2, projected=True)], (32, 32), PLAIN),
-        ([Group(16, 2, rectified=True)], (32, 32), PLAIN),
+        (
+            [BlockGroup(16, 1), BlockGroup(32, 1, 4)],
+            (8, 8),
+            "they are written for strides of 1 and 2, and 1 in the first group",
+        ),
+        ([BlockGroup(16, 1, 2)], (8, 8), "they are written for strides of 1 and 2, and 1 in the first group"),
+        ([BlockGroup(16, 1, pooled=True)], (32, 32), PLAIN),
+        ([BlockGroup(16, 1), BlockGroup(32, 1, 2, projected=True)], (32, 32), PLAIN),
+        ([BlockGroup(16, 2, rectified=True)], (32, 32), PLAIN),
     ],
 )
-def test_what_the_kernels_cannot_run_is_said(groups: list[Group], size: tuple[int, int], why: str | None) -> None:
+def test_what_the_kernels_cannot_run_is_said(groups: list[BlockGroup], size: tuple[int, int], why: str | None) -> None:
     assert unsupported(make_backbone(groups), size) == why

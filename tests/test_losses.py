@@ -22,7 +22,7 @@ from engram.methods.blocks.losses import (
     nca_released,
     normalise_importance,
 )
-from engram.methods.blocks.lsc import Classify, HostSettings, classification_loss, stage_weight
+from engram.methods.blocks.lsc import Classify, LSCSettings, classification_loss, stage_weight
 from helpers import (
     RandomStep,
     make_stage,
@@ -177,7 +177,7 @@ def test_the_margin_changes_the_loss_of_the_paper_and_not_the_released_one(seed:
     case.labels[:] = case.scores.argmin(axis=1)  # every hinge is open, whatever the margin
 
     def losses(variant: str, margin: float) -> np.ndarray:
-        chosen = HostSettings(variant=variant, margin=margin)  # pyright: ignore[reportArgumentType]
+        chosen = LSCSettings(variant=variant, margin=margin)  # pyright: ignore[reportArgumentType]
         return classification_loss(chosen, case.step()).detach().numpy()
 
     np.testing.assert_array_equal(losses("released", 0.6), losses("released", 0.0))
@@ -192,7 +192,7 @@ def test_taking_the_margin_from_every_score_cancels_in_the_released_loss(seed: i
 
 
 def test_the_default_margin_is_that_of_the_paper() -> None:
-    assert HostSettings().margin == 0.6
+    assert LSCSettings().margin == 0.6
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -202,10 +202,10 @@ def test_the_settings_choose_the_reading_of_the_loss_and_its_mean_is_trained_on(
     released = np.mean([slow_nca_released(list(row * case.scale), y) for row, y in rows])
     paper = np.mean([slow_nca_paper(list(row), y, case.scale, 0.6) for row, y in rows])
     for chosen, expected in (
-        (HostSettings(), released),
-        (HostSettings(variant="paper"), paper),
-        (HostSettings(variant="paper", classification="released"), released),
-        (HostSettings(classification="paper"), paper),
+        (LSCSettings(), released),
+        (LSCSettings(variant="paper"), paper),
+        (LSCSettings(variant="paper", classification="released"), released),
+        (LSCSettings(classification="paper"), paper),
     ):
         terms = Classify(chosen)(case.step())
         assert list(terms) == ["classification"]
@@ -370,12 +370,12 @@ def test_tiny_importances_are_normalised_in_float32_too() -> None:
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda: HostSettings(variant="papre"), "no variant 'papre': did you mean 'paper'?"),  # pyright: ignore
-        (lambda: HostSettings(classification="hinge"), "classification must be one of"),  # pyright: ignore
-        (lambda: HostSettings(similarity="dot"), "similarity must be one of"),  # pyright: ignore
+        (lambda: LSCSettings(variant="papre"), "no variant 'papre': did you mean 'paper'?"),  # pyright: ignore
+        (lambda: LSCSettings(classification="hinge"), "classification must be one of"),  # pyright: ignore
+        (lambda: LSCSettings(similarity="dot"), "similarity must be one of"),  # pyright: ignore
         (lambda: AFCSettings(discrepancy="none"), "discrepancy must be one of"),  # pyright: ignore
-        (lambda: HostSettings(proxies=0), "at least 1 proxy, got 0"),
-        (lambda: HostSettings(sharpness=0), "sharpness must be above 0, got 0"),
+        (lambda: LSCSettings(proxies=0), "at least 1 proxy, got 0"),
+        (lambda: LSCSettings(sharpness=0), "sharpness must be above 0, got 0"),
         (lambda: AFCSettings(lambda_disc=-1), "lambda_disc must be at least 0, got -1"),
         (lambda: AFCSettings(importance_samples=0), "importance_samples must be at least 1, got 0"),
     ],

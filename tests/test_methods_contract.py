@@ -29,7 +29,7 @@ from engram.experiment.run_config import RunConfig
 from engram.experiment.runner import run
 from engram.experiment.session import Session
 from engram.methods import METHODS, find_method
-from engram.methods.blocks.lsc import HostSettings
+from engram.methods.blocks.lsc import LSCSettings
 from engram.methods.blocks.mixing import CutMix, Mixed
 from engram.methods.dde import NeighbourLogits, Neighbours
 from engram.methods.replay import Replay
@@ -129,7 +129,7 @@ def test_what_is_said_here_of_methods_is_of_known_ones() -> None:
 )
 def test_a_method_is_called_as_a_part_of_a_recipes_name_can_be(name: Any) -> None:
     with pytest.raises(EngramError, match=r"cannot be called .*lower-case letters and digits, with single dashes"):
-        register(name, settings=HostSettings, title="Mine")(Replay)
+        register(name, settings=LSCSettings, title="Mine")(Replay)
     assert name not in METHODS
 
 
@@ -137,17 +137,17 @@ def test_a_method_may_not_be_taken_for_an_nme_recipe() -> None:
     with pytest.raises(
         EngramError, match="'afc-nme': recipes of afc that predict by nme have that name; choose a name"
     ):
-        register("afc-nme", settings=HostSettings, title="Mine")(Replay)
+        register("afc-nme", settings=LSCSettings, title="Mine")(Replay)
     assert "afc-nme" not in METHODS
 
 
 @dataclass(frozen=True)
-class Lacking(HostSettings):
+class Lacking(LSCSettings):
     weight: float = field(kw_only=True)
 
 
 @dataclass(frozen=True)
-class Unwilling(HostSettings):
+class Unwilling(LSCSettings):
     weight: float = setting(-1.0, at_least=0)
 
 
@@ -157,16 +157,16 @@ class Unwilling(HostSettings):
         (Replay, {"settings": Lacking}, r"'weight'\); give every setting of Lacking a valid default"),
         (Replay, {"settings": Unwilling}, r"without arguments \(weight must be at least 0, got -1"),
         (Replay, {"settings": dict}, "settings of mine must be a subclass of engram"),
-        (Replay, {"settings": HostSettings()}, "settings of mine must be a subclass of"),
+        (Replay, {"settings": LSCSettings()}, "settings of mine must be a subclass of"),
         (Replay, {"memory": "lots"}, "memory of mine must be one of needed, none, all, optional, got 'lots'"),
         (Replay, {"selection": "best"}, r"selection of mine must be one of herding, .*, got 'best'"),
-        (HostSettings, {}, "register takes a subclass of Method"),
+        (LSCSettings, {}, "register takes a subclass of Method"),
         (print, {}, r"mine is registered with .*; register takes a subclass of Method"),
     ],
 )
 def test_what_no_run_could_be_made_of_is_not_registered(made_of: Any, given: dict[str, Any], sentence: str) -> None:
     with pytest.raises(EngramError, match=sentence):
-        register("mine", **{"settings": HostSettings, "title": "Mine"} | given)(made_of)
+        register("mine", **{"settings": LSCSettings, "title": "Mine"} | given)(made_of)
     assert "mine" not in METHODS
 
 
@@ -174,7 +174,7 @@ def test_what_no_run_could_be_made_of_is_not_registered(made_of: Any, given: dic
 def test_a_method_without_exemplars_may_not_predict_by_them(memory: Any) -> None:
     assert "nme" in Replay.predictors
     with pytest.raises(EngramError, match=r'mine cannot predict by nme.*write predictors = \("cnn",\) in Replay'):
-        register("mine", settings=HostSettings, title="Mine", memory=memory)(Replay)
+        register("mine", settings=LSCSettings, title="Mine", memory=memory)(Replay)
     assert "mine" not in METHODS
 
 

@@ -31,11 +31,11 @@ from engram.methods.mnemonics import (
     Factors,
     Mnemonics,
     MnemonicsSettings,
+    as_factored,
     convolution_weights,
-    factored,
-    halves,
     prototype_entropy,
-    stored,
+    split_halves,
+    to_uint8,
     unrolled_entropy,
 )
 from engram.nn.backbones import ResNet
@@ -61,7 +61,7 @@ def quick_config(**settings: Any) -> RunConfig:
 
 
 def network_of(session: Session) -> FactoredNetwork:
-    return factored(session.learner.network)
+    return as_factored(session.learner.network)
 
 
 # ---- factors
@@ -337,7 +337,7 @@ def test_a_part_at_a_time_comes_to_the_same(variant: Any, monkeypatch: pytest.Mo
 
 def test_a_rate_too_high_is_said() -> None:
     session = tiny_session(quick_config(tune__lr=1e38, tune__weight_decay=1.0))
-    with pytest.raises(EngramError, match=r"tuned exemplars of stage 0 are no longer finite.* lower rate than 1e"):
+    with pytest.raises(EngramError, match=r"tuned exemplars of stage 0 are not finite.* lower learning rate than 1e"):
         learn_stage(session, 0)
 
 
@@ -346,11 +346,11 @@ def test_a_rate_too_high_is_said() -> None:
 
 def test_pixels_are_kept_in_eight_bits() -> None:
     levels = torch.tensor([-3.0, -0.2, 0.0, 7.0, 6.999, 7.4, 7.6, 254.9, 255.0, 300.0])
-    assert stored(levels, "truncate").tolist() == [0, 0, 0, 7, 6, 7, 7, 254, 255, 255]
-    assert stored(levels, "round").tolist() == [0, 0, 0, 7, 7, 7, 8, 255, 255, 255]
-    assert stored(levels, "truncate").dtype == torch.uint8
+    assert to_uint8(levels, "truncate").tolist() == [0, 0, 0, 7, 6, 7, 7, 254, 255, 255]
+    assert to_uint8(levels, "round").tolist() == [0, 0, 0, 7, 7, 7, 8, 255, 255, 255]
+    assert to_uint8(levels, "truncate").dtype == torch.uint8
     every = torch.arange(256).float()
-    assert torch.equal(stored(every, "truncate").float(), every)
+    assert torch.equal(to_uint8(every, "truncate").float(), every)
 
 
 def entropy_of(session: Session, stage: Stage, images: Tensor, rows: Tensor) -> float:
@@ -421,12 +421,12 @@ def test_old_exemplars_change_in_the_paper_s_form_alone(variant: Any) -> None:
 
 def test_halves_see_each_other_and_no_class_twice() -> None:
     kept = {0: torch.tensor([5, 6, 7]), 1: torch.tensor([9])}
-    (_, first, second), (_, also_second, also_first) = halves(kept)
+    (_, first, second), (_, also_second, also_first) = split_halves(kept)
     assert (first.tolist(), second.tolist()) == ([5, 7, 9], [6])
     assert torch.equal(first, also_first)
     assert torch.equal(second, also_second)
-    assert halves({0: torch.tensor([5]), 1: torch.tensor([9])}) == []
-    assert halves({}) == []
+    assert split_halves({0: torch.tensor([5]), 1: torch.tensor([9])}) == []
+    assert split_halves({}) == []
 
 
 @pytest.mark.parametrize("variant", ["released", "paper"])

@@ -14,7 +14,7 @@ from torch import nn
 
 from engram.core.errors import EngramError
 from engram.engine.sgd import FlatSGD
-from engram.nn.backbones import BACKBONES, Block, Group, ResNet, build_backbone, resnet10, resnet18, resnet32
+from engram.nn.backbones import BACKBONES, Block, BlockGroup, ResNet, build_backbone, resnet10, resnet18, resnet32
 from engram.nn.heads import LSCHead
 from engram.nn.network import Network, Part
 from helpers import parameters_of
@@ -139,7 +139,7 @@ def test_a_block_is_its_description(ins: int, outs: int, stride: int, size: tupl
 
 
 def test_a_whole_backbone_is_its_description() -> None:
-    backbone = ResNet([Group(2, 1), Group(4, 2, 2), Group(4, 1)], seeded()).double().eval()
+    backbone = ResNet([BlockGroup(2, 1), BlockGroup(4, 2, 2), BlockGroup(4, 1)], seeded()).double().eval()
     shake(backbone, 5)
     x = torch.randn(2, 3, 6, 6, generator=seeded(6), dtype=torch.float64)
     maps, embedding = backbone(x)
@@ -183,7 +183,10 @@ def slow_projection(x: np.ndarray, block: Block) -> np.ndarray:
 @pytest.mark.parametrize("size", [(8, 8), (7, 6)])
 def test_a_backbone_of_the_imagenet_kind_is_its_description(size: tuple[int, int]) -> None:
     """Stem halved by a maximum; a ReLU ends the first block of a group and not the second, nor the group."""
-    groups = [Group(2, 2, pooled=True, projected=True, rectified=True), Group(4, 2, 2, projected=True, rectified=True)]
+    groups = [
+        BlockGroup(2, 2, pooled=True, projected=True, rectified=True),
+        BlockGroup(4, 2, 2, projected=True, rectified=True),
+    ]
     backbone = ResNet(groups, seeded()).double().eval()
     shake(backbone, 5)
     x = torch.randn(2, 3, *size, generator=seeded(6), dtype=torch.float64)
@@ -283,7 +286,7 @@ def test_a_misspelt_backbone_is_refused() -> None:
 
 
 def small_network(seed: int = 0, classes: int = 3, capacity: int = 5) -> Network:
-    backbone = ResNet([Group(4, 1), Group(6, 1, 2)], seeded(seed))
+    backbone = ResNet([BlockGroup(4, 1), BlockGroup(6, 1, 2)], seeded(seed))
     head = LSCHead(6, capacity, proxies=2)
     head.grow(classes, seeded(seed + 1))
     return Network(backbone, head, (0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761))

@@ -1,4 +1,4 @@
-"""Files that an earlier version wrote are read, resumed and taught on: run directories, checkpoints, an interrupted lesson.
+"""Files that an earlier version wrote are read and resumed: run directories, checkpoints, an interrupted lesson.
 
 The fixtures were written by commit e9cbcc3. To be small, nine tenths of their large tensors are zero.
 """

@@ -12,15 +12,15 @@ RECIPE = ["own-mini-b10-s5", "--epochs", "1", "--threads", "1", "--no-cache"]
 METHOD = """
 import torch
 from engram.contract import register
-from engram.methods.blocks.lsc import HostSettings, classification_loss, host_phases
+from engram.methods.blocks.lsc import LSCSettings, classification_loss, lsc_phases
 from engram.methods.replay import Replay
 
 
-@register("own", settings=HostSettings, title="Replay that keeps a number from stage to stage")
+@register("own", settings=LSCSettings, title="Replay that keeps a number from stage to stage")
 class Own(Replay):
     def phases(self, learner, stage, passes):
         PLAN
-        return host_phases(self.settings, learner, stage, passes, self.loss, {})
+        return lsc_phases(self.settings, learner, stage, passes, self.loss, {})
 
     def loss(self, step):
         return {"classification": KEPT * classification_loss(self.settings, step).mean()}
@@ -82,7 +82,7 @@ def test_an_error_in_a_method_is_told_with_its_place_and_mended_the_run_goes_on(
     write(tmp_path, kept='(1.0 * step.buffers["factor"] if len(step.buffers) else 1.0)')
     edited = call(tmp_path, "resume", "run", "--threads", "1", "--quiet")
     assert edited.returncode == 0, edited.stderr
-    assert "was not trained so far with the code that its method own has now" in edited.stderr, "quiet, but not silent"
+    assert "the code of the method own was changed since" in edited.stderr, "quiet, but not silent"
 
 
 def test_the_contract_is_tested_of_a_method_from_outside(tmp_path: Path) -> None:

@@ -121,12 +121,12 @@ def test_new_method_has_recipes_and_spoils_none(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("name", "changes", "epochs"),
     [
-        ("afc", {}, "16 a stage, 10 of balanced fine-tuning"),
-        ("afc", {"variant": "paper"}, "16 a stage"),
-        ("afc", {"balanced": False}, "16 a stage"),
-        ("ucir", {}, "16 a stage"),
-        ("bic", {}, "16 a stage, 200 of correction"),
-        ("der", {}, "16 a stage, 1 of warm-up, 30 of balanced fine-tuning"),
+        ("afc", {}, "16 per stage, 10 of balanced fine-tuning"),
+        ("afc", {"variant": "paper"}, "16 per stage"),
+        ("afc", {"balanced": False}, "16 per stage"),
+        ("ucir", {}, "16 per stage"),
+        ("bic", {}, "16 per stage, 200 of correction"),
+        ("der", {}, "16 per stage, 1 of warm-up, 30 of balanced fine-tuning"),
         ("gdumb", {}, "16 for the base, 32 on the memory for each stage after it"),
     ],
 )

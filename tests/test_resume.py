@@ -319,7 +319,7 @@ def test_another_number_of_cpu_threads_is_told(tmp_path: Path, monkeypatch: pyte
     other = list(resume(tmp_path / "run", store, stop_after_stage=1))
     assert not any(isinstance(event, Warned) for event in same)
     (told,) = [event.message for event in other if isinstance(event, Warned)]
-    assert "run began with 1 CPU thread and goes on with 7" in told
+    assert "run started with 1 CPU thread and continues with 7" in told
     assert told in (tmp_path / "run" / "events.jsonl").read_text()
 
 

@@ -192,7 +192,7 @@ def test_one_class_base_is_uniform_importance_with_a_warning(store: ImageStore, 
     events = list(run(make_config(base=1, increment=1), store, tmp_path / "run"))
     warnings = [event.message for event in events if isinstance(event, Warned)]
     assert len(warnings) == 1
-    assert "no channel had any importance" in warnings[0]
+    assert "have importance 0" in warnings[0]
     first = load_file(tmp_path / "run" / "stages" / "000.safetensors")
     assert all((first[f"importance.{i}"] == 1).all() for i in range(4))
     assert isinstance(events[-1], RunFinished)

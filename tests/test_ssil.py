@@ -21,7 +21,7 @@ from engram.core.errors import EngramError
 from engram.data.memory import MemoryConfig
 from engram.data.stage import Stage
 from engram.experiment.session import Session
-from engram.methods.ssil import GROUPS, NEWEST, SSIL, SSILSettings, grouped
+from engram.methods.ssil import GROUPS, NEWEST, SSIL, SSILSettings, group_stages
 from engram.nn.network import Output
 from helpers import learn_stage, make_stage, numeric_gradient, tiny_config, tiny_session, toy_store, train_phase
 
@@ -142,7 +142,7 @@ def test_new_images_push_no_old_class_and_exemplars_no_new_one() -> None:
 
 @given(sizes=st.lists(st.integers(1, 6), min_size=1, max_size=12), least=st.integers(1, 9))
 def test_groups_are_stages_in_a_row_of_so_many_classes(sizes: list[int], least: int) -> None:
-    groups = grouped(sizes, least)
+    groups = group_stages(sizes, least)
     assert groups == sorted(groups, reverse=True)
     assert set(groups) == set(range(max(groups) + 1))
     counts = Counter[int]()

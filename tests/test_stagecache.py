@@ -25,7 +25,7 @@ from engram.core.provenance import _TRAINING, code_digest
 from engram.experiment.base_cache import StageCache
 from engram.experiment.session import Session
 from engram.methods import METHODS
-from engram.methods.blocks.lsc import HostSettings
+from engram.methods.blocks.lsc import LSCSettings
 
 
 def key(config: RunConfig, **store: int) -> str:
@@ -162,9 +162,9 @@ def test_edited_code_changes_the_key(file: str, changes: bool, tmp_path: Path, m
 
 
 BASE = """
-from engram.methods.blocks.lsc import HostMethod, HostSettings
+from engram.methods.blocks.lsc import LSCMethod, LSCSettings
 
-class Base(HostMethod[HostSettings]):
+class Base(LSCMethod[LSCSettings]):
     factor = 1
 """
 OUTSIDE = """
@@ -187,7 +187,7 @@ def test_a_method_from_elsewhere_shares_until_its_file_or_its_bases_change(
         (tmp_path / f"{name}.py").write_text(text)
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.syspath_prepend(tmp_path)
-    method = importlib.import_module("outside_method").Outside(HostSettings())
+    method = importlib.import_module("outside_method").Outside(LSCSettings())
     before = code_digest(method)
     assert before is not None
     assert before == code_digest(method)
@@ -204,20 +204,20 @@ TWINS = """
 from dataclasses import replace
 import torch.nn.functional as F
 from engram.contract import register
-from engram.methods.blocks.lsc import HostMethod, HostSettings, host_phases
+from engram.methods.blocks.lsc import LSCMethod, LSCSettings, lsc_phases
 
-@register("one", settings=HostSettings, title="Trains as its host does")
-class One(HostMethod[HostSettings]):
+@register("one", settings=LSCSettings, title="Trains as its host does")
+class One(LSCMethod[LSCSettings]):
     def phases(self, learner, stage, passes):
-        return host_phases(self.settings, learner, stage, passes)
+        return lsc_phases(self.settings, learner, stage, passes)
 
 def entropy(step):
     return {"classification": F.cross_entropy(step.student.logits, step.labels)}
 
-@register("two", settings=HostSettings, title="Has a base stage of its own")
-class Two(HostMethod[HostSettings]):
+@register("two", settings=LSCSettings, title="Has a base stage of its own")
+class Two(LSCMethod[LSCSettings]):
     def phases(self, learner, stage, passes):
-        return [replace(phase, loss=entropy) for phase in host_phases(self.settings, learner, stage, passes)]
+        return [replace(phase, loss=entropy) for phase in lsc_phases(self.settings, learner, stage, passes)]
 """
 
 

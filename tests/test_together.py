@@ -33,12 +33,11 @@ from engram.core.events import (
     Stopped,
     Warned,
 )
-from engram.experiment.base_cache import StageCache
-from engram.experiment.parallel import Workers, plan_members, short_turns
+from engram.experiment.base_cache import StageCache, user_cache
+from engram.experiment.parallel import Workers, fast_switching, plan_members
 from engram.experiment.run_config import directory_name
 from engram.experiment.runner import resume
-from engram.experiment.shared_base import user_cache
-from engram.methods.blocks.lsc import HostMethod
+from engram.methods.blocks.lsc import LSCMethod
 from engram.runs.directory import CHECKPOINT, RunDirectory
 from helpers import timeless
 
@@ -227,9 +226,9 @@ def test_what_is_in_the_way_is_refused_before_anything_starts(tmp_path: Path) ->
     for name in ("", "a/b", "..", ".lock"):
         refused("cannot be called", {name: make_config()})
     refused("1 to 6 classes", {"a": make_config(), "b": make_config(base=7)})
-    with pytest.raises(EngramError, match="at least one run at a time"):
+    with pytest.raises(EngramError, match="runs at a time must be at least 1"):
         list(run_together(configs(), make_store(), tmp_path / "new", at_once=0))
-    with pytest.raises(EngramError, match="at most 30 runs at a time, got 31"):
+    with pytest.raises(EngramError, match="runs at a time must be at most 30, got 31"):
         list(run_together(configs(), make_store(), tmp_path / "new", at_once=31))
 
 
@@ -255,14 +254,14 @@ def test_litter_of_a_run_killed_at_its_start_is_no_run(alone: Path, tmp_path: Pa
 
 
 def test_a_failing_run_leaves_the_others_alone(alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = HostMethod.grow
+    original = LSCMethod.grow
 
-    def grow(self: HostMethod, learner: Any, stage: Any, engine: Any) -> None:
+    def grow(self: LSCMethod, learner: Any, stage: Any, engine: Any) -> None:
         if learner.seed == 2 and stage.index == 1:
             raise ZeroDivisionError("of\nall things")
         original(self, learner, stage, engine)
 
-    monkeypatch.setattr(HostMethod, "grow", grow)
+    monkeypatch.setattr(LSCMethod, "grow", grow)
     events = list(run_together(configs(), make_store(), tmp_path, at_once=3))
     failed = of(events, "other")[-1]
     assert isinstance(failed, RunFailed)
@@ -406,10 +405,10 @@ def test_base_stages_are_shared_as_on_the_command_line_if_nobody_says(tmp_path: 
 
 
 def test_if_the_trainer_fails_the_next_one_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = HostMethod.grow
+    original = LSCMethod.grow
     failed: list[str] = []
 
-    def grow(self: HostMethod, learner: Any, stage: Any, engine: Any) -> None:
+    def grow(self: LSCMethod, learner: Any, stage: Any, engine: Any) -> None:
         if stage.index == 0 and not failed:
             failed.append(threading.current_thread().name)
             time.sleep(0.3)  # until the others wait
@@ -417,7 +416,7 @@ def test_if_the_trainer_fails_the_next_one_trains(tmp_path: Path, monkeypatch: p
         original(self, learner, stage, engine)
 
     named = {name: make_config(name) for name in ("afc", "replay", "uniform")}
-    monkeypatch.setattr(HostMethod, "grow", grow)
+    monkeypatch.setattr(LSCMethod, "grow", grow)
     cache = StageCache(tmp_path / "cache")
     events = list(run_together(named, make_store(), at_once=3, cache=cache))
     assert {name for name, event in events if isinstance(event, RunFailed)} == set(failed)
@@ -524,9 +523,9 @@ def test_tf32_is_not_run_beside_anything_else(monkeypatch: pytest.MonkeyPatch, t
     assert not any(tmp_path.iterdir())
 
 
-def test_short_turns_end_with_the_last_who_wanted_them() -> None:
+def test_the_last_context_restores_the_switch_interval() -> None:
     before = sys.getswitchinterval()
-    first, second = short_turns(), short_turns()
+    first, second = fast_switching(), fast_switching()
     first.__enter__()
     second.__enter__()
     assert sys.getswitchinterval() < before

@@ -26,7 +26,7 @@ from engram.contract.exemplars import choose_exemplars, unit_means
 from engram.data.sources.load import load_store
 from engram.data.stage import Stage
 from engram.experiment.session import Session
-from engram.methods.mnemonics import Mnemonics, prototype_entropy, stored
+from engram.methods.mnemonics import Mnemonics, prototype_entropy, to_uint8
 
 # Rate, epochs, weight decay: as released; far higher, without and with the decay.
 WAYS = ((1e-5, 1, 5e-4), (10.0, 10, 0.0), (10.0, 1, 5e-4))
@@ -58,7 +58,7 @@ def rows_of(session: Session, stage: Stage, seed: int) -> Iterator[dict[str, Any
         how = Training(epochs=epochs, lr=lr, weight_decay=decay, schedule="constant", clip=None, remainder="keep")
         levels = engine.tune(learner, stage, images, stage.all_rows, objective, how, "new")
         for storage in ("truncate", "round"):
-            result = stored(levels, storage)
+            result = to_uint8(levels, storage)
             apart = (result.float() - images.float()).abs()
             values = (seed, stage.index, lr, epochs, decay, storage, float((apart > 0).float().mean()))
             after = entropy(session, stage, result, labels, old)

@@ -1,4 +1,4 @@
-"""The contract between methods and the engine: what a method declares, and what it may ask for."""
+"""The contract between methods and the engine: what a method declares, and what it may use."""
 
 from engram.contract.batch_plan import BatchPlan, copy_ahead
 from engram.contract.exemplars import (

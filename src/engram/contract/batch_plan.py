@@ -59,6 +59,6 @@ class BatchPlan:
 
 
 def copy_ahead(target: Tensor, source: Tensor) -> None:
-    """Copy a tensor of the CPU into the first rows of another, on a GPU without waiting for it."""
+    """Copy a CPU tensor into the first rows of another tensor; to a GPU without waiting for it."""
     source = source.pin_memory() if target.is_cuda else source
     target[: len(source)].copy_(source, non_blocking=True)

@@ -73,5 +73,5 @@ def unit_means(learner: Learner, samples: Samples, num_classes: int, passes: Pas
     # Class by class, and not by index_add_, whose order of summation changes from run to run on a GPU.
     own = [unit[samples.rows_of(label).to(unit.device)] for label in range(num_classes)]
     totals = torch.stack([each.sum(dim=0) for each in own])
-    # The mean's length does not matter once it is brought to 1.
+    # The length of the mean does not matter: it is normalised to 1.
     return F.normalize(totals, dim=1)

@@ -51,7 +51,7 @@ class FlatParameters(Protocol):
 
 
 class PhaseContext(Protocol):
-    """What the hooks of an extension may use. Everything that a step reads must keep its address.
+    """The part of the engine that the hooks of an extension may use. Tensors that a step reads keep their addresses.
 
     index: number of the phase in its stage. num_images: images in the phase's rows. steps, batch_size, last_batch: of
     an epoch. counter: (1,) int64, the row of the plan that the step is at. height_dim: dimension of a batch of images
@@ -139,7 +139,7 @@ class Extension:
     needs_teacher: ClassVar[bool] = False
 
     def recording_key(self) -> Hashable:
-        """What a recorded step depends on. Two extensions with equal keys may share a recording."""
+        """The key of a recorded step. Two extensions with equal keys may share a recording."""
         return self
 
     def cost(self) -> float:

@@ -48,7 +48,7 @@ class Learner:
             self.buffers[name] = value.detach().clone()
 
     def snapshot_teacher(self) -> None:
-        """Make the network as it is now the teacher of the next stage."""
+        """Make the current network the teacher of the next stage."""
         if not self.uses_teacher:
             return
         state = self.network.state_dict()
@@ -78,7 +78,7 @@ class Learner:
         self.memory.drop(labels, class_state)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """All of it as named tensors (the seed is in the configuration)."""
+        """The whole state as named tensors (except the seed, which is in the configuration)."""
         state = {f"network.{name}": value for name, value in self.network.state_dict().items()}
         if self.uses_teacher:
             state |= {f"teacher.{name}": value for name, value in self.teacher.state_dict().items()}

@@ -1,4 +1,4 @@
-"""Passes: what a method may ask of the engine outside a training loop."""
+"""Passes: computations over images that a method may use outside a training loop."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Passes(Protocol):
         ...
 
     def features(self, network: Network, images: Tensor, mirror: bool = False) -> Tensor:
-        """What the head sees of uint8 images (N, H, W, 3): (N, D'), in eval mode. For a head with a closed form."""
+        """The inputs of the head (N, D') for uint8 images (N, H, W, 3), in eval mode. For heads with a closed form."""
         ...
 
     def sweep(

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Step:
-    """What a loss sees of one training step: tensors of fixed shapes.
+    """The input of a loss in one training step: tensors of fixed shapes.
 
     labels: (B,). exemplar: (B,) bool, true for images of the memory. teacher: None in phases without one. weights: the
     phase's loss weights by name, (). buffers: the method's tensors in the learner, by name. arrival: (K,), the stage
@@ -84,7 +84,7 @@ class Phase:
     train: the parts of the network that are trained.
     teacher: the loss sees the teacher's output.
     weights: loss weights by name; they may change from stage to stage.
-    augment: images are cropped, mirrored and brightened at random, or used as they are.
+    augment: images are cropped, mirrored and brightened at random, else used unchanged.
     frozen: the network runs with its running statistics, and only the head can be trained.
     start: called when the phase starts, before `rows`, and not again when the phase is resumed.
     extensions: what else a step does.
@@ -111,7 +111,7 @@ class Phase:
             assert self.teacher or not each.needs_teacher, f"{type(each).__name__} needs a teacher"
 
     def recording_key(self) -> Hashable:
-        """What a recorded step of this phase depends on: every field but those marked as planned."""
+        """The key of a recorded step of this phase: every field except those marked as planned."""
         return tuple(each.metadata.get("key", _identity)(getattr(self, each.name)) for each in fields(self))
 
     @property

@@ -91,8 +91,8 @@ def register(
 
     Parameters
     ----------
-    memory: what the method is defined with: a budget of exemplars ("needed"), none, every image ("all"), or a budget or
-        none ("optional"; its recipes have none).
+    memory: the memory that the method is defined for: a budget of exemplars ("needed"), none, every image ("all"), or a
+        budget or none ("optional"; its recipes have none).
     selection: how its recipes choose exemplars.
     brightened: whether its recipes change the brightness of images.
     shares_base: head, growth and training of the base stage are those of its family, so methods share a base stage.
@@ -123,7 +123,7 @@ def register(
             brightened=brightened,
             shares_base=shares_base,
             recipes=recipes or RecipeHints(),
-            versions=versions_outside(cls),  # now: what is edited later is not what runs
+            versions=versions_outside(cls),  # now: later edits of the file do not change the class
         )
         return cls
 

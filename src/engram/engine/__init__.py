@@ -1,4 +1,4 @@
-"""The engine: executes what a method describes, on a CPU or a GPU."""
+"""Engine: executes the phases that a method declares, on a CPU or a GPU."""
 
 from engram.engine.engine import Engine
 from engram.engine.loop import NonFiniteLoss, PhaseLoop, PhaseState

@@ -1,4 +1,4 @@
-"""Recording a training step as a CUDA graph, with work that may run beside it on a second stream."""
+"""Recording of a training step as a CUDA graph, optionally with parallel work on a second stream."""
 
 from __future__ import annotations
 
@@ -12,42 +12,37 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-# A recording keeps the priorities of its streams (lower goes first): what runs beside must not go before what the step
-# waits for. Streams of the side's priority are no one else's: torch hands out streams again and again, and a run's own
-# would record what that run is doing meanwhile.
-FIRST, BESIDE = -2, -1
-_STREAMS: dict[int, torch.cuda.Stream] = {}  # one a device is enough, for recordings are made one at a time
+# Priorities of streams; the lower number goes first. A recording keeps them: the side stream must not delay work that
+# the step waits for. Only the side stream has SIDE_PRIORITY. torch hands out the same few streams repeatedly; with
+# the priority of a run's stream we could get that stream, and would record what that run does at the same time.
+MAIN_PRIORITY, SIDE_PRIORITY = -2, -1
+_SIDE_STREAMS: dict[int, torch.cuda.Stream] = {}  # one per device is enough: only one recording is made at a time
 
 
 def _side_stream() -> torch.cuda.Stream:
     device = torch.cuda.current_device()
-    if device not in _STREAMS:
-        _STREAMS[device] = torch.cuda.Stream(priority=BESIDE)
-    return _STREAMS[device]
-
-
-def forget_streams() -> None:
-    """After a recording that went wrong: its branch may not have come back."""
-    _STREAMS.clear()
+    if device not in _SIDE_STREAMS:
+        _SIDE_STREAMS[device] = torch.cuda.Stream(priority=SIDE_PRIORITY)
+    return _SIDE_STREAMS[device]
 
 
 class Branch:
-    """Launches that may run beside those made on the stream between them and `join`.
+    """Work that may run in parallel with the work launched on the main stream before `join`.
 
-    Only while a CUDA graph is recorded; elsewhere they come in their turn. A tensor that a branch uses must live until
-    it has joined: freed before, its memory would be given to what runs beside.
+    Only while a CUDA graph is recorded; otherwise everything runs in order. Keep every tensor that a branch uses until
+    `join`: if it were freed earlier, its memory could be reused by the parallel work.
     """
 
     def __init__(self) -> None:
         self._main = self._side = None
         if torch.cuda.is_initialized():
-            side = _side_stream()  # made by the steps before the recording
+            side = _side_stream()  # created in the warm-up steps, before the recording
             if torch.cuda.is_current_stream_capturing():
                 self._main, self._side = torch.cuda.current_stream(), side
 
     @contextmanager
     def launching(self) -> Iterator[None]:
-        """What is launched in here belongs to the branch, and waits for all that was launched before it."""
+        """Launch on the branch inside this context, after everything launched before."""
         if self._main is None or self._side is None:
             yield
             return
@@ -56,44 +51,45 @@ class Branch:
             yield
 
     def join(self) -> None:
-        """From here on everything waits for the branch."""
+        """Make all later work wait for the branch."""
         if self._main is not None and self._side is not None:
             self._main.wait_stream(self._side)
 
 
 WARM_UP = 2
-# One recording at a time in the process: what the others do meanwhile is not recorded, but compiling kernels and
-# collecting garbage are no one's own.
+# One recording at a time per process. The work of other threads is not recorded, but they share the compilation of
+# kernels and the garbage collector.
 _RECORDING = threading.Lock()
 _SPARE: list[torch.cuda.Stream] = []  # for runs on the default stream, which cannot be recorded
-_SPOILT: list[torch.cuda.CUDAGraph] = []  # recordings that went wrong: the allocator may still know of them
+_FAILED: list[torch.cuda.CUDAGraph] = []  # failed recordings are kept: the allocator may still refer to them
 
 T = TypeVar("T")
 
 
 def _recording_stream() -> torch.cuda.Stream:
-    """The stream to record on: the caller's own, so that no one else can be on it.
+    """The stream to record on: the current one, which no other run uses.
 
-    torch hands out the same few streams again and again: a new one for each recording would soon be another run's.
+    torch hands out the same few streams repeatedly: a new one for each recording would soon be one of another run.
     """
     current = torch.cuda.current_stream()
     if current != torch.cuda.default_stream():
         return current
     if not _SPARE:
-        _SPARE.append(torch.cuda.Stream(priority=FIRST))
+        _SPARE.append(torch.cuda.Stream(priority=MAIN_PRIORITY))
     return _SPARE[0]
 
 
 class NotRecordable(Exception):
-    """A step that cannot be recorded, with the reason; it was left without effect."""
+    """A step cannot be recorded, for the reason given. The attempt changed nothing."""
 
 
 class CapturedStep(Generic[T]):
-    """A step recorded as a CUDA graph. Calling it replays the recording on whatever its tensors hold then.
+    """A step recorded as a CUDA graph. Calling it replays the recording with the current values of its tensors.
 
-    The step must read and write only tensors that keep their place and live as long as this. `state` lists what it
-    changes: warming up takes real steps, and their effect is taken back. `returned` is what the step returned when it
-    was recorded.
+    The step may only read and write tensors that keep their addresses and live as long as this object.
+
+    state: the tensors that the step changes. The warm-up takes real steps, whose effect is undone with it.
+    returned: the return value of the step from when it was recorded.
     """
 
     def __init__(self, step: Callable[[], T], state: Sequence[Tensor]) -> None:
@@ -109,7 +105,7 @@ class CapturedStep(Generic[T]):
             with _RECORDING, torch.cuda.stream(stream):
                 for _ in range(WARM_UP):
                     step()
-                    restore()  # each time: a phase may have fewer steps than the warm-up takes
+                    restore()  # after each step: a phase may have fewer steps than the warm-up
                 stream.synchronize()
                 self._graph = torch.cuda.CUDAGraph()
                 collecting = gc.isenabled()
@@ -126,7 +122,7 @@ class CapturedStep(Generic[T]):
 
     def _record(self, step: Callable[[], T]) -> T:
         pool = torch.cuda.graph_pool_handle()
-        # What other threads do on their streams in the meantime is their own affair.
+        # thread_local: other threads may do anything on their streams at the same time.
         self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             returned = step()
@@ -135,7 +131,7 @@ class CapturedStep(Generic[T]):
             self._abandon(pool)
             if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, RuntimeError):
                 raise
-            # What the step held must not outlive it: its graph of gradients would bind later steps to this stream.
+            # Free everything the step held: its autograd graph would tie later steps to this stream.
             traceback.clear_frames(error.__traceback__)
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         else:
@@ -143,13 +139,13 @@ class CapturedStep(Generic[T]):
         raise NotRecordable(reason)
 
     def _abandon(self, pool: tuple[int, int]) -> None:
-        """Ends a recording that went wrong, so that the stream and the allocator are as before."""
-        with suppress(RuntimeError):  # that it is spoilt is known already
+        """End a failed recording, so that the stream and the allocator are as before."""
+        with suppress(RuntimeError):  # raised because the recording failed
             self._graph.capture_end()
-        with suppress(RuntimeError):  # where capture_end came that far
+        with suppress(RuntimeError):  # raised if capture_end has already done it
             torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
-        _SPOILT.append(self._graph)
-        forget_streams()
+        _FAILED.append(self._graph)
+        _SIDE_STREAMS.clear()  # the branch may not have joined
 
     def __call__(self) -> T:
         self._graph.replay()

@@ -33,7 +33,7 @@ RECORDINGS = 8  # the most that are kept
 
 
 class Engine:
-    """Executes phases and passes on one device at one precision. image_size: what a network sees of an image."""
+    """Executes phases and passes on one device at one precision. image_size: of images as the network sees them."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class Engine:
         return PhaseLoop(self, learner, stage, phase, index, resume)
 
     def inference(self, network: Network) -> Inference:
-        """Inference with the network as it is now."""
+        """Inference with the network's current weights."""
         return Inference(self, network)
 
     def infer(self, network: Network, images: Tensor, mirror: bool = False) -> tuple[Tensor, Tensor]:
@@ -156,7 +156,7 @@ class Engine:
         return self.infer(network, images, mirror)[0]
 
     def features(self, network: Network, images: Tensor, mirror: bool = False) -> Tensor:
-        """What the head sees (N, D') of uint8 images (N, H, W, 3) in eval mode."""
+        """The inputs of the head (N, D') for uint8 images (N, H, W, 3) in eval mode."""
         outputs = self.inference(network).outputs(images, mirror)
         return torch.cat([output.features for output in outputs if output.features is not None])
 

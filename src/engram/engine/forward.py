@@ -29,7 +29,7 @@ class Forward(Protocol):
     height_dim: int  # dimension of a batch of images that is their height; the width is the next
 
     def refresh(self, frozen: bool = False) -> None:
-        """Read weights that changed between phases; frozen: also the network's own, for `frozen` passes."""
+        """Read weights that changed between phases. frozen: also those that `frozen` passes use."""
         ...
 
     def images(self, pool: DevicePool, plan: BatchPlan, counter: Tensor, size: int) -> Tensor:
@@ -48,8 +48,8 @@ class Forward(Protocol):
         """Output of the teacher, without gradient."""
         ...
 
-    def with_teacher(self, images: Tensor, look: Callable[[], Output]) -> tuple[Output, Output]:
-        """What `look` returns and the output of the teacher, at the same time if possible."""
+    def with_teacher(self, images: Tensor, student_pass: Callable[[], Output]) -> tuple[Output, Output]:
+        """The result of `student_pass` and the output of the teacher, computed in parallel if possible."""
         ...
 
     def predict(self, images: Tensor) -> Output:
@@ -57,7 +57,7 @@ class Forward(Protocol):
         ...
 
     def update(self, lr: Tensor, training: Training) -> None:
-        """One update from the gradients as they are."""
+        """Update the parameters from the current gradients."""
         ...
 
     def follow(self) -> None:
@@ -99,8 +99,8 @@ class PlainForward:
         with torch.no_grad(), self._engine.autocast():
             return self._learner.teacher(images)
 
-    def with_teacher(self, images: Tensor, look: Callable[[], Output]) -> tuple[Output, Output]:
-        return look(), self.teacher(images)
+    def with_teacher(self, images: Tensor, student_pass: Callable[[], Output]) -> tuple[Output, Output]:
+        return student_pass(), self.teacher(images)
 
     def predict(self, images: Tensor) -> Output:
         network = self._learner.network
@@ -123,7 +123,7 @@ class PlainForward:
 
 
 class FusedForward:
-    """By the kernels of engram.kernels.availability."""
+    """Passes by engram's own kernels (engram.kernels)."""
 
     height_dim = 1
 
@@ -171,19 +171,19 @@ class FusedForward:
         with torch.no_grad():
             return classify_maps(self._learner.teacher, self._folded(images))
 
-    def with_teacher(self, images: Tensor, look: Callable[[], Output]) -> tuple[Output, Output]:
+    def with_teacher(self, images: Tensor, student_pass: Callable[[], Output]) -> tuple[Output, Output]:
         # Only our own kernels run on the second stream: those of a library may keep a workspace per stream.
-        beside = Branch()
-        with torch.no_grad(), beside.launching():
+        side = Branch()
+        with torch.no_grad(), side.launching():
             maps = self._folded(images)
-        student = look()
-        beside.join()
+        student = student_pass()
+        side.join()
         with torch.no_grad():
             return student, classify_maps(self._learner.teacher, maps)
 
     def predict(self, images: Tensor) -> Output:
         with torch.no_grad():
-            self._own_folded.load(self._learner.network.backbone)  # the weights of the step before
+            self._own_folded.load(self._learner.network.backbone)  # the weights after the previous step
             return classify_maps(self._learner.network, self._own_folded(images))
 
     def update(self, lr: Tensor, training: Training) -> None:
@@ -192,8 +192,17 @@ class FusedForward:
         optimiser = self.optimiser
         if training.clip_norm is not None:
             optimiser.limit(training.clip_norm)
-        buffers = (optimiser.values, optimiser.gradients, optimiser.momentum, optimiser.mask, self._backbone.shadow)
-        update(*buffers, lr, training.momentum, training.weight_decay, training.clip)
+        update(
+            optimiser.values,
+            optimiser.gradients,
+            optimiser.momentum,
+            optimiser.mask,
+            self._backbone.shadow,
+            lr,
+            training.momentum,
+            training.weight_decay,
+            training.clip,
+        )
 
     def follow(self) -> None:
         self._backbone.refresh()

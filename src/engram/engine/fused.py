@@ -1,6 +1,6 @@
-"""A residual backbone as few kernels: forward and backward of a group of blocks as one differentiable operation.
+"""Residual backbones by engram's kernels: each group of blocks is one differentiable operation of few kernels.
 
-The maps between groups are ordinary tensors: a loss may use them and ask for gradients at them.
+The maps between groups are ordinary tensors: a loss may use them and compute gradients at them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ WIDTHS = (16, 32, 64)
 
 
 def unsupported(backbone: ResNet, size: tuple[int, int]) -> str | None:
-    """Why these kernels cannot run the backbone on images of that size; None where they can."""
+    """Why these kernels cannot run the backbone on images of that size; None if they can."""
     if any(width not in WIDTHS for width in backbone.widths):
         return f"they are written for {', '.join(map(str, WIDTHS))} channels"
     strides = 1
@@ -55,7 +55,7 @@ def unsupported(backbone: ResNet, size: tuple[int, int]) -> str | None:
 
 @dataclass(frozen=True, eq=False)
 class FusedGroup:
-    """The convolutions of a group in their order, the stem first in the first group; and its part of the buffers."""
+    """The convolutions of a group in order (the stem comes first in the first group), and its slices of the buffers."""
 
     stem: Conv | None
     blocks: tuple[tuple[Conv, Conv], ...]
@@ -63,24 +63,24 @@ class FusedGroup:
 
     @property
     def convs(self) -> list[Conv]:
-        """All of them."""
+        """All convolutions of the group."""
         return [*([] if self.stem is None else [self.stem]), *(conv for block in self.blocks for conv in block)]
 
     @property
     def weights(self) -> slice:
-        """Its weights among all."""
+        """The slice of the group's weights in the weights of the backbone."""
         convs = self.convs
         return slice(convs[0].weight, convs[-1].weight + convs[-1].weights)
 
     @property
     def norm_values(self) -> slice:
-        """Its norms' values among all."""
+        """The slice of the group's gammas and betas in those of the backbone."""
         convs = self.convs
         return slice(convs[0].norm, convs[-1].norm + 2 * convs[-1].channels_out)
 
 
 def layout(backbone: ResNet, size: tuple[int, int], arithmetic: Arithmetic) -> list[FusedGroup]:
-    """The backbone's groups, with the places of their values: weights and norms each in the order of the modules."""
+    """The backbone's groups, with the offsets of their weights and norm values, each in the order of the modules."""
     height, width = size
     weight = norm = 0
     groups: list[FusedGroup] = []
@@ -107,7 +107,7 @@ def layout(backbone: ResNet, size: tuple[int, int], arithmetic: Arithmetic) -> l
 
 
 def turned_order(groups: list[FusedGroup], device: torch.device) -> Tensor:
-    """For every weight in (3, 3, C_in, C_out) order, layer after layer, its place in (C_out, 3, 3, C_in) order."""
+    """For every weight in (3, 3, C_in, C_out) order, layer by layer, its index in (C_out, 3, 3, C_in) order."""
     places = [
         torch.arange(conv.weight, conv.weight + conv.weights, device=device).view(conv.channels_out, -1)
         for group in groups
@@ -117,11 +117,11 @@ def turned_order(groups: list[FusedGroup], device: torch.device) -> Tensor:
 
 
 class FusedBackbone:
-    """A backbone in training, on flat buffers: values and gradients float32, the weights also as the kernels read them.
+    """A backbone in training, on flat buffers: values and gradients in float32, and weights as the kernels read them.
 
-    values and gradients begin with all weights in (C_out, 3, 3, C_in) order, then all norms' gamma and beta. The way
-    back writes the gradients where they belong, and does not add to what is there: one backward pass a step. Asked for
-    gradients at the maps alone it writes them too, in vain.
+    values and gradients begin with all weights in (C_out, 3, 3, C_in) order, then the gamma and beta of all norms. The
+    backward pass overwrites the gradients and does not add to them, so a step may have only one. It also writes them
+    when only gradients at the maps are needed.
     """
 
     def __init__(
@@ -139,12 +139,11 @@ class FusedBackbone:
         weights = sum(conv.weights for conv in convs)
         norms = sum(2 * conv.channels_out for conv in convs)
         self.weights, self.norms = values[:weights], values[weights : weights + norms]
-        self.shadow = self.weights.to(arithmetic.stored)  # in float32 these are the weights themselves
+        self.shadow = self.weights.to(arithmetic.stored)  # with float32, the weights themselves
         self._turned = turned_order(self.groups, values.device) if arithmetic.turned else None
         self.forward_weights = self.shadow if self._turned is None else torch.empty_like(self.shadow)
         self.scratch = Scratch.on(values.device, statistics_floats(convs, batch))
-        room = max(_room(group, batch) for group in self.groups)
-        self.partial = torch.empty(room, device=values.device)
+        self.partial = torch.empty(max(_partial_size(group, batch) for group in self.groups), device=values.device)
         self.d_weights, self.d_norms = gradients[:weights], gradients[weights : weights + norms]
 
     def __call__(self, images: Tensor) -> tuple[Tensor, ...]:
@@ -154,23 +153,24 @@ class FusedBackbone:
             torch.index_select(self.shadow, 0, self._turned, out=self.forward_weights)
         x, maps = images, []
         for number, group in enumerate(self.groups):
-            weights = self.weights[group.weights].detach().requires_grad_()  # for autograd to come back for
+            weights = self.weights[group.weights].detach().requires_grad_()  # or autograd would not call backward
             norms = self.norms[group.norm_values].detach()
             maps.append(_Group.apply(x, weights, norms, self, number).permute(0, 3, 1, 2))
-            x = maps[-1].permute(0, 2, 3, 1)  # through the map, so that the gradient at it is all of it
+            x = maps[-1].permute(0, 2, 3, 1)  # a view of the map: its gradient then includes the later groups'
         return tuple(maps)
 
     def refresh(self) -> None:
-        """Takes over values that were changed by other means than the update."""
+        """Read weights that something other than the update has changed."""
         self.shadow.copy_(self.weights)
 
 
-def _room(group: FusedGroup, batch: int) -> int:
+def _partial_size(group: FusedGroup, batch: int) -> int:
+    """The number of floats for the partial sums of the group's weight gradients."""
     return weight_splits(group.convs[0], batch) * (group.weights.stop - group.weights.start)
 
 
 class _Group(torch.autograd.Function):
-    """One group: (N, H, W, C) to (N, H', W', C')."""
+    """Forward and backward of one group: (N, H, W, C) to (N, H', W', C')."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weights: Tensor, norms: Tensor, backbone: FusedBackbone, number: int) -> Tensor:
@@ -209,7 +209,7 @@ class _Group(torch.autograd.Function):
 
 
 class _Backward:
-    """The way back through one group."""
+    """The backward pass of one group."""
 
     def __init__(
         self,
@@ -232,14 +232,14 @@ class _Backward:
             d_gamma, d_beta = d_norms[gamma:beta], d_norms[beta : beta + conv.channels_out]
             coefficients = torch.empty(3, conv.channels_out, device=norms.device)
             self.norms.append(NormGradient(y, state, norms[gamma:beta], d_gamma, d_beta, coefficients, after_relu))
-        self.beside = Branch()
-        self.used: list[Tensor] = []  # by what runs beside
+        self.side = Branch()
+        self.used: list[Tensor] = []  # by the branch, kept until it has joined
         if want_values:
             splits = weight_splits(group.convs[0], len(kept[0]))
             self.partial = backbone.partial[: splits * weights].view(splits, weights)
 
     def run(self, g: Tensor) -> Tensor | None:
-        """From the gradient at the group's output to that at its input; the values' gradients on the way."""
+        """Return the gradient at the group's input, given that at its output; write the gradients of its values."""
         scratch, convs = self.backbone.scratch, self.group.convs
         norm_gradient(g, self.norms[-1], scratch)
         for second in range(len(convs) - 1, 0, -2):
@@ -256,9 +256,9 @@ class _Backward:
         if self.group.stem is not None:
             self._weights(0, norm_backward(g, self.norms[0]))
         if self.want_values:
-            with self.beside.launching():
+            with self.side.launching():
                 sum_splits(self.partial, self.backbone.d_weights[self.group.weights])
-            self.beside.join()
+            self.side.join()
         return g if self.want_input else None
 
     def _weight(self, number: int) -> Tensor:
@@ -271,12 +271,12 @@ class _Backward:
         conv = self.group.convs[number]
         assert weight_splits(conv, len(d)) == len(self.partial)
         self.used.append(d)
-        with self.beside.launching():
+        with self.side.launching():
             conv_weight_gradient(conv, self.inputs[number], d, self.partial, conv.weight - self.group.weights.start)
 
 
 class FoldedBackbone:
-    """A backbone that does not train, its norms folded into its weights: a teacher, or a model to evaluate."""
+    """A backbone that is not trained, with its norms folded into its weights: a teacher, or a model to evaluate."""
 
     def __init__(self, backbone: ResNet, size: tuple[int, int], arithmetic: Arithmetic) -> None:
         self.groups = layout(backbone, size, arithmetic)
@@ -285,7 +285,7 @@ class FoldedBackbone:
         elements = [9 * conv.channels_in for conv in convs for _ in range(conv.channels_out)]
         self.weights = torch.empty(sum(elements), dtype=arithmetic.stored, device=device)
         self.biases = torch.empty(len(elements), device=device)
-        counts = torch.tensor(elements, device=device)  # of the weights of each channel
+        counts = torch.tensor(elements, device=device)  # weights per output channel
         self._channel = torch.arange(len(elements), device=device).repeat_interleave(
             counts, output_size=len(self.weights)
         )
@@ -294,7 +294,7 @@ class FoldedBackbone:
 
     @torch.no_grad()
     def load(self, backbone: ResNet) -> None:
-        """Takes over the backbone's values, in place."""
+        """Copy the backbone's values, in place."""
         convs, norms = [backbone.conv], [backbone.bn]
         for block in _blocks(backbone):
             convs += [block.conv1, block.conv2]
@@ -314,7 +314,7 @@ class FoldedBackbone:
 
         def conv(layer: Conv, x: Tensor, shortcut: Tensor | None) -> Tensor:
             weight = self.weights[layer.weight : layer.weight + layer.weights]
-            first = layer.norm // 2  # among gammas and betas both
+            first = layer.norm // 2  # layer.norm counts both gammas and betas
             return conv_folded(layer, x, weight, self.biases[first : first + layer.channels_out], shortcut)
 
         x, maps = images, []
@@ -343,7 +343,7 @@ class FoldedBranches:
             folded.load(each)
 
     def __call__(self, images: Tensor) -> Tensor | None:
-        """As `ResNet.branch_embeddings`, (2, B, N D), of images (B, H, W, 4)."""
+        """The branches' embeddings (2, B, N D) of images (B, H, W, 4), as `ResNet.branch_embeddings`; or None."""
         if not self._folded:
             return None
         with torch.no_grad():

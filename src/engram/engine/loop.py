@@ -300,7 +300,7 @@ class PhaseLoop:
         return names
 
     def _see(self, size: int) -> Step:
-        """What the loss sees of the batch that the counter is at."""
+        """The input of the loss for the batch that the counter is at."""
         phase, forward, counter, pool = self.phase, self._forward, self._counter, self._pool
         for hooks in self._hooks:
             hooks.before_forward(size)
@@ -308,10 +308,10 @@ class PhaseLoop:
         for hooks in self._hooks:
             images = hooks.change_images(images)
         if phase.frozen:
-            look = partial(forward.frozen, images)
+            student_pass = partial(forward.frozen, images)
         else:
-            look = partial(forward.student, images, train_backbone=Part.BACKBONE in phase.train)
-        student, teacher = forward.with_teacher(images, look) if phase.teacher else (look(), None)
+            student_pass = partial(forward.student, images, train_backbone=Part.BACKBONE in phase.train)
+        student, teacher = forward.with_teacher(images, student_pass) if phase.teacher else (student_pass(), None)
         rows = self._plan.rows.index_select(0, counter)[0, :size]
         labels = pool.labels[rows]
         extras = (hooks.step_extras(labels) for hooks in self._hooks)
@@ -331,7 +331,7 @@ class PhaseLoop:
 
 
 class _Context:
-    """A PhaseContext: what the extensions of a phase may use of the engine."""
+    """The PhaseContext of a phase: the parts of the engine that its extensions may use."""
 
     def __init__(self, loop: PhaseLoop, engine: Engine, forward: Forward) -> None:
         self._engine, self._forward = engine, forward
@@ -390,7 +390,7 @@ def _stack_terms(terms: Terms, most: int, phase: str) -> Tensor:
 
 
 def _first_step_advice(terms: Mapping[str, float]) -> str:
-    """What to do about terms that are not finite before the phase has changed anything."""
+    """Advice for terms that are not finite before the phase has changed anything."""
     wrong = " and ".join(repr(name) for name, value in terms.items() if not math.isfinite(value))
     return (
         f"it is the first step of the phase, so look at how {wrong} is computed (the logits of classes not yet seen "

@@ -29,7 +29,7 @@ def plan_epochs(
 
     Parameters
     ----------
-    augmented: at random, or each image as it is.
+    augmented: each image is augmented at random, else used unchanged.
     extensions: those with a stream put its images first in each batch.
 
     If the last batch of an epoch is smaller, its row of the plan ends in zeros.

@@ -1,11 +1,11 @@
-"""Sensitivity: how much each parameter matters to what the network says of single images.
+"""Sensitivity: how much each parameter matters for the network's output for single images.
 
-The gradient of a batch's mean is not the mean of its images' gradients squared, so each image needs its own. In eval
-mode an image's output depends on that image alone: one ordinary backward pass of the sum over a batch gives, at every
-layer's output, each image's own gradient, and with the layer's input that makes the gradient of the layer's weights,
-image by image, as one product of matrices.
+The squared gradient of a batch's mean is not the mean of the images' squared gradients, so each image needs a separate
+gradient. In eval mode, an image's output depends only on that image. One ordinary backward pass of the sum over a batch
+therefore gives each image's gradient at every layer's output. Together with the layer's input, one matrix product
+gives the gradient of the layer's weights for each image.
 
-Legend: B images, C channels, L pixels of a layer's output, K classes, P proxies a class, D embedding.
+Legend: B images, C channels, L pixels of a layer's output, K classes, P proxies per class, D embedding.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ def sensitivity(
     objective: Callable[[Step, Tensor], Tensor],
     power: Literal[1, 2],
 ) -> dict[str, Tensor]:
-    """As `Passes.sensitivity` has it, by torch's modules in float32 (TF32 where that is the engine's precision).
+    """See `Passes.sensitivity`. Uses torch's modules in float32 (TF32 if that is the engine's precision).
 
-    Statistics and parameters stay as they are.
+    Changes neither running statistics nor parameters.
     """
-    assert len(rows) > 0, "the sensitivity to no image"
+    assert len(rows) > 0, "sensitivity needs at least one image"
     network, device, pool = learner.network, engine.device, stage.pool
     _check(network)
     arrival, index = engine.buffers.arrival(stage, network.head.capacity), engine.buffers.stage
@@ -65,7 +65,7 @@ def sensitivity(
             unit = to_unit(images[some].to(device)).contiguous(memory_format=engine.layout)
             labels, exemplar = pool.labels[some].to(device), pool.exemplar[some].to(device)
             with torch.enable_grad():
-                # Only the images take a gradient: that of the weights over the whole batch is not wanted.
+                # Only the images require a gradient: that of the weights over the whole batch is not needed.
                 output = functional_call(network, weights, (unit.requires_grad_(),))
                 step = Step(labels, exemplar, output, None, {}, learner.buffers, arrival=arrival, stage=index)
                 values = objective(step, numbers.to(device))
@@ -76,20 +76,20 @@ def sensitivity(
 
 
 def _check(network: Network) -> None:
-    """Refuses a network with parameters whose gradients there is no rule for."""
+    """Refuse a network with layers that have no rule for gradients per image."""
     others = {type(m).__name__ for m in network.modules() if type(m) not in MEASURES and list(m.parameters(False))}
     others |= set(network.head.adjustments)
     if others:
         known = ", ".join(kind.__name__ for kind in MEASURES)
         raise EngramError(
-            f"the gradients of single images are known for {known}, and not for {', '.join(sorted(others))}; "
-            "a method that asks for the sensitivity needs a network of these alone"
+            f"gradients of single images can be computed for {known}, but not for {', '.join(sorted(others))}; "
+            "a method that uses sensitivity needs a network of only these layers"
         )
 
 
 @contextmanager
 def _watched(network: Network, power: Literal[1, 2], totals: dict[str, Tensor]) -> Iterator[None]:
-    """While it lasts, every backward pass through the network adds its images' |gradient|^power to the totals."""
+    """Inside this context, every backward pass adds the |gradient|^power of its images to the totals."""
     handles = []
     for prefix, module in network.named_modules():
         if not list(module.parameters(recurse=False)):
@@ -103,7 +103,7 @@ def _watched(network: Network, power: Literal[1, 2], totals: dict[str, Tensor]) 
                 for name, value in measure(module, inputs[0].detach(), gradient, partial(_sum, power=power)).items():
                     totals[f"{prefix}.{name}"] += value
 
-            output.register_hook(add)  # before a ReLU in place changes the output, so the gradient is at what it is now
+            output.register_hook(add)  # now: the gradient is at the output before an in-place ReLU changes it
 
         handles.append(module.register_forward_hook(watch))
     try:
@@ -114,10 +114,10 @@ def _watched(network: Network, power: Literal[1, 2], totals: dict[str, Tensor]) 
 
 
 def _by_scale(values: Tensor, scale: Tensor) -> Tensor:
-    """The derivative (B,) of each value by the scale, which the loss may see in any way.
+    """The derivative (B,) of each value with respect to the scale, however the loss uses it.
 
-    One number of all images: the gradient of a weighted sum of the values is linear in the weights, and its derivative
-    by them is what is wanted.
+    All images share this one parameter. The gradient of a weighted sum of the values is linear in the weights, and its
+    derivative with respect to them is the result.
     """
     weights = torch.ones_like(values, requires_grad=True)
     (gradient,) = torch.autograd.grad((weights * values).sum(), scale, create_graph=True, allow_unused=True)
@@ -137,7 +137,7 @@ def _of_convolution(conv: nn.Module, inputs: Tensor, gradient: Tensor, total: Su
     assert conv.groups == 1
     assert conv.bias is None
     assert not isinstance(conv.padding, str)
-    # What each weight of a filter sees at each pixel of the output: (B, C_in * taps, L).
+    # The input of each weight of a filter at each pixel of the output: (B, C_in * taps, L).
     seen = F.unfold(inputs, conv.kernel_size, conv.dilation, conv.padding, conv.stride)
     each = gradient.flatten(2) @ seen.transpose(1, 2)  # (B, C_out, C_in * taps)
     return {"weight": total(each).view_as(conv.weight)}
@@ -177,8 +177,8 @@ def _of_lsc_head(head: nn.Module, inputs: Tensor, gradient: Tensor, total: Sum) 
 
 
 def _cosines(embedding: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The cosines (B, K, P) of embeddings (B, D) and weights (K, P, D), and their derivatives by the weights."""
-    length = weight.norm(dim=2, keepdim=True).clamp_min(1e-12)  # as F.normalize has it
+    """The cosines (B, K, P) of embeddings (B, D) and weights (K, P, D), and the derivatives (B, K, P, D) by weight."""
+    length = weight.norm(dim=2, keepdim=True).clamp_min(1e-12)  # as in F.normalize
     unit, directions = F.normalize(embedding, dim=1), weight / length
     cosine = torch.einsum("bd,kpd->bkp", unit, directions)
     return cosine, (unit[:, None, None] - cosine[..., None] * directions) / length

@@ -1,4 +1,4 @@
-"""SGD over one flat tensor: a handful of operations for the whole network, and a mask for what is trained."""
+"""SGD over one flat tensor: a few operations for the whole network, and a mask of the elements that are trained."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from engram.nn.network import Network
 class FlatSGD:
     """Momentum SGD on all of a network's parameters at once.
 
-    The parameters become views of one tensor, and so do their gradients; the mask says, element by element, what a
-    phase trains. The arithmetic is that of torch.optim.SGD after clamping each gradient. The convolutions' weights come
-    first, in the memory order of `layout`, then the other parameters in the modules' order, and single numbers last:
-    before other parameters they would misalign them, and loads would be slow.
+    The parameters become views of one tensor, and so do their gradients. The mask is 1 for the elements that a phase
+    trains. The arithmetic is that of torch.optim.SGD after clamping each gradient. The convolutions' weights come
+    first, in the memory order of `layout`, then the other parameters in the modules' order, and scalars last: before
+    other parameters they would misalign them, and make loads slow.
     """
 
     def __init__(self, network: Network, layout: torch.memory_format = torch.contiguous_format) -> None:

@@ -1,4 +1,4 @@
-"""A sweep: one pass over images in train mode that sums something up and moves no parameter."""
+"""Sweep: one pass over images in train mode that sums values and changes no parameter."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def sweep(
     visit: Callable[[Step], Sequence[Tensor]],
     batch_size: int,
 ) -> list[Tensor]:
-    """As `Passes.sweep` has it.
+    """See `Passes.sweep`.
 
-    Every image counts once, the last batch being as small as it must, but for one that `drops_last_image` says. Batch
-    statistics do move, as in the released code.
+    Every image is used once; the last batch may be smaller. (A single last image is left out if
+    `Engine.drops_last_image` says so.) The running statistics change, as in the released code.
     """
-    assert len(rows) > 0, "a sweep over no rows"
+    assert len(rows) > 0, "a sweep needs at least one row"
     size = min(batch_size, len(rows))
     full, rest = divmod(len(rows), size)
     if engine.drops_last_image(learner.network, size, rest or size):
@@ -42,14 +42,14 @@ def sweep(
     forward = engine.bind(learner, size)
     forward.refresh()
     buffers = engine.buffers
-    pool, room, counter = buffers.pool(stage), buffers.plan(full + 1, size), buffers.counter
-    room.load(_plan(engine, learner, stage, rows, size))
+    pool, plan, counter = buffers.pool(stage), buffers.plan(full + 1, size), buffers.counter
+    plan.load(_plan_batches(engine, learner, stage, rows, size))
     arrival = buffers.arrival(stage, learner.network.head.capacity)
 
     def take(size: int, totals: list[Tensor]) -> list[Tensor]:
-        images = forward.images(pool, room, counter, size)
+        images = forward.images(pool, plan, counter, size)
         output = forward.student(images, train_backbone=True)
-        picked = room.rows.index_select(0, counter)[0, :size]
+        picked = plan.rows.index_select(0, counter)[0, :size]
         labels, exemplar = pool.labels[picked], pool.exemplar[picked]
         sums = visit(Step(labels, exemplar, output, None, {}, learner.buffers, arrival=arrival, stage=buffers.stage))
         if not totals:
@@ -67,7 +67,7 @@ def sweep(
             for total in step.returned:
                 total.zero_()
         else:
-            step = partial(take, size, [])  # trying to record may have added to the other's sums
+            step = partial(take, size, [])  # with new sums: the attempt to record may have added to the others
         totals: list[Tensor] = []
         for _ in range(full):
             totals = step()
@@ -75,8 +75,8 @@ def sweep(
         return take(rest, totals) if rest else totals
 
 
-def _plan(engine: Engine, learner: Learner, stage: Stage, rows: Tensor, size: int) -> BatchPlan:
-    """Every row once, shuffled, in rows of `size`; the last ends in zeros."""
+def _plan_batches(engine: Engine, learner: Learner, stage: Stage, rows: Tensor, size: int) -> BatchPlan:
+    """A plan with every row once, shuffled, in batches of `size`; the last one is padded with zeros."""
     draws = draw(engine.augmentation, (len(rows),), generator(learner.seed, "augment", "sweep", stage.index))
     order = torch.randperm(len(rows), generator=generator(learner.seed, "shuffle", "sweep", stage.index))
     steps = -(-len(rows) // size)

@@ -1,4 +1,4 @@
-"""Tuning images: SGD on pixels, by gradients that go through a network that stands still."""
+"""Tuning of images: SGD on pixels, with gradients through a network that does not change."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from engram.nn.network import Network
 if TYPE_CHECKING:
     from engram.engine.engine import Engine
 
-# Pixels in one pass with gradients; of more images than that, a part at a time is passed again on the way back.
+# Pixels in one pass with gradients. More images are split into parts, which the backward pass computes again.
 GRADIENT_PIXELS = {"cpu": 512 * 32 * 32, "cuda": 2048 * 32 * 32}
 
 
@@ -38,14 +38,14 @@ def tune(
     training: Training,
     purpose: str,
 ) -> Tensor:
-    """As `Passes.tune` has it: levels from 0 to 255, on the CPU.
+    """See `Passes.tune`. Returns levels from 0 to 255, on the CPU.
 
-    The passes are by torch's modules in float32 (TF32 where that is the engine's precision).
+    Uses torch's modules in float32 (TF32 if that is the engine's precision).
     """
-    assert len(rows) > 0, "images tuned on no rows"
+    assert len(rows) > 0, "tuning images needs at least one row"
     network, device = learner.network, engine.device
     start = to_unit(images.to(device)).contiguous(memory_format=engine.layout)
-    # What is learned is kept apart from the image, where changes far below a level of its pixels would be rounded away.
+    # The change is kept apart from the image: added to it, changes far below one level would be rounded away.
     change, momentum = torch.zeros_like(start), torch.zeros_like(start)
     normalised = (start - network.mean) / network.std
     assert not network.training
@@ -53,8 +53,8 @@ def tune(
     passes = partial(_passes, network, parameters, GRADIENT_PIXELS[device.type])
     pool, (steps, size) = engine.buffers.pool(stage), training.batches(len(rows))
     for epoch in range(training.epochs):
-        where = (stage.index, "tune", purpose)
-        plan = plan_epochs(training, engine.augmentation, rows, range(epoch, epoch + 1), where, learner.seed)
+        named = (stage.index, "tune", purpose)
+        plan = plan_epochs(training, engine.augmentation, rows, range(epoch, epoch + 1), named, learner.seed)
         on_device = BatchPlan.allocate(steps, size, device)
         on_device.load(plan)
         counter = torch.zeros(1, dtype=torch.int64, device=device)
@@ -64,8 +64,9 @@ def tune(
             batch = batch.contiguous(memory_format=engine.layout)
             with torch.enable_grad():
                 learned = change.requires_grad_()
-                look = ImageTuningStep(start + learned * network.std, batch, pool.labels[picked], parameters, passes)
-                (gradient,) = torch.autograd.grad(objective(look), learned)
+                tuned = start + learned * network.std
+                seen = ImageTuningStep(tuned, batch, pool.labels[picked], parameters, passes)
+                (gradient,) = torch.autograd.grad(objective(seen), learned)
             change = change.detach()
             if training.clip is not None:
                 gradient = gradient.clamp(-training.clip, training.clip)
@@ -74,8 +75,8 @@ def tune(
             counter += 1
     if not bool(change.isfinite().all()):
         raise EngramError(
-            f"the tuned exemplars of stage {stage.index} are no longer finite; nothing was saved after its training: "
-            f"try a lower rate than {training.lr:g} for them"
+            f"the tuned exemplars of stage {stage.index} are not finite; nothing was saved after the training of the "
+            f"stage: try a lower learning rate than {training.lr:g} for the exemplars"
         )
     return images.float() + (255 * network.std * change).permute(0, 2, 3, 1).cpu()
 
@@ -83,15 +84,15 @@ def tune(
 def _passes(
     network: Network, parameters: Mapping[str, Tensor], pixels: int, images: Tensor, changed: Mapping[str, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Embedding and logits of the images, with some parameters changed; as many at once as there is room for."""
+    """Embedding and logits of the images with some parameters changed, in parts of at most `pixels` pixels."""
     held = {**parameters, **changed}
 
     def part(images: Tensor) -> tuple[Tensor, Tensor]:
         output = functional_call(network, held, (images,))
         return output.embedding, output.logits
 
-    room = max(1, pixels // (images.shape[2] * images.shape[3]))
-    if len(images) <= room:
+    size = max(1, pixels // (images.shape[2] * images.shape[3]))
+    if len(images) <= size:
         return part(images)
-    parts = [checkpoint(part, some, use_reentrant=False) for some in images.split(room)]
+    parts = [checkpoint(part, some, use_reentrant=False) for some in images.split(size)]
     return torch.cat([embedding for embedding, _ in parts]), torch.cat([logits for _, logits in parts])

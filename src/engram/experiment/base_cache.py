@@ -1,32 +1,39 @@
-"""A cache of trained base stages: runs that share one, such as several methods on one class order, train it once.
+"""Cache of trained base stages: runs with the same base stage, such as methods of one family, train it only once.
 
-An entry is named by everything that determines it, so a changed setting has another name and never finds a stale one.
+A cached base stage is named by a digest of everything that determines it. A changed setting gives another name, so an
+outdated base stage is never used.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+import time
+from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import IO
+from typing import IO, Literal
 
 from torch import Tensor
 
 from engram.core.checkpoint import Checkpoint, load_checkpoint, read_data, save_checkpoint
 from engram.core.errors import EngramError
+from engram.core.events import BaseAwaited, BaseReused, Event, Warned
 from engram.core.io import lock, remove_temporaries, writing
+from engram.data.sources.download import data_home
+from engram.experiment.session import Session
 
 LIMIT_BYTES = 2**30
 LOCK = ".lock"
-# Of this package, what plays a part in training a base stage.
-_HELD: dict[Path, int] = {}  # the lock files of this process, and the thread that has each
+WAIT_SECONDS = 0.1  # between two looks at the claim of another run
+_HELD: dict[Path, int] = {}  # the lock files that this process holds, and the thread that holds each
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One trained base stage on disk; used: when it was last written or read, in seconds since the epoch."""
+class CachedBaseStage:
+    """A trained base stage on disk. used: when it was last written or read, in seconds since the epoch."""
 
     key: str
     path: Path
@@ -34,8 +41,8 @@ class Entry:
     used: float
 
 
-class Claim:
-    """The sole right to train the base stage of a key; it ends when it is closed or with the process."""
+class BaseStageClaim:
+    """The exclusive right to train the base stage of a key, until it is closed or the process ends."""
 
     def __init__(self, path: Path, file: IO[str]) -> None:
         self._path = path
@@ -43,35 +50,35 @@ class Claim:
         _HELD[path.resolve()] = threading.get_ident()
 
     def close(self) -> None:
-        """Lets another run have it."""
+        """Give up the claim."""
         _HELD.pop(self._path.resolve(), None)
-        # While the lock is held, so that nobody removes a file that another has locked since.
+        # Remove the file before unlocking it: afterwards another run may have locked it.
         with suppress(OSError):
             self._path.unlink()
         self._file.close()
 
 
 class StageCache:
-    """Trained base stages in a folder, the longest unused making room for new ones."""
+    """Trained base stages in a folder. Beyond the limit, the least recently used ones are removed."""
 
     def __init__(self, folder: str | Path, limit_bytes: int = LIMIT_BYTES) -> None:
         self.folder = Path(folder)
         self.limit_bytes = limit_bytes
 
     def load(self, key: str) -> dict[str, Tensor] | None:
-        """The tensors kept under the key; None where there are none. Raises EngramError for a damaged entry."""
+        """The tensors saved under the key, or None. Raises EngramError if the file is damaged."""
         path = self._path(key)
         if not path.is_file():
             return None
         tensors = load_checkpoint(path).tensors
-        with suppress(OSError):  # a cache that cannot be written to can still be read
+        with suppress(OSError):  # a read-only cache can still be used
             os.utime(path)
         return tensors
 
     def save(self, key: str, tensors: dict[str, Tensor], trained_by: str = "") -> None:
-        """Keeps the tensors under the key, and removes the longest unused entries beyond the limit.
+        """Save the tensors under the key, and remove the least recently used base stages beyond the limit.
 
-        trained_by: the name of the run, for whoever looks at what is kept.
+        trained_by: the name of the run, to be shown in lists.
         """
         save_checkpoint(self._path(key), Checkpoint(tensors, {"key": key, "trained_by": trained_by}))
         remove_temporaries(self.folder, older_than=24 * 3600)
@@ -81,14 +88,15 @@ class StageCache:
         for entry in entries:
             if excess <= 0 or entry.key == key:
                 break
-            with suppress(FileNotFoundError):  # another run may have made room at the same time
+            with suppress(FileNotFoundError):  # another run may remove files at the same time
                 entry.path.unlink()
             excess -= entry.size
 
-    def claim(self, key: str, holder: str) -> Claim | None:
-        """The claim to train what belongs under the key, in the holder's name; None while another run has it.
+    def claim(self, key: str, holder: str) -> BaseStageClaim | None:
+        """Claim the training of the base stage of a key; None if another run has the claim.
 
-        Raises EngramError where the folder cannot be written to or locked.
+        holder: the name that other runs show while they wait. Raises EngramError if the folder cannot be written to or
+        locked.
         """
         path = self._lock_path(key)
         with writing(path):
@@ -100,34 +108,34 @@ class StageCache:
             file.truncate(0)
             file.write(holder)
             file.flush()
-        return Claim(path, file)
+        return BaseStageClaim(path, file)
 
     def holder(self, key: str) -> str:
-        """The name of the run that has the claim, as far as it can be told."""
+        """The name of the run that has the claim, or "another run" if it is unknown."""
         with suppress(OSError, UnicodeDecodeError):
             return self._lock_path(key).read_text(encoding="utf-8") or "another run"
         return "another run"
 
     def is_held_here(self, key: str) -> bool:
-        """Whether a run of this very thread has the claim: one that waited for it would wait for ever."""
+        """Whether this thread has the claim; waiting for it would never end."""
         return _HELD.get(self._lock_path(key).resolve()) == threading.get_ident()
 
-    def entries(self) -> list[Entry]:
-        """What is kept, the longest unused first."""
-        found: list[Entry] = []
+    def entries(self) -> list[CachedBaseStage]:
+        """All cached base stages, the least recently used first."""
+        found: list[CachedBaseStage] = []
         for path in self.folder.glob("*.safetensors"):
             with suppress(FileNotFoundError):
                 status = path.stat()
-                found.append(Entry(path.stem, path, status.st_size, status.st_mtime))
+                found.append(CachedBaseStage(path.stem, path, status.st_size, status.st_mtime))
         return sorted(found, key=lambda entry: entry.used)
 
     def trained_by(self, key: str) -> str | None:
-        """The name of the run that trained it, as far as it is known."""
+        """The name of the run that trained the base stage, or None if it is unknown."""
         name = read_data(self._path(key)).get("trained_by")
         return name if isinstance(name, str) and name else None
 
     def _remove_locks(self, key: str) -> None:
-        """Removes the lock files that killed runs left, but for the key's own."""
+        """Remove the lock files that killed runs left behind, except that of the key."""
         for path in self.folder.glob(f"*{LOCK}"):
             if path.stem != key:
                 with suppress(EngramError):
@@ -140,3 +148,101 @@ class StageCache:
 
     def _lock_path(self, key: str) -> Path:
         return self.folder / f"{key}{LOCK}"
+
+
+def user_cache() -> StageCache:
+    """The cache in the data folder, which all runs of a user share."""
+    return StageCache(data_home() / "stages")
+
+
+def which_cache(cache: StageCache | bool | None) -> StageCache | None:
+    """The cache for a `cache` argument: True is the user's cache; False and None are no cache."""
+    if cache is True:
+        return user_cache()
+    if cache is None or cache is False:
+        return None
+    if isinstance(cache, StageCache):
+        return cache
+    raise EngramError(f"cache should be True, False or a StageCache, got {cache!r:.80}")
+
+
+class SharedBase:
+    """The base stage of a run: loaded from the cache, waited for, or trained and shared with other runs.
+
+    cache: None: the base stage is not shared. name: of this run, shown by runs that wait for it. stop: called while it
+    waits.
+    """
+
+    def __init__(self, session: Session, cache: StageCache | None, name: str, stop: Callable[[], bool]) -> None:
+        self._session = session
+        self._cache = cache
+        self._name = name
+        self._stop = stop
+        self._claim: BaseStageClaim | None = None  # while this run trains it
+
+    @cached_property
+    def _key(self) -> str | None:
+        return None if self._cache is None else self._session.base_key()
+
+    def take(self) -> Generator[Event, None, Literal["reused", "train", "stopped"]]:
+        """Load the trained base stage, waiting while another run trains it; otherwise claim it, to be trained here."""
+        if (yield from self._load(warn=True)):
+            return "reused"
+        awaited = False
+        while not (yield from self.claim()):
+            if not awaited:
+                assert self._cache is not None
+                assert self._key is not None
+                awaited = True
+                yield BaseAwaited(0, len(self._session.stream), self._cache.holder(self._key))
+            if self._stop():
+                return "stopped"
+            time.sleep(WAIT_SECONDS)
+        # Another run may have finished it before the claim; after waiting, the other run has.
+        if (yield from self._load(warn=False)):
+            self.release()
+            return "reused"
+        return "train"
+
+    def _load(self, warn: bool) -> Generator[Event, None, bool]:
+        """Load the base stage from the cache; return whether it was there and not damaged."""
+        if self._cache is None or self._key is None:
+            return False
+        try:
+            tensors = self._cache.load(self._key)
+        except EngramError as error:
+            if warn:
+                yield Warned(f"the cached base stage cannot be used, so it is trained again: {error}")
+            return False
+        if tensors is None:
+            return False
+        self._session.learner.network.load_state_dict(tensors)
+        yield BaseReused(0, str(self._cache.folder))
+        return True
+
+    def claim(self) -> Generator[Event, None, bool]:
+        """Claim the training, so that other runs wait for it; return False if this run must wait for another."""
+        if self._cache is None or self._key is None:
+            return True
+        try:
+            self._claim = self._cache.claim(self._key, self._name)
+        except EngramError as error:
+            yield Warned(f"the base stage is trained by this run, even if another run trains it as well: {error}")
+            return True
+        return self._claim is not None or self._cache.is_held_here(self._key)
+
+    def share(self) -> Iterator[Event]:
+        """Save the trained base stage in the cache; if that fails, only warn."""
+        if self._cache is None or self._key is None:
+            return
+        try:
+            self._cache.save(self._key, self._session.learner.network.state_dict(), Path(self._name).name)
+        except EngramError as error:
+            yield Warned(f"the base stage could not be cached: {error}")
+        self.release()
+
+    def release(self) -> None:
+        """Give up the claim, if this run has it."""
+        if self._claim is not None:
+            self._claim.close()
+            self._claim = None

@@ -1,4 +1,4 @@
-"""A run in progress: the stages one after the other, what they measure, and the checkpoints between."""
+"""Execution of a run: its stages in order, their results, and checkpoints."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ from engram.core.events import (
 )
 from engram.core.provenance import version
 from engram.engine import PhaseState
-from engram.experiment.base_cache import StageCache
+from engram.experiment.base_cache import SharedBase, StageCache
 from engram.experiment.session import Session
-from engram.experiment.shared_base import SharedBase
-from engram.experiment.stage_work import Outlook, StageWork, StepTaken, pack_phase, unpack_phase
+from engram.experiment.stage_work import StageWork, StepTaken, TimeEstimate, pack_phase, unpack_phase
 from engram.methods import find_method
 from engram.runs.directory import RunDirectory
 from engram.runs.result import Result, StageRecord, summarise
@@ -36,8 +35,8 @@ from engram.runs.result import Result, StageRecord, summarise
 UNLOGGED = (Progress, Working)
 
 
-class Execution:
-    """A run in progress: where it stands, and what it has measured."""
+class RunExecution:
+    """A run in progress, with the records of its finished stages."""
 
     def __init__(
         self,
@@ -56,14 +55,14 @@ class Execution:
         self.checkpoint_seconds = checkpoint_minutes * 60
         self.records: list[StageRecord] = []
         self.clock: dict[str, float] = {}  # seconds of the stage in progress, by kind of work
-        self.phase_at: tuple[int, PhaseState] | None = None  # the phase to go on with, and where it stands
-        self.outlook = Outlook([stage.phases for stage in session.plan()])
+        self.phase_at: tuple[int, PhaseState] | None = None  # number and state of the phase to resume
+        self.estimate = TimeEstimate([stage.phases for stage in session.plan()])
         self.card = session.card()
         self.saved_at = time.monotonic()
-        self.away = 0.0  # seconds spent by whoever consumes the events; not this run's
+        self.away = 0.0  # seconds spent by the consumer of the events, not by this run
 
     def now(self) -> float:
-        """Seconds on a clock that stands still while the consumer of the events is at work."""
+        """A clock in seconds that is paused while the consumer of the events works."""
         return time.monotonic() - self.away
 
     @property
@@ -71,7 +70,7 @@ class Execution:
         return None if self.files is None else str(self.files.path)
 
     def events(self, resumed: bool) -> Iterator[Event]:
-        """All events, each written to events.jsonl before it is passed on."""
+        """All events; each is written to events.jsonl before it is yielded."""
         if self.files is not None:
             self.files.clear_error()
         try:
@@ -97,7 +96,7 @@ class Execution:
         yield RunStarted(config.recipe, config.method, self.directory, stages, self.card, resumed)
         if session.store.skipped:
             shown = ", ".join(session.store.skipped[:3])
-            yield Warned(f"{len(session.store.skipped)} unreadable images were left out: {shown}")
+            yield Warned(f"{len(session.store.skipped)} unreadable images were skipped: {shown}")
         if resumed and len(self.records) < stages:
             yield from self._other_threads()
             yield from self._other_code()
@@ -106,7 +105,7 @@ class Execution:
         while len(self.records) < stages:
             index = len(self.records)
             if self.stop_after_stage is not None and index > self.stop_after_stage:
-                yield Stopped(index - 1, stages, "stopped after the stage asked for", self.directory)
+                yield Stopped(index - 1, stages, "stopped after the requested stage", self.directory)
                 return
             stopped = yield from self._stage(index)
             if stopped:
@@ -115,11 +114,11 @@ class Execution:
         yield RunFinished(dict(self._result()), self.directory)
 
     def _other_threads(self) -> Iterator[Event]:
-        """Says so where the run goes on with another number of CPU threads, which its sums depend on."""
+        """Warn if the run continues with another number of CPU threads, which the last bits of sums depend on."""
         assert self.files is not None
         begun, now = self.files.manifest.get("hardware", {}).get("threads"), torch.get_num_threads()
         if self.session.engine.device.type == "cpu" and begun not in (None, now):
-            began = f"{self.directory} began with {begun} CPU thread{'' if begun == 1 else 's'}"
+            began = f"{self.directory} started with {begun} CPU thread{'' if begun == 1 else 's'}"
             yield Warned(
                 spelled(
                     f"{began} and continues with {now}, so its last bits will differ from a run that was never "
@@ -128,17 +127,17 @@ class Execution:
             )
 
     def _other_code(self) -> Iterator[Event]:
-        """Says so where a method from outside the package was edited since the run began."""
+        """Warn if a method from outside the package was edited since the run started."""
         assert self.files is not None
-        method, anew = find_method(self.session.config.method), not self.records and self.phase_at is None
-        if not self.files.goes_on_with(method.versions, anew) and not anew:
+        method, from_start = find_method(self.session.config.method), not self.records and self.phase_at is None
+        if not self.files.goes_on_with(method.versions, from_start) and not from_start:
             yield Warned(
-                f"{self.directory} was not trained so far with the code that its method {method.name} has now, "
-                "so that it will be a run of neither; a new run would be all of one code"
+                f"the code of the method {method.name} was changed since {self.directory} was trained, so the result "
+                "will mix both versions; start a new run to use only one"
             )
 
     def _stage(self, index: int) -> Generator[Event, None, bool]:
-        """One stage, whole or from where it stood; returns whether it was asked to stop inside."""
+        """Carry out one stage, from its start or from a checkpoint; return whether the run was stopped in it."""
         session, stages = self.session, len(self.session.stream)
         stage = session.stage(index)
         names = [session.store.class_names[session.stream.order[label]] for label in stage.new_labels]
@@ -151,17 +150,17 @@ class Execution:
             return True
         yield from work.finish()
         yield Working(index, stages, "evaluate")
-        with work.clocked("evaluate"):
+        with work.timed("evaluate"):
             accuracy, by_stage, arrays = session.evaluate(index)
         for note in session.learner.notes:
             yield Warned(spelled(note))
-        session.learner.notes.clear()  # before it is saved, or a resumed run would say them again
+        session.learner.notes.clear()  # before saving, or a resumed run would repeat them
         record = StageRecord(index, stage.num_seen, accuracy, sum(self.clock.values()), by_stage, dict(self.clock))
         self.records.append(record)
-        self.outlook.stage(index, self.clock)
+        self.estimate.stage(index, self.clock)
         if self.files is not None:
-            # In this order: whatever moment it is cut off at, the checkpoint vouches for the arrays, and the result can
-            # be written again from the checkpoint.
+            # In this order: if the process ends in between, a checkpoint is never without its arrays, and the result
+            # can be written again from the checkpoint.
             self.files.write_stage(index, arrays)
             self._save(None)
             self.files.write_result(dict(self._result()))
@@ -170,14 +169,14 @@ class Execution:
         return False
 
     def _train(self, index: int, work: StageWork) -> Generator[Event, None, bool]:
-        """Takes the base stage from the cache or trains; returns whether it was asked to stop."""
+        """Train, or load the base stage from the cache; return whether the run was stopped."""
         resume, self.phase_at = self.phase_at, None
         if index == 0 and resume is None:
-            how = yield from self.base.take()
-            if how != "train":
-                return how == "stopped"
+            outcome = yield from self.base.take()
+            if outcome != "train":
+                return outcome == "stopped"
         elif index == 0:
-            yield from self.base.claim()  # whether it gets it or not: it has begun
+            yield from self.base.claim()  # continue with or without the claim
         for event in work.train(resume):
             if not isinstance(event, StepTaken):
                 yield event
@@ -188,10 +187,10 @@ class Execution:
         return False
 
     def _after_step(self, index: int, taken: StepTaken) -> Generator[Event, None, bool]:
-        """What is due after a step: progress, a checkpoint; returns whether it was asked to stop."""
-        self.outlook.step(taken)
-        if taken.meter.due():
-            yield self.outlook.progress(index, len(self.session.stream), taken)
+        """Yield progress and save checkpoints when they are due; return whether the run was stopped."""
+        self.estimate.step(taken)
+        if taken.timer.due():
+            yield self.estimate.progress(index, len(self.session.stream), taken)
         if self.files is not None and time.monotonic() - self.saved_at > self.checkpoint_seconds:
             yield from self._checkpoint(taken)
         if not self.stop():
@@ -201,7 +200,7 @@ class Execution:
         return True
 
     def _checkpoint(self, taken: StepTaken) -> Iterator[Event]:
-        """Saves where training stands, once what came before is told."""
+        """Save a checkpoint inside a phase, after yielding the epochs that ended before it."""
         yield from taken.ended()
         self._save(taken.state())
         yield Checkpointed(taken.stage, taken.loop.phase.name, taken.loop.epoch + 1)
@@ -219,7 +218,7 @@ class Execution:
         return summarise(identity, self.records)
 
     def _save(self, phase: tuple[int, PhaseState] | None) -> None:
-        """Writes a checkpoint: between stages, or inside the phase given."""
+        """Write a checkpoint. phase: number and state of the phase it is inside; None: between stages."""
         assert self.files is not None
         tensors = self.session.learner.state_dict()
         data: dict[str, Any] = {
@@ -230,13 +229,14 @@ class Execution:
             "phase": None,
         }
         if phase is not None:
-            packed, data["phase"] = pack_phase(*phase)
+            number, state = phase
+            packed, data["phase"] = pack_phase(number, state)
             tensors |= packed
         save_checkpoint(self.files.checkpoint, Checkpoint(tensors, data))
         self.saved_at = time.monotonic()
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Takes over where a checkpoint stood."""
+        """Load a checkpoint."""
         tensors, data = dict(checkpoint.tensors), checkpoint.data
         self.phase_at = unpack_phase(tensors, data["phase"])
         self.session.learner.load_state_dict(tensors)

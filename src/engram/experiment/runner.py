@@ -1,4 +1,4 @@
-"""Runs: start one, go on with one, or just have its result. They yield events and draw nothing."""
+"""Start a run, resume one, or compute its result. Runs yield events and display nothing."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from engram.core.events import Event, RunFinished
 from engram.core.provenance import hardware
 from engram.data.sources.load import DataConfig, load_store
 from engram.data.store import ImageStore
-from engram.experiment.base_cache import StageCache
-from engram.experiment.execution import Execution
+from engram.experiment.base_cache import StageCache, which_cache
+from engram.experiment.execution import RunExecution
 from engram.experiment.recipe_changes import named_by_recipe
 from engram.experiment.run_config import RunConfig, config_hash
 from engram.experiment.session import Session
-from engram.experiment.shared_base import which_cache
 from engram.methods import find_method
 from engram.runs.directory import RunDirectory, read_manifest
 from engram.runs.result import Result
@@ -37,21 +36,24 @@ def run(
     cache: StageCache | bool | None = None,
     command: str | None = None,
 ) -> Generator[Event, None, None]:
-    """The events of a run, which takes place as they are consumed.
+    """Run a configuration: a generator of events. The run advances as they are consumed.
 
-    directory: where the run keeps its files; None writes nothing. store: the images, where the configuration does not
-    name them. stop is asked after every step; when it says yes the run saves itself and ends. cache: where trained base
-    stages are shared with other runs; True is where the commands and `run_together` have theirs.
+    Parameters
+    ----------
+    store: the images, if the configuration does not name them.
+    directory: for the files of the run; None: nothing is written.
+    stop: called after every step; if it returns True, the run saves a checkpoint and ends.
+    cache: of trained base stages, to share them with other runs; True: the cache of the commands and `run_together`.
     """
     check_config(config)
     if store is None:
         store = load_store(config.data)
-    bases = which_cache(cache)  # before there is a directory: what is refused leaves none behind
+    bases = which_cache(cache)  # first: an invalid argument must not leave a directory behind
     session = Session(settle(config, store), store)
     files = None
     if directory is not None:
         files = RunDirectory.create(Path(directory), {**_manifest(session), "command": command})
-    yield from Execution(session, files, stop, stop_after_stage, checkpoint_minutes, bases).events(resumed=False)
+    yield from RunExecution(session, files, stop, stop_after_stage, checkpoint_minutes, bases).events(resumed=False)
 
 
 def resume(
@@ -63,9 +65,9 @@ def resume(
     checkpoint_minutes: float = 10.0,
     cache: StageCache | bool | None = None,
 ) -> Generator[Event, None, None]:
-    """The events of going on with the run in a directory from its last checkpoint.
+    """Resume the run in a directory from its last checkpoint: a generator of events.
 
-    store: the images, where the configuration does not name them or they moved.
+    store: the images, if the configuration does not name them or they have moved. Other parameters: as for `run`.
     """
     path = Path(directory)
     manifest = read_manifest(path)
@@ -80,52 +82,51 @@ def resume(
         if files.checkpoint.exists() or files.has_results():
             checkpoint = load_checkpoint(files.checkpoint)
         if checkpoint is not None and checkpoint.data.get("config_hash") != manifest["config_hash"]:
-            raise EngramError(f"the checkpoint in {path} belongs to another configuration than its run.json")
+            raise EngramError(f"the checkpoint in {path} belongs to another configuration than that in its run.json")
         if store.fingerprint() != manifest["data"].get("fingerprint"):
             raise EngramError(
-                f"the images are not those that the run in {path} began with; give the same data with {option('data')}"
+                f"the images are not those that the run in {path} started with; give the same data with "
+                f"{option('data')}"
             )
         session = Session(config, store)
         recorded = (manifest["order"].get("class_ids"), manifest["stage_sizes"])
         if (list(session.stream.order), list(session.stream.sizes)) != recorded:
-            raise EngramError(
-                f"the class order or the stages of the run in {path} are not what its configuration gives"
-            )
-        going = Execution(session, files, stop, stop_after_stage, checkpoint_minutes, which_cache(cache))
+            raise EngramError(f"the class order or the stages of the run in {path} do not match its configuration")
+        execution = RunExecution(session, files, stop, stop_after_stage, checkpoint_minutes, which_cache(cache))
         if checkpoint is not None:
-            going.restore(checkpoint)
+            execution.restore(checkpoint)
     except BaseException:
         files.close()
         raise
-    yield from going.events(resumed=True)
+    yield from execution.events(resumed=True)
 
 
 def check_config(config: Any) -> None:
-    """Refuses what is no configuration, such as the name of a recipe."""
+    """Refuse anything that is not a configuration, such as the name of a recipe."""
     if not isinstance(config, RunConfig):
-        raise EngramError(f"a run needs a configuration, as recipe('afc-mini-b10-s5') gives one, got {config!r}")
+        raise EngramError(f"a run needs a configuration, such as recipe('afc-mini-b10-s5'), got {config!r}")
 
 
 def settle(config: RunConfig, store: ImageStore) -> RunConfig:
-    """The configuration as a run of these images here has it; its name says what of its recipe was changed.
+    """The final configuration of a run with these images on this machine; its name shows changes of its recipe.
 
-    Refuses images without the held-out share that it asks for: the run would be measured on the test split.
+    Refuses images without the held-out share of the configuration: the run would be evaluated on the test split.
     """
     asked = config.data.holdout
     if asked is not None and asked != store.held_out:
         has = "none" if store.held_out is None else f"{store.held_out:g}"
         raise EngramError(
-            f"the run asks for a held-out share of {asked:g}, and the images that were given have {has}; "
-            f"give store.holdout({asked:g}, seed=0), or leave data.holdout out"
+            f"the configuration has a held-out share of {asked:g}, but the images that were given have {has}; "
+            f"give store.holdout({asked:g}, seed=0), or leave out data.holdout"
         )
-    # run.json must not name images that were not used, nor pass held-out ones for the test split.
+    # run.json must not name images that were not used, nor present held-out images as the test split.
     data = config.data if store.origin == config.data.name else DataConfig(store.origin)
     config = replace(config, data=replace(data, holdout=store.held_out))
     return named_by_recipe(config).on_this_machine()
 
 
 def train(config: RunConfig, store: ImageStore | None = None, directory: str | Path | None = None) -> Result:
-    """The result of a run, start to end."""
+    """Run a configuration from start to end and return its result."""
     result = None
     for event in run(config, store, directory):
         if isinstance(event, RunFinished):
@@ -135,7 +136,7 @@ def train(config: RunConfig, store: ImageStore | None = None, directory: str | P
 
 
 def _manifest(session: Session) -> dict[str, Any]:
-    """What run.json says of a run beside dates and the versions of what is installed."""
+    """The content of run.json, except for dates and the versions of installed packages."""
     config, store, stream = session.config, session.store, session.stream
     return {
         "recipe": config.recipe,

@@ -1,4 +1,4 @@
-"""Session: the parts of one run, made from its configuration and its images."""
+"""Session: the objects that a run works with, made from its configuration and its images."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from engram.nn.backbones import build_backbone
 from engram.nn.network import Network
 
 MAIN = "main"
-CALLED = {"balance": "balanced fine-tuning", "correct": "correction"}  # phases, in the protocol card
+PHASE_TITLES = {"balance": "balanced fine-tuning", "correct": "correction"}  # for the protocol card
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """A stage as it will be."""
+    """The plan of a stage. images: in its pool, including exemplars."""
 
     stage: int
     new_classes: tuple[str, ...]
@@ -47,9 +47,9 @@ class StagePlan:
 
 
 class Session:
-    """Everything a run works with: stream, method, learner, engine.
+    """The stream, method, learner and engine of a run.
 
-    The test images stay here: nothing that trains takes them as an argument.
+    The test images are used only here: nothing that trains takes them as an argument.
     """
 
     def __init__(self, config: RunConfig, store: ImageStore) -> None:
@@ -74,14 +74,14 @@ class Session:
 
     @property
     def device_name(self) -> str:
-        """The processor or graphics card, as it calls itself."""
+        """The name of the processor or the graphics card."""
         if self.engine.device.type == "cuda":
             return torch.cuda.get_device_name(self.engine.device)
         return processor_name()
 
     @cached_property
     def normalisation(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Each channel's mean and standard deviation: the published ones, or the base stage's training images'."""
+        """Mean and standard deviation of each channel: as published, or of the training images of the base stage."""
         if self.store.mean is not None and self.store.std is not None:
             return self.store.mean, self.store.std
         rows = np.flatnonzero(self._train_labels < self.stream.sizes[0])
@@ -89,13 +89,13 @@ class Session:
 
     @cached_property
     def fingerprint(self) -> str:
-        """The store's; finding it out reads every image."""
+        """The fingerprint of the store. The first use reads every image."""
         return self.store.fingerprint()
 
     def base_key(self, fingerprint: str | None = None) -> str | None:
-        """A name for the trained base stage, made of everything that determines it; None if it is not shared.
+        """A digest of everything that determines the trained base stage; None if it is not shared.
 
-        fingerprint: the store's, where it is known already.
+        fingerprint: of the store, if it is already known.
         """
         method_key, code = find_method(self.config.method).base_key(self.method), code_digest(self.method)
         if method_key is None or code is None:
@@ -106,7 +106,7 @@ class Session:
             "torch": torch.__version__,
             "device": [self.engine.device.type, self.device_name],
             "precision": self.engine.precision,
-            # On a CPU sums depend on it in their last bits.
+            # On a CPU, the last bits of sums depend on it.
             "threads": torch.get_num_threads() if self.engine.device.type == "cpu" else None,
             "data": fingerprint or self.fingerprint,
             "classes": list(self.stream.order[:base]),
@@ -120,7 +120,7 @@ class Session:
         return hashlib.blake2b(json.dumps(key, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     def stage(self, index: int) -> Stage:
-        """A stage to train on: the images of its new classes, and the memory as it is now."""
+        """A stage to train on: the images of its new classes, and the current memory."""
         labels = self.stream.new_labels(index)
         rows = np.flatnonzero((self._train_labels >= labels.start) & (self._train_labels < labels.stop))
         count, engine = len(rows) + len(self.learner.memory), self.engine
@@ -136,7 +136,7 @@ class Session:
         return Stage(index, labels.start, len(labels), pool, self.stream.sizes[: index + 1])
 
     def plan(self) -> list[StagePlan]:
-        """What the run will do, stage by stage, without doing any of it."""
+        """Plan all stages of the run, without training."""
         counts = np.bincount(self._train_labels, minlength=self.store.num_classes)
         plans: list[StagePlan] = []
         for index in range(len(self.stream)):
@@ -158,18 +158,18 @@ class Session:
         except Exception as error:
             raise EngramError(
                 f"{self.config.method} cannot be planned: its phases() failed ({type(error).__name__}: {error}). It is "
-                "also asked before anything is learned, with no tensors of the method in the learner and no images in "
-                "the stage: read those in the loss (step.buffers), or in the rows or start of a phase; ENGRAM_DEBUG=1 "
-                "shows where"
+                "also called before anything is learned, when the learner has no tensors of the method and the stage "
+                "has no images: read those in the loss (step.buffers), or in the rows or start of a phase; "
+                "ENGRAM_DEBUG=1 shows the traceback"
             ) from error
 
     def card(self) -> dict[str, str]:
-        """The protocol card, with the epochs that the plan has."""
+        """The protocol card, with the epochs of the plan."""
         on = " on the memory" if with_role(self.config.settings, "later") else ""
         return self.config.card(self.store, describe_epochs(self.plan(), on))
 
     def evaluate(self, index: int) -> tuple[dict[str, float], dict[str, list[float]], dict[str, np.ndarray]]:
-        """Accuracy over the classes seen, accuracy by stage, and the arrays to keep (predictions, importance, ...)."""
+        """Accuracy over the classes seen, accuracy by stage, and the arrays to save (predictions, importance, ...)."""
         rows = np.flatnonzero(self._test_labels < self.stream.num_seen(index))
         targets = self._test_labels[rows].astype(np.int16)
         images = torch.from_numpy(np.ascontiguousarray(self.store.test.images[rows]))
@@ -188,28 +188,28 @@ class Session:
 def make_network(
     config: RunConfig, method: Method, classes: int, mean: Sequence[float], std: Sequence[float]
 ) -> Network:
-    """The network of such a run before it has learned anything, with room for so many classes."""
+    """The untrained network of a run, for up to that many classes."""
     backbone = method.backbone(build_backbone(config.backbone, generator(config.seed, "backbone")))
     return method.network(backbone, method.head(backbone.dim, classes), mean, std)
 
 
 def describe_epochs(plans: Sequence[StagePlan], on: str) -> str:
-    """What is trained, in words: the epochs of the main phase, then those of the others, in their order.
+    """Describe the epochs in words: those of the main phase, then those of the other phases in order.
 
-    on: what a later stage's main phase trains on, where that is not what the base's does.
+    on: the data of the main phase in later stages, if it differs from that of the base stage.
     """
     base = {phase.name: phase.epochs for phase in plans[0].phases}
     phases = base | {phase.name: phase.epochs for plan in plans[1:] for phase in plan.phases}
-    parts = [f"{epochs} of {CALLED.get(name, name)}" for name, epochs in phases.items() if name != MAIN]
+    parts = [f"{epochs} of {PHASE_TITLES.get(name, name)}" for name, epochs in phases.items() if name != MAIN]
     if MAIN in phases:
         first, later = base.get(MAIN, 0), phases[MAIN]
         alike = first == later
-        parts.insert(0, f"{later} a stage" if alike else f"{first} for the base, {later}{on} for each stage after it")
+        parts.insert(0, f"{later} per stage" if alike else f"{first} for the base, {later}{on} for each stage after it")
     return ", ".join(parts) or "-"
 
 
 def _outline(index: int, new: range, counts: np.ndarray, kept: list[int]) -> Stage:
-    """A stage of the right size and labels whose images are empty, for planning."""
+    """A stage with the right labels and number of images, but with empty images, for planning."""
     labels = np.concatenate(
         [
             np.repeat(np.arange(new.start, new.stop), counts[new.start : new.stop]),

@@ -1,4 +1,4 @@
-"""The work of one stage in order: train, finish, exemplars, class means, teacher, evaluation."""
+"""The work of one stage: training, exemplars, class means and teacher; and estimates of the time left."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from engram.nn.network import Part
 
 PROGRESS_SECONDS = 0.2
 RATE_SECONDS = 5.0
-# What an image costs, against training without a teacher; only for the estimate of the time left.
+# Cost of an image, relative to training on it without a teacher; only for the estimate of the time left.
 TEACHER_COST, FROZEN_COST = 1.5, 0.3
-# What a step costs beside its images, in images: on an H200 one of 16 takes about 0.7 of the time of one of 128
-# (GDumb's against the others' in results/methods-h200-1.json).
+# Fixed cost of a step, in images: on an H200, a step of 16 images takes about 0.7 of the time of one of 128 (GDumb
+# compared with other methods in results/methods-h200-1.json).
 STEP_COST = 210
-AFTER = 2.0  # what follows a stage's training (importance, exemplars, test images), in epochs
-# Names of the tensors of a phase in a checkpoint; those of the extensions begin with PHASE and their own name.
+AFTER = 2.0  # cost of the work after training (importance, exemplars, test images), in epochs
+# Names of the tensors of a phase in a checkpoint; those of extensions have PHASE before the extension's own name.
 PHASE, ROWS, TERMS = "phase.", "phase.rows", "phase.terms"
 MOMENTUM, IMAGES = "phase.momentum.", "phase.images."
 
 
 @dataclass(frozen=True)
 class PhasePlan:
-    """A phase as it will be: images and steps of one epoch, and its work, which is in proportion to its time."""
+    """The plan of a phase. images, steps: of one epoch. work: a number proportional to the time of the phase."""
 
     name: str
     epochs: int
@@ -58,30 +58,30 @@ class PhasePlan:
 
 @dataclass(frozen=True, eq=False)
 class StepTaken:
-    """A step was taken in the stage's phase of that number: the moment to save where it stands, or to stop."""
+    """A step was taken in phase `number` of the stage. Now a checkpoint can be saved, or training stopped."""
 
     stage: int
     number: int
     loop: PhaseLoop
-    meter: Meter
+    timer: StepTimer
     seconds: float
 
     def ended(self, wait: bool = True) -> Iterator[EpochFinished]:
-        """The epochs that ended and were not told yet; all of them, if to wait for the device.
+        """The events of epochs that ended since the last call; with `wait`, wait for the device to finish all of them.
 
-        They are told before a checkpoint: whoever goes on from it does not come by them again.
+        Yield them before saving a checkpoint: a run resumed from it does not repeat them.
         """
         name = self.loop.phase.name
         for epoch in self.loop.finished(wait):
-            yield EpochFinished(self.stage, name, epoch.number + 1, epoch.terms, epoch.lr, self.meter.epoch())
+            yield EpochFinished(self.stage, name, epoch.number + 1, epoch.terms, epoch.lr, self.timer.epoch())
 
     def state(self) -> tuple[int, PhaseState]:
-        """Where training stands, to go on from with `StageWork.train`."""
+        """The number of the phase and its state, to resume from with `StageWork.train`."""
         return self.number, self.loop.state()
 
 
 def pack_phase(number: int, state: PhaseState) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """Where a phase stands as tensors and plain data, for a checkpoint."""
+    """The state of a phase as tensors and plain data, for a checkpoint."""
     tensors = {ROWS: state.rows} | {f"{MOMENTUM}{name}": value for name, value in state.momentum.items()}
     tensors |= {f"{PHASE}{name}": value for name, value in state.extensions.items()}
     tensors |= {f"{IMAGES}{name}": value for name, value in state.image_state.items()}
@@ -90,7 +90,7 @@ def pack_phase(number: int, state: PhaseState) -> tuple[dict[str, Tensor], dict[
 
 
 def unpack_phase(tensors: dict[str, Tensor], data: dict[str, Any] | None) -> tuple[int, PhaseState] | None:
-    """What `pack_phase` packed, taken out of the tensors; None where the checkpoint stood inside no phase."""
+    """Remove the state of a phase (see `pack_phase`) from the tensors and return it; None if there is none."""
     rows, terms = tensors.pop(ROWS, None), tensors.pop(TERMS, None)
     momentum, image_state, extensions = (
         {name.removeprefix(kind): tensors.pop(name) for name in list(tensors) if name.startswith(kind)}
@@ -103,10 +103,10 @@ def unpack_phase(tensors: dict[str, Tensor], data: dict[str, Any] | None) -> tup
 
 
 class StageWork:
-    """One stage of a learner, for whoever has a method, an engine and images.
+    """Carries out one stage of a learner with a method and an engine.
 
-    now: seconds on a clock that may stand still. clock: the seconds spent, by kind of work, are added there. stages:
-    how many there are in all, for the events.
+    stages: total number, for the events. now: a clock in seconds, which may be paused. clock: the seconds spent are
+    added here, by kind of work.
     """
 
     def __init__(
@@ -123,28 +123,28 @@ class StageWork:
         self.stages = stages
         self.now = now
         self.clock: dict[str, float] = {} if clock is None else clock
-        self.phases: list[Phase] = []  # once training has begun
+        self.phases: list[Phase] = []  # set when training starts
 
     def train(self, resume: tuple[int, PhaseState] | None = None) -> Iterator[Event | StepTaken]:
-        """Grows the head and takes every step, from the start or from a phase's number and where it stood.
+        """Grow the head and take every step, from the start or from a phase's number and state.
 
-        Whoever stops asking after a StepTaken has stopped the training there.
+        To stop the training, stop iterating after a StepTaken.
         """
         method, learner, stage, engine = self.method, self.learner, self.stage, self.engine
         first, state = resume or (0, None)
         self._fit_image_state()
         if state is None:
-            with self.clocked("train"):
+            with self.timed("train"):
                 method.grow(learner, stage, engine)
         self.phases = method.phases(learner, stage, engine)
         for number, phase in enumerate(self.phases):
             if number >= first:
-                with self.clocked("train"):
+                with self.timed("train"):
                     loop = engine.start(learner, stage, phase, number, state if number == first else None)
                 yield from self._phase(number, loop)
 
     def _fit_image_state(self) -> None:
-        """Give each image of the pool the tensors that the method keeps per image."""
+        """Set the tensors that the method keeps per image, for each image of the pool."""
         pool, capacity = self.stage.pool, max(self.learner.network.head.capacity, self.stage.num_seen)
         for name, kept in self.method.image_state.items():
             state = kept.fitted(pool.state.get(name), len(pool), capacity)
@@ -156,35 +156,35 @@ class StageWork:
         yield PhaseStarted(index, phase.name, phase.training.epochs, len(loop.rows), loop.steps)
         if self.engine.is_cold:
             yield Working(index, self.stages, "kernels")
-        meter = Meter(loop.batch_size, self.now)
+        timer = StepTimer(loop.batch_size, self.now)
         for _ in loop:
-            seconds = meter.step()
+            seconds = timer.step()
             self._add("train", seconds)
-            taken = StepTaken(index, number, loop, meter, seconds)
+            taken = StepTaken(index, number, loop, timer, seconds)
             yield from taken.ended(wait=False)
             yield taken
         for epoch in loop.finished(wait=True):
-            self._add("train", meter.step())
-            yield EpochFinished(index, phase.name, epoch.number + 1, epoch.terms, epoch.lr, meter.epoch())
-        self._add("train", meter.step())
+            self._add("train", timer.step())
+            yield EpochFinished(index, phase.name, epoch.number + 1, epoch.terms, epoch.lr, timer.epoch())
+        self._add("train", timer.step())
 
     def finish(self) -> Iterator[Event]:
-        """What follows the training: what the method computes, exemplars, class means, the next stage's teacher."""
+        """The work after training: the method's computation, exemplars, class means, the teacher of the next stage."""
         method, learner, stage, engine = self.method, self.learner, self.stage, self.engine
         if type(method).finish is not Method.finish:
             yield Working(stage.index, self.stages, "importance")
-        with self.clocked("importance"):
+        with self.timed("importance"):
             method.finish(learner, stage, engine)
         yield Working(stage.index, self.stages, "exemplars")
-        with self.clocked("exemplars"):
+        with self.timed("exemplars"):
             learner.memory.update(stage.pool, method.exemplars(learner, stage, engine), stage.num_seen)
             if "nme" in method.predictors:
                 learner.class_means = class_means(learner, engine)
             learner.snapshot_teacher()
 
     @contextmanager
-    def clocked(self, kind: str) -> Iterator[None]:
-        """A context whose time counts as that kind of work."""
+    def timed(self, kind: str) -> Iterator[None]:
+        """Add the time spent inside this context to that kind of work."""
         started = self.now()
         yield
         self._add(kind, self.now() - started)
@@ -193,8 +193,8 @@ class StageWork:
         self.clock[kind] = self.clock.get(kind, 0.0) + seconds
 
 
-class Outlook:
-    """How far the training of the stages planned is, and how long the rest will take.
+class TimeEstimate:
+    """Progress of the planned stages, and an estimate of the time left.
 
     plans: the phases of each stage. first: the number of the first of these stages.
     """
@@ -203,19 +203,19 @@ class Outlook:
         self.plans = plans
         self.first = first
         self.total = sum(phase.work for phases in plans for phase in phases)
-        self._work, self._seconds = 0.0, 0.0  # done in this process, for the rate
+        self._work, self._seconds = 0.0, 0.0  # of the steps taken in this process
         self._after = AFTER
 
     def step(self, taken: StepTaken) -> None:
-        """Takes account of a step; not of a phase's first, in which kernels are compiled and the step is recorded."""
-        if taken.meter.steps == 1:
+        """Count a step; except the first of a phase, in which kernels are compiled and the step is recorded."""
+        if taken.timer.steps == 1:
             return
         planned = PhasePlan.of(taken.loop.phase)
         self._work += planned.work / max(1, planned.epochs * planned.steps)
         self._seconds += taken.seconds
 
     def stage(self, stage: int, clock: dict[str, float]) -> None:
-        """Takes account of what followed a stage's training, from its seconds; not of the first, which compiles too."""
+        """Measure the work after the training of a stage; except for the first stage, which includes compilation."""
         epoch = self._epoch(stage - self.first)
         if stage > self.first and self._seconds and epoch:
             rest = sum(seconds for kind, seconds in clock.items() if kind != "train")
@@ -226,7 +226,7 @@ class Outlook:
         return next((phase.work / max(1, phase.epochs) for phase in self.plans[place]), 0.0)
 
     def progress(self, stage: int, stages: int, taken: StepTaken) -> Progress:
-        """Where training stands."""
+        """The progress event after a step."""
         loop, phases = taken.loop, self.plans[stage - self.first]
         epochs = loop.phase.training.epochs
         before = sum(phase.work for phases in self.plans[: stage - self.first] for phase in phases)
@@ -234,7 +234,7 @@ class Outlook:
         done = before + sum(phase.work for phase in phases[: taken.number]) + here
         after = self._after * sum(self._epoch(place) for place in range(stage - self.first, len(self.plans)))
         left = (self.total - done + after) * self._seconds / self._work if self._work else None
-        rate = taken.meter.images_per_second()
+        rate = taken.timer.images_per_second()
         return Progress(
             stage=stage,
             stages=stages,
@@ -250,8 +250,8 @@ class Outlook:
         )
 
 
-class Meter:
-    """Times the steps of a phase. On a GPU a step is only launched here; waiting for it shows in a later one."""
+class StepTimer:
+    """Measures the time of the steps of a phase. On a GPU, the time of a step may be counted in a later one."""
 
     def __init__(self, batch_size: int, now: Callable[[], float]) -> None:
         self.batch_size = batch_size
@@ -259,10 +259,10 @@ class Meter:
         self.last = self.shown = now()
         self.epoch_seconds = 0.0
         self.steps = 0
-        self._marks = deque([(self.shown, 0)])  # when it was shown, and the steps until then
+        self._marks = deque([(self.shown, 0)])  # times when progress was shown, and the steps until then
 
     def step(self) -> float:
-        """Seconds since the step before."""
+        """Count a step; return the seconds since the previous one."""
         now = self.now()
         seconds, self.last = now - self.last, now
         self.epoch_seconds += seconds
@@ -270,16 +270,16 @@ class Meter:
         return seconds
 
     def epoch(self) -> float:
-        """Seconds of the epoch that ended."""
+        """Seconds of the epoch that ended; starts the next one."""
         seconds, self.epoch_seconds = self.epoch_seconds, 0.0
         return seconds
 
     def due(self) -> bool:
-        """Whether it is time to show something."""
+        """Whether it is time to show progress."""
         return self.now() - self.shown > PROGRESS_SECONDS
 
     def images_per_second(self) -> float:
-        """The rate over the last seconds, or all of the phase where it is shorter; it is shown now."""
+        """The rate over the last RATE_SECONDS, or over the phase if it is shorter; call it when progress is shown."""
         now = self.shown = self.now()
         while len(self._marks) > 1 and now - self._marks[1][0] >= RATE_SECONDS:
             self._marks.popleft()
@@ -291,8 +291,8 @@ class Meter:
 def predict(learner: Learner, engine: Engine, images: Tensor) -> dict[str, np.ndarray]:
     """The predicted label of each uint8 image (N, H, W, 3), by predictor.
 
-    cnn: the class with the highest score. nme: the class whose mean of exemplars is nearest; only where there are
-    class means.
+    cnn: the class with the highest score. nme: the class with the nearest mean of exemplars; only if there are class
+    means.
     """
     embedding, scores = engine.infer(learner.network, images)
     predictions = {"cnn": scores.argmax(dim=1)}

@@ -1,4 +1,4 @@
-"""The network of a run, out of its directory, for whoever wants features or scores of other images."""
+"""The trained network of a run, read from its directory, for features or scores of other images."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ BATCH = 256  # images at a time
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """What a run has learned, as it was saved last.
+    """The trained network of a run, from its last checkpoint.
 
-    network: in eval mode. class_names: those it has seen, by label, which is the order they came in. class_means: (K,
-    D), each of length 1, for the nearest mean of exemplars; None where the run keeps none. stages: how many were
-    finished, the base among them. image_size: height and width of the images.
+    network: in eval mode. class_names: of the classes seen, by label. class_means: (K, D), each of length 1, for the
+    nearest mean of exemplars; None if the run has none. stages: number of finished stages, including the base stage.
+    image_size: height and width of the images.
     """
 
     config: RunConfig
@@ -52,7 +52,7 @@ class TrainedRun:
         if given.dtype != torch.uint8 or tuple(given.shape[1:]) != (*self.image_size, 3) or not len(given):
             height, width = self.image_size
             raise EngramError(
-                f"images must be uint8 of the shape (N, {height}, {width}, 3) with one or more of them, got "
+                f"images must be uint8 of the shape (N, {height}, {width}, 3), with at least one image, got "
                 f"{str(given.dtype).removeprefix('torch.')} of {tuple(given.shape)}"
             )
         seen = centre(given, self.config.augmentation.seen(self.image_size))
@@ -62,13 +62,13 @@ class TrainedRun:
 
 
 def open_run(directory: str | Path, device: str | torch.device = "cpu") -> TrainedRun:
-    """The network of the run in a directory, after its last checkpoint; needs none of the images."""
+    """Open the trained network of the run in a directory, from its last checkpoint. The images are not needed."""
     path = Path(directory)
     manifest = read_manifest(path)
     config, names = RunConfig.from_plain(manifest["config"]), manifest["data"]["class_names"]
     checkpoint = load_checkpoint(path / CHECKPOINT)
     method = find_method(config.method).make(config.settings)
-    network = make_network(config, method, len(names), (0.0,) * 3, (1.0,) * 3)  # which are loaded, too
+    network = make_network(config, method, len(names), (0.0,) * 3, (1.0,) * 3)  # mean and std are loaded below
     load_network(network, checkpoint.tensors)
     means = checkpoint.tensors.get("class_means")
     order = manifest["order"]["class_ids"][: network.head.num_classes]

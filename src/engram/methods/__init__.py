@@ -1,6 +1,6 @@
-"""Methods: one file each, made of shared blocks; importing this package registers all of them.
+"""Methods: one file each, made of shared blocks. Importing this package registers all of them.
 
-A method is written with what `engram.contract` offers.
+Methods are written with the names of `engram.contract`.
 """
 
 from engram.contract.registry import METHODS, find_method, import_all

@@ -1,8 +1,8 @@
 """AFC: adaptive feature consolidation (Kang, Park, Han, CVPR 2022).
 
-The student may change a feature channel of the previous model the less, the more a change in it would raise the loss.
-After each stage one pass estimates that importance for every channel of every distillation map; in the next stage the
-distance of student and teacher is weighted by it.
+The more a change of a feature channel would increase the loss, the less the student may change it. After each stage,
+one pass estimates this importance for every channel of every distillation map. In the next stage, the distance of
+student and teacher is weighted by it.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from engram.methods.blocks import losses
 from engram.methods.blocks.importance import check_finite, sampled_rows
 from engram.methods.blocks.lsc import (
     LSC_NME,
-    HostMethod,
-    HostSettings,
+    LSCMethod,
+    LSCSettings,
     Variant,
     classification_loss,
     distilled,
-    host_phases,
+    lsc_phases,
     stage_weight,
 )
 
 
 @dataclass(frozen=True)
-class AFCSettings(HostSettings):
-    """AFC's settings beside the host's; the defaults are those of CIFAR-100.
+class AFCSettings(LSCSettings):
+    """AFC's settings, in addition to those of the family; the defaults are those of CIFAR-100.
 
-    discrepancy: which reading of the distillation loss, None for "as the variant says". exemplars_only: distil on the
-    exemplars alone (eq. upper_bound_3, Table 3). importance_samples: the images the estimate sees, None for all
-    (Figure 2).
+    discrepancy: the distillation loss of the paper or of the released code; None: as in the variant. exemplars_only:
+    distil on exemplars only (Eq. (10) instead of (11), Table 3). importance_samples: number of images for the estimate
+    of the importance; None: all (Figure 2).
     """
 
     discrepancy: Variant | None = setting(None, after_base=True)
@@ -44,7 +44,7 @@ class AFCSettings(HostSettings):
 
 
 def discrepancy(settings: AFCSettings, step: Step, importance: Sequence[Tensor]) -> Tensor:
-    """The distillation loss in the reading these settings ask for, without its weight."""
+    """The distillation loss of the paper or of the released code, without its weight."""
     assert step.teacher is not None
     counted = step.exemplar if settings.exemplars_only else None
     measure = losses.discrepancy_paper if settings.reading("discrepancy") == "paper" else losses.discrepancy_released
@@ -52,7 +52,7 @@ def discrepancy(settings: AFCSettings, step: Step, importance: Sequence[Tensor])
 
 
 def read_importance(step: Step) -> list[Tensor]:
-    """The importance of each map's channels as estimated after the stage before."""
+    """The importance of each map's channels, as estimated after the previous stage."""
     return [step.buffers[f"importance.{i}"] for i in range(len(step.student.maps))]
 
 
@@ -76,33 +76,33 @@ def read_importance(step: Step) -> list[Tensor]:
         ),
     ),
 )
-class AFC(HostMethod[AFCSettings]):
+class AFC(LSCMethod[AFCSettings]):
     """Distils feature maps, each channel weighted by its importance."""
 
     logged_buffers = ("importance.",)
 
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
         weights = {"discrepancy": stage_weight(self.settings.lambda_disc, stage)}
-        return host_phases(self.settings, learner, stage, passes, self.loss, weights)
+        return lsc_phases(self.settings, learner, stage, passes, self.loss, weights)
 
     def loss(self, step: Step) -> Terms:
-        """Eq. final_loss: classification plus weighted discrepancy."""
+        """Eq. (16): classification plus weighted discrepancy."""
         return distilled(self.settings, step, discrepancy=discrepancy(self.settings, step, read_importance(step)))
 
     def importance(self, step: Step) -> list[Tensor]:
-        """What a batch adds to the importance of each map's channels, before it is normalised."""
+        """The contribution of a batch to the importance of each map's channels, before normalisation."""
         return losses.channel_importance(classification_loss(self.settings, step).sum(), step.student.maps)
 
     def finish(self, learner: Learner, stage: Stage, passes: Passes) -> None:
-        """Algorithm 1: the importance of each channel, every sample counting the same."""
+        """Algorithm 1: estimate the importance of each channel; every sample has the same weight."""
         rows = sampled_rows(learner, stage, self.settings.importance_samples)
         sums = passes.sweep(learner, stage, rows, self.importance, self.settings.train.batch_size)
         for importance in sums:
             check_finite(importance, stage)
         if any(not bool(importance.any()) for importance in sums):
             learner.notes.append(
-                f"after stage {stage.index} no channel had any importance "
-                "(the loss has no gradient, as with one class alone): all channels of such a map count the same"
+                f"after stage {stage.index}, all channels of a map have importance 0 (the loss has no gradient, as "
+                "with a single class), so they are weighted equally"
             )
         for i, importance in enumerate(sums):
             learner.store(f"importance.{i}", losses.normalise_importance(importance))

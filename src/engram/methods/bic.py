@@ -1,8 +1,8 @@
 """BiC: large scale incremental learning by bias correction (Wu, Chen, Wang, Ye, Liu, Guo, Fu, CVPR 2019).
 
-A model trained on many new images and few exemplars leans towards the new classes, and it does so in the same way for
-all of them. Two numbers mend it: the new classes' scores become factor * score + offset, fitted on a few images of
-every class that the training never saw. The next stage distils the corrected scores.
+A model trained on many new images and few exemplars is biased towards the new classes, in the same way for all of them.
+Two numbers correct this: the scores of new classes become factor * score + offset, fitted on a few images of every
+class that are not used for training. The next stage distils the corrected scores.
 """
 
 from __future__ import annotations
@@ -32,18 +32,19 @@ from engram.contract import (
 )
 from engram.core.errors import EngramError
 from engram.core.rng import generator
-from engram.methods.blocks.linear import LinearMethod, classify, convex_distillation, convex_weights, main_phase
+from engram.methods.blocks.linear import LinearMethod, classify, convex_distillation, convex_weights
 from engram.methods.blocks.losses import binary_cross_entropy
+from engram.methods.blocks.phases import main_phase
 from engram.nn.heads import Head, LinearHead
 
 
 def bic_training() -> Training:
-    """250 epochs, a tenth of the rate after 100, 150 and 200."""
+    """250 epochs; learning rate times 0.1 after 100, 150 and 200."""
     return Training(250, schedule="steps", milestones=(0.4, 0.6, 0.8), weight_decay=2e-4, clip=None)
 
 
 def correction_training() -> Training:
-    """200 epochs of few images: every one of them counts, and nothing pulls the factor to 0."""
+    """200 epochs without weight decay, which would pull the factor to 0; the last batch is kept."""
     milestones = (0.3, 0.6, 0.8, 0.9)
     return Training(200, schedule="steps", milestones=milestones, weight_decay=0.0, clip=None, remainder="keep")
 
@@ -52,10 +53,10 @@ def correction_training() -> Training:
 class BiCSettings(Settings):
     """BiC's settings; the defaults are those of CIFAR-100.
 
-    distillation: of softmaxes, weighted against the classification by the share of old classes, as in the paper; or of
-    sigmoids, added to it as the mean over the old classes, as in the re-implementation that the published tables come
-    from. temperature: of either. validation: the share of a class's exemplars that the training never sees. penalty: on
-    half the square of the offset and, where one class is new, of the factor's distance from 1.
+    distillation: "softmax": weighted against the classification by the share of old classes, as in the paper.
+    "sigmoid": added as the mean over the old classes, as in the re-implementation that the published tables come from.
+    temperature: of the distillation. validation: share of a class's exemplars that are never trained on. penalty: on
+    offset^2 / 2 and, if there is only one new class, on (factor - 1)^2 / 2.
     """
 
     distillation: Literal["softmax", "sigmoid"] = "softmax"
@@ -67,7 +68,7 @@ class BiCSettings(Settings):
 
     @property
     def held(self) -> slice:
-        """The places in a class's exemplars, best first, of those held back: after each shrinking the same share."""
+        """The positions of the held-out exemplars of a class (best first), evenly spread: a prefix keeps the share."""
         return slice(1, None, round(1 / self.validation))
 
 
@@ -102,10 +103,10 @@ class CorrectedHead(LinearHead):
 
 
 def held_back(settings: BiCSettings, learner: Learner, stage: Stage) -> dict[int, Tensor]:
-    """For each class the rows of the pool that the main phase does not see.
+    """For each class, the rows of the pool that the main phase does not train on.
 
-    Of a new class as many, drawn at random, as will be held back among its exemplars; they become exemplars, so that
-    an image to validate on is one that no stage ever trained on.
+    For a new class, they are drawn at random, as many as its exemplars will hold out. They become exemplars, so no
+    stage ever trains on an image that is used for validation.
     """
     quota = learner.memory.config.per_class(stage.num_seen)
     held = {label: stage.rows_of(label)[settings.held] for label in range(stage.num_old)}
@@ -117,7 +118,7 @@ def held_back(settings: BiCSettings, learner: Learner, stage: Stage) -> dict[int
 
 
 def balanced_validation(held: dict[int, Tensor]) -> Tensor:
-    """As many rows of each class as every class has that has any."""
+    """The same number of rows for each class: the smallest number that a class has, not counting empty ones."""
     count = min(len(rows) for rows in held.values() if len(rows))
     return torch.cat([rows[:count] for rows in held.values()])
 
@@ -142,20 +143,20 @@ def balanced_validation(held: dict[int, Tensor]) -> Tensor:
     ),
 )
 class BiC(LinearMethod[BiCSettings]):
-    """Distils the old classes' scores, then corrects those of the new by two numbers."""
+    """Distils the scores of old classes, then corrects the scores of new classes by two numbers."""
 
     def head(self, dim: int, capacity: int) -> Head:
         return CorrectedHead(dim, capacity)
 
     def grow(self, learner: Learner, stage: Stage, passes: Passes) -> None:
         super().grow(learner, stage, passes)
-        # The correction of the stage before is the teacher's alone; the student learns it by distillation.
+        # Only the teacher has the correction of the previous stage; the student learns it by distillation.
         head = learner.network.head
         assert isinstance(head, CorrectedHead)
         head.correct(stage.new_labels)
 
     def base_key(self) -> None:
-        """It is not shared: what the base stage holds back depends on the memory."""
+        """None: the base stage is not shared, because the images it holds out depend on the memory."""
 
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
         settings, held = self.settings, held_back(self.settings, learner, stage)
@@ -167,17 +168,17 @@ class BiC(LinearMethod[BiCSettings]):
             return [main]
         if not any(len(held[label]) for label in range(stage.num_old)):
             raise EngramError(
-                "bic holds back one exemplar of a class and trains on another, and in stage "
-                f"{stage.index} no old class has two; give a larger memory, or more images of each class"
+                "bic needs two exemplars of a class, one to train on and one to hold out, but in stage "
+                f"{stage.index} no old class has two; use a larger memory, or more images per class"
             )
         if not any(len(held[label]) for label in stage.new_labels):
-            return [main]  # new classes of a single image each
+            return [main]  # each new class has only one image
         return [main, self._correction_phase(stage, balanced_validation(held))]
 
     def _correction_phase(self, stage: Stage, rows: Tensor) -> Phase:
-        """The network stands still and sees the images as they are; factor and offset alone move."""
+        """The phase that trains only factor and offset, on images without augmentation."""
         penalty = self.settings.penalty
-        # One new class has a few images to fit two numbers to: both are held then.
+        # A single new class has only a few images to fit two numbers to: penalise both.
         weights = {"offset": penalty, "factor": penalty if stage.num_new == 1 else 0.0}
         return Phase(
             name="correct",
@@ -201,13 +202,13 @@ class BiC(LinearMethod[BiCSettings]):
         return {**classify(step), "distillation": distilled}
 
     def correct(self, step: Step) -> Terms:
-        """Cross-entropy of the corrected scores, and what holds the correction back."""
+        """Cross-entropy of the corrected scores, and the penalty on the correction."""
         factor, offset = step.student.extras["correction"].unbind()
         held = step.weights["offset"] * offset.square() + step.weights["factor"] * (factor - 1).square()
         return {**classify(step), "penalty": held / 2}
 
     def exemplars(self, learner: Learner, stage: Stage, passes: Passes) -> dict[int, Tensor]:
-        """The images held back among them, each in its place; the others as chosen."""
+        """The exemplars of each new class: the held-out images at their positions, and the usual choice elsewhere."""
         held = held_back(self.settings, learner, stage)
         chosen = choose_exemplars(learner, stage, passes)
         for label, rows in chosen.items():

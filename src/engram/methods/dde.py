@@ -1,8 +1,8 @@
-"""DDE, an add-on to a host: distilling the data effect and removing the momentum effect (Hu et al., CVPR 2021).
+"""DDE, an addition to other methods: distil the data effect and remove the momentum effect (Hu et al., CVPR 2021).
 
-Old images are gone, but their effect can be had through new ones that the old model finds alike: an image is classified
-together with its neighbours (causal effect of the old data). And the direction that training on mostly new images
-carries every embedding in speaks for the new classes: what it adds to the scores is taken away in prediction.
+Old images are gone, but their effect can be estimated from new images that are similar for the old model: an image is
+classified together with its neighbours (causal effect of the old data). Training on mostly new images moves all
+embeddings in one direction, which favours the new classes: its effect on the scores is subtracted in prediction.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from engram.core.errors import EngramError
 from engram.core.rng import generator
 from engram.data.augment import Draws
 from engram.methods.blocks.cosine import CosineMethod, cosine_phases, cross_entropy
-from engram.methods.blocks.lsc import HostMethod, classification_loss, host_phases, weighted
+from engram.methods.blocks.lsc import LSCMethod, classification_loss, lsc_phases, weighted
 from engram.methods.podnet import IMAGENET as PODNET_IMAGENET
 from engram.methods.podnet import PODNetSettings, pod_distances, pod_weights
 from engram.methods.ucir import IMAGENET as UCIR_IMAGENET
@@ -49,19 +49,19 @@ from engram.methods.ucir import RebalancingSettings, rebalancing, rebalancing_we
 from engram.nn.heads import Head
 
 Removal = Literal["fixed", "learned", "none"]
-# Where more classes are seen than that, one neighbour among the first so many images of an epoch has to do.
-MANY_CLASSES, FIRST = 500, 10_000
+# If more than MANY_CLASSES classes are seen, only one neighbour is used, searched among that many images of an epoch.
+MANY_CLASSES, SEARCHED = 500, 10_000
 FIT_BATCH = 128
 
 
 @dataclass(frozen=True)
 class DDESettings(Settings):
-    """The add-on's settings.
+    """Settings of DDE.
 
-    neighbours: of each image; None is 10, or 1 where more than 500 classes are seen; 0 leaves the host's own
-    classification. removal: the momentum effect is taken away by a fixed factor, by two that are learned on a balanced
-    set after the stage, or not at all. strength: the fixed factor, and where the learned ones start. fit_epochs,
-    fit_rate: how they are learned.
+    neighbours: per image; None: 10, or 1 if more than 500 classes are seen; 0: the usual classification of the method.
+    removal: the momentum effect is subtracted with a fixed factor, with two factors that are learned on a balanced set
+    after the stage, or not at all. strength: the fixed factor, and the initial value of the learned one. fit_epochs,
+    fit_rate: for learning them.
     """
 
     neighbours: int | None = setting(None, at_least=0)
@@ -70,19 +70,19 @@ class DDESettings(Settings):
     fit_epochs: int = setting(20, at_least=0)
     fit_rate: float = setting(2e-3, at_least=0)
 
-    def around(self, stage: Stage) -> Neighbours | None:
-        """What neighbours an image has in a stage."""
+    def neighbour_search(self, stage: Stage) -> Neighbours | None:
+        """The search for neighbours in a stage, or None."""
         if stage.is_base or self.neighbours == 0:
             return None
         many = stage.num_seen > MANY_CLASSES
-        return Neighbours(self.neighbours or (1 if many else 10), FIRST if many else None)
+        return Neighbours(self.neighbours or (1 if many else 10), SEARCHED if many else None)
 
 
 DECAY = 0.9
 
 
 class MomentumEffect(nn.Module):
-    """Subtracts from the scores what they owe to the direction in which a stage's embeddings have accumulated.
+    """Computes the effect on the scores of the direction in which a stage's embeddings have accumulated.
 
     moving: (D,), the decaying sum of the batches' mean embeddings in the current stage; before: that of the previous
     stage. factors: (2,), how much of the effect of `before` and of `moving` is subtracted; 0 at first.
@@ -121,7 +121,7 @@ class MomentumEffect(nn.Module):
         return cosines[:, :, None] * head(directions)
 
     def forward(self, embedding: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
-        """What to subtract from the head's scores (B, K) of embeddings (B, D)."""
+        """The effect (B, K) to subtract from the head's scores of embeddings (B, D)."""
         return torch.einsum("bjk,j->bk", self.each(embedding, head), self.factors)
 
 
@@ -130,9 +130,9 @@ NEIGHBOUR_COST = 0.08  # of a neighbour, relative to training on an image withou
 
 
 class NeighbourLogits(NamedTuple):
-    """What a loss sees of the neighbours. logits: (B, N, K), without gradient. shares: (B, N), the weight of each.
+    """The neighbours of a batch, for the loss. logits: (B, N, K), without gradient. shares: (B, N), their weights.
 
-    The weights are 1 / N; a neighbour that does not exist has 0, and the others more.
+    The weights are 1 / (number of neighbours that exist), and 0 for those that do not.
     """
 
     logits: Tensor
@@ -173,7 +173,7 @@ class _TrackHooks(StepHooks):
         self._network = network
 
     def after_update(self, student: Output) -> bool:
-        effect_of(self._network).track(student.embedding)
+        momentum_effect(self._network).track(student.embedding)
         return False
 
 
@@ -264,50 +264,50 @@ class _NeighbourLookup(StepHooks):
 
 
 def neighbour_entropy(logits: Tensor, labels: Tensor, neighbours: Tensor, shares: Tensor) -> Tensor:
-    """-log of (softmax(z(x)) + mean of softmax(z(neighbour))) / 2 at the label, one value a sample (B,).
+    """-log of (softmax(z(x)) + mean of softmax(z(neighbour))) / 2 at the label, one value per sample (B,).
 
-    logits: (B, K). neighbours: (B, N, K), without gradient. shares: (B, N), what each neighbour counts in the mean; an
-    image that has none is classified alone.
+    logits: (B, K). neighbours: (B, N, K), without gradient. shares: (B, N), weights of the neighbours in the mean. For
+    an image without neighbours, this is cross-entropy.
     """
     at = labels[:, None]
     own = logits.log_softmax(dim=1).gather(1, at).squeeze(1)
     theirs = neighbours.detach().log_softmax(dim=2).gather(2, at.expand_as(shares)[:, :, None]).squeeze(2)
-    around = (theirs + shares.log()).logsumexp(dim=1) - math.log(2)  # minus infinity where there is none
+    around = (theirs + shares.log()).logsumexp(dim=1) - math.log(2)  # minus infinity without neighbours
     return -torch.logaddexp(own + (1 - shares.sum(dim=1) / 2).log(), around)
 
 
-def dde_classification(step: Step, host: Tensor) -> Tensor:
-    """The mean entropy of the images, each with its neighbours; the host's own term in phases without them."""
+def dde_classification(step: Step, otherwise: Tensor) -> Tensor:
+    """The mean entropy of the images with their neighbours. otherwise: the term for phases without neighbours."""
     neighbours = step.extra(NeighbourLogits)
     if neighbours is None:
-        return host
+        return otherwise
     return neighbour_entropy(step.student.logits, step.labels, neighbours.logits, neighbours.shares).mean()
 
 
-def effect_of(network: Network) -> MomentumEffect:
-    """The network's momentum effect."""
+def momentum_effect(network: Network) -> MomentumEffect:
+    """The momentum effect of the network's head."""
     effect = network.head.get_submodule("effect")
     assert isinstance(effect, MomentumEffect)
     return effect
 
 
 def with_neighbours(settings: DDESettings, stage: Stage, phases: Sequence[Phase]) -> list[Phase]:
-    """The host's phases; the first follows the momentum and, after the base stage, looks at neighbours."""
+    """Add DDE to a method's phases: the first tracks the momentum and, after the base stage, finds neighbours."""
     main, *others = phases
-    neighbours = settings.around(stage)
+    neighbours = settings.neighbour_search(stage)
     extensions = (TrackMomentum(),) if neighbours is None else (neighbours, TrackMomentum())
     return [replace(main, extensions=extensions), *others]
 
 
 def begin_effect(settings: DDESettings, learner: Learner, stage: Stage) -> None:
-    """A new direction for the stage, of which predictions are freed from the second stage on."""
-    effect = effect_of(learner.network)
+    """Start a new direction; from the second stage on, its effect is subtracted in predictions."""
+    effect = momentum_effect(learner.network)
     effect.begin()
     effect.remove(0.0, 0.0 if stage.is_base or settings.removal == "none" else settings.strength)
 
 
 def finish_effect(settings: DDESettings, learner: Learner, stage: Stage, passes: Passes) -> None:
-    """Where the removal is learned, fits it on as many images of each class as the memory keeps."""
+    """If the removal is learned, fit it on as many images of each class as the memory keeps."""
     if settings.removal != "learned" or stage.is_base:
         return
     rows = balanced_rows(learner, stage, passes)
@@ -316,17 +316,17 @@ def finish_effect(settings: DDESettings, learner: Learner, stage: Stage, passes:
     blend, strength = fit_removal(settings, learner, stage, embeddings, labels)
     if not bool((blend + strength).isfinite()):
         raise EngramError(f"the removal learned after stage {stage.index} is not finite; try a lower fit_rate")
-    effect_of(learner.network).remove(strength * (1 - blend), strength * blend)
+    momentum_effect(learner.network).remove(strength * (1 - blend), strength * blend)
 
 
 def fit_removal(
     settings: DDESettings, learner: Learner, stage: Stage, embeddings: Tensor, labels: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """a1 and a2 of z - a2 ((1 - a1) b(previous direction) + a1 b(this one)), by Adam on the cross-entropy.
+    """Fit a1 and a2 of z - a2 ((1 - a1) b(previous direction) + a1 b(this one)), by Adam on the cross-entropy.
 
-    They start where the fixed removal is, at 1 and its strength; after half of the epochs the rate is a tenth.
+    They start at 1 and `strength`, which is the fixed removal; after half of the epochs, the rate is a tenth.
     """
-    head, effect = learner.network.head, effect_of(learner.network)
+    head, effect = learner.network.head, momentum_effect(learner.network)
     scale = torch.ones((), device=embeddings.device) if head.scale is None else head.scale.detach()
     numbers = torch.tensor([1.0, settings.strength], device=embeddings.device, requires_grad=True)
     optimiser = torch.optim.Adam([numbers], lr=settings.fit_rate)
@@ -337,8 +337,8 @@ def fit_removal(
             with torch.no_grad():
                 scores, (before, moving) = head(embeddings[batch]), effect.each(embeddings[batch], head).unbind(dim=1)
             blend, strength = numbers
-            mended = scores - strength * ((1 - blend) * before + blend * moving)
-            loss = F.cross_entropy((scale * mended).masked_fill(~head.seen, -torch.inf), labels[batch])
+            adjusted = scores - strength * ((1 - blend) * before + blend * moving)
+            loss = F.cross_entropy((scale * adjusted).masked_fill(~head.seen, -torch.inf), labels[batch])
             (numbers.grad,) = torch.autograd.grad(loss, numbers)
             optimiser.step()
     blend, strength = numbers.detach()
@@ -347,7 +347,7 @@ def fit_removal(
 
 @dataclass(frozen=True)
 class WithDDESettings(Settings):
-    """The add-on's settings beside those of its host."""
+    """The settings of a method with DDE: those of DDE are in `dde`."""
 
     dde: DDESettings = setting(factory=DDESettings, after_base=True)
 
@@ -356,7 +356,7 @@ WithDDESettingsT = TypeVar("WithDDESettingsT", bound=WithDDESettings)
 
 
 class WithDDE(Method[WithDDESettingsT]):
-    """The add-on's part of a method, before that of its host: `class PODNetDDE(WithDDE[...], HostMethod[...])`."""
+    """Mixin that adds DDE to a family of methods: `class PODNetDDE(WithDDE[...], LSCMethod[...])`."""
 
     def head(self, dim: int, capacity: int) -> Head:
         head = super().head(dim, capacity)
@@ -364,7 +364,7 @@ class WithDDE(Method[WithDDESettingsT]):
         return head
 
     def base_key(self) -> dict[str, Any] | None:
-        """Not the host's own: the network carries the momentum effect."""
+        """Not the key of the family: the network contains the momentum effect."""
         return {**(super().base_key() or {}), "effect": True}
 
     def grow(self, learner: Learner, stage: Stage, passes: Passes) -> None:
@@ -377,7 +377,7 @@ class WithDDE(Method[WithDDESettingsT]):
 
 @dataclass(frozen=True)
 class PODNetDDESettings(WithDDESettings, PODNetSettings):
-    """PODNet's settings and the add-on's."""
+    """Settings of PODNet and DDE."""
 
 
 @final
@@ -388,13 +388,13 @@ class PODNetDDESettings(WithDDESettings, PODNetSettings):
     paper="Hu et al., CVPR 2021",
     recipes=RecipeHints(imagenet=PODNET_IMAGENET),
 )
-class PODNetDDE(WithDDE[PODNetDDESettings], HostMethod[PODNetDDESettings]):
+class PODNetDDE(WithDDE[PODNetDDESettings], LSCMethod[PODNetDDESettings]):
     """PODNet that classifies an image together with its neighbours."""
 
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
         weights = pod_weights(self.settings, stage)
-        host = host_phases(self.settings, learner, stage, passes, self.loss, weights)
-        return with_neighbours(self.settings.dde, stage, host)
+        phases = lsc_phases(self.settings, learner, stage, passes, self.loss, weights)
+        return with_neighbours(self.settings.dde, stage, phases)
 
     def loss(self, step: Step) -> Terms:
         """The entropy of an image and its neighbours, and PODNet's distillation."""
@@ -404,7 +404,7 @@ class PODNetDDE(WithDDE[PODNetDDESettings], HostMethod[PODNetDDESettings]):
 
 @dataclass(frozen=True)
 class UCIRDDESettings(WithDDESettings, RebalancingSettings):
-    """UCIR's settings and the add-on's."""
+    """Settings of UCIR and DDE."""
 
 
 @final
@@ -413,7 +413,8 @@ class UCIRDDESettings(WithDDESettings, RebalancingSettings):
     settings=UCIRDDESettings,
     title="UCIR with the data effect distilled and the momentum effect removed",
     paper="Hu et al., CVPR 2021",
-    brightened=False,  # Its run file for ImageNet-100 has half of UCIR's weight.
+    brightened=False,
+    # The released configuration for ImageNet-100 has half of UCIR's lambda_embedding.
     recipes=RecipeHints(
         imagenet={"imagenet100": {**UCIR_IMAGENET, "lambda_embedding": 5.0}, "imagenet1000": UCIR_IMAGENET}
     ),
@@ -422,8 +423,8 @@ class UCIRDDE(WithDDE[UCIRDDESettings], CosineMethod[UCIRDDESettings]):
     """UCIR that classifies an image together with its neighbours."""
 
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
-        host = cosine_phases(self.settings, stage, self.loss, rebalancing_weights(self.settings, stage))
-        return with_neighbours(self.settings.dde, stage, host)
+        phases = cosine_phases(self.settings, stage, self.loss, rebalancing_weights(self.settings, stage))
+        return with_neighbours(self.settings.dde, stage, phases)
 
     def loss(self, step: Step) -> Terms:
         """The entropy of an image and its neighbours, and UCIR's two other terms."""

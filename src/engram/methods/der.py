@@ -1,8 +1,8 @@
 """DER: dynamically expandable representation (Yan, Xie, He, CVPR 2021), without its pruning.
 
-No backbone forgets: at each stage the newest is frozen, and a copy of it learns the new classes. A new head takes the
-embeddings of all backbones together, and a second, small head makes the newest distinguish the new classes from each
-other and from all old ones. Afterwards only the head is trained again, on a balanced set.
+Backbones do not forget: at each stage, the newest is frozen, and a copy of it learns the new classes. A new head uses
+the embeddings of all backbones together. A second, small head makes the newest backbone distinguish the new classes
+from each other and from all old classes. Afterwards, only the head is trained again, on a balanced set.
 
 The older backbones are frozen: their values are buffers, so that no optimiser sees them, and they always run with their
 running statistics.
@@ -25,7 +25,6 @@ from engram.contract import (
     Extension,
     Learner,
     Method,
-    Part,
     Passes,
     Phase,
     RecipeHints,
@@ -34,15 +33,14 @@ from engram.contract import (
     Step,
     Terms,
     Training,
-    balanced_count,
-    balanced_rows,
     base_settings,
     register,
     setting,
 )
 from engram.core.rng import generator
-from engram.methods.blocks.linear import EVERYTHING, classify, seen_columns
+from engram.methods.blocks.linear import classify, seen_columns
 from engram.methods.blocks.losses import cross_entropy
+from engram.methods.blocks.phases import balanced_phase, main_phase
 from engram.nn.backbones import ResNet
 from engram.nn.heads import Head
 
@@ -107,8 +105,8 @@ class ExpandingBackbone(ResNet):
 class ExpandingHead(Head):
     """A weight per class over the embeddings of all backbones, and a second one over the newest's; no bias.
 
-    auxiliary: the second weights, (K, D). Its rows of new classes distinguish these, and row 0, whose class is never
-    new after the base stage, stands for all old classes together.
+    auxiliary: the second weights, (K, D). It has the rows of the new classes, and row 0 for all old classes together
+    (class 0 is never new after the base stage).
     """
 
     class_parameters = ("weight", "auxiliary")
@@ -134,7 +132,7 @@ class ExpandingHead(Head):
 
 @dataclass(frozen=True)
 class FrozenBranches(Extension):
-    """Says how many frozen backbones run in each step, for estimates of the time."""
+    """The number of frozen backbones that run in each step, for estimates of the time left."""
 
     count: int
 
@@ -146,12 +144,12 @@ class FrozenBranches(Extension):
 
 
 def der_training() -> Training:
-    """160 epochs, a tenth of the rate after 100 and 120; a warm-up comes before."""
+    """160 epochs after a warm-up; learning rate times 0.1 after 100 and 120."""
     return Training(160, schedule="steps", milestones=(100 / 160, 120 / 160), clip=None)
 
 
 def der_finetuning() -> Training:
-    """30 epochs of the head alone, a tenth of the rate after 15."""
+    """30 epochs of the head only; learning rate times 0.1 after 15."""
     return Training(30, schedule="steps", milestones=(0.5,), clip=None)
 
 
@@ -159,9 +157,8 @@ def der_finetuning() -> Training:
 class DERSettings(Settings):
     """DER's settings; the defaults are those of CIFAR-100.
 
-    warmup: the epochs before the main phase in which the rate rises, as a share of its epochs (10 of 160); the heads
-    start anew after it. temperature: what the scores are divided by when the head is trained again. lambda_aux: weight
-    of the auxiliary term.
+    warmup: length of the warm-up before the main phase, as a share of its epochs (10 of 160); the heads are initialised
+    again after it. lambda_aux: weight of the auxiliary term. temperature: divides the scores in the balanced phase.
     """
 
     warmup: float = setting(1 / 16, at_least=0)
@@ -172,7 +169,7 @@ class DERSettings(Settings):
 
 
 def auxiliary_loss(scores: Tensor, labels: Tensor, new: Tensor) -> Tensor:
-    """Cross-entropy (B,) among the new classes and one that stands for all old ones, whose scores are in column 0.
+    """Cross-entropy (B,) over the new classes and one class for all old classes, whose scores are in column 0.
 
     scores: (B, K). new: (K,) bool, without column 0.
     """
@@ -189,7 +186,7 @@ def auxiliary_loss(scores: Tensor, labels: Tensor, new: Tensor) -> Tensor:
     recipes=RecipeHints(finetune={"epochs": 30, "batch_size": 8}, backbones=("resnet18-small",)),
 )
 class DER(Method[DERSettings]):
-    """Adds a backbone at every stage and freezes those before; a head over all of them."""
+    """Adds a backbone at every stage, freezes the earlier ones, and has one head over all of them."""
 
     uses_teacher = False
 
@@ -200,10 +197,10 @@ class DER(Method[DERSettings]):
         return ExpandingHead(dim, capacity)
 
     def base_key(self) -> dict[str, Any] | None:
-        return {"host": "DER", **base_settings(self.settings)}
+        return {"family": "DER", **base_settings(self.settings)}
 
     def grow(self, learner: Learner, stage: Stage, passes: Passes) -> None:
-        """Freezes the backbone and goes on with its copy; a new head over all embeddings, for old classes too."""
+        """Freeze the backbone and continue with a copy; initialise the head for all classes and all embeddings."""
         backbone, head = learner.network.backbone, learner.network.head
         assert isinstance(backbone, ExpandingBackbone)
         assert isinstance(head, ExpandingHead)
@@ -215,16 +212,8 @@ class DER(Method[DERSettings]):
 
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
         settings, extensions = self.settings, (FrozenBranches(stage.index),)
-        main = Phase(
-            name="main",
-            images=len(stage.pool),
-            rows=lambda: stage.all_rows,
-            loss=classify if stage.is_base else self.loss,
-            train=EVERYTHING,
-            training=settings.train,
-            weights={} if stage.is_base else {"auxiliary": settings.lambda_aux},
-            extensions=extensions,
-        )
+        loss, weights = (classify, {}) if stage.is_base else (self.loss, {"auxiliary": settings.lambda_aux})
+        main = main_phase(stage, settings.train, loss, teacher=False, weights=weights, extensions=extensions)
         phases = [main]
         warmup = round(settings.warmup * settings.train.epochs)
         if warmup:
@@ -234,13 +223,12 @@ class DER(Method[DERSettings]):
                 replace(main, start=partial(renew_head, learner, stage, "main")),
             ]
         if not stage.is_base and settings.finetune.epochs:
-            balance = Phase(
-                name="balance",
-                images=balanced_count(learner, stage),
-                rows=partial(balanced_rows, learner, stage, passes),
-                loss=self.balance,
-                train=Part.OLD_CLASSES | Part.NEW_CLASSES,
-                training=settings.finetune,
+            balance = balanced_phase(
+                learner,
+                stage,
+                passes,
+                settings.finetune,
+                self.balance,
                 frozen=True,
                 start=partial(renew_head, learner, stage, "balance"),
                 extensions=extensions,
@@ -249,7 +237,7 @@ class DER(Method[DERSettings]):
         return phases
 
     def loss(self, step: Step) -> Terms:
-        """Classification of all classes seen by all backbones, plus that of the new ones by the newest alone."""
+        """Classification of all classes seen by all backbones, plus the auxiliary term of the newest backbone."""
         apart = auxiliary_loss(step.student.extras["auxiliary"], step.labels, step.new).mean()
         return {**classify(step), "auxiliary": step.weights["auxiliary"] * apart}
 
@@ -260,5 +248,5 @@ class DER(Method[DERSettings]):
 
 
 def renew_head(learner: Learner, stage: Stage, moment: str) -> None:
-    """Random weights for every row in use of both heads."""
+    """Initialise the rows in use of both heads again, at random."""
     learner.network.head.initialise(generator(learner.seed, "head", stage.index, moment))

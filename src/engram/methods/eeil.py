@@ -1,14 +1,13 @@
 """EEIL: end-to-end incremental learning (Castro, Marin-Jimenez, Guil, Schmid, Alahari, ECCV 2018).
 
-Each earlier stage keeps a softmax of its own that is distilled beside the classification of all classes. Trained on
-many new images and few exemplars, the network is then fine-tuned, whole, on as many images of each class; a copy of it
-from just before teaches the new classes' scores there, so that they are not lost again.
+The softmax of each earlier stage is distilled separately, in addition to the classification of all classes. Then the
+whole network is fine-tuned on a balanced set. A copy from before the fine-tuning teaches the scores of new classes
+there, so that they are not forgotten.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import final
 
 from engram.contract import (
@@ -21,22 +20,21 @@ from engram.contract import (
     Step,
     Terms,
     Training,
-    balanced_count,
-    balanced_rows,
     register,
     setting,
 )
-from engram.methods.blocks.linear import EVERYTHING, LinearMethod, classify, main_phase
+from engram.methods.blocks.linear import LinearMethod, classify
 from engram.methods.blocks.losses import distillation, distillation_by_group
+from engram.methods.blocks.phases import EVERYTHING, balanced_phase, main_phase
 
 
 def eeil_training() -> Training:
-    """40 epochs, a tenth of the rate every 10."""
+    """40 epochs; learning rate times 0.1 every 10."""
     return Training(40, schedule="steps", milestones=(0.25, 0.5, 0.75), weight_decay=1e-4, clip=None)
 
 
 def eeil_finetuning() -> Training:
-    """30 epochs at a tenth of the rate, a tenth of that every 10."""
+    """30 epochs, starting at a tenth of the learning rate; times 0.1 every 10."""
     return Training(30, lr=0.01, schedule="steps", milestones=(10 / 30, 20 / 30), weight_decay=1e-4, clip=None)
 
 
@@ -66,29 +64,28 @@ class EEIL(LinearMethod[EEILSettings]):
         main = main_phase(stage, self.settings.train, self.loss)
         if not self.settings.finetune.epochs:
             return [main]
-        balance = Phase(
-            name="balance",
-            images=balanced_count(learner, stage),
-            rows=partial(balanced_rows, learner, stage, passes),
-            loss=self.balance,
+        balance = balanced_phase(
+            learner,
+            stage,
+            passes,
+            self.settings.finetune,
+            self.balance,
             train=EVERYTHING,
-            training=self.settings.finetune,
             teacher=True,
             start=learner.snapshot_teacher,
         )
         return [main, balance]
 
     def loss(self, step: Step) -> Terms:
-        """Classification of all classes seen plus the distillation of each earlier stage by itself."""
+        """Classification of all classes seen plus a separate distillation of each earlier stage."""
         assert step.teacher is not None
         assert step.arrival is not None
-        scores = (step.student.logits, step.teacher.logits)
-        distilled = distillation_by_group(*scores, step.arrival, step.old, self.settings.temperature)
+        ours, theirs, temperature = step.student.logits, step.teacher.logits, self.settings.temperature
+        distilled = distillation_by_group(ours, theirs, step.arrival, step.old, temperature)
         return {**classify(step), "distillation": distilled.mean()}
 
     def balance(self, step: Step) -> Terms:
-        """Classification of all classes seen plus the distillation of the new ones, which this stage's copy teaches."""
+        """Classification of all classes seen plus the distillation of new classes from the copy of this stage."""
         assert step.teacher is not None
-        scores = (step.student.logits, step.teacher.logits)
-        distilled = distillation(*scores, step.new, self.settings.temperature)
+        distilled = distillation(step.student.logits, step.teacher.logits, step.new, self.settings.temperature)
         return {**classify(step), "distillation": distilled.mean()}

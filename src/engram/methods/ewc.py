@@ -1,7 +1,8 @@
 """EWC: elastic weight consolidation (Kirkpatrick et al., PNAS 2017), in its class-incremental form.
 
-A parameter may move the less, the more the log-likelihood of a label depends on it: omega is the diagonal of the Fisher
-information, the mean over images of the squared gradient, estimated once after each stage and merged over the stages.
+The more the log-likelihood of a label depends on a parameter, the less the parameter may change. omega is the diagonal
+of the Fisher information: the mean over images of the squared gradient, estimated after each stage and merged over the
+stages.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ LABELS: tuple[Label, ...] = ("true", "predicted", "sampled")
 
 @dataclass(frozen=True)
 class EWCSettings(MeasuredSettings):
-    """EWC's settings. label: whose likelihood it is: the true one's, the one predicted, or one drawn from that."""
+    """EWC's settings. label: the label whose likelihood is used: true, predicted, or sampled from the prediction."""
 
     strength: float = setting(5000.0, at_least=0, after_base=True)
     label: Label = setting("predicted", after_base=True)
 
 
 def draw_labels(logits: Tensor, columns: Tensor, numbers: Tensor) -> Tensor:
-    """Labels (B,) out of the softmax over the columns, one by each uniform number (B,) in [0, 1)."""
+    """Draw labels (B,) from the softmax over the columns. numbers: uniform in [0, 1), (B,)."""
     below = logits.masked_fill(~columns, MASKED).softmax(dim=1).cumsum(dim=1)
     return (below <= numbers[:, None] * below[:, -1:]).sum(dim=1)
 
@@ -46,10 +47,10 @@ def draw_labels(logits: Tensor, columns: Tensor, numbers: Tensor) -> Tensor:
     shares_base=True,
 )
 class EWC(MeasuredMethod[EWCSettings]):
-    """Ties each parameter by its Fisher information."""
+    """Penalises changes of each parameter by its Fisher information."""
 
     def log_likelihood(self, step: Step, numbers: Tensor) -> Tensor:
-        """log p(y | x) among all classes seen, (B,), y being the label that the settings ask for."""
+        """log p(y | x) over all classes seen, (B,), where y is the label chosen by the settings."""
         logits, columns, labels = step.student.logits, seen_columns(step), step.labels
         if self.settings.label == "predicted":
             labels = logits.detach().masked_fill(~columns, -torch.inf).argmax(dim=1)
@@ -58,7 +59,7 @@ class EWC(MeasuredMethod[EWCSettings]):
         return -cross_entropy(logits, labels, columns)
 
     def finish(self, learner: Learner, stage: Stage, passes: Passes) -> None:
-        """Omega: the mean over images of each one's squared gradient, merged with the stages' before."""
+        """Set omega to the mean over images of the squared gradient, merged with that of the previous stages."""
         rows = sampled_rows(learner, stage, self.settings.importance_samples)
         fisher = passes.sensitivity(learner, stage, rows, self.log_likelihood, power=2)
         keep_omega(learner, stage, fisher, self.settings.merge)

@@ -1,16 +1,14 @@
 """GDumb: greedy sampler and dumb learner (Prabhu, Torr, Dokania, ECCV 2020).
 
-A question put to all other methods: what if nothing is learned from the stream but a balanced memory of it? At each
-stage the network goes back to what it was after the base stage, gets a new head for all classes seen, and is trained on
-the memory alone, half of the time with a box of each image taken from another (CutMix). There is no teacher and nothing
-else is carried from stage to stage.
+A baseline for all other methods: nothing is kept from the stream except a balanced memory. At each stage, the backbone
+is reset to its weights after the base stage, gets a new head for all classes seen, and is trained on the memory only.
+Half of the steps use CutMix. There is no teacher, and nothing else is carried from stage to stage.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
@@ -20,7 +18,6 @@ from torch import Tensor, nn
 from engram.contract import (
     Learner,
     Method,
-    Part,
     Passes,
     Phase,
     RecipeHints,
@@ -29,29 +26,28 @@ from engram.contract import (
     Step,
     Terms,
     Training,
-    balanced_count,
-    balanced_rows,
     base_settings,
     register,
     setting,
 )
 from engram.core.rng import generator
 from engram.methods.blocks.mixing import CutMix, Mixed
+from engram.methods.blocks.phases import EVERYTHING, balanced_phase, main_phase
 from engram.nn.heads import Head
 
 KEPT = "base."
 
 
 def _training(epochs: int) -> Training:
-    """The paper's: batches of 16 and a rate that starts again and again, each time for twice as long."""
+    """The training of the paper: batches of 16, and a learning rate with restarts, each cycle twice as long."""
     return Training(epochs, 16, lr=0.05, schedule="restarts", factor=0.01, weight_decay=1e-6, clip=None, clip_norm=10.0)
 
 
 @dataclass(frozen=True)
 class GDumbSettings(Settings):
-    """GDumb's settings; the defaults are those of CIFAR-100. train: the base stage. rehearse: each later one.
+    """GDumb's settings; the defaults are those of CIFAR-100.
 
-    cutmix: how often images are mixed, in both.
+    train: training of the base stage. rehearse: training of each later stage. cutmix: in both.
     """
 
     train: Training = setting(factory=lambda: _training(256), role="main")
@@ -60,9 +56,9 @@ class GDumbSettings(Settings):
 
 
 class NormalisedHead(Head):
-    """A weight per class, and a batch norm over the scores: those of each class have mean 0 and variance 1 in a batch.
+    """A weight per class, and a batch norm that gives the scores of each class mean 0 and variance 1 in a batch.
 
-    gain, shift: the norm's parameters. mean, variance: the running ones, for evaluation.
+    gain, shift: the norm's parameters. mean, variance: running statistics, for evaluation.
     """
 
     class_parameters = ("weight", "gain", "shift")
@@ -97,7 +93,7 @@ class NormalisedHead(Head):
 
 
 def classify(step: Step) -> Terms:
-    """Cross-entropy over all classes seen; of a mixed image with both its labels, each by its share of the image."""
+    """Cross-entropy over all classes seen; for a mixed image with both labels, weighted by their share of the image."""
     own = F.cross_entropy(step.student.logits, step.labels)
     mixed = step.extra(Mixed)
     if mixed is None:
@@ -117,7 +113,7 @@ def classify(step: Step) -> Terms:
     recipes=RecipeHints(imagenet={"imagenet100": {"train.epochs": 128, "rehearse.epochs": 16}}),
 )
 class GDumb(Method[GDumbSettings]):
-    """Trains on the memory alone, each time from the base stage's weights."""
+    """Trains on the memory only, in each stage from the weights of the base stage."""
 
     uses_teacher = False
 
@@ -125,7 +121,7 @@ class GDumb(Method[GDumbSettings]):
         return NormalisedHead(dim, capacity)
 
     def base_key(self) -> dict[str, Any] | None:
-        return {"host": "gdumb", **base_settings(self.settings)}
+        return {"family": "gdumb", **base_settings(self.settings)}
 
     def grow(self, learner: Learner, stage: Stage, passes: Passes) -> None:
         network, fresh = learner.network, generator(learner.seed, "head", stage.index)
@@ -136,26 +132,17 @@ class GDumb(Method[GDumbSettings]):
             network.head.initialise(fresh)
 
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
-        everything = Part.BACKBONE | Part.OLD_CLASSES | Part.NEW_CLASSES
+        settings = self.settings
+        extensions = (settings.cutmix,) if settings.cutmix.probability else ()
         if stage.is_base:
-            rows, count, training = lambda: stage.all_rows, len(stage.pool), self.settings.train
-        else:
-            rows, training = partial(balanced_rows, learner, stage, passes), self.settings.rehearse
-            count = balanced_count(learner, stage)
-        extensions = (self.settings.cutmix,) if self.settings.cutmix.probability else ()
-        main = Phase(
-            name="main",
-            images=count,
-            rows=rows,
-            loss=classify,
-            train=everything,
-            training=training,
-            extensions=extensions,
+            return [main_phase(stage, settings.train, classify, teacher=False, extensions=extensions)]
+        balance = balanced_phase(
+            learner, stage, passes, settings.rehearse, classify, train=EVERYTHING, extensions=extensions
         )
-        return [main]
+        return [replace(balance, name="main")]
 
     def finish(self, learner: Learner, stage: Stage, passes: Passes) -> None:
-        """Keeps the backbone that every later stage starts from."""
+        """Store the backbone that every later stage starts from."""
         if stage.is_base:
             for name, value in learner.network.backbone.state_dict().items():
                 learner.store(KEPT + name, value)

@@ -1,8 +1,8 @@
 """GeoDL: geodesic-flow distillation (Simon, Koniusz, Harandi, CVPR 2021).
 
-UCIR without its ranking, and with another idea of how far the features of a batch have moved: the old and the new
-model's features span two subspaces, and the distance is taken through all the subspaces on the shortest way between
-them instead of in one of the two.
+UCIR without its ranking term, and with another distance between old and new features: the features of a batch under the
+old and under the new model span two subspaces, and the distance is integrated over all subspaces on the geodesic
+between them.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from engram.methods.blocks.cosine import (
     old_weight,
 )
 
-Centre = Literal["batch", "sample"]  # the mean that is taken from features before their span is
-# Rows whose singular value is below 1.5^-ROUNDS of the whole count less, as in the truncation of the public code.
+Centre = Literal["batch", "sample"]  # the mean that is subtracted from the features first
+# Directions with a singular value below 1.5^-ROUNDS of the total count less, like the truncation in the released code.
 ROUNDS = 30
 DEGREE = 12
 
 
 def _chebyshev() -> list[tuple[float, float]]:
-    """The Chebyshev coefficients of a and b as functions of the cosine in [0, 1], exact to about 1e-9."""
+    """Chebyshev coefficients of a and b as functions of the cosine in [0, 1], accurate to about 1e-9."""
     places = np.polynomial.chebyshev.chebpts1(DEGREE + 1)
     theta = np.arccos((places + 1) / 2)
     sine, cosine = np.sin(theta), np.cos(theta)
@@ -45,13 +45,13 @@ def _chebyshev() -> list[tuple[float, float]]:
 COEFFICIENTS = _chebyshev()
 
 
-def features(maps: Tensor) -> Tensor:
+def pool_quarters(maps: Tensor) -> Tensor:
     """Unit features (B, 4 C) of maps (B, C, H, W): the means of their four quarters."""
     return F.normalize(F.adaptive_avg_pool2d(maps.float(), 2).flatten(1), dim=1)
 
 
-def orthonormal(matrix: Tensor) -> Tensor:
-    """The polar factor (N, M) of a matrix (N, M): its singular values brought to 1, those that are 0 left there."""
+def polar_factor(matrix: Tensor) -> Tensor:
+    """The polar factor (N, M) of a matrix (N, M): its singular values become 1; zeros stay 0."""
     value = matrix / torch.linalg.matrix_norm(matrix).clamp(min=1e-30)
     for _ in range(ROUNDS):
         value = 1.5 * value - 0.5 * (value @ value.T) @ value
@@ -59,18 +59,18 @@ def orthonormal(matrix: Tensor) -> Tensor:
 
 
 def _directions(rows: Tensor, centre: Centre) -> Tensor:
-    """Orthonormal rows (B, D) that span what the rows (B, D) differ in from their mean, or each from its own."""
+    """Orthonormal rows (B, D) that span the rows (B, D) minus their mean (of the batch, or of each sample)."""
     if centre == "sample":
-        return orthonormal(rows - rows.mean(dim=1, keepdim=True))
-    value = orthonormal(rows - rows.mean(dim=0))
-    return value - value.mean(dim=0)  # rounding must not grow into a direction of its own
+        return polar_factor(rows - rows.mean(dim=1, keepdim=True))
+    value = polar_factor(rows - rows.mean(dim=0))
+    return value - value.mean(dim=0)  # rounding errors must not become a direction
 
 
 @torch.no_grad()
-def flow(theirs: Tensor, ours: Tensor, centre: Centre = "batch") -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """P and R (B, D), a(C) and b(C) (B, B) of two batches of features (B, D), in float64."""
+def geodesic_flow(theirs: Tensor, ours: Tensor, centre: Centre = "batch") -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """P and R (B, D), and a(C) and b(C) (B, B), of two batches of features (B, D), in float64."""
     start, end = _directions(theirs.double(), centre), _directions(ours.double(), centre)
-    end = orthonormal(start @ end.T) @ end
+    end = polar_factor(start @ end.T) @ end
     cosine = start @ end.T
     shifted = (cosine + cosine.T) - torch.eye(len(cosine), dtype=cosine.dtype, device=cosine.device)  # to [-1, 1]
     before, now = torch.eye(len(cosine), dtype=cosine.dtype, device=cosine.device), shifted
@@ -81,29 +81,29 @@ def flow(theirs: Tensor, ours: Tensor, centre: Centre = "batch") -> tuple[Tensor
     return start, end, squares, products
 
 
-def _through(one: Tensor, other: Tensor, parts: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
-    """u' Q v of each pair of rows u, v (B, D) of two batches, (B,)."""
-    start, end, squares, products = parts
+def _quadratic_form(one: Tensor, other: Tensor, flow: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
+    """u' Q v (B,) for each pair of rows u, v of two batches (B, D)."""
+    start, end, squares, products = flow
     a, b, c, d = one @ start.T, one @ end.T, other @ start.T, other @ end.T
     return ((a @ squares + b @ products) * c + (b @ squares + a @ products) * d).sum(dim=1)
 
 
 def geodesic_distance(ours: Tensor, theirs: Tensor, centre: Centre = "batch") -> Tensor:
-    """The mean over the batch of (u - v)' Q (u - v), for unit features (B, D); only ours gets a gradient.
+    """The mean over the batch of (u - v)' Q (u - v), for unit features (B, D). Only `ours` gets a gradient.
 
-    Q is a number here, as in the public code: its gradient is not followed.
+    Q is a constant, as in the released code: no gradient goes through it.
     """
     difference = ours.double() - theirs.detach().double()
-    return _through(difference, difference, flow(theirs, ours, centre)).mean()
+    return _quadratic_form(difference, difference, geodesic_flow(theirs, ours, centre)).mean()
 
 
 def geodesic_similarity(ours: Tensor, theirs: Tensor, centre: Centre = "batch") -> Tensor:
-    """1 minus the mean over the batch of u' Q v / sqrt(u' Q u * v' Q v); only ours gets a gradient."""
-    parts = flow(theirs, ours, centre)
+    """1 - the mean over the batch of u' Q v / sqrt(u' Q u * v' Q v). Only `ours` gets a gradient."""
+    flow = geodesic_flow(theirs, ours, centre)
     one, other = ours.double(), theirs.detach().double()
-    # A sample that lies in neither subspace has no length there, and the cosine 0.
-    length = _through(one, one, parts).clamp(min=1e-12) * _through(other, other, parts).clamp(min=1e-12)
-    return 1 - (_through(one, other, parts) / length.sqrt()).mean()
+    # A sample that lies in neither subspace has length 0 there, and cosine 0.
+    length = _quadratic_form(one, one, flow).clamp(min=1e-12) * _quadratic_form(other, other, flow).clamp(min=1e-12)
+    return 1 - (_quadratic_form(one, other, flow) / length.sqrt()).mean()
 
 
 Reading = Literal["released", "paper"]
@@ -111,11 +111,11 @@ Reading = Literal["released", "paper"]
 
 @dataclass(frozen=True)
 class GeoDLSettings(CosineSettings):
-    """GeoDL's settings beside the host's; the defaults are UCIR's on CIFAR-100, as none were published for it.
+    """GeoDL's settings, in addition to those of the family. Defaults: UCIR's on CIFAR-100, as none were published.
 
-    lambda_geodesic: weight of the distance, before sqrt(n_old / m). distance: the quadratic form that the released code
-    uses, or the paper's 1 - cosine. centre: which mean is taken from the features before their span is, that of the
-    batch over its samples or, as in the released code, that of each sample over its dimensions.
+    lambda_geodesic: weight of the distance, before sqrt(n_old / m). distance: the quadratic form of the released code,
+    or the paper's 1 - cosine. centre: the mean that is subtracted from the features first: that of the batch, or, as in
+    the released code, that of each sample over its dimensions.
     """
 
     lambda_geodesic: float = setting(5.0, at_least=0, after_base=True)
@@ -134,16 +134,16 @@ class GeoDLSettings(CosineSettings):
     recipes=RecipeHints(imagenet=both_imagenets({"lambda_geodesic": 10.0, **IMAGENET_TRAINING})),
 )
 class GeoDL(CosineMethod[GeoDLSettings]):
-    """Keeps the features of a batch near to what they were, along the geodesic between their subspaces."""
+    """Distils the features of a batch along the geodesic between old and new subspaces."""
 
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
         weights = {"geodesic": old_weight(self.settings.lambda_geodesic, stage)}
         return cosine_phases(self.settings, stage, self.loss, weights)
 
     def loss(self, step: Step) -> Terms:
-        """Cross-entropy and the distance of the last map's features through the geodesic flow."""
+        """Cross-entropy and the geodesic-flow distance of the last map's features."""
         assert step.teacher is not None
-        ours, theirs = features(step.student.maps[-1]), features(step.teacher.maps[-1])
+        ours, theirs = pool_quarters(step.student.maps[-1]), pool_quarters(step.teacher.maps[-1])
         measure = geodesic_distance if self.settings.distance == "released" else geodesic_similarity
         return {
             "classification": cross_entropy(step),

@@ -1,8 +1,8 @@
 """iCaRL: incremental classifier and representation learning (Rebuffi, Kolesnikov, Sperl, Lampert, CVPR 2017).
 
-Every class is a yes-or-no question to its own sigmoid. The columns of old classes are asked to say what the previous
-model said, for new images and exemplars alike; those of new classes to say what the labels say. The network so trained
-is a representation: a class is predicted by the nearest mean of exemplars, which herding chose.
+Every class has its own sigmoid. The targets of old classes are the outputs of the previous model, for new images and
+exemplars; those of new classes are the labels. The network is used as a representation: predictions are the nearest
+mean of exemplars, which are chosen by herding.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from engram.contract import (
     register,
     setting,
 )
-from engram.methods.blocks.linear import LinearMethod, main_phase, seen_columns
+from engram.methods.blocks.linear import LinearMethod, seen_columns
 from engram.methods.blocks.losses import binary_cross_entropy
+from engram.methods.blocks.phases import main_phase
 
 
 def icarl_training() -> Training:
-    """70 epochs, a fifth of the rate after 49 and 63. The rate is high because the loss is a mean over classes too."""
+    """70 epochs; learning rate times 0.2 after 49 and 63. It is high because the loss is also a mean over classes."""
     return Training(
         70, lr=2.0, schedule="steps", milestones=(49 / 70, 63 / 70), factor=0.2, weight_decay=5e-5, clip=None
     )
@@ -77,7 +78,7 @@ class ICaRL(LinearMethod[ICaRLSettings]):
         return {"classification": self._mean(step, _is_label(step), step.new)}
 
     def loss(self, step: Step) -> Terms:
-        """One binary cross-entropy, told apart by where the targets come from: labels, or the previous model."""
+        """Binary cross-entropy, split by the source of the targets: labels, or the previous model."""
         assert step.teacher is not None
         return {
             "classification": self._mean(step, _is_label(step), step.new),
@@ -85,7 +86,7 @@ class ICaRL(LinearMethod[ICaRLSettings]):
         }
 
     def _mean(self, step: Step, targets: Tensor, columns: Tensor) -> Tensor:
-        """What these columns add to the mean over the batch and all classes seen."""
+        """The part of the mean over the batch and all classes seen that comes from these columns."""
         sums = binary_cross_entropy(step.student.logits, targets, columns)
         return (sums / seen_columns(step).sum()).mean()
 

@@ -1,4 +1,4 @@
-"""Joint training: every image of every class seen, from scratch at each stage; the upper bound."""
+"""Joint: training on all images of all classes seen, from scratch at each stage (upper bound)."""
 
 from __future__ import annotations
 
@@ -6,31 +6,24 @@ from typing import final
 
 from engram.contract import Learner, Part, Passes, Phase, Stage, register
 from engram.core.rng import generator
-from engram.methods.blocks.lsc import Classify, HostMethod, HostSettings
+from engram.methods.blocks.lsc import Classify, LSCMethod, LSCSettings
+from engram.methods.blocks.phases import EVERYTHING, main_phase
 
 
 @final
-@register("joint", settings=HostSettings, title="All images of all classes seen (upper bound)", memory="all")
-class Joint(HostMethod[HostSettings]):
-    """Forgets its weights, not its data: each stage trains a fresh network on everything."""
+@register("joint", settings=LSCSettings, title="All images of all classes seen (upper bound)", memory="all")
+class Joint(LSCMethod[LSCSettings]):
+    """Trains a new network on all images at each stage."""
 
     uses_teacher = False
 
     def base_key(self) -> None:
-        """It is not shared: the base stage here is a restart like any other."""
+        """None: the base stage is not shared, because it starts from other random weights, like every stage here."""
 
     def grow(self, learner: Learner, stage: Stage, passes: Passes) -> None:
         learner.network.reset(generator(learner.seed, "restart", stage.index))
         learner.network.head.grow(stage.num_new, generator(learner.seed, "head", stage.index))
 
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
-        everything = Part.BACKBONE | Part.OLD_CLASSES | Part.NEW_CLASSES | Part.HEAD_SHARED
-        main = Phase(
-            name="main",
-            images=len(stage.pool),
-            rows=lambda: stage.all_rows,
-            loss=Classify(self.settings),
-            train=everything,
-            training=self.settings.train,
-        )
-        return [main]
+        parts = EVERYTHING | Part.HEAD_SHARED
+        return [main_phase(stage, self.settings.train, Classify(self.settings), train=parts, teacher=False)]

@@ -1,7 +1,7 @@
 """LwF: learning without forgetting (Li, Hoiem, ECCV 2016), in its class-incremental form.
 
-No image of an old class is kept. What the previous model says of the new images is distilled over the old classes,
-whose rows of the head stand still; the new classes are told apart among themselves.
+No image of an old class is kept. The previous model's scores for the new images are distilled over the old classes,
+whose rows of the head do not change. New classes are only compared with each other.
 """
 
 from __future__ import annotations
@@ -10,17 +10,18 @@ from dataclasses import dataclass
 from typing import final
 
 from engram.contract import Learner, Part, Passes, Phase, Settings, Stage, Step, Terms, Training, register, setting
-from engram.methods.blocks.linear import LinearMethod, classify, classify_new, main_phase, note_single_class
+from engram.methods.blocks.linear import LinearMethod, classify, classify_new, note_single_class
 from engram.methods.blocks.losses import distillation
+from engram.methods.blocks.phases import main_phase
 
 SINGLE_CLASS = (
-    "without a memory new classes are told apart among themselves alone: such a class is not learned; bring two or "
-    "more at a time, or choose a method with a memory"
+    "without a memory, new classes are only compared with each other, so a single class is not learned; add two or "
+    "more classes at a time, or choose a method with a memory"
 )
 
 
 def lwf_training() -> Training:
-    """250 epochs, a tenth of the rate after 60, 120, 180 and 220."""
+    """250 epochs; learning rate times 0.1 after 60, 120, 180 and 220."""
     return Training(250, schedule="steps", milestones=(0.24, 0.48, 0.72, 0.88), weight_decay=2e-4, clip=None)
 
 
@@ -42,7 +43,7 @@ class LwFSettings(Settings):
     memory="none",
 )
 class LwF(LinearMethod[LwFSettings]):
-    """Distils the old classes' scores on the new images. Without exemplars CNN is its only predictor."""
+    """Distils the scores of old classes on the new images. It has no exemplars, so "cnn" is its only predictor."""
 
     predictors = ("cnn",)
 
@@ -57,7 +58,7 @@ class LwF(LinearMethod[LwFSettings]):
         return [main_phase(stage, self.settings.train, self.loss, train=parts, weights=weights)]
 
     def loss(self, step: Step) -> Terms:
-        """Cross-entropy among the new classes plus weighted distillation of the old."""
+        """Cross-entropy over the new classes plus weighted distillation of the old classes."""
         assert step.teacher is not None
         ours, theirs, temperature = step.student.logits, step.teacher.logits, self.settings.temperature
         return {

@@ -1,8 +1,8 @@
 """LwM: learning without memorizing (Dhar, Singh, Peng, Wu, Chellappa, CVPR 2019).
 
-No image of an old class is kept. Beside the old classes' scores, as in LwF, the student must keep looking at the same
-places: for the old class that the teacher sees most of in an image, the two models' attention maps are to agree.
-Attention is GradCAM's: the last activations, each channel weighted by the gradient of the class's score.
+No image of an old class is kept. In addition to the scores of old classes (as in LwF), attention is distilled: for the
+old class with the teacher's highest score, the attention maps of student and teacher should agree. The attention map is
+that of GradCAM: the last activations, each channel weighted by the gradient of the class's score.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from torch import Tensor
 
 from engram.contract import Learner, Part, Passes, Phase, Settings, Stage, Step, Terms, Training, register, setting
 from engram.methods.blocks import losses
-from engram.methods.blocks.linear import LinearMethod, classify_new, main_phase, note_single_class
+from engram.methods.blocks.linear import LinearMethod, classify_new, note_single_class
 from engram.methods.blocks.losses import distillation
+from engram.methods.blocks.phases import main_phase
 from engram.methods.lwf import SINGLE_CLASS, lwf_training
 from engram.nn.heads import LinearHead
 
@@ -38,10 +39,12 @@ class LwMSettings(Settings):
 
 
 def attention_loss(ours: Tensor, theirs: Tensor, rows: Tensor) -> Tensor:
-    """How far apart student and teacher look, from their last maps (B, C, H, W) and the class's row of the head (B, C).
+    """Distance of the attention of student and teacher.
 
-    The head is linear in the mean of the map's positive part, so the gradient of a class's score there is its row, the
-    same at every pixel up to a factor that does not matter. Only our map gets a gradient.
+    ours, theirs: last maps (B, C, H, W). rows: the row of the head of each sample's class (B, C).
+
+    The head is linear in the mean of the map's positive part. So the gradient of a class's score is its row of the
+    head, the same at every pixel, up to a factor that cancels. Only our map gets a gradient.
     """
     return losses.attention_distance(F.relu(ours), F.relu(theirs), rows, rows, summed=True)
 
@@ -51,7 +54,7 @@ def attention_loss(ours: Tensor, theirs: Tensor, rows: Tensor) -> Tensor:
     "lwm", settings=LwMSettings, title="Learning without memorizing", paper="Dhar et al., CVPR 2019", memory="none"
 )
 class LwM(LinearMethod[LwMSettings]):
-    """Distils the old classes' scores and where the teacher looks; keeps no images."""
+    """Distils the scores of old classes and the teacher's attention; keeps no images."""
 
     predictors = ("cnn",)
     class_buffers = (ROWS,)
@@ -63,16 +66,16 @@ class LwM(LinearMethod[LwMSettings]):
             return
         head = learner.network.head
         assert isinstance(head, LinearHead)
-        learner.store(ROWS, head.weight)  # those of old classes stay so for the stage, in student and teacher
+        learner.store(ROWS, head.weight)  # rows of old classes do not change in a stage, in student and teacher
 
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
-        # The old rows have no image to learn from: only the distillation would move them.
+        # The rows of old classes have no images to learn from: only the distillation would change them.
         parts = Part.BACKBONE | Part.NEW_CLASSES
         loss = classify_new if stage.is_base else self.loss
         return [main_phase(stage, self.settings.train, loss, train=parts)]
 
     def loss(self, step: Step) -> Terms:
-        """Classification, distillation of the old scores, and of attention to the top old class."""
+        """Classification, and distillation of the old scores and of the attention to the top old class."""
         assert step.teacher is not None
         settings, student, teacher = self.settings, step.student, step.teacher
         top = teacher.scores.masked_fill(~step.old, -torch.inf).argmax(dim=1)

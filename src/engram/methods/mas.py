@@ -1,7 +1,7 @@
 """MAS: memory aware synapses (Aljundi et al., ECCV 2018), in its class-incremental form.
 
-A parameter may move the less, the more the scores depend on it: omega is the mean over images of the absolute gradient
-of the squared length of the scores. No label has a part in it.
+The more the scores depend on a parameter, the less the parameter may change. omega is the mean over images of the
+absolute gradient of the squared length of the scores. It uses no labels.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from engram.methods.blocks.penalty import MeasuredMethod, MeasuredSettings, keep
 
 
 def squared_length(step: Step, numbers: Tensor) -> Tensor:
-    """The squared length of each image's scores of the classes seen, (B,)."""
+    """The squared length of each image's scores for the classes seen, (B,)."""
     return torch.where(seen_columns(step), step.student.logits, 0).square().sum(dim=1)
 
 
@@ -32,10 +32,10 @@ def squared_length(step: Step, numbers: Tensor) -> Tensor:
     shares_base=True,
 )
 class MAS(MeasuredMethod[MeasuredSettings]):
-    """Ties each parameter by how much the scores depend on it."""
+    """Penalises changes of each parameter by how much the scores depend on it."""
 
     def finish(self, learner: Learner, stage: Stage, passes: Passes) -> None:
-        """Omega: the mean over images of each one's absolute gradient, merged with the stages' before."""
+        """Set omega to the mean over images of the absolute gradient, merged with that of the previous stages."""
         rows = sampled_rows(learner, stage, self.settings.importance_samples)
         lengths = passes.sensitivity(learner, stage, rows, squared_length, power=1)
         keep_omega(learner, stage, lengths, self.settings.merge)

@@ -1,8 +1,8 @@
 """Mnemonics: exemplars that are learned (Liu, Su, Liu, Schiele, Sun, CVPR 2020).
 
-Which images to keep is chosen from those there are; Mnemonics goes on from there and changes their pixels, so that a
-classifier made of the exemplars alone does well on all of the stage's images. Losses and head are UCIR's. From the
-second stage on the convolutions keep the base stage's weights and learn a factor for each pair of channels.
+After exemplars are chosen, Mnemonics changes their pixels so that a classifier made of only the exemplars does well on
+all images of the stage. Losses and head are those of UCIR. From the second stage on, the convolutions keep the weights
+of the base stage and learn a factor for each pair of channels.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ from engram.nn.heads import Head
 
 @dataclass(frozen=True)
 class MnemonicsSettings(RebalancingSettings):
-    """Mnemonics' settings beside UCIR's; the defaults are those of the released code on CIFAR-100.
+    """Mnemonics' settings, in addition to UCIR's; the defaults are those of the released code on CIFAR-100.
 
-    variant: how exemplars learn, by prototypes as released or by unrolled training as in the paper. tune: their SGD, in
-    pixels as the network sees them. storage: how the result becomes whole numbers. inner, inner_steps, inner_lr: what
-    of the network trains on the exemplars in the paper's form, how many steps, and how fast. factors: whether the
-    convolutions move by factors alone after the base stage.
+    variant: exemplars are tuned by prototypes (released code) or by unrolled training (paper). tune: SGD on normalised
+    pixels. storage: how pixels become whole numbers. inner, inner_steps, inner_lr: the part of the network that trains
+    on the exemplars in the paper's variant, the number of steps, and the learning rate. factors: whether the
+    convolutions are trained only by factors after the base stage.
     """
 
     variant: Literal["released", "paper"] = setting("released", after_base=True, role="variant")
@@ -69,10 +69,10 @@ class MnemonicsSettings(RebalancingSettings):
 
 
 def prototype_entropy(step: ImageTuningStep, labels: Tensor, old: Tensor) -> Tensor:
-    """The released objective: cross-entropy of the batch's cosines with the prototypes of all classes.
+    """Objective of the released code: cross-entropy of the batch's cosines with the prototypes of all classes.
 
-    A new class's prototype is the mean embedding of its tuned images, whose labels are given; those of the classes
-    before, (n_old, D), stand still.
+    labels: of the tuned images; the prototype of a new class is the mean embedding of its tuned images. old: the
+    prototypes of the old classes (n_old, D), which do not change.
     """
     embedding, _ = step.network(step.tuned, {})
     owners = F.one_hot(labels - len(old)).to(embedding)
@@ -83,9 +83,9 @@ def prototype_entropy(step: ImageTuningStep, labels: Tensor, old: Tensor) -> Ten
 
 
 def unrolled_entropy(step: ImageTuningStep, labels: Tensor, settings: MnemonicsSettings) -> Tensor:
-    """The paper's objective: cross-entropy of the batch under a copy that has trained on the tuned images alone.
+    """Objective of the paper: cross-entropy of the batch under a copy that was trained on only the tuned images.
 
-    Its gradient goes through that training, the second derivatives included.
+    Its gradient goes through this training, including second derivatives. labels: of the tuned images.
     """
     moving = {
         name: value.detach().requires_grad_()
@@ -103,26 +103,26 @@ def unrolled_entropy(step: ImageTuningStep, labels: Tensor, settings: MnemonicsS
     return F.cross_entropy(logits, step.labels)
 
 
-def stored(levels: Tensor, storage: Literal["truncate", "round"]) -> Tensor:
-    """The pixels as they are kept, in 8 bits: the nearest whole number, or the one below; within 0 and 255."""
+def to_uint8(levels: Tensor, storage: Literal["truncate", "round"]) -> Tensor:
+    """Convert pixels to 8 bits: rounded, or truncated to the next lower whole number; limited to [0, 255]."""
     whole = levels.round() if storage == "round" else levels.floor()
     return whole.clamp(0, 255).to(torch.uint8)
 
 
-def halves(kept: Mapping[int, Tensor]) -> list[tuple[str, Tensor, Tensor]]:
-    """The old exemplars in two halves, each with the other to learn from: name, rows, rows to see.
+def split_halves(kept: Mapping[int, Tensor]) -> list[tuple[str, Tensor, Tensor]]:
+    """Split the old exemplars in two halves: (name, rows to tune, rows of the other half to learn from).
 
-    None where a half is empty: classes that have one exemplar each.
+    An empty list if a half is empty, because each class has only one exemplar.
     """
     first, second = (torch.cat([rows[start::2] for rows in kept.values()] or [torch.zeros(0)]) for start in (0, 1))
     return [("first half", first, second), ("second half", second, first)] if len(second) else []
 
 
 class Factors(nn.Module):
-    """A factor, 1 at first, for each (C_out, C_in) of a backbone's convolutions, and the weights at that time.
+    """A factor, initially 1, for each (C_out, C_in) of a backbone's convolutions, and their base weights.
 
-    The convolutions' own weights are base times factor, so that whatever runs a backbone runs this one. To train them:
-    `take_gradients` before an update and `give_weights` after it.
+    The weights of the convolutions are base times factor, so the backbone can be run as usual. To train the factors,
+    call `take_gradients` before an update and `give_weights` after it.
     """
 
     def __init__(self, backbone: ResNet) -> None:
@@ -170,7 +170,7 @@ class FactoredNetwork(Network):
         self.factors = None
 
     def add_factors(self) -> None:
-        """From now on the convolutions keep their weights, times factors that are trained."""
+        """Keep the current weights of the convolutions as base, and train only their factors from now on."""
         self.factors = Factors(self.backbone)
 
     def part_of(self, name: str, parameter: Tensor) -> Part | None:
@@ -189,8 +189,8 @@ class FactoredNetwork(Network):
         super().reset(generator)
 
 
-def factored(network: Network) -> FactoredNetwork:
-    """The network, which the method made."""
+def as_factored(network: Network) -> FactoredNetwork:
+    """The network as the type that `Mnemonics.network` makes."""
     assert isinstance(network, FactoredNetwork)
     return network
 
@@ -200,7 +200,7 @@ class TrainFactors(Extension):
     """Trains the factors of the convolutions instead of their weights."""
 
     def attach(self, context: PhaseContext, state: Mapping[str, Tensor]) -> StepHooks:
-        return _FactorHooks(factored(context.learner.network))
+        return _FactorHooks(as_factored(context.learner.network))
 
 
 class _FactorHooks(StepHooks):
@@ -229,7 +229,7 @@ class _FactorHooks(StepHooks):
     recipes=RecipeHints(imagenet=both_imagenets(UCIR_IMAGENET)),
 )
 class Mnemonics(CosineMethod[MnemonicsSettings]):
-    """UCIR with exemplars that learn, and convolutions that move by factors."""
+    """UCIR with tuned exemplars, and convolutions that are trained by factors."""
 
     logged_buffers = ("exemplars.changed",)
 
@@ -238,14 +238,14 @@ class Mnemonics(CosineMethod[MnemonicsSettings]):
 
     def grow(self, learner: Learner, stage: Stage, passes: Passes) -> None:
         super().grow(learner, stage, passes)
-        network, teacher = factored(learner.network), factored(learner.teacher)
+        network, teacher = as_factored(learner.network), as_factored(learner.teacher)
         if self.settings.factors and not stage.is_base and network.factors is None:
             network.add_factors()
             teacher.add_factors()  # the teacher must be able to hold the network's state
 
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
         if learner.memory.config.budget == "all":
-            raise EngramError("mnemonics learns what to keep, and memory=all keeps every image; give a budget")
+            raise EngramError("mnemonics tunes exemplars, but memory=all keeps every image unchanged; give a budget")
         phases = cosine_phases(self.settings, stage, self.loss, rebalancing_weights(self.settings, stage))
         if stage.is_base or not self.settings.factors:
             return phases
@@ -256,7 +256,7 @@ class Mnemonics(CosineMethod[MnemonicsSettings]):
         return rebalanced(self.settings, step)
 
     def exemplars(self, learner: Learner, stage: Stage, passes: Passes) -> Mapping[int, Tensor | Samples]:
-        """The chosen images of the new classes, tuned; in the paper's form those kept of the old classes too."""
+        """The chosen images of the new classes, tuned; in the paper's variant, also the exemplars of old classes."""
         chosen = choose_exemplars(learner, stage, passes)
         if self.settings.tune.epochs == 0:
             return chosen
@@ -266,12 +266,12 @@ class Mnemonics(CosineMethod[MnemonicsSettings]):
         parts = [("new", new, stage.all_rows)]
         if self.settings.variant == "paper":
             chosen |= kept
-            parts += halves(kept)
+            parts += split_halves(kept)
         images = stage.pool.images.clone()
         for name, own, seen in parts:
             objective = self._objective(learner, stage, passes, stage.pool.labels[own], kept)
             levels = passes.tune(learner, stage, stage.pool.images[own], seen, objective, self.settings.tune, name)
-            images[own] = stored(levels, self.settings.storage)
+            images[own] = to_uint8(levels, self.settings.storage)
         pool = replace(stage.pool, images=images)
         tuned = torch.cat([own for _, own, _ in parts])
         apart = (pool.images[tuned].float() - stage.pool.images[tuned].float()).abs()
@@ -282,7 +282,7 @@ class Mnemonics(CosineMethod[MnemonicsSettings]):
     def _objective(
         self, learner: Learner, stage: Stage, passes: Passes, labels: Tensor, kept: Mapping[int, Tensor]
     ) -> Callable[[ImageTuningStep], Tensor]:
-        """What images of these labels learn by; kept: the rows of the old classes' exemplars."""
+        """The objective for tuning images with these labels. kept: the rows of the exemplars of old classes."""
         device = learner.network.mean.device
         labels = labels.to(device)
         if self.settings.variant == "paper":

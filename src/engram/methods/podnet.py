@@ -1,7 +1,7 @@
 """PODNet: pooled outputs distillation (Douillard et al., ECCV 2020).
 
-The student keeps the teacher's embedding (the flat term) and, of each feature map, its sums over rows and over columns
-(the spatial term), so that it may change inside a row or a column. Its head and its balanced fine-tuning are the host.
+Distils the embedding (the flat term) and, of each feature map, the sums over rows and over columns (the spatial term),
+so that a map may still change inside a row or a column. Head and balanced fine-tuning are those of the LSC family.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from torch import Tensor
 
 from engram.contract import Learner, Passes, Phase, RecipeHints, Stage, Step, Terms, register, setting
 from engram.methods.blocks import losses
-from engram.methods.blocks.lsc import LSC_NME, HostMethod, HostSettings, distilled, host_phases, stage_weight
+from engram.methods.blocks.lsc import LSC_NME, LSCMethod, LSCSettings, distilled, lsc_phases, stage_weight
 
 
 @dataclass(frozen=True)
-class PODNetSettings(HostSettings):
-    """PODNet's settings beside the host's; the defaults are those of the CNN recipe on CIFAR-100.
+class PODNetSettings(LSCSettings):
+    """PODNet's settings, in addition to those of the family; the defaults are those of the CNN recipe on CIFAR-100.
 
-    lambda_spatial is 5 in the NME recipe; ImageNet has lambda_flat 10 and lambda_spatial 8.
+    The NME recipe has lambda_spatial 5; the ImageNet recipes have lambda_flat 10 and lambda_spatial 8.
     """
 
     lambda_flat: float = setting(1.0, at_least=0, after_base=True)
@@ -28,7 +28,7 @@ class PODNetSettings(HostSettings):
 
 
 def _imagenet(weight_decay: float) -> dict[str, Any]:
-    # Its author advises batches of 256 and a rate of 0.2 for ImageNet-1000; these are the published files'.
+    # As in the published configuration files. For ImageNet-1000 the author advises batches of 256 and lr 0.2.
     return {
         "lambda_flat": 10.0,
         "lambda_spatial": 8.0,
@@ -46,7 +46,7 @@ IMAGENET = {"imagenet100": _imagenet(5e-4), "imagenet1000": _imagenet(1e-4)}
 
 
 def pod_weights(settings: PODNetSettings, stage: Stage) -> dict[str, float]:
-    """The loss weights of a stage after the base."""
+    """The loss weights of a stage after the base stage."""
     return {
         "flat": stage_weight(settings.lambda_flat, stage),
         "spatial": stage_weight(settings.lambda_spatial, stage),
@@ -72,12 +72,12 @@ def pod_distances(step: Step) -> dict[str, Tensor]:
     shares_base=True,
     recipes=RecipeHints(nme={**LSC_NME, "lambda_spatial": 5.0}, imagenet=IMAGENET),
 )
-class PODNet(HostMethod[PODNetSettings]):
+class PODNet(LSCMethod[PODNetSettings]):
     """Distils the embedding and the maps pooled over rows and over columns."""
 
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
         weights = pod_weights(self.settings, stage)
-        return host_phases(self.settings, learner, stage, passes, self.loss, weights)
+        return lsc_phases(self.settings, learner, stage, passes, self.loss, weights)
 
     def loss(self, step: Step) -> Terms:
         """Classification, and the flat and the spatial term with their weights."""

@@ -5,22 +5,22 @@ from __future__ import annotations
 from typing import final
 
 from engram.contract import Learner, Passes, Phase, RecipeHints, Stage, register
-from engram.methods.blocks.lsc import LSC_NME, HostMethod, HostSettings, host_phases
+from engram.methods.blocks.lsc import LSC_NME, LSCMethod, LSCSettings, lsc_phases
 
 
 @final
 @register(
     "replay",
-    settings=HostSettings,
+    settings=LSCSettings,
     title="Memory, no distillation",
     paper="Kang, Park, Han, CVPR 2022 (Table 4: fine-tuning)",
     shares_base=True,
     recipes=RecipeHints(nme=LSC_NME),
 )
-class Replay(HostMethod[HostSettings]):
-    """Trains on the new images and the exemplars together, then balances the head."""
+class Replay(LSCMethod[LSCSettings]):
+    """Trains on the new images and the exemplars together, then fine-tunes the head on a balanced set."""
 
     uses_teacher = False
 
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
-        return host_phases(self.settings, learner, stage, passes)
+        return lsc_phases(self.settings, learner, stage, passes)

@@ -1,7 +1,7 @@
 """SI: synaptic intelligence (Zenke, Poole, Ganguli, ICML 2017), in its class-incremental form.
 
-A parameter may move the less, the more of the loss its way took off while it was learned: over the steps of a stage
--gradient * movement is summed up, and omega grows by that sum over the squared distance that the parameter came.
+The more the movement of a parameter reduced the loss in training, the less the parameter may change. -gradient *
+movement is summed over the steps of a stage, and omega grows by this sum divided by the squared total movement.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from engram.methods.blocks.penalty import (
 class SISettings(Settings):
     """SI's settings. strength: the penalty is strength * sum omega (theta - anchor)^2.
 
-    damping: xi, which keeps a parameter that hardly moved from having an omega out of bounds. limit: the most of its
-    way back that a step may take a parameter, None for no limit.
+    damping: xi, which limits the omega of a parameter that hardly moved. limit: see `limited_penalty`.
     """
 
     strength: float = setting(0.1, at_least=0, after_base=True)
@@ -45,23 +44,23 @@ class SISettings(Settings):
     memory="optional",
 )
 class SI(PenaltyMethod[SISettings]):
-    """Ties each parameter by what its way through the training took off the loss."""
+    """Penalises changes of each parameter by how much its movement in training reduced the loss."""
 
     def base_key(self) -> None:
-        """It is not shared: a base stage trained elsewhere leaves its weights and not the way they came."""
+        """None: the base stage is not shared, because its weights do not contain the path integral."""
 
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
-        # In the base stage omega is zero: the penalty is only there to be traced.
+        # In the base stage, omega is 0: the penalty only sums the path integral.
         settings = self.settings
         penalty = limited_penalty(settings.strength, settings.train, settings.limit, traced=True)
         return [penalty_phase(learner, stage, settings.train, penalty)]
 
     def finish(self, learner: Learner, stage: Stage, passes: Passes) -> None:
-        """Omega grows by path / (distance^2 + xi)."""
+        """Increase omega by path / (distance^2 + xi)."""
         buffers = learner.buffers
         for name, parameter in learner.network.named_parameters():
             distance = parameter.detach() - buffers[ANCHOR + name]
-            # A parameter whose way raised the loss is free; with an omega below 0 it would be driven off.
+            # A parameter whose movement increased the loss is free; a negative omega would push it away.
             grown = buffers[PATH + name].clamp(min=0) / (distance.square() + self.settings.damping)
             check_finite(grown, stage)
             learner.store(OMEGA + name, buffers[OMEGA + name] + grown)

@@ -1,8 +1,8 @@
 """SS-IL: separated softmax for incremental learning (Ahn, Kwak, Lim, Bang, Kim, Moon, ICCV 2021).
 
-One softmax over all classes lets many new images push down the scores of old classes that have few. So new images are
-told apart among the new classes alone, exemplars among the old alone, and what the previous model says is distilled
-within each earlier stage's classes. Every batch has exemplars: a stream of their own beside the new images.
+With one softmax over all classes, the many new images push down the scores of old classes, which have few images. So
+new images are classified over the new classes only, exemplars over the old classes only, and the previous model is
+distilled within the classes of each earlier stage. Every batch has exemplars, as a second stream of images.
 """
 
 from __future__ import annotations
@@ -27,20 +27,21 @@ from engram.contract import (
     register,
     setting,
 )
-from engram.methods.blocks.linear import LinearMethod, classify, main_phase, note_single_class, seen_columns
+from engram.methods.blocks.linear import LinearMethod, classify, note_single_class, seen_columns
 from engram.methods.blocks.losses import cross_entropy, distillation_by_group
+from engram.methods.blocks.phases import main_phase
 from engram.methods.blocks.second_stream import SecondStream
 from engram.nn.heads import LinearHead
 
 NEWEST, GROUPS = "ssil.newest", "ssil.groups"
 SINGLE_CLASS = (
-    "new classes are told apart among themselves alone: such a class is learned only later, from its exemplars; bring "
-    "two or more at a time (min_group joins stages, at a price that the card names)"
+    "new classes are only compared with each other, so a single class is learned only later, from its exemplars; add "
+    "two or more classes at a time (min_group joins stages; the method's card describes the disadvantage)"
 )
 
 
 def ssil_training() -> Training:
-    """160 epochs, a tenth of the rate after 80 and 120."""
+    """160 epochs; learning rate times 0.1 after 80 and 120."""
     return Training(160, schedule="steps", milestones=(0.5, 0.75), clip=None)
 
 
@@ -48,9 +49,9 @@ def ssil_training() -> Training:
 class SSILSettings(Settings):
     """SS-IL's settings; the defaults are those of CIFAR-100.
 
-    temperature: of both softmaxes in the distillation. replay: the exemplars in each batch, beside its new images.
-    divided: the rate of a stage is that of the base stage over its number, counted from 1. min_group: the classes that
-    a softmax has at least, those of stages next to each other being joined until it has.
+    temperature: of both softmaxes in the distillation. replay: exemplars in each batch, in addition to the new images.
+    divided: divide the learning rate by the number of the stage, counted from 1. min_group: the least number of classes
+    of a softmax; neighbouring stages are joined until they have it.
     """
 
     temperature: float = setting(2.0, above=0, after_base=True)
@@ -60,10 +61,11 @@ class SSILSettings(Settings):
     train: Training = setting(factory=ssil_training, role="main")
 
 
-def grouped(sizes: Sequence[int], least: int) -> list[int]:
-    """The group of each stage, 0 for the newest one's: stages of so many classes, joined from the newest back.
+def group_stages(sizes: Sequence[int], least: int) -> list[int]:
+    """The group of each stage, 0 for that of the newest stage. sizes: classes per stage.
 
-    A group is full once it has `least` classes. What is left at the oldest end and not full joins the group before.
+    Stages are joined from the newest to the oldest; a group is full once it has `least` classes. If the last group is
+    not full, its stages join the previous group.
     """
     groups, group, classes = [0] * len(sizes), 0, 0
     for place in reversed(range(len(sizes))):
@@ -76,10 +78,10 @@ def grouped(sizes: Sequence[int], least: int) -> list[int]:
 
 
 def centre_new_rows(learner: Learner, stage: Stage) -> None:
-    """Takes their mean off the new rows.
+    """Subtract their mean from the rows of the new classes.
 
-    What they have in common is told apart from nothing in their own stage: no gradient would ever change it, and all
-    new scores would be that much above the old ones, or below.
+    New classes are only compared with each other, so no gradient would ever change the mean, and it would shift all new
+    scores relative to the old ones.
     """
     head = learner.network.head
     assert isinstance(head, LinearHead)
@@ -100,20 +102,20 @@ def centre_new_rows(learner: Learner, stage: Stage) -> None:
     ),
 )
 class SSIL(LinearMethod[SSILSettings]):
-    """Classifies new and old apart, and distils every earlier stage by itself."""
+    """Classifies new and old classes separately, and distils every earlier stage separately."""
 
     class_buffers = (NEWEST, GROUPS)
 
     def grow(self, learner: Learner, stage: Stage, passes: Passes) -> None:
-        """Opens the new rows, and says which columns go together in this stage."""
+        """Open the rows of the new classes, and store which columns share a softmax in this stage."""
         super().grow(learner, stage, passes)
         if not stage.is_base:
             centre_new_rows(learner, stage)
         head, least = learner.network.head, self.settings.min_group
         sizes = stage.arrival(stage.num_seen).unique_consecutive(return_counts=True)[1].tolist()
         newest, groups = torch.zeros(head.capacity, dtype=torch.bool), torch.zeros(head.capacity, dtype=torch.int64)
-        newest[: stage.num_seen] = _by_class(grouped(sizes, least), sizes) == 0
-        groups[: stage.num_old] = _by_class(grouped(sizes[:-1], least), sizes[:-1])
+        newest[: stage.num_seen] = _by_class(group_stages(sizes, least), sizes) == 0
+        groups[: stage.num_old] = _by_class(group_stages(sizes[:-1], least), sizes[:-1])
         learner.store(NEWEST, newest.to(head.seen.device))
         learner.store(GROUPS, groups.to(head.seen.device))
         if least == 1:
@@ -127,11 +129,11 @@ class SSIL(LinearMethod[SSILSettings]):
             return [main_phase(stage, training, classify)]
         exemplar = stage.pool.exemplar
         new, old = stage.all_rows[~exemplar], stage.all_rows[exemplar]
-        main = main_phase(stage, training, self.loss, rows=new)
-        return [replace(main, extensions=(SecondStream(old, self.settings.replay),))]
+        stream = SecondStream(old, self.settings.replay)
+        return [main_phase(stage, training, self.loss, rows=new, extensions=(stream,))]
 
     def loss(self, step: Step) -> Terms:
-        """Classification within the newest classes or within the others, and distillation within each group."""
+        """Classification within the newest classes or within the other classes, and distillation within each group."""
         assert step.teacher is not None
         ours, theirs, newest = step.student.logits, step.teacher.logits, step.buffers[NEWEST]
         columns = torch.where(newest[step.labels][:, None], newest, seen_columns(step) & ~newest)  # (B, K)
@@ -144,5 +146,5 @@ class SSIL(LinearMethod[SSILSettings]):
 
 
 def _by_class(groups: Sequence[int], sizes: Sequence[int]) -> Tensor:
-    """The group of each class, of stages of so many classes."""
+    """The group of each class, given the group and the number of classes of each stage."""
     return torch.repeat_interleave(torch.tensor(groups, dtype=torch.int64), torch.tensor(sizes, dtype=torch.int64))

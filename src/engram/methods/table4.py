@@ -1,28 +1,37 @@
-"""The losses of AFC's Table 4: one distillation term on the feature maps beside the classification."""
+"""The methods of Table 4 of the AFC paper: classification plus one distillation term on the feature maps."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar, final
+from typing import Any, TypeVar, final
 
 from torch import Tensor
 
 from engram.contract import Learner, Output, Passes, Phase, RecipeHints, Stage, Step, Terms, register, setting
 from engram.methods.afc import AFCSettings, discrepancy
 from engram.methods.blocks import losses
-from engram.methods.blocks.lsc import LSC_NME, HostMethod, HostSettings, distilled, host_phases, stage_weight
+from engram.methods.blocks.lsc import LSC_NME, LSCMethod, LSCSettings, distilled, lsc_phases, stage_weight
 from engram.nn.heads import Head
 
 Distance = Callable[[Output, Output], Tensor]
+MethodT = TypeVar("MethodT", bound=LSCMethod)
+
+
+def register_row(
+    name: str, *, settings: type[LSCSettings], title: str, paper: str, nme: Mapping[str, Any] | None = None
+) -> Callable[[type[MethodT]], type[MethodT]]:
+    """Register a row of the table. nme: settings of its NME recipe, in addition to LSC_NME."""
+    recipes = RecipeHints(nme={**LSC_NME, **(nme or {})})
+    return register(name, settings=settings, title=title, paper=paper, shares_base=True, recipes=recipes)
 
 
 @dataclass(frozen=True)
-class MapsSettings(HostSettings):
-    """The host's settings and the weight of the one distillation term.
+class MapsSettings(LSCSettings):
+    """Settings of the methods of Table 4, in addition to those of the family.
 
-    growing: the weight is lambda_maps * sqrt(classes seen / new classes), else lambda_maps at every stage.
+    lambda_maps: weight of the distillation term. growing: times sqrt(classes seen / new classes).
     """
 
     lambda_maps: float = setting(1.0, at_least=0, after_base=True)
@@ -31,7 +40,7 @@ class MapsSettings(HostSettings):
 
 @dataclass(frozen=True)
 class Preserve:
-    """A loss: classification, and the distance of student and teacher. Equal parts make equal losses: one recording."""
+    """Loss: classification plus the distance of student and teacher. Equal fields: equal losses, and one recording."""
 
     settings: MapsSettings
     distance: Distance
@@ -44,21 +53,21 @@ class Preserve:
 def maps_phases(
     settings: MapsSettings, learner: Learner, stage: Stage, passes: Passes, distance: Distance
 ) -> list[Phase]:
-    """The host's phases with this distance as the one distillation term."""
+    """The phases of the LSC family with this distance as the distillation term."""
     weight = stage_weight(settings.lambda_maps, stage) if settings.growing else settings.lambda_maps
-    return host_phases(settings, learner, stage, passes, Preserve(settings, distance), {"maps": weight})
+    return lsc_phases(settings, learner, stage, passes, Preserve(settings, distance), {"maps": weight})
 
 
 MapsSettingsT = TypeVar("MapsSettingsT", bound=MapsSettings)
 
 
-class MapsMethod(HostMethod[MapsSettingsT]):
-    """A row whose distance needs the two outputs alone; each adds that distance."""
+class MapsMethod(LSCMethod[MapsSettingsT]):
+    """Base class of rows whose distance depends only on the two outputs; each adds its distance."""
 
     @staticmethod
     @abstractmethod
     def distance(student: Output, teacher: Output) -> Tensor:
-        """What is distilled, from the outputs of student and teacher."""
+        """The distance of the outputs of student and teacher."""
 
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
         return maps_phases(self.settings, learner, stage, passes, self.distance)
@@ -66,59 +75,55 @@ class MapsMethod(HostMethod[MapsSettingsT]):
 
 @dataclass(frozen=True)
 class ChannelSettings(MapsSettings):
-    """The settings of all rows of Table 4, with the weight of PODNet's ablation."""
+    """Settings with the weight of PODNet's ablation."""
 
     lambda_maps: float = setting(2.0, at_least=0, after_base=True)
 
 
 @final
-@register(
+@register_row(
     "channel",
     settings=ChannelSettings,
     title="Preserves the sum over the channels",
     paper="Douillard et al., ECCV 2020; AFC's Table 4: channel",
-    shares_base=True,
-    recipes=RecipeHints(nme=LSC_NME),
 )
 class Channel(MapsMethod[ChannelSettings]):
     """Distils the maps pooled over their channels."""
 
     @staticmethod
     def distance(student: Output, teacher: Output) -> Tensor:
-        """Of the sums over the channels."""
+        """Distance of the sums over the channels."""
         return losses.pooled_distance(student.maps, teacher.maps, losses.over_channels)
 
 
 @dataclass(frozen=True)
 class GAPSettings(MapsSettings):
-    """The settings of all rows of Table 4, with the weight of PODNet's ablation."""
+    """Settings with the weight of PODNet's ablation."""
 
     lambda_maps: float = setting(5.0, at_least=0, after_base=True)
 
 
 @final
-@register(
+@register_row(
     "gap",
     settings=GAPSettings,
     title="Preserves the mean of each channel",
     paper="Douillard et al., ECCV 2020; AFC's Table 4: GAP",
-    shares_base=True,
-    recipes=RecipeHints(nme=LSC_NME),
 )
 class GAP(MapsMethod[GAPSettings]):
     """Distils the maps pooled over all pixels."""
 
     @staticmethod
     def distance(student: Output, teacher: Output) -> Tensor:
-        """Of the means over the pixels."""
+        """Distance of the means over the pixels."""
         return losses.pooled_distance(student.maps, teacher.maps, losses.over_pixels)
 
 
 @dataclass(frozen=True)
 class GradCAMSettings(MapsSettings):
-    """The settings of all rows of Table 4, with the weight of PODNet's ablation.
+    """Settings with the weight of PODNet's ablation.
 
-    summed: attention is the sum over the channels, as in the paper of 2019, instead of all channels side by side.
+    summed: attention is the sum over the channels, as in the LwM paper (2019), instead of all channels separately.
     """
 
     lambda_maps: float = setting(0.01, at_least=0, after_base=True)
@@ -127,7 +132,7 @@ class GradCAMSettings(MapsSettings):
 
 @dataclass(frozen=True)
 class Attention:
-    """The distance of the attention of student and teacher; the teacher's head is asked again, for its gradient."""
+    """Distance of the attention of student and teacher. head: the teacher's, which is run again for its gradient."""
 
     head: Head
     summed: bool
@@ -145,16 +150,14 @@ class Attention:
 
 
 @final
-@register(
+@register_row(
     "gradcam",
     settings=GradCAMSettings,
     title="Preserves the attention on the top old class",
     paper="Dhar et al., CVPR 2019; AFC's Table 4: GradCam",
-    shares_base=True,
-    recipes=RecipeHints(nme=LSC_NME),
 )
-class GradCAM(HostMethod[GradCAMSettings]):
-    """Distils where in the last map the student's best old class is seen."""
+class GradCAM(LSCMethod[GradCAMSettings]):
+    """Distils the attention of the last map for the student's highest old class."""
 
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
         distance = Attention(learner.teacher.head, self.settings.summed)
@@ -163,95 +166,88 @@ class GradCAM(HostMethod[GradCAMSettings]):
 
 @dataclass(frozen=True)
 class GramSettings(MapsSettings):
-    """The settings of all rows of Table 4, with the weight of PODNet's ablation, the same at every stage."""
+    """Settings with the weight of PODNet's ablation, which is the same at every stage."""
 
     lambda_maps: float = setting(0.1, at_least=0, after_base=True)
     growing: bool = setting(False, after_base=True)
 
 
 @final
-@register(
+@register_row(
     "gram",
     settings=GramSettings,
     title="Preserves the Gram matrix of each map",
     paper="Johnson et al., ECCV 2016; AFC's Table 4: Gram matrix",
-    shares_base=True,
-    recipes=RecipeHints(nme=LSC_NME),
 )
 class Gram(MapsMethod[GramSettings]):
     """Distils the Gram matrices of the maps."""
 
     @staticmethod
     def distance(student: Output, teacher: Output) -> Tensor:
-        """Of the Gram matrices."""
+        """Distance of the Gram matrices."""
         return losses.gram_distance(student.maps, teacher.maps)
 
 
 @dataclass(frozen=True)
 class PixelsSettings(MapsSettings):
-    """The settings of all rows of Table 4, with AFC's weight."""
+    """Settings with AFC's weight."""
 
     lambda_maps: float = setting(4.0, at_least=0, after_base=True)
 
 
 @final
-@register(
+@register_row(
     "pixels",
     settings=PixelsSettings,
     title="Uniform importance, weak reading",
     paper="Kang, Park, Han, CVPR 2022 (Table 4: uniform)",
-    shares_base=True,
-    recipes=RecipeHints(nme=LSC_NME),
 )
 class Pixels(MapsMethod[PixelsSettings]):
-    """Distils the maps as they are."""
+    """Distils the maps without pooling."""
 
     @staticmethod
     def distance(student: Output, teacher: Output) -> Tensor:
-        """Of all values."""
+        """Distance of all values."""
         return losses.whole_map_distance(student.maps, teacher.maps)
 
 
 @dataclass(frozen=True)
 class PODSettings(MapsSettings):
-    """The settings of all rows of Table 4, with PODNet's weight for the CNN recipe; the NME recipe has 5."""
+    """Settings with PODNet's weight for the CNN recipe; the NME recipe has 5."""
 
     lambda_maps: float = setting(3.0, at_least=0, after_base=True)
 
 
 @final
-@register(
+@register_row(
     "pod",
     settings=PODSettings,
-    title="PODNet's spatial term alone",
+    title="Only PODNet's spatial term",
     paper="Douillard et al., ECCV 2020; AFC's Table 4: PODNet",
-    shares_base=True,
-    recipes=RecipeHints(nme={**LSC_NME, "lambda_maps": 5.0}),
+    nme={"lambda_maps": 5.0},
 )
 class POD(MapsMethod[PODSettings]):
     """Distils the maps pooled over rows and over columns."""
 
     @staticmethod
     def distance(student: Output, teacher: Output) -> Tensor:
-        """Of the sums over the width and over the height."""
+        """Distance of the sums over the width and over the height."""
         return losses.pooled_distance(student.maps, teacher.maps, losses.over_rows_and_columns)
 
 
 @final
-@register(
+@register_row(
     "uniform",
     settings=AFCSettings,
     title="AFC with uniform importance",
     paper="Kang, Park, Han, CVPR 2022 (Table 4: uniform)",
-    shares_base=True,
-    recipes=RecipeHints(nme=LSC_NME),
 )
-class Uniform(HostMethod[AFCSettings]):
-    """Distils feature maps, all channels alike."""
+class Uniform(LSCMethod[AFCSettings]):
+    """Distils feature maps with the same weight for all channels."""
 
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
         weights = {"discrepancy": stage_weight(self.settings.lambda_disc, stage)}
-        return host_phases(self.settings, learner, stage, passes, self.loss, weights)
+        return lsc_phases(self.settings, learner, stage, passes, self.loss, weights)
 
     def loss(self, step: Step) -> Terms:
         """Classification plus the discrepancy with importance 1."""

@@ -1,20 +1,18 @@
 """UCIR: a unified classifier by rebalancing (Hou, Pan, Loy, Wang, Lin, CVPR 2019), also known as LUCIR.
 
-With few exemplars and many new images, the new classes' weights grow longer, old embeddings drift towards them, and
-old images are taken for new ones. Three answers: cosines instead of products, so that length does not count; the
-embedding must keep its direction under the old model; and an old image must be nearer to its own class than to the
-most alike of the new ones, by a margin.
+With few exemplars and many new images, the weights of new classes become longer, old embeddings drift towards them, and
+old images are classified as new classes. UCIR has three remedies: cosines instead of products, so that length does not
+matter; embeddings keep the direction that they have under the old model; and an old image must be closer to its class
+than to the most similar new classes, by a margin.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import final
 
 from engram.contract import (
     Learner,
-    Part,
     Passes,
     Phase,
     RecipeHints,
@@ -22,8 +20,6 @@ from engram.contract import (
     Step,
     Terms,
     Training,
-    balanced_count,
-    balanced_rows,
     register,
     setting,
 )
@@ -36,14 +32,15 @@ from engram.methods.blocks.cosine import (
     old_weight,
 )
 from engram.methods.blocks.losses import cosine_distance, ranking
+from engram.methods.blocks.phases import balanced_phase
 
 
 @dataclass(frozen=True)
 class RebalancingSettings(CosineSettings):
-    """The settings of UCIR's losses beside the host's; the defaults are those of CIFAR-100.
+    """Settings of UCIR's losses, in addition to those of the family; the defaults are those of CIFAR-100.
 
-    lambda_embedding: weight of the embedding's direction, before sqrt(n_old / m). lambda_ranking, margin, rivals: of
-    the ranking of old classes above new ones; the margin is in cosines, the rivals are K.
+    lambda_embedding: weight of the embedding term, before sqrt(n_old / m). lambda_ranking, margin, rivals: of the
+    ranking of old classes above new ones; the margin is in cosines, and rivals is the paper's K.
     """
 
     lambda_embedding: float = setting(5.0, at_least=0, after_base=True)
@@ -54,7 +51,7 @@ class RebalancingSettings(CosineSettings):
 
 @dataclass(frozen=True)
 class UCIRSettings(RebalancingSettings):
-    """UCIR's settings. finetune: of the head on a balanced set, as on ImageNet-1000; 0 epochs leave it out."""
+    """UCIR's settings. finetune: of the head on a balanced set, as on ImageNet-1000; 0 epochs: not at all."""
 
     finetune: Training = setting(
         factory=lambda: Training(0, lr=0.01, schedule="steps", milestones=(0.5,), factor=0.1, clip=None),
@@ -67,12 +64,12 @@ IMAGENET = {"lambda_embedding": 10.0, **IMAGENET_TRAINING}
 
 
 def rebalancing_weights(settings: RebalancingSettings, stage: Stage) -> dict[str, float]:
-    """The loss weights of a stage after the base."""
+    """The loss weights of a stage after the base stage."""
     return {"embedding": old_weight(settings.lambda_embedding, stage)}
 
 
 def rebalancing(settings: RebalancingSettings, step: Step) -> Terms:
-    """What UCIR adds to the classification: less-forget constraint and inter-class separation."""
+    """UCIR's terms in addition to classification: less-forget constraint and inter-class separation."""
     assert step.teacher is not None
     student = step.student
     apart = ranking(student.scores, step.labels, step.old, step.new, settings.rivals, settings.margin)
@@ -83,7 +80,7 @@ def rebalancing(settings: RebalancingSettings, step: Step) -> Terms:
 
 
 def rebalanced(settings: RebalancingSettings, step: Step) -> Terms:
-    """The paper's three terms: cross-entropy, less-forget constraint, inter-class separation."""
+    """UCIR's three terms: cross-entropy, less-forget constraint, inter-class separation."""
     return {"classification": cross_entropy(step), **rebalancing(settings, step)}
 
 
@@ -103,25 +100,16 @@ def rebalanced(settings: RebalancingSettings, step: Step) -> Terms:
     ),
 )
 class UCIR(CosineMethod[UCIRSettings]):
-    """Keeps the direction of embeddings, and old images nearer to their class than to the new ones."""
+    """Keeps the direction of embeddings, and keeps old images closer to their class than to new classes."""
 
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
         weights = rebalancing_weights(self.settings, stage)
         phases = cosine_phases(self.settings, stage, self.loss, weights)
         if stage.is_base or not self.settings.finetune.epochs:
             return phases
-        # The weights of all classes move and nothing else: not the scale, nor the statistics of the norms.
-        parts = Part.OLD_CLASSES | Part.NEW_CLASSES
-        balance = Phase(
-            name="balance",
-            images=balanced_count(learner, stage),
-            rows=partial(balanced_rows, learner, stage, passes),
-            loss=self.loss,
-            train=parts,
-            training=self.settings.finetune,
-            teacher=True,
-            weights=weights,
-            frozen=True,
+        # Trains only the weights of all classes: not the scale, and not the running statistics.
+        balance = balanced_phase(
+            learner, stage, passes, self.settings.finetune, self.loss, teacher=True, weights=weights, frozen=True
         )
         return [*phases, balance]
 

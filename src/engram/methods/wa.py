@@ -1,8 +1,8 @@
 """WA: maintaining discrimination and fairness by weight aligning (Zhao, Xiao, Gan, Zhang, Xia, CVPR 2020).
 
-Trained on many new images and few exemplars, the head gives the new classes longer weights, and with them the higher
-scores. Weights are kept from turning negative, so that their length speaks for the scores; after the stage the new
-classes' weights are scaled until their mean length is that of the old ones.
+Training on many new images and few exemplars gives new classes longer weights, and therefore higher scores. Negative
+weights are set to 0, so that the length of a weight reflects the size of the scores. After the stage, the weights of
+new classes are scaled to the mean length of those of old classes.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from engram.contract import (
     register,
     setting,
 )
-from engram.methods.blocks.linear import LinearMethod, classify, convex_distillation, convex_weights, main_phase
+from engram.methods.blocks.linear import LinearMethod, classify, convex_distillation, convex_weights
+from engram.methods.blocks.phases import main_phase
 from engram.nn.heads import Head, LinearHead
 
 
 def wa_training() -> Training:
-    """200 epochs, a tenth of the rate after 60, 120 and 170."""
+    """200 epochs; learning rate times 0.1 after 60, 120 and 170."""
     return Training(200, schedule="steps", milestones=(0.3, 0.6, 0.85), weight_decay=2e-4, clip=None)
 
 
@@ -56,7 +57,7 @@ def clamp_weights(network: Network) -> None:
     paper="Zhao, Xiao, Gan, Zhang, Xia, CVPR 2020",
 )
 class WA(LinearMethod[WASettings]):
-    """Distils the old classes' scores, then brings the new classes' weights to the length of the old."""
+    """Distils the scores of old classes, then scales the weights of new classes to the length of the old ones."""
 
     def head(self, dim: int, capacity: int) -> Head:
         return LinearHead(dim, capacity, bias=False)
@@ -72,11 +73,11 @@ class WA(LinearMethod[WASettings]):
 
     @torch.no_grad()
     def finish(self, learner: Learner, stage: Stage, passes: Passes) -> None:
-        """Aligns the weights themselves, so that the model that is evaluated and taught from is the aligned one."""
+        """Align the weights in place, so that evaluation and the next teacher use the aligned model."""
         if stage.is_base:
             return
         weight = learner.network.get_parameter("head.weight")
         lengths = weight[: stage.num_seen].norm(dim=1)
         old, new = lengths[: stage.num_old].mean(), lengths[stage.num_old :].mean()
-        # New weights that are all zero have no direction to be aligned in.
+        # New weights that are all 0 cannot be scaled.
         weight[stage.num_old : stage.num_seen] *= torch.where(new > 0, old / new, 1.0)

@@ -21,7 +21,7 @@ from engram.core.events import Checkpointed, Event, Learned, StageStarted, Warne
 from engram.core.serialize import dotted
 from engram.data.stage import Samples, Stage
 from engram.data.store import pixel_statistics, some
-from engram.experiment.stage_work import Outlook, PhasePlan, StageWork, StepTaken, pack_phase, unpack_phase
+from engram.experiment.stage_work import PhasePlan, StageWork, StepTaken, TimeEstimate, pack_phase, unpack_phase
 from engram.methods import find_method
 from engram.models.labels import in_order
 from engram.models.model import Entry, KnownClass, Model, to_samples
@@ -201,15 +201,15 @@ class Lesson:
         if self._notice is not None:
             yield Warned(self._notice)
         at = None if resume is None else _restore(resume, learner, stage, clock)
-        outlook: Outlook | None = None
+        outlook: TimeEstimate | None = None
         for event in work.train(at):
             if not isinstance(event, StepTaken):
                 yield event
                 continue
             if outlook is None:
-                outlook = Outlook([[PhasePlan.of(phase) for phase in work.phases]], first=stage.index)
+                outlook = TimeEstimate([[PhasePlan.of(phase) for phase in work.phases]], first=stage.index)
             outlook.step(event)
-            if event.meter.due():
+            if event.timer.due():
                 yield outlook.progress(stage.index, stage.index + 1, event)
             stopping = keeping.stop()
             if keeping.save is not None and (stopping or keeping.is_due()):

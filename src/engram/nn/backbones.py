@@ -1,8 +1,8 @@
-"""Residual backbones, in the form the AFC and PODNet tables used.
+"""Residual backbones, as used for the tables of AFC and PODNet.
 
-A block is conv-BN-ReLU-conv-BN plus the shortcut. For small images no ReLU follows the sum, and where the width doubles
-the shortcut is every second pixel, with zeros for the new channels. The output of each group is a distillation map,
-always before a ReLU; the embedding is the spatial mean of the last one.
+A block is conv-BN-ReLU-conv-BN plus the shortcut. For small images, no ReLU follows the sum; if the width doubles, the
+shortcut is every second pixel, with zeros for the new channels. The output of each group is a distillation map, always
+before a ReLU. The embedding is the spatial mean of the last map.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from engram.core.errors import UnknownNameError
 class Block(nn.Module):
     """Two 3x3 convolutions and a shortcut: (B, C_in, H, W) to (B, C_out, H / stride, W / stride).
 
-    projected: a shortcut between different shapes is a 1x1 convolution and a norm. rectified: a ReLU follows the sum.
+    projected: use a 1x1 convolution and a norm as shortcut between different shapes. rectified: a ReLU follows the sum.
     """
 
     def __init__(
@@ -54,11 +54,11 @@ class Block(nn.Module):
 
 
 @dataclass(frozen=True)
-class Group:
-    """A run of blocks of one width; the first has the stride. Its output is one distillation map.
+class BlockGroup:
+    """A sequence of blocks of one width; the first has the stride. Its output is one distillation map.
 
-    pooled: what comes in is halved by a 3x3 maximum first. projected: as in Block. rectified: a ReLU ends every block
-    but the last.
+    pooled: a 3x3 max pooling with stride 2 comes first. projected: see Block. rectified: a ReLU ends every block except
+    the last.
     """
 
     width: int
@@ -72,7 +72,7 @@ class Group:
 class ResNet(nn.Module):
     """Images (B, 3, H, W) to one map per group and the embedding (B, D)."""
 
-    def __init__(self, groups: Sequence[Group], generator: torch.Generator) -> None:
+    def __init__(self, groups: Sequence[BlockGroup], generator: torch.Generator) -> None:
         super().__init__()
         self.specification = tuple(groups)
         width = groups[0].width
@@ -92,10 +92,10 @@ class ResNet(nn.Module):
         self.initialise(generator)
 
     def initialise(self, generator: torch.Generator) -> None:
-        """He initialisation (fan-out); each block starts as its shortcut (second BN weight 0)."""
+        """Initialise the weights: He (fan-out). Each block starts as its shortcut (weight of its second norm 0)."""
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
-                # Drawn on the CPU whatever the device, so that a seed means the same weights everywhere.
+                # Always drawn on the CPU, so that a seed gives the same weights on every device.
                 fresh = torch.empty(module.weight.shape)
                 nn.init.kaiming_normal_(fresh, mode="fan_out", nonlinearity="relu", generator=generator)
                 module.weight.data.copy_(fresh)
@@ -111,14 +111,14 @@ class ResNet(nn.Module):
         return ()
 
     def branch_embeddings(self, images: Tensor) -> Tensor | None:
-        """The embeddings of the branches, side by side, (2, B, N D): as `both_means` returns them, or None."""
+        """The embeddings of the branches, concatenated, (2, B, N D), as `both_means` returns them; or None."""
         if not self.branches:
             return None
         with torch.no_grad():
             return torch.cat([both_means(backbone(images)[0][-1]) for backbone in self.branches], dim=2)
 
     def count_branches(self, names: Iterable[str]) -> int:
-        """The number of branches in a saved state, by the names of its tensors; 0 for a backbone without branches."""
+        """The number of branches in a saved state, from the names of its tensors; 0 for a backbone without branches."""
         return 0
 
     def resize(self, branches: int) -> None:
@@ -147,24 +147,24 @@ def both_means(maps: Tensor) -> Tensor:
 
 def resnet32(generator: torch.Generator) -> ResNet:
     """The CIFAR backbone: 5 blocks of 16, 5 of 32, 4 of 64, then 1 of 64; embedding 64."""
-    return ResNet([Group(16, 5), Group(32, 5, 2), Group(64, 4, 2), Group(64, 1)], generator)
+    return ResNet([BlockGroup(16, 5), BlockGroup(32, 5, 2), BlockGroup(64, 4, 2), BlockGroup(64, 1)], generator)
 
 
 def resnet10(generator: torch.Generator) -> ResNet:
-    """A small variant for tiny images and for a CPU: one block for each of resnet32's groups; embedding 64."""
-    return ResNet([Group(16, 1), Group(32, 1, 2), Group(64, 1, 2), Group(64, 1)], generator)
+    """A small backbone for tiny images and CPUs: resnet32 with one block per group; embedding 64."""
+    return ResNet([BlockGroup(16, 1), BlockGroup(32, 1, 2), BlockGroup(64, 1, 2), BlockGroup(64, 1)], generator)
 
 
 def resnet18(generator: torch.Generator) -> ResNet:
-    """The ImageNet backbone: stem halved by a maximum, then 2 blocks each of 64, 128, 256 and 512; embedding 512."""
+    """The ImageNet backbone: stem with max pooling, then 2 blocks each of 64, 128, 256 and 512; embedding 512."""
     kind = {"projected": True, "rectified": True}
-    groups = [Group(64, 2, pooled=True, **kind), *(Group(width, 2, 2, **kind) for width in (128, 256, 512))]
+    groups = [BlockGroup(64, 2, pooled=True, **kind), *(BlockGroup(width, 2, 2, **kind) for width in (128, 256, 512))]
     return ResNet(groups, generator)
 
 
 def resnet18_small(generator: torch.Generator) -> ResNet:
-    """A wide one for small images: resnet32's stem and blocks, 2 each of 64, 128, 256 and 512; embedding 512."""
-    return ResNet([Group(64, 2), Group(128, 2, 2), Group(256, 2, 2), Group(512, 2, 2)], generator)
+    """A wide backbone for small images: resnet32's stem and blocks, 2 each of 64, 128, 256 and 512; embedding 512."""
+    return ResNet([BlockGroup(64, 2), BlockGroup(128, 2, 2), BlockGroup(256, 2, 2), BlockGroup(512, 2, 2)], generator)
 
 
 BACKBONES: dict[str, Callable[[torch.Generator], ResNet]] = {
@@ -176,7 +176,7 @@ BACKBONES: dict[str, Callable[[torch.Generator], ResNet]] = {
 
 
 def build_backbone(name: str, generator: torch.Generator) -> ResNet:
-    """The backbone of that name with fresh weights."""
+    """The backbone of that name with new random weights."""
     if name not in BACKBONES:
         raise UnknownNameError("backbone", name, BACKBONES)
     return BACKBONES[name](generator)

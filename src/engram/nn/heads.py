@@ -23,11 +23,11 @@ Similarity = Literal["distance", "cosine"]
 
 
 class Head(nn.Module, ABC):
-    """Base class of heads: rows in use, growth, and the scale through which the loss sees the scores.
+    """Base class of heads: rows in use, growth, and the scale of the scores in the loss.
 
     class_parameters: names of the parameters whose first dimension is the class. class_buffers: the same for buffers,
-    with the value of an unused row. Everything else in the head (the scale) belongs to no class. rectified: the head
-    sees the mean of the last map's positive part instead of the embedding.
+    with the value of an unused row. Other parameters (the scale) belong to no class. rectified: the input of the head
+    is the mean of the last map's positive part instead of the embedding.
     """
 
     class_parameters: tuple[str, ...] = ("weight",)
@@ -92,7 +92,7 @@ class Head(nn.Module, ABC):
                 rows.copy_(self._initial_rows(name, tuple(rows.shape), generator))
 
     def reserve(self, capacity: int) -> None:
-        """Increase the capacity. The tensors are replaced then: whoever holds the old ones must bind again."""
+        """Increase the capacity. This replaces the tensors: users of the old ones must bind again."""
         if capacity <= self.capacity:
             return
         for name in self.class_parameters:
@@ -127,15 +127,15 @@ class Head(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, features: Tensor) -> Tensor:
-        """Scores (B, K) of features (B, D), of every row, seen or not."""
+        """Scores (B, K) of features (B, D), for all rows, in use or not."""
 
 
 class LSCHead(Head):
     """Local similarity classifier: a class's score is the softmax-weighted mean of its P proxies' similarities.
 
     With unit embedding f and unit proxy w, similarity "distance" is 2 a^2 (cos - 1), as in the released code;
-    "cosine" is a^2 cos, as in the paper (Section 3.3). The order of the classes is nearly the same, the temperature is
-    not.
+    "cosine" is a^2 cos, as in Eq. (17) of the AFC paper. The order of the classes is nearly the same, but the
+    temperature is not.
     """
 
     def __init__(

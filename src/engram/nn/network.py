@@ -103,7 +103,7 @@ class Network(nn.Module):
     def resize_for_state(self, state: Mapping[str, Tensor]) -> None:
         """Resize the network to a saved state, so that it can be loaded.
 
-        Tensors that do not fit are replaced: whoever holds the old ones must bind again.
+        Tensors that do not fit are replaced: users of the old ones must bind again.
         """
         prefix = "backbone."
         self.backbone.resize(

@@ -17,7 +17,7 @@ from engram.cli.text import make_console, make_table, percent, print_line, print
 from engram.core.errors import EngramError
 from engram.core.io import read_json
 from engram.data.sources.download import data_home
-from engram.experiment.shared_base import user_cache
+from engram.experiment.base_cache import user_cache
 from engram.runs.directory import RESULT, find_runs, read_manifest
 
 DATASETS = {

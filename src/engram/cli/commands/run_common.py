@@ -21,8 +21,7 @@ from engram.core.events import Event, RunFinished, Stopped
 from engram.core.io import writing
 from engram.data.sources.load import FOLDERS, DataConfig, load_store
 from engram.data.store import ImageStore
-from engram.experiment.base_cache import StageCache
-from engram.experiment.shared_base import user_cache
+from engram.experiment.base_cache import StageCache, user_cache
 from engram.methods import find_method
 from engram.runs.directory import MANIFEST, is_used
 

@@ -1,1 +1,1 @@
-"""Blocks that several methods share: heads with their training, losses, penalties, importance."""
+"""Building blocks of methods: families of methods, phases, losses, extensions, importance."""

@@ -1,7 +1,7 @@
-"""The host of UCIR and the methods built on it: a cosine head with imprinted weights, trained once a stage.
+"""The cosine family (UCIR and the methods built on it): a cosine head with imprinted weights, one phase per stage.
 
-A stage trains the backbone, the new classes' weights and the scale; the old classes' weights stay as they are, so that
-what keeps an old embedding in place keeps its class.
+A stage trains the backbone, the weights of the new classes and the scale. The weights of the old classes do not change,
+so an old embedding that stays in place keeps its class.
 """
 
 from __future__ import annotations
@@ -31,42 +31,43 @@ from engram.contract import (
     unit_embeddings,
 )
 from engram.core.rng import generator
+from engram.methods.blocks.phases import main_phase
 from engram.nn.heads import CosineHead, Head
 
 
 @dataclass(frozen=True)
 class CosineSettings(Settings):
-    """The settings of the host; the defaults are UCIR's on CIFAR-100 (lower rates from epochs 80 and 120)."""
+    """Settings of the cosine family. Defaults: UCIR on CIFAR-100 (lower learning rates from epochs 80 and 120)."""
 
     train: Training = setting(
         factory=lambda: Training(schedule="steps", milestones=(0.5, 0.75), factor=0.1, clip=None), role="main"
     )
 
 
-# On ImageNet: a tenth of the rate after 30 epochs and after 60.
+# On ImageNet: learning rate times 0.1 after 30 and 60 epochs.
 IMAGENET_TRAINING = {"train.epochs": 90, "train.milestones": (30 / 90, 60 / 90), "train.weight_decay": 1e-4}
 
 
 def cross_entropy(step: Step) -> Tensor:
-    """The cross-entropy over all classes seen, of the cosines times the learned scale; the mean over the batch."""
+    """Mean cross-entropy of the cosines times the learned scale, over all classes seen."""
     return F.cross_entropy(step.student.logits, step.labels)
 
 
 def classify(step: Step) -> Terms:
-    """A loss that is the classification term alone."""
+    """The loss of the base stage: only the classification term."""
     return {"classification": cross_entropy(step)}
 
 
 def old_weight(factor: float, stage: Stage) -> float:
-    """factor * sqrt(n_old / m): the more old classes a new one comes upon, the more holds them."""
+    """Return factor * sqrt(n_old / m), which grows with the number of old classes per new class."""
     return factor * math.sqrt(stage.num_old / stage.num_new)
 
 
 def imprint(learner: Learner, stage: Stage, passes: Passes) -> None:
-    """Opens rows for the new classes and, after the base stage, places their weights.
+    """Open rows for the new classes and, after the base stage, set their weights.
 
-    A new class's weight is the direction of the mean of its training images' unit embeddings under the old model, as
-    long as the existing weights are on average.
+    The weight of a new class is the mean of its training images' unit embeddings under the old model, scaled to the
+    mean length of the existing weights.
     """
     head = learner.network.head
     assert isinstance(head, CosineHead)
@@ -82,35 +83,26 @@ def imprint(learner: Learner, stage: Stage, passes: Passes) -> None:
 def cosine_phases(
     settings: CosineSettings, stage: Stage, distil: Callable[[Step], Terms], weights: dict[str, float]
 ) -> list[Phase]:
-    """One phase over everything in the pool: the base stage classifies, later ones train with `distil` and the teacher.
+    """One phase over the whole pool: classification in the base stage, then `distil` with the teacher.
 
-    Backbone, the new classes' weights and the scale move; the old weights do not.
+    Trains the backbone, the weights of the new classes and the scale; not the weights of the old classes.
     """
     parts = Part.BACKBONE | Part.NEW_CLASSES | Part.HEAD_SHARED
-    main = Phase(
-        name="main",
-        images=len(stage.pool),
-        rows=lambda: stage.all_rows,
-        loss=classify if stage.is_base else distil,
-        train=parts,
-        training=settings.train,
-        teacher=not stage.is_base,
-        weights={} if stage.is_base else weights,
-    )
-    return [main]
+    loss, weights = (classify, {}) if stage.is_base else (distil, weights)
+    return [main_phase(stage, settings.train, loss, train=parts, weights=weights)]
 
 
 CosineSettingsT = TypeVar("CosineSettingsT", bound=CosineSettings)
 
 
 class CosineMethod(Method[CosineSettingsT]):
-    """What all methods on this host have in common; each adds its loss after the base stage."""
+    """Base class of the cosine family; each method adds its loss after the base stage."""
 
     def head(self, dim: int, capacity: int) -> Head:
         return CosineHead(dim, capacity)
 
     def base_key(self) -> dict[str, Any] | None:
-        return {"host": "cosine", **base_settings(self.settings)}
+        return {"family": "cosine", **base_settings(self.settings)}
 
     def grow(self, learner: Learner, stage: Stage, passes: Passes) -> None:
         imprint(learner, stage, passes)

@@ -1,4 +1,4 @@
-"""What the estimates of importance share: the images they are made on, and what is refused."""
+"""Helpers for estimates of importance: the images they use, and a check of the result."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from engram.core.rng import generator
 
 
 def sampled_rows(learner: Learner, stage: Stage, samples: int | None) -> Tensor:
-    """So many rows of the pool at random; None: all."""
+    """That many random rows of the pool; all rows if samples is None."""
     if samples is None:
         return stage.all_rows
     return torch.randperm(len(stage.pool), generator=generator(learner.seed, "importance", stage.index))[:samples]
 
 
 def check_finite(importance: Tensor, stage: Stage) -> None:
-    """Refuses an importance that came of a training that went astray."""
+    """Refuse an importance that is not finite, which means that training diverged."""
     if not bool(importance.isfinite().all()):
         raise EngramError(f"the importance after stage {stage.index} is not finite; try a lower learning rate")

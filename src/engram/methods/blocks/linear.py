@@ -1,31 +1,15 @@
-"""What the methods with a linear head share: how the head is made and grows, and the phase that trains everything."""
+"""The linear family: a linear head that grows by random rows, and losses on its scores."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
 
-from engram.contract import (
-    Extension,
-    Learner,
-    Method,
-    Part,
-    Passes,
-    Phase,
-    SettingsT,
-    Stage,
-    Step,
-    Terms,
-    Training,
-    base_settings,
-)
+from engram.contract import Learner, Method, Passes, SettingsT, Stage, Step, Terms, base_settings
 from engram.core.rng import generator
 from engram.methods.blocks.losses import cross_entropy, distillation
 from engram.nn.heads import Head, LinearHead
-
-EVERYTHING = Part.BACKBONE | Part.OLD_CLASSES | Part.NEW_CLASSES
 
 
 def seen_columns(step: Step) -> Tensor:
@@ -34,54 +18,29 @@ def seen_columns(step: Step) -> Tensor:
 
 
 def classify(step: Step) -> Terms:
-    """Cross-entropy over all classes seen, and nothing else."""
+    """Cross-entropy over all classes seen, as the only term."""
     return {"classification": cross_entropy(step.student.logits, step.labels, seen_columns(step)).mean()}
 
 
 def classify_new(step: Step) -> Terms:
-    """Cross-entropy over the new classes alone."""
+    """Cross-entropy over the new classes only, as the only term."""
     return {"classification": cross_entropy(step.student.logits, step.labels, step.new).mean()}
 
 
-def main_phase(
-    stage: Stage,
-    training: Training,
-    loss: Callable[[Step], Terms],
-    *,
-    rows: Tensor | None = None,
-    train: Part = EVERYTHING,
-    weights: Mapping[str, float] | None = None,
-    extensions: tuple[Extension, ...] = (),
-) -> Phase:
-    """A phase over the whole pool, or over the rows given; with a teacher after the base stage."""
-    rows = stage.all_rows if rows is None else rows
-    return Phase(
-        name="main",
-        images=len(rows),
-        rows=lambda: rows,
-        loss=loss,
-        train=train,
-        training=training,
-        teacher=not stage.is_base,
-        weights=weights or {},
-        extensions=extensions,
-    )
-
-
 def note_single_class(learner: Learner, stage: Stage, meaning: str) -> None:
-    """Has the user told what a single new class means to the method, at the first stage after the base that has one."""
+    """Warn about a single new class, at the first stage after the base stage that has one. meaning: of this case."""
     if not stage.is_base and stage.num_new == 1 and 1 not in stage.sizes[1:-1]:
         learner.notes.append(f"stage {stage.index} has one new class, and {meaning}")
 
 
 def convex_weights(stage: Stage) -> dict[str, float]:
-    """The weights of the two terms of the old and the new: the distillation's is the share of old classes."""
+    """Weights of classification and distillation that add up to 1: distillation has the share of old classes."""
     share = stage.num_old / stage.num_seen
     return {"classification": 1 - share, "distillation": share}
 
 
 def convex_distillation(step: Step, temperature: float) -> Terms:
-    """Classification over all classes seen and distillation of the old ones, weighted by `convex_weights`."""
+    """Classification over all classes seen and distillation of the old classes, weighted by `convex_weights`."""
     assert step.teacher is not None
     distilled = distillation(step.student.logits, step.teacher.logits, step.old, temperature).mean()
     return {
@@ -91,7 +50,7 @@ def convex_distillation(step: Step, temperature: float) -> Terms:
 
 
 class LinearMethod(Method[SettingsT]):
-    """A linear head with a bias that grows by random rows; each method adds its phases and its loss."""
+    """Base class of the linear family; each method adds its phases and its loss."""
 
     def head(self, dim: int, capacity: int) -> Head:
         return LinearHead(dim, capacity)
@@ -100,4 +59,4 @@ class LinearMethod(Method[SettingsT]):
         learner.network.head.grow(stage.num_new, generator(learner.seed, "head", stage.index))
 
     def base_key(self) -> dict[str, Any] | None:
-        return {"host": "linear", **base_settings(self.settings)}
+        return {"family": "linear", **base_settings(self.settings)}

@@ -1,6 +1,6 @@
-"""Pure loss functions: tensors in, tensors out, nothing remembered.
+"""Pure loss functions of tensors.
 
-Legend: B batch, K classes (minus infinity where not yet seen), C channels, H x W pixels.
+Legend: B batch, K classes (scores are minus infinity for classes not seen yet), C channels, H x W pixels.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from torch import Tensor
 
 from engram.kernels import availability as kernels
 
-# Stands for minus infinity where a whole row may be masked: its exponential is zero and its gradient is not NaN.
+# Used instead of minus infinity where a whole row may be masked: its exponential is 0 and its gradient is not NaN.
 MASKED = -1e30
 
 
 def _one_hot(labels: Tensor, num_classes: int) -> Tensor:
-    """bool (B, K), true at each sample's label; unlike F.one_hot it never waits for the device."""
+    """bool (B, K), true at each sample's label. Unlike F.one_hot, it never waits for the device."""
     return labels[:, None] == torch.arange(num_classes, device=labels.device)
 
 
 def nca_released(logits: Tensor, labels: Tensor) -> Tensor:
-    """The classification loss of the released code, one value a sample (B,).
+    """NCA classification loss of AFC's released code, one value per sample (B,).
 
-    log(sum_{i != y} exp(s_i) + exp(max_i s_i)) - s_y: cross-entropy where y scores highest, else the top wrong class
-    counts twice. The maximum carries its gradient; detached, the learned scale turns negative and the classifier dies.
-    A margin taken from every score, as in the released configuration, cancels.
+    log(sum_{i != y} exp(s_i) + exp(max_i s_i)) - s_y. This is cross-entropy if y has the highest score; otherwise the
+    highest wrong class counts twice. The maximum keeps its gradient: if detached, the learned scale becomes negative
+    and the classifier learns nothing. A margin subtracted from every score, as in the released configuration, cancels.
     """
     if kernels.usable(logits):
         from engram.kernels import sample_losses as rows
@@ -41,11 +41,11 @@ def nca_released(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def nca_paper(logits: Tensor, labels: Tensor, scale: Tensor, margin: float) -> Tensor:
-    """The classification loss of the paper (eq. LSC_loss), one value a sample (B,).
+    """NCA classification loss of the AFC paper, Eq. (18), one value per sample (B,).
 
-    The hinge of log sum_{i != y} exp(s_i) - (s_y - scale * margin), with s = scale * scores. The margin's part has no
-    gradient for the scale: with it a scale below zero is the easiest way to a loss of zero, since the margin asks for
-    a smaller scale as long as the scores say nothing, and the classifier learns everything the wrong way round.
+    The hinge of log sum_{i != y} exp(s_i) - (s_y - scale * margin), with s = scale * scores. The scale gets no gradient
+    from the margin. Otherwise, while the scores are still uninformative, the margin would push the scale below 0, where
+    the loss is 0 most easily, and the classifier would learn the opposite of the labels.
     """
     target = logits.gather(1, labels[:, None]).squeeze(1)
     is_target = _one_hot(labels, logits.shape[1])
@@ -54,21 +54,21 @@ def nca_paper(logits: Tensor, labels: Tensor, scale: Tensor, margin: float) -> T
 
 
 def _mean_over(per_sample: Tensor, counted: Tensor | None) -> Tensor:
-    """The mean over the batch, or over the samples counted (B,) bool; zero where none is."""
+    """The mean over the batch, or over the samples that are counted ((B,) bool); 0 if none is."""
     if counted is None:
         return per_sample.mean()
     return (per_sample * counted).sum() / counted.sum().clamp(min=1)
 
 
 def _for_kernels(maps: Sequence[Tensor]) -> bool:
-    """Whether our own kernels take these maps."""
+    """Whether engram's kernels support these maps."""
     return all(kernels.usable(each) and each.dtype in (torch.bfloat16, torch.float32) for each in maps)
 
 
 def channel_distance(ours: Tensor, theirs: Tensor, square: bool) -> Tensor:
-    """The distance (B, C) of the channels of two maps (B, C, H, W), each brought to length 1 over its pixels.
+    """The distance (B, C) of the channels of two maps (B, C, H, W), each normalised to length 1 over its pixels.
 
-    square: of the maps' squares. Only ours gets a gradient.
+    square: square the maps first. Only `ours` gets a gradient.
     """
 
     def unit(maps: Tensor) -> Tensor:
@@ -84,12 +84,12 @@ def discrepancy_released(
     importance: Sequence[Tensor],
     counted: Tensor | None = None,
 ) -> Tensor:
-    """The discrepancy loss of the released code, a scalar.
+    """Discrepancy loss of AFC's released code, a scalar.
 
-    Each map is squared element-wise and each channel brought to unit length over its pixels; the distance of student
-    and teacher (not squared), times the channel's importance, is averaged over batch, channels and maps.
-    student, teacher: (B, C, H, W) per map; importance: (C,) or () per map; counted: (B,) bool, the samples that take
-    part.
+    Each map is squared element-wise, and each channel is normalised to length 1 over its pixels. The distance of
+    student and teacher (not squared), times the importance of the channel, is averaged over batch, channels and maps.
+
+    student, teacher: (B, C, H, W) per map. importance: (C,) or () per map. counted: (B,) bool, the samples to use.
     """
     if _for_kernels(student):
         from engram.kernels.distance import weighted_distance
@@ -109,10 +109,10 @@ def discrepancy_paper(
     importance: Sequence[Tensor],
     counted: Tensor | None = None,
 ) -> Tensor:
-    """The discrepancy loss of the paper (eq. old_new_example), a scalar.
+    """Discrepancy loss of the AFC paper, Eq. (19), a scalar.
 
-    The squared Frobenius distance of each feature map, itself divided by its Frobenius norm, times its importance,
-    summed over channels and maps and averaged over the batch. Arguments as for the released form.
+    Each feature map is divided by its Frobenius norm. The squared Frobenius distance, times the importance, is summed
+    over channels and maps and averaged over the batch. Arguments: as for `discrepancy_released`.
     """
     if _for_kernels(student):
         from engram.kernels.distance import weighted_distance
@@ -127,25 +127,25 @@ def discrepancy_paper(
 
 
 def over_rows_and_columns(maps: Tensor) -> Tensor:
-    """(B, C, H, W) to (B, C H + C W): the sums over the width, then the sums over the height."""
+    """Pool (B, C, H, W) to (B, C H + C W): the sums over the width, then the sums over the height."""
     return torch.cat([maps.sum(dim=3).flatten(1), maps.sum(dim=2).flatten(1)], dim=1)
 
 
 def over_channels(maps: Tensor) -> Tensor:
-    """(B, C, H, W) to (B, H W): the sums over the channels."""
+    """Pool (B, C, H, W) to (B, H W): the sums over the channels."""
     return maps.sum(dim=1).flatten(1)
 
 
 def over_pixels(maps: Tensor) -> Tensor:
-    """(B, C, H, W) to (B, C): the means over the pixels."""
+    """Pool (B, C, H, W) to (B, C): the means over the pixels."""
     return maps.mean(dim=(2, 3))
 
 
 def pooled_distance(student: Sequence[Tensor], teacher: Sequence[Tensor], pool: Callable[[Tensor], Tensor]) -> Tensor:
-    """The distance of pooled maps as in PODNet's released code, a scalar; only the student gets a gradient.
+    """Distance of pooled maps as in PODNet's released code, a scalar. Only the student gets a gradient.
 
-    Each map (B, C, H, W) is squared element-wise and pooled to a vector a sample, which is brought to length 1; the
-    distance of student and teacher (not squared) is averaged over batch and maps.
+    Each map (B, C, H, W) is squared element-wise and pooled to one vector per sample, which is normalised to length 1.
+    The distance of student and teacher (not squared) is averaged over batch and maps.
     """
     if pool is over_rows_and_columns and _for_kernels(student):
         from engram.kernels import pooled_sums as pod
@@ -164,7 +164,7 @@ def pooled_distance(student: Sequence[Tensor], teacher: Sequence[Tensor], pool: 
 
 
 def whole_map_distance(student: Sequence[Tensor], teacher: Sequence[Tensor]) -> Tensor:
-    """The squared distance of whole maps of length 1 over the C H W of their values, averaged over batch and maps."""
+    """Squared distance of maps, each normalised to length 1 over all C H W values; mean over values, batch and maps."""
 
     def unit(maps: Tensor) -> Tensor:
         return F.normalize(maps.float().flatten(1), dim=1)
@@ -176,10 +176,10 @@ def whole_map_distance(student: Sequence[Tensor], teacher: Sequence[Tensor]) -> 
 
 
 def gram_distance(student: Sequence[Tensor], teacher: Sequence[Tensor]) -> Tensor:
-    """The squared Frobenius distance of the maps' Gram matrices, averaged over batch and maps.
+    """Squared Frobenius distance of the maps' Gram matrices, averaged over batch and maps.
 
-    With a sample's map as a matrix A (C, H W), its Gram matrix is A A' / (C H W): how much its channels go together,
-    wherever in the image they do.
+    With a sample's map as a matrix A (C, H W), its Gram matrix is A A' / (C H W): the correlation of its channels,
+    independent of the position in the image.
     """
 
     def gram(maps: Tensor) -> Tensor:
@@ -194,7 +194,7 @@ def gram_distance(student: Sequence[Tensor], teacher: Sequence[Tensor]) -> Tenso
 
 
 def cosine_distance(student: Tensor, teacher: Tensor) -> Tensor:
-    """1 minus the cosine of two embeddings (B, D), averaged over the batch; only the student gets a gradient."""
+    """1 - cosine of two embeddings (B, D), averaged over the batch. Only the student gets a gradient."""
     if kernels.usable(student):
         from engram.kernels import sample_losses as rows
 
@@ -204,25 +204,26 @@ def cosine_distance(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 def top_old_class(student: Tensor, teacher: Tensor) -> Tensor:
-    """The class (B,) that the student scores highest among those that the teacher knows, from scores (B, K) of both."""
+    """The class (B,) with the student's highest score among the teacher's classes, from scores (B, K) of both."""
     return student.detach().masked_fill(teacher.isneginf(), -torch.inf).argmax(dim=1)
 
 
 def class_gradient(scores: Tensor, classes: Tensor, embedding: Tensor) -> Tensor:
-    """The gradient (B, D) of each sample's score (B, K) for its class (B,) at the embedding the scores came from.
+    """The gradient (B, D) of each sample's score for its class (B,) with respect to the embedding. scores: (B, K).
 
-    The embedding being the mean of the last map's pixels, this is the gradient at that map times its H W pixels, the
-    same at each of them. It is a number here, with no gradient of its own.
+    The embedding is the mean over the last map's pixels, so this is H W times the gradient at that map, which is the
+    same at every pixel. The result has no gradient.
     """
     chosen = scores.gather(1, classes[:, None]).sum()
     return torch.autograd.grad(chosen, embedding, retain_graph=True)[0]
 
 
 def attention_distance(ours: Tensor, theirs: Tensor, our_weight: Tensor, their_weight: Tensor, summed: bool) -> Tensor:
-    """How far apart student and teacher look, averaged over the batch; only the student's map gets a gradient.
+    """Distance of the attention of student and teacher, averaged over the batch. Only our map gets a gradient.
 
-    Attention is the positive part of the map (B, C, H, W) times its channels' weights (B, C), one vector of length 1 a
-    sample; its distance is the sum of the absolute differences. summed: of the sum over the channels, as in GradCAM.
+    Attention is the positive part of the map (B, C, H, W) times the weights of its channels (B, C), normalised to
+    length 1 per sample. The distance is the sum of absolute differences. summed: sum over the channels before taking
+    the positive part, as in GradCAM.
     """
 
     def attention(maps: Tensor, weight: Tensor) -> Tensor:
@@ -234,30 +235,31 @@ def attention_distance(ours: Tensor, theirs: Tensor, our_weight: Tensor, their_w
 
 
 def channel_importance(loss: Tensor, maps: Sequence[Tensor]) -> list[Tensor]:
-    """For each map the squared gradient of a loss at it, summed over pixels and samples, (C,).
+    """For each map, the squared gradient of a loss at it, summed over pixels and samples, (C,).
 
-    The loss must be a sum over samples, so that each counts the same whatever the batch it came in.
+    The loss must be a sum over samples: then each sample counts the same, whatever the size of its batch.
     """
     gradients = torch.autograd.grad(loss, list(maps))
     return [gradient.float().square().sum(dim=(0, 2, 3)) for gradient in gradients]
 
 
 def normalise_importance(importance: Tensor) -> Tensor:
-    """Divided by its mean over the channels (eq. normalize_importance); uniform where no channel has any."""
+    """Divide the importance by its mean over the channels, Eq. (20) of the AFC paper; all ones if the mean is 0."""
     mean = importance.mean()
     return torch.where(mean == 0, 1.0, importance / mean)
 
 
 def ranking(scores: Tensor, labels: Tensor, old: Tensor, new: Tensor, rivals: int, margin: float) -> Tensor:
-    """How far the new classes come within the margin of an old image's own class, a scalar.
+    """Margin ranking loss of old classes against new classes, a scalar.
 
-    For each image of an old class and each of the new classes that score highest for it, `rivals` of them or as many
-    as there are: the positive part of margin - score_y + score_rival; the mean of all these, zero where there are none.
+    For each image of an old class, and each of the up to `rivals` new classes that score highest for it, the positive
+    part of margin - score_y + score_rival. Returns the mean of all these; 0 if there are none.
+
     scores: (B, K). old, new: (K,) bool.
     """
     counted = old[labels]
     own = scores.gather(1, labels[:, None])
-    # Columns that are no rivals count as far below: the hinge is zero there, and so is its gradient.
+    # Columns of other classes are set far below: the hinge and its gradient are 0 there.
     highest = scores.masked_fill(~new, MASKED).topk(min(rivals, scores.shape[1]), dim=1).values
     hinge = F.relu(margin - own + highest).masked_fill(~counted[:, None], 0)
     pairs = counted.sum() * new.sum().clamp(max=rivals)
@@ -265,23 +267,26 @@ def ranking(scores: Tensor, labels: Tensor, old: Tensor, new: Tensor, rivals: in
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, columns: Tensor) -> Tensor:
-    """Cross-entropy of the softmax over the columns alone, among which the labels must be.
+    """Cross-entropy (B,) of the softmax over the given columns only; they must include the labels.
 
-    columns: the same for all samples, (K,), or each one's own, (B, K).
+    columns: bool, (K,) for all samples or (B, K) per sample.
     """
     return F.cross_entropy(logits.masked_fill(~columns, MASKED), labels, reduction="none")
 
 
 def binary_cross_entropy(logits: Tensor, targets: Tensor, columns: Tensor) -> Tensor:
-    """The binary cross-entropy of each column's sigmoid with its target (B, K), summed over the columns."""
-    # Infinite scores go before the loss, not after: infinity times zero would be NaN.
+    """Binary cross-entropy (B,) of the sigmoids with their targets (B, K), summed over the given columns."""
+    # Mask infinite scores before the loss: infinity times 0 would be NaN.
     finite, wanted = (torch.where(columns, values, 0) for values in (logits, targets))
     each = F.binary_cross_entropy_with_logits(finite, wanted, reduction="none")
     return (each * columns).sum(dim=1)
 
 
 def distillation(student: Tensor, teacher: Tensor, columns: Tensor, temperature: float) -> Tensor:
-    """-sum_c softmax(teacher / T)_c log softmax(student / T)_c over the columns, not multiplied by T^2."""
+    """Distillation loss (B,): -sum_c softmax(teacher / T)_c log softmax(student / T)_c over the columns.
+
+    It is not multiplied by T^2.
+    """
     ours, theirs = ((logits / temperature).masked_fill(~columns, MASKED) for logits in (student, teacher.detach()))
     return -(theirs.softmax(dim=1) * ours.log_softmax(dim=1)).sum(dim=1)
 
@@ -289,32 +294,32 @@ def distillation(student: Tensor, teacher: Tensor, columns: Tensor, temperature:
 def distillation_by_group(
     student: Tensor, teacher: Tensor, groups: Tensor, columns: Tensor, temperature: float
 ) -> Tensor:
-    """The sum of the distillation losses of each group of columns, the softmaxes taken inside the groups.
+    """The sum (B,) of the distillation losses of the groups of columns, each with its own softmax.
 
-    groups: int64 (K,), from 0; what it holds outside the columns does not matter.
+    groups: int64 (K,), from 0; values outside the columns are ignored.
     """
-    inside = torch.where(columns, groups, len(groups))  # the last group is for what takes no part
+    inside = torch.where(columns, groups, len(groups))  # the last group holds the other columns
     member = (inside[:, None] == torch.arange(len(groups) + 1, device=groups.device)).to(student.dtype)  # (K, groups)
     ours, theirs = (
-        _below_the_group_maximum(torch.where(columns, logits / temperature, 0), inside)
+        _subtract_group_maximum(torch.where(columns, logits / temperature, 0), inside)
         for logits in (student, teacher.detach())
     )
     shares = (theirs - _log_sums(theirs, member).gather(1, inside.expand_as(theirs))).exp()
-    # The teacher's shares of a group add up to 1, so the student's sum of each group counts once.
+    # The teacher's probabilities in a group add up to 1, so the student's log-sum of each group counts once.
     return _log_sums(ours, member)[:, :-1].sum(dim=1) - (shares * ours * columns).sum(dim=1)
 
 
-def _below_the_group_maximum(logits: Tensor, groups: Tensor) -> Tensor:
-    """The scores (B, K) less the highest of their group, which changes no share and keeps exponentials in range."""
+def _subtract_group_maximum(logits: Tensor, groups: Tensor) -> Tensor:
+    """Subtract the maximum of its group from each score (B, K): same softmax, and no overflow."""
     index = groups.expand_as(logits)
     floor = logits.new_full((len(logits), len(groups) + 1), MASKED)
     return logits - floor.scatter_reduce(1, index, logits.detach(), "amax").gather(1, index)
 
 
 def _log_sums(shifted: Tensor, member: Tensor) -> Tensor:
-    """The log of the sum of the exponentials in each group (B, groups), 0 for those without a member.
+    """The log of the sum of exponentials in each group (B, groups); 0 for empty groups.
 
-    By a product and not by scattering: a GPU adds what is scattered in any order.
+    Uses a matrix product, not scatter-add, whose order of summation on a GPU is not deterministic.
     """
-    # A group's highest member adds 1, so the clamp is for empty groups alone: log 0 has no gradient.
+    # The highest member of a group adds 1, so the clamp only affects empty groups (log 0 has no finite gradient).
     return (shifted.exp() @ member).clamp(min=0.5).log() * member.amax(dim=0)

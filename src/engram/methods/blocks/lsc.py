@@ -1,6 +1,6 @@
-"""The host shared by AFC, its ablations and its bounds: LSC head, NCA loss, balanced fine-tuning.
+"""The LSC family (PODNet, AFC, its ablations and bounds): LSC head, NCA loss, balanced fine-tuning.
 
-PODNet brought this host and AFC changed only what is distilled, so each method on it is a loss and little else.
+PODNet introduced this combination, and AFC changed only the distillation. So a method of the family is mostly a loss.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -25,14 +24,13 @@ from engram.contract import (
     Step,
     Terms,
     Training,
-    balanced_count,
-    balanced_rows,
     base_settings,
     setting,
     unit_embeddings,
 )
 from engram.core.rng import generator
 from engram.methods.blocks import losses
+from engram.methods.blocks.phases import balanced_phase, main_phase
 from engram.nn.heads import Head, LSCHead, Similarity
 from engram.nn.kmeans import kmeans
 
@@ -40,7 +38,7 @@ Variant = Literal["released", "paper"]
 
 # The head of the paper's NME rows: sharper, and without a learned scale.
 LSC_NME = {"sharpness": 3.0, "learned_scale": False}
-# Where the paper and the released code differ, and what each says. docs/afc.md has a line on each.
+# The differences between the AFC paper and its released code, by setting. docs/afc.md describes each.
 DIFFERENCES: dict[str, dict[Variant, Any]] = {
     "similarity": {"released": "distance", "paper": "cosine"},
     "classification": {"released": "released", "paper": "paper"},
@@ -50,15 +48,15 @@ DIFFERENCES: dict[str, dict[Variant, Any]] = {
 
 
 @dataclass(frozen=True)
-class HostSettings(Settings):
-    """The settings of the host; the defaults are those of the CNN recipe on CIFAR-100.
+class LSCSettings(Settings):
+    """Settings of the LSC family; the defaults are those of the CNN recipe on CIFAR-100.
 
-    variant chooses a reading where the paper and the released code differ: "released" gave the paper's tables. Each
-    difference can be set apart: similarity, classification and balanced are None for "as the variant says".
-    sharpness is a and learned_scale is eta; the NME recipe has sharpness 3 and no learned scale.
+    variant: follow the paper or the released code where they differ; "released" produced the paper's tables.
+    similarity, classification, balanced: set one of these differences separately; None: as in the variant.
+    sharpness: a. learned_scale: whether eta is learned. The NME recipe has sharpness 3 and no learned scale.
     """
 
-    # The variant acts through the readings of the differences, which are in the base stage's key of their own.
+    # The variant acts only through the differences, which are in the key of the base stage.
     variant: Variant = setting("released", after_base=True, role="variant")
     similarity: Similarity | None = None
     classification: Variant | None = None
@@ -73,62 +71,62 @@ class HostSettings(Settings):
     )
 
     def reading(self, difference: str) -> Any:
-        """What holds for one of the DIFFERENCES: the setting itself, or what the variant says where it is None."""
+        """The value of one of the DIFFERENCES: the setting, or that of the variant if the setting is None."""
         value = getattr(self, difference)
         return DIFFERENCES[difference][self.variant] if value is None else value
 
 
-def host_base_key(settings: HostSettings) -> dict[str, Any]:
-    """What determines the base stage of every method on this host, with the readings that hold."""
+def lsc_base_key(settings: LSCSettings) -> dict[str, Any]:
+    """The key of the base stage of every method of the family, with the values of the differences."""
     key = base_settings(settings)
     readings = {name: settings.reading(name) for name in DIFFERENCES if name in key}
-    return {"host": "lsc", **key, **readings}
+    return {"family": "lsc", **key, **readings}
 
 
-def lsc_head(settings: HostSettings, dim: int, capacity: int) -> LSCHead:
-    """The head that these settings ask for."""
+def lsc_head(settings: LSCSettings, dim: int, capacity: int) -> LSCHead:
+    """A new LSC head with these settings."""
     similarity = settings.reading("similarity")
     return LSCHead(dim, capacity, settings.proxies, settings.sharpness, similarity, settings.learned_scale)
 
 
-def classification_loss(settings: HostSettings, step: Step) -> Tensor:
-    """The NCA loss of each sample (B,), in the reading these settings ask for."""
+def classification_loss(settings: LSCSettings, step: Step) -> Tensor:
+    """The NCA loss of each sample (B,), as in the paper or the released code."""
     student = step.student
     if settings.reading("classification") == "released":
         return losses.nca_released(student.logits, step.labels)
     return losses.nca_paper(student.logits, step.labels, student.scale, settings.margin)
 
 
-def distilled(settings: HostSettings, step: Step, **distances: Tensor) -> Terms:
-    """The classification term, and each distance of student and teacher times the phase's weight of that name."""
+def distilled(settings: LSCSettings, step: Step, **distances: Tensor) -> Terms:
+    """The classification term, and the distances of student and teacher, each times the phase's weight of its name."""
     return {"classification": classification_loss(settings, step).mean(), **weighted(step, **distances)}
 
 
 def weighted(step: Step, **distances: Tensor) -> Terms:
-    """Each distance of student and teacher times the phase's weight of that name."""
+    """The distances of student and teacher, each times the phase's weight of its name."""
     return {name: step.weights[name] * distance for name, distance in distances.items()}
 
 
 def stage_weight(weight: float, stage: Stage) -> float:
-    """weight * sqrt(n / m): n classes seen, the m new ones included (AFC's eq. final_loss, and PODNet's)."""
+    """Return weight * sqrt(n / m), with n classes seen, m of them new (lambda^t in Eq. (16) of the AFC paper)."""
     return weight * math.sqrt(stage.num_seen / stage.num_new)
 
 
 @dataclass(frozen=True)
 class Classify:
-    """A loss that is the classification term alone. Two with the same settings are equal: one recording serves both."""
+    """A loss with only the classification term. Losses with equal settings are equal, so they share a recording."""
 
-    settings: HostSettings
+    settings: LSCSettings
 
     def __call__(self, step: Step) -> Terms:
         return {"classification": classification_loss(self.settings, step).mean()}
 
 
 def imprint_proxies(learner: Learner, stage: Stage, passes: Passes) -> None:
-    """Opens rows for the new classes and, after the base stage, places their proxies.
+    """Open rows for the new classes and, after the base stage, set their proxies.
 
-    For each new class: k-means on the unit embeddings of all its training images under the old model; the centres
-    times the mean norm of the existing proxies.
+    The proxies of a new class are the k-means centres of the unit embeddings of its training images under the old
+    model, times the mean norm of the existing proxies.
     """
     head = learner.network.head
     assert isinstance(head, LSCHead)
@@ -142,75 +140,48 @@ def imprint_proxies(learner: Learner, stage: Stage, passes: Passes) -> None:
             head.weight[label] = centres * norm
 
 
-def main_phase(
-    settings: HostSettings,
+def lsc_main_phase(
+    settings: LSCSettings,
     stage: Stage,
-    loss: Callable[[Step], Terms],
-    *,
-    teacher: bool = False,
+    distil: Callable[[Step], Terms] | None = None,
     weights: Mapping[str, float] | None = None,
 ) -> Phase:
-    """Everything in the pool; backbone, the new classes' proxies and the scale move, the old proxies do not."""
-    parts = Part.BACKBONE | Part.NEW_CLASSES | Part.HEAD_SHARED
-    return Phase(
-        name="main",
-        images=len(stage.pool),
-        rows=lambda: stage.all_rows,
-        loss=loss,
-        train=parts,
-        training=settings.train,
-        teacher=teacher,
-        weights=weights or {},
-    )
+    """The phase over the whole pool. Trains the backbone, the proxies of the new classes and the scale.
 
-
-def balanced_phase(settings: HostSettings, learner: Learner, stage: Stage, passes: Passes) -> Phase:
-    """Fine-tuning on as many images of each class as the memory keeps; all proxies move and nothing else.
-
-    The new classes' images are chosen by the model as it is when the phase starts.
+    distil: the loss after the base stage, which uses the teacher, with these weights; None: only classification.
     """
-    parts = Part.OLD_CLASSES | Part.NEW_CLASSES
-    return Phase(
-        name="balance",
-        images=balanced_count(learner, stage),
-        rows=partial(balanced_rows, learner, stage, passes),
-        loss=Classify(settings),
-        train=parts,
-        training=settings.finetune,
-    )
+    parts = Part.BACKBONE | Part.NEW_CLASSES | Part.HEAD_SHARED
+    if distil is None or stage.is_base:
+        return main_phase(stage, settings.train, Classify(settings), train=parts, teacher=False)
+    return main_phase(stage, settings.train, distil, train=parts, weights=weights)
 
 
-def host_phases(
-    settings: HostSettings,
+def lsc_phases(
+    settings: LSCSettings,
     learner: Learner,
     stage: Stage,
     passes: Passes,
     distil: Callable[[Step], Terms] | None = None,
     weights: Mapping[str, float] | None = None,
 ) -> list[Phase]:
-    """The base stage classifies; later ones train with `distil` and the teacher, if given, then balance the head."""
-    if stage.is_base:
-        return [main_phase(settings, stage, Classify(settings))]
-    if distil is None:
-        phases = [main_phase(settings, stage, Classify(settings))]
-    else:
-        phases = [main_phase(settings, stage, distil, teacher=True, weights=weights)]
-    if settings.reading("balanced") and settings.finetune.epochs:
-        phases.append(balanced_phase(settings, learner, stage, passes))
-    return phases
+    """The main phase and, after the base stage, fine-tuning of all proxies (and nothing else) on a balanced set."""
+    main = lsc_main_phase(settings, stage, distil, weights)
+    if stage.is_base or not settings.reading("balanced") or not settings.finetune.epochs:
+        return [main]
+    return [main, balanced_phase(learner, stage, passes, settings.finetune, Classify(settings))]
 
 
-HostSettingsT = TypeVar("HostSettingsT", bound=HostSettings)
+LSCSettingsT = TypeVar("LSCSettingsT", bound=LSCSettings)
 
 
-class HostMethod(Method[HostSettingsT]):
-    """What all methods on this host have in common; each adds its phases and, if it has one, its own loss."""
+class LSCMethod(Method[LSCSettingsT]):
+    """Base class of the LSC family; each method adds its phases and, if it has one, its loss."""
 
     def head(self, dim: int, capacity: int) -> Head:
         return lsc_head(self.settings, dim, capacity)
 
     def base_key(self) -> dict[str, Any] | None:
-        return host_base_key(self.settings)
+        return lsc_base_key(self.settings)
 
     def grow(self, learner: Learner, stage: Stage, passes: Passes) -> None:
         imprint_proxies(learner, stage, passes)

@@ -19,9 +19,9 @@ from engram.core.rng import generator
 
 
 class Mixed(NamedTuple):
-    """What a loss sees of mixed images: the labels (B,) of the boxes, and the share () of each image that is its own.
+    """Mixed images, for the loss. labels: (B,), of the boxes. share: (), the part of each image that is unchanged.
 
-    The share is 1 in a step that is not mixed; the labels of the boxes mean nothing then.
+    The share is 1 in a step without mixing; the labels of the boxes have no meaning then.
     """
 
     labels: Tensor

@@ -34,7 +34,8 @@ from engram.contract import (
 )
 from engram.core.errors import option
 from engram.methods.blocks.importance import check_finite
-from engram.methods.blocks.linear import EVERYTHING, LinearMethod, classify, classify_new, note_single_class
+from engram.methods.blocks.linear import LinearMethod, classify, classify_new, note_single_class
+from engram.methods.blocks.phases import EVERYTHING, main_phase
 
 # Prefixes of the learner's buffers of a penalty, followed by the parameter's name.
 OMEGA, ANCHOR, PATH = "omega.", "anchor.", "path."
@@ -105,15 +106,16 @@ class _PenaltyHooks(StepHooks):
 
 
 def penalty_training() -> Training:
-    """160 epochs, a tenth of the rate after half and three quarters of them."""
+    """160 epochs; learning rate times 0.1 after 50% and 75% of them."""
     return Training(schedule="steps", milestones=(0.5, 0.75))
 
 
 def limited_penalty(factor: float, training: Training, limit: float | None, traced: bool = False) -> QuadraticPenalty:
-    """The penalty of a phase, limited so that a step takes a parameter at most `limit` of its way back; None: no limit.
+    """The penalty of a phase, with a ceiling of omega.
 
-    With a step of lr against the gradient 2 factor omega (theta - anchor), lr 2 factor omega is that fraction. Beyond
-    2 + 2 momentum a parameter overshoots by more than it was off, and training diverges.
+    limit: the largest fraction of its distance from the anchor that one step may move a parameter back; None: no limit.
+    The gradient is 2 factor omega (theta - anchor), so the fraction is lr * 2 factor omega. Beyond 2 + 2 momentum, a
+    parameter overshoots by more than its distance, and training diverges.
     """
     stiffest = 2 * factor * training.lr
     ceiling = math.inf if limit is None or stiffest == 0 else limit / stiffest
@@ -121,17 +123,12 @@ def limited_penalty(factor: float, training: Training, limit: float | None, trac
 
 
 def penalty_phase(learner: Learner, stage: Stage, training: Training, penalty: QuadraticPenalty | None) -> Phase:
-    """The main phase over the whole pool; what is classified and trained depends on whether there is a memory."""
-    alone = learner.memory.config.budget == "none"
-    return Phase(
-        name="main",
-        images=len(stage.pool),
-        rows=lambda: stage.all_rows,
-        loss=classify_new if alone else classify,
-        train=Part.BACKBONE | Part.NEW_CLASSES if alone else EVERYTHING,
-        training=training,
-        extensions=() if penalty is None else (penalty,),
-    )
+    """The main phase over the whole pool; its loss and the parts it trains depend on whether there is a memory."""
+    loss, train = classify, EVERYTHING
+    if learner.memory.config.budget == "none":
+        loss, train = classify_new, Part.BACKBONE | Part.NEW_CLASSES
+    extensions = () if penalty is None else (penalty,)
+    return main_phase(stage, training, loss, train=train, teacher=False, extensions=extensions)
 
 
 def set_anchor(learner: Learner) -> None:
@@ -166,8 +163,7 @@ class MeasuredSettings(Settings):
     """Settings of EWC and MAS. strength: the penalty is strength / 2 * sum omega (theta - anchor)^2.
 
     merge: weight of the earlier omega in the merged one; None: old classes / classes seen. importance_samples: number
-    of images omega is estimated on; None: all. limit: the largest fraction of its way back that a step may take a
-    parameter; None: no limit.
+    of images that omega is estimated on; None: all. limit: see `limited_penalty`.
     """
 
     strength: float = setting(1.0, at_least=0, after_base=True)
