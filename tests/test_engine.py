@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from itertools import count
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from conftest import make_config, make_store
 from engram import EngramError
-from engram.contract import AfterUpdate, Phase, Step, Terms
+from engram.contract import AfterUpdate, Extension, Phase, Step, Terms, Training
 from engram.core.rng import generator
 from engram.data.stage import NEVER
 from engram.engine.buffers import PLANNED_STEPS, TERMS, DeviceBuffers
@@ -24,7 +24,12 @@ from engram.engine.capture import NotRecordable
 from engram.engine.loop import Epoch, NonFiniteLoss
 from engram.engine.planning import learning_rates
 from engram.experiment.session import Session
-from engram.methods.dde import Neighbours
+from engram.methods.blocks.mixing import CutMix
+from engram.methods.blocks.penalty import QuadraticPenalty
+from engram.methods.blocks.second_stream import SecondStream
+from engram.methods.dde import Neighbours, TrackMomentum
+from engram.methods.der import FrozenBranches
+from engram.methods.mnemonics import TrainFactors
 from engram.nn.backbones import BACKBONES, build_backbone
 from engram.nn.network import Network, Part
 
@@ -109,6 +114,54 @@ def test_another_loss_or_a_moved_tensor_is_recorded_anew(monkeypatch: pytest.Mon
     assert recorded() == 1
     learner.store("of the method", torch.ones(3))  # in place
     assert recorded() == 0
+
+
+def key_of(**changes: Any) -> Any:
+    """The recording key of a phase with something changed; it must be hashable."""
+    fixed: dict[str, Any] = {"rows": key_of, "loss": key_of, "weights": {"distillation": 1.0}}
+    fixed |= {"name": "main", "images": 8, "train": Part.NEW_CLASSES, "training": Training()}
+    fixed["extensions"] = (CutMix(0.5),)
+    key = Phase(**fixed | changes).recording_key()
+    assert isinstance(hash(key), int)
+    return key
+
+
+def test_a_recording_key_has_every_field_that_a_step_depends_on() -> None:
+    planned: dict[str, Any] = {"name": "other", "images": 9, "rows": learn, "start": learn, "augment": False}
+    read: dict[str, Any] = {"loss": learn, "train": Part.OLD_CLASSES, "teacher": True, "frozen": True}
+    read |= {"weights": {"pod": 1.0}, "extensions": ()}
+    assert planned.keys() | read.keys() | {"training"} == {each.name for each in fields(Phase)}
+    for name, value in planned.items():
+        assert key_of(**{name: value}) == key_of(), name
+    assert key_of(weights={"distillation": 2.0}) == key_of(), "a step reads weights from tensors"
+    for name, value in read.items():
+        assert key_of(**{name: value}) != key_of(), name
+    planned = {"epochs": 1, "batch_size": 1, "lr": 1.0, "schedule": "constant", "milestones": (0.5,), "factor": 0.5}
+    planned |= {"remainder": "keep"}
+    read = {"momentum": 0.5, "weight_decay": 0.1, "clip": None, "clip_norm": 1.0}
+    assert planned.keys() | read.keys() == {each.name for each in fields(Training)}
+    for name, value in (planned | read).items():
+        assert (key_of(training=Training(**{name: value})) == key_of()) == (name in planned), name
+
+
+def test_the_recording_key_of_an_extension_is_itself_unless_it_says_otherwise() -> None:
+    @dataclass(frozen=True)
+    class Own(Extension):
+        strength: float
+
+    different = [Own(1.0), Own(2.0), CutMix(0.5), CutMix(0.4), AfterUpdate(key_of), AfterUpdate(learn)]  # pyright: ignore[reportArgumentType]
+    different += [Neighbours(1), Neighbours(2), Neighbours(1, first=5), TrackMomentum(), TrainFactors()]
+    different += [QuadraticPenalty(1.0), QuadraticPenalty(2.0), QuadraticPenalty(1.0, 3.0)]
+    different += [QuadraticPenalty(1.0, traced=True)]
+    assert len({extension.recording_key() for extension in different}) == len(different)
+    assert all(extension.recording_key() is extension for extension in different)
+    assert Own(1.0).recording_key() == Own(1.0).recording_key()
+    rows = torch.arange(4)
+    key = SecondStream(rows, 2).recording_key()
+    assert key == SecondStream(rows + 1, 2).recording_key(), "rows are read from the plan"
+    others = [SecondStream(rows, 3).recording_key(), SecondStream(rows, 2, "other").recording_key()]
+    assert key not in others
+    assert FrozenBranches(1).recording_key() == FrozenBranches(2).recording_key(), "they are part of the network"
 
 
 def test_what_cannot_be_recorded_is_taken_step_by_step_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,8 +66,11 @@ class MethodInfo:
         return method
 
     def base_key(self, method: Method) -> dict[str, Any] | None:
-        """The method's base_key, with this name in it unless methods share it; None: the base stage is not shared."""
-        key = method.base_key()
+        """The method's base_key, with this name in it unless methods share it; None: the base stage is not shared.
+
+        That of a method with tensors per image is not shared: only the network is, and training writes these tensors.
+        """
+        key = None if method.image_state else method.base_key()
         return key if key is None or self.shares_base else {**key, "method": self.name}
 
 

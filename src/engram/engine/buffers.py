@@ -60,6 +60,11 @@ class DeviceBuffers:
             self.version += 1
         return present
 
+    def state(self) -> list[Tensor]:
+        """The tensors that a step may change; after a recording they are as before it."""
+        per_image = {} if self._pool is None else self._pool.state
+        return [self.counter, *self._named.values(), *per_image.values()]
+
     @property
     def image_bytes(self) -> int:
         """The bytes of the pool's images on the device, unused rows included."""

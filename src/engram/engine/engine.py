@@ -129,7 +129,7 @@ class Engine:
         while len(self._recordings) >= RECORDINGS:
             self._recordings.pop(next(iter(self._recordings)))  # the oldest; each holds the memory of a step
         try:
-            recorded = CapturedStep(step, [*self._forward.state(), self.buffers.counter])
+            recorded = CapturedStep(step, [*self._forward.state(), *self.buffers.state()])
         except NotRecordable as error:
             note = f"the steps of {what} are taken one kernel at a time, and slower, because they cannot be recorded: "
             learner.notes.append(f"{note}{error}")
