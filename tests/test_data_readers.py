@@ -30,7 +30,7 @@ from engram.data.sources.cifar import OFFICIAL_NAMES, published_orders, read_cif
 from engram.data.sources.folder import read_folder
 from engram.data.sources.load import DataConfig, load_store
 from engram.data.sources.mini import read_mini
-from engram.data.store import ImageStore, Split, stratified_split
+from engram.data.store import DataSplit, ImageStore, stratified_split
 from helpers import SAMPLE, SHARED, decode_image, unpack_archive
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,8 +40,8 @@ def random_images(count: int, seed: int = 0, height: int = 4, width: int = 4) ->
     return np.random.default_rng(seed).integers(0, 256, (count, height, width, 3), dtype=np.uint8)
 
 
-def make_split(ids: list[int], seed: int = 0, height: int = 4) -> Split:
-    return Split(random_images(len(ids), seed, height), np.array(ids, dtype=np.int64))
+def make_split(ids: list[int], seed: int = 0, height: int = 4) -> DataSplit:
+    return DataSplit(random_images(len(ids), seed, height), np.array(ids, dtype=np.int64))
 
 
 def make_store(**changes: Any) -> ImageStore:
@@ -106,7 +106,7 @@ def test_store_refuses(changes: dict[str, Any], sentence: str) -> None:
 )
 def test_split_refuses(images: Any, ids: Any, sentence: str) -> None:
     with pytest.raises(EngramError, match=sentence):
-        Split(images, ids)
+        DataSplit(images, ids)
 
 
 def test_fingerprint_changes_with_every_part_and_only_with_it() -> None:
@@ -114,9 +114,9 @@ def test_fingerprint_changes_with_every_part_and_only_with_it() -> None:
     pixels = store.train.images.copy()
     pixels[3, 1, 2, 0] ^= 1
     others = [
-        make_store(train=Split(pixels, store.train.class_ids)),
-        make_store(train=Split(store.train.images, np.array([0, 1, 2, 0, 2, 1]))),
-        make_store(test=Split(store.test.images[::-1], store.test.class_ids)),
+        make_store(train=DataSplit(pixels, store.train.class_ids)),
+        make_store(train=DataSplit(store.train.images, np.array([0, 1, 2, 0, 2, 1]))),
+        make_store(test=DataSplit(store.test.images[::-1], store.test.class_ids)),
         make_store(class_names=("ant", "bee", "cow")),
         make_store(class_names=("an", "tbee", "cat")),
     ]
@@ -124,7 +124,7 @@ def test_fingerprint_changes_with_every_part_and_only_with_it() -> None:
     assert len(set(digests)) == len(digests)
     assert all(len(digest) == 32 for digest in digests)
     strided = np.asfortranarray(store.train.images)
-    assert make_store(name="copy", train=Split(strided, store.train.class_ids)).fingerprint() == digests[0]
+    assert make_store(name="copy", train=DataSplit(strided, store.train.class_ids)).fingerprint() == digests[0]
 
 
 def test_holdout_uses_the_training_split_alone() -> None:
@@ -985,9 +985,9 @@ def test_mini_images_are_half_size_and_do_not_depend_on_the_order_of_the_archive
     tool = load_tool()
     images = random_images(30, height=32, width=32)
     ids = np.arange(30, dtype=np.int64) % 3
-    picked = tool.pick_images(Split(images, ids), 1, 4)
+    picked = tool.pick_images(DataSplit(images, ids), 1, 4)
     order = np.random.default_rng(1).permutation(30)
-    assert np.array_equal(picked, tool.pick_images(Split(images[order], ids[order]), 1, 4))
+    assert np.array_equal(picked, tool.pick_images(DataSplit(images[order], ids[order]), 1, 4))
     means = [image.astype(float).reshape(16, 2, 16, 2, 3).mean(axis=(1, 3)) for image in images[ids == 1]]
     candidates = {np.floor(mean + 0.5).astype(np.uint8).tobytes() for mean in means}
     assert len({image.tobytes() for image in picked} & candidates) == 4

@@ -17,7 +17,7 @@ from PIL import Image
 
 from engram import EngramError, recipe, recipe_names
 from engram.core import memory_limits as room
-from engram.core.memory_limits import check_pool
+from engram.core.memory_limits import check_stage_fits
 from engram.core.serialize import to_plain
 from engram.data import store
 from engram.data.sources import image_cache as imagecache
@@ -328,24 +328,24 @@ def test_a_share_held_out_has_a_fingerprint_of_its_own_and_must_fit(
 
 def test_a_stage_that_does_not_fit_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "free_memory", lambda: 60 * 10**9)
-    check_pool(0, 65_000, (256, 256), CPU)  # 3 x 12.8 GB
+    check_stage_fits(0, 65_000, (256, 256), CPU)  # 3 x 12.8 GB
     with pytest.raises(
         EngramError, match=r"stage 0 trains on 640,000 images of 256x256 pixels, .* 377\.5 GB of memory"
     ):
-        check_pool(0, 640_000, (256, 256), CPU)
-    check_pool(1, 90_000, (256, 256), CPU, held=20 * 10**9)  # twice in memory: it fits where the last one was
+        check_stage_fits(0, 640_000, (256, 256), CPU)
+    check_stage_fits(1, 90_000, (256, 256), CPU, held=20 * 10**9)  # twice in memory: it fits where the last one was
     with pytest.raises(EngramError, match=r"and 60\.0 GB are free; give a smaller --image-size or --base"):
-        check_pool(1, 110_000, (256, 256), CPU)
-    monkeypatch.setattr(room, "free_on", lambda _: 10 * 10**9)
+        check_stage_fits(1, 110_000, (256, 256), CPU)
+    monkeypatch.setattr(room, "free_device_memory", lambda _: 10 * 10**9)
     with pytest.raises(EngramError, match=r"need 12\.8 GB on the GPU, and 10\.0 GB are free"):
-        check_pool(0, 65_000, (256, 256), torch.device("cuda"))
+        check_stage_fits(0, 65_000, (256, 256), torch.device("cuda"))
     monkeypatch.setattr(room, "free_memory", lambda: 0)
-    check_pool(0, 5_000, (32, 32), CPU)  # not worth asking
+    check_stage_fits(0, 5_000, (32, 32), CPU)  # not worth asking
 
 
 def test_free_memory_is_what_the_machine_says() -> None:
     assert 2**24 < room.free_memory() < 2**50
-    assert room.free_on(CPU) == pytest.approx(room.free_memory(), rel=0.5)
+    assert room.free_device_memory(CPU) == pytest.approx(room.free_memory(), rel=0.5)
 
 
 def test_a_pool_is_the_same_brought_here_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

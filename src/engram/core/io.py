@@ -6,7 +6,7 @@ import errno
 import fcntl
 import json
 import os
-import tempfile
+import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -15,10 +15,7 @@ from typing import Any, BinaryIO
 
 from engram.core.errors import EngramError
 
-TEMPORARY = ".part"
-_UMASK = os.umask(0)  # it can only be read by setting it
-os.umask(_UMASK)
-FILE_MODE = 0o666 & ~_UMASK  # of new files; temporary ones are their owner's alone
+TEMPORARY = ".part"  # suffix of a file that is being written
 
 
 def typed_path(text: str | Path) -> Path:
@@ -74,17 +71,16 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """A file to write; when the context ends well it is at the path, whole and on disk, else what was there is."""
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=TEMPORARY)
+        temporary = path.with_name(f".{path.name}.{secrets.token_urlsafe(6)}{TEMPORARY}")
         try:
-            with os.fdopen(handle, "wb") as file:
+            with temporary.open("xb") as file:  # a new file: the system derives its mode from the umask
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
-            os.chmod(temporary, FILE_MODE)
-            os.replace(temporary, path)
+            temporary.replace(path)
         except BaseException:
             with suppress(OSError):
-                os.unlink(temporary)
+                temporary.unlink()
             raise
 
 

@@ -28,7 +28,7 @@ def free_memory() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def check_room(need: int, what: str) -> None:
+def check_memory(need: int, what: str) -> None:
     """Refuses what would need more than most of the memory that is free."""
     free = free_memory()
     if need > SMALL and need > SHARE * free:
@@ -47,7 +47,7 @@ def return_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def free_on(device: torch.device) -> int:
+def free_device_memory(device: torch.device) -> int:
     """The bytes of a device's memory that tensors can still have."""
     if device.type != "cuda":
         return free_memory()
@@ -57,7 +57,7 @@ def free_on(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] + unused
 
 
-def check_pool(stage: int, images: int, size: tuple[int, int], device: torch.device, held: int = 0) -> None:
+def check_stage_fits(stage: int, images: int, size: tuple[int, int], device: torch.device, held: int = 0) -> None:
     """Refuses a stage whose images do not fit, before any of them is read.
 
     Counted are the pool in memory, the copy that exemplars are chosen from, and the pool on the device, unless it fits
@@ -69,7 +69,7 @@ def check_pool(stage: int, images: int, size: tuple[int, int], device: torch.dev
         return
     there = once if once > held else 0
     if device.type == "cuda":
-        needs = [("of memory", 2 * once, free_memory()), ("on the GPU", there, free_on(device))]
+        needs = [("of memory", 2 * once, free_memory()), ("on the GPU", there, free_device_memory(device))]
     else:
         needs = [("of memory", 2 * once + there, free_memory())]
     for where, need, free in needs:

@@ -24,7 +24,7 @@ RGB = tuple[float, float, float]
 
 
 @dataclass(frozen=True, eq=False)
-class Split:
+class DataSplit:
     """Images (N, H, W, 3) in uint8 and the class id of each (N,) in int64."""
 
     images: Images
@@ -68,8 +68,8 @@ class ImageStore:
     """
 
     name: str
-    train: Split
-    test: Split
+    train: DataSplit
+    test: DataSplit
     class_names: tuple[str, ...]
     mean: RGB | None = None
     std: RGB | None = None
@@ -166,13 +166,13 @@ class ImageStore:
         images, labels = as_images(x_train, "x_train"), _as_labels(y_train, "y_train")
         _check_lengths(images, labels, "train")
         names = _class_names(labels, class_names)
-        train = Split(images, _class_ids(labels, "y_train", names, named=class_names is not None))
+        train = DataSplit(images, _class_ids(labels, "y_train", names, named=class_names is not None))
         if x_test is None:
             kept, held = stratified_split(train.class_ids, names, test_fraction, seed)
             return cls(name, _take(train, kept), _take(train, held), names)
         images, labels = as_images(x_test, "x_test"), _as_labels(y_test, "y_test")
         _check_lengths(images, labels, "test")
-        test = Split(images, _class_ids(labels, "y_test", names, named=class_names is not None))
+        test = DataSplit(images, _class_ids(labels, "y_test", names, named=class_names is not None))
         return cls(name, train, test, names)
 
 
@@ -234,8 +234,8 @@ def stable_permutation(n: int, key: str) -> npt.NDArray[np.int64]:
     return np.argsort(ranks, kind="stable").astype(np.int64, copy=False)
 
 
-def _take(split: Split, positions: npt.NDArray[np.int64]) -> Split:
-    return Split(split.images[positions], split.class_ids[positions])
+def _take(split: DataSplit, positions: npt.NDArray[np.int64]) -> DataSplit:
+    return DataSplit(split.images[positions], split.class_ids[positions])
 
 
 def some(names: Iterable[str], limit: int = 5) -> str:

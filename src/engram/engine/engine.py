@@ -77,7 +77,7 @@ class Engine:
         """Why our own kernels do not run this backbone; None where they do."""
         if self.augmentation.view is not None:
             return "they crop images, but do not resize them"
-        if (why := kernels.why_not(self.device)) is not None:
+        if (why := kernels.reason_unavailable(self.device)) is not None:
             return why
         from engram.engine.fused import unsupported
 

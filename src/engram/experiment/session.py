@@ -14,7 +14,7 @@ import torch
 from engram.contract.learner import Learner
 from engram.core import metrics
 from engram.core.errors import EngramError
-from engram.core.memory_limits import check_pool
+from engram.core.memory_limits import check_stage_fits
 from engram.core.provenance import code_digest, processor_name
 from engram.core.rng import generator
 from engram.core.serialize import to_plain
@@ -120,7 +120,7 @@ class Session:
         labels = self.stream.new_labels(index)
         rows = np.flatnonzero((self._train_labels >= labels.start) & (self._train_labels < labels.stop))
         count, engine = len(rows) + len(self.learner.memory), self.engine
-        check_pool(index, count, self.store.image_size, engine.device, engine.space.held_bytes)
+        check_stage_fits(index, count, self.store.image_size, engine.device, engine.space.held_bytes)
         new = Samples(
             torch.from_numpy(np.ascontiguousarray(self.store.train.images[rows])),
             torch.from_numpy(self._train_labels[rows]),

@@ -14,7 +14,7 @@ from torch import Tensor
 OLDEST = (8, 0)  # the compute capability of the oldest GPUs with bf16
 
 
-def why_not(device: torch.device) -> str | None:
+def reason_unavailable(device: torch.device) -> str | None:
     """Why the kernels do not run on this device; None where they do."""
     if device.type != "cuda":
         return "they are for a GPU"
@@ -25,9 +25,9 @@ def why_not(device: torch.device) -> str | None:
     return None
 
 
-def usable(tensor: Tensor) -> bool:
+def is_available_for(tensor: Tensor) -> bool:
     """Whether the kernels run where this tensor is."""
-    return tensor.is_cuda and why_not(tensor.device) is None
+    return tensor.is_cuda and reason_unavailable(tensor.device) is None
 
 
 @cache  # so that a step that is being recorded asks nothing of the device

@@ -145,7 +145,7 @@ class LSCHead(Head):
 
     def forward(self, embedding: Tensor) -> Tensor:
         factor = self.sharpness**2
-        if kernels.usable(embedding):
+        if kernels.is_available_for(embedding):
             from engram.kernels.proxies import fits, proxy_scores
 
             if fits(*self.weight.shape[1:]):

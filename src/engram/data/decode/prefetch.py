@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 
 from engram.core.errors import EngramError
-from engram.core.memory_limits import check_room
+from engram.core.memory_limits import check_memory
 from engram.data.decode.processes import Decoders, Found, decode_here
 from engram.data.store import Images
 
@@ -141,7 +141,7 @@ def decode_files(
 
     Without `skip_bad` the first bad file is refused.
     """
-    check_room(len(paths) * size * size * 3, f"{len(paths)} images of {size}x{size} pixels")
+    check_memory(len(paths) * size * size * 3, f"{len(paths)} images of {size}x{size} pixels")
     images = np.empty((len(paths), size, size, 3), dtype=np.uint8)
     kept: list[int] = []
     skipped: list[tuple[str, str]] = []

@@ -18,7 +18,7 @@ import numpy as np
 
 from engram.core.errors import EngramError
 from engram.core.io import typed_path
-from engram.data.store import RGB, ImageStore, Split
+from engram.data.store import RGB, DataSplit, ImageStore
 
 ARCHIVE_NAME: Final = "cifar-100-python.tar.gz"
 FOLDER_NAME: Final = "cifar-100-python"
@@ -68,9 +68,9 @@ def read_cifar100(path: str | Path, *, counts: tuple[int, int] | None = OFFICIAL
 def outline_cifar100() -> ImageStore:
     """CIFAR-100's classes and counts, with blank images: enough to plan a run."""
 
-    def split(count: int) -> Split:
+    def split(count: int) -> DataSplit:
         images = np.broadcast_to(np.zeros((1, 32, 32, 3), np.uint8), (count, 32, 32, 3))
-        return Split(images, np.arange(count, dtype=np.int64) % len(OFFICIAL_NAMES))
+        return DataSplit(images, np.arange(count, dtype=np.int64) % len(OFFICIAL_NAMES))
 
     train, test = map(split, OFFICIAL_COUNTS)
     return ImageStore("cifar100", train, test, OFFICIAL_NAMES, mean=MEAN, std=STD, origin="cifar100")
@@ -223,7 +223,7 @@ def _class_names(place: str, content: dict[str, Any]) -> tuple[str, ...]:
     return tuple(_text(name) for name in names)
 
 
-def _split(place: str, content: dict[str, Any], num_classes: int, count: int | None) -> Split:
+def _split(place: str, content: dict[str, Any], num_classes: int, count: int | None) -> DataSplit:
     pixels, labels = content.get("data"), content.get("fine_labels")
     if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8 or pixels.shape[1:] != (3072,):
         found = f"{pixels.dtype} {pixels.shape}" if isinstance(pixels, np.ndarray) else type(pixels).__name__
@@ -237,4 +237,4 @@ def _split(place: str, content: dict[str, Any], num_classes: int, count: int | N
         raise EngramError(f"{place} has a fine label that is not 0 to {num_classes - 1}; give the official files")
     # Each row is the red, then the green, then the blue plane.
     images = np.ascontiguousarray(pixels.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
-    return Split(images, np.array(labels, dtype=np.int64))
+    return DataSplit(images, np.array(labels, dtype=np.int64))

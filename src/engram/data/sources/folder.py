@@ -15,7 +15,7 @@ from engram.core.errors import EngramError, option
 from engram.core.io import typed_path
 from engram.data.decode.image import EXTENSIONS, try_decode
 from engram.data.decode.prefetch import Report, decode_stream
-from engram.data.store import Images, ImageStore, Split, some, stratified_split
+from engram.data.store import DataSplit, Images, ImageStore, some, stratified_split
 
 _TEST_FOLDERS: Final = ("test", "val")
 _TRAIN_FOLDERS: Final = ("train", "training")
@@ -58,12 +58,12 @@ def read_folder(
         ) from None
     if len(folders) == 1:  # what cannot be split is refused before the images are decoded, not after
         stratified_split(np.array(folders[0].class_ids), names, test_fraction, seed)
-    reader = _Reader(root, size, skip_bad, progress)
+    reader = _FolderReader(root, size, skip_bad, progress)
     if len(folders) == 1:
         (whole,) = reader.read(folders)
         kept, held = stratified_split(whole.class_ids, names, test_fraction, seed)
-        train = Split(whole.images[kept], whole.class_ids[kept])
-        test = Split(whole.images[held], whole.class_ids[held])
+        train = DataSplit(whole.images[kept], whole.class_ids[kept])
+        test = DataSplit(whole.images[held], whole.class_ids[held])
     else:
         train, test = reader.read(folders)
     return ImageStore(
@@ -278,7 +278,7 @@ def _has_extension(path: str) -> bool:
     return path.lower().endswith(EXTENSIONS)
 
 
-class _Reader:
+class _FolderReader:
     """Decodes the files of all splits to one size and keeps account of those passed over."""
 
     def __init__(self, root: Path, size: int | None, skip_bad: bool, progress: Report | None) -> None:
@@ -289,17 +289,17 @@ class _Reader:
         self.skipped: list[str] = []
         self._first: tuple[Path, tuple[int, int]] | None = None
 
-    def read(self, folders: Sequence[_Folder]) -> list[Split]:
+    def read(self, folders: Sequence[_Folder]) -> list[DataSplit]:
         """The images of each folder, all of one size."""
         total = sum(len(folder.files) for folder in folders)
         done = 0
-        splits: list[Split] = []
+        splits: list[DataSplit] = []
         for folder in folders:
             splits.append(self._read_split(folder, done, total))
             done += len(folder.files)
         return splits
 
-    def _read_split(self, folder: _Folder, done: int, total: int) -> Split:
+    def _read_split(self, folder: _Folder, done: int, total: int) -> DataSplit:
         images: Images | None = None
         class_ids: list[int] = []
         found = zip(folder.files, folder.class_ids, self._decoded(folder.files), strict=True)
@@ -316,7 +316,7 @@ class _Reader:
                 self.progress(done + position, total)
         if images is None:
             raise EngramError(f"none of the {len(folder.files)} images in {self.root} could be read; check the files")
-        return Split(images[: len(class_ids)], np.array(class_ids, dtype=np.int64))
+        return DataSplit(images[: len(class_ids)], np.array(class_ids, dtype=np.int64))
 
     def _decoded(self, files: Sequence[Path]) -> Iterator[Images | str]:
         """Each file's image, or why it cannot be read."""

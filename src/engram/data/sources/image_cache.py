@@ -25,7 +25,7 @@ PIXELS, ABOUT = ".pixels", ".json"
 
 
 @dataclass(frozen=True)
-class Entry:
+class CachedImages:
     """A decoded set on disk; used: when it was last written or read, in seconds since the epoch."""
 
     key: str
@@ -82,13 +82,13 @@ class ImageCache:
         """Makes an entry of the images saved; `images` and `side` are among what is said of them."""
         write_json(self.path(key, ABOUT), about)
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[CachedImages]:
         """What is kept, the longest unused first."""
-        found: list[Entry] = []
+        found: list[CachedImages] = []
         for path in self.folder.glob(f"*{PIXELS}"):
             with suppress(FileNotFoundError):
                 status = path.stat()
-                found.append(Entry(path.name.removesuffix(PIXELS), status.st_size, status.st_mtime))
+                found.append(CachedImages(path.name.removesuffix(PIXELS), status.st_size, status.st_mtime))
         return sorted(found, key=lambda entry: entry.used)
 
     def _make_room(self, key: str, need: int) -> None:

@@ -29,7 +29,7 @@ from engram.data.decode.prefetch import Report
 from engram.data.sources.download import data_home
 from engram.data.sources.folder import EXTENSIONS
 from engram.data.sources.image_cache import ImageCache
-from engram.data.store import RGB, Images, ImageStore, Split, some
+from engram.data.store import RGB, DataSplit, Images, ImageStore, some
 
 IMAGENET: Final = {"imagenet100": 100, "imagenet1000": 1000}
 SIDE: Final = 256
@@ -88,7 +88,7 @@ def read_imagenet(
 
 def _store(name: str, wnids: Sequence[str], about: dict[str, Any], images: Images) -> ImageStore:
     ids = [np.repeat(np.arange(len(wnids), dtype=np.int64), about["counts"][split]) for split in _SPLITS]
-    train, test = Split(images[: len(ids[0])], ids[0]), Split(images[len(ids[0]) :], ids[1])
+    train, test = DataSplit(images[: len(ids[0])], ids[0]), DataSplit(images[len(ids[0]) :], ids[1])
     skipped = tuple(about["skipped"])
     store = ImageStore(name, train, test, tuple(wnids), mean=MEAN, std=STD, skipped=skipped, origin=name)
     return replace(store, known_fingerprint=about.get("fingerprint"))

@@ -13,7 +13,7 @@ from PIL import Image, UnidentifiedImageError
 
 from engram.core.errors import EngramError
 from engram.data.sources.cifar import MEAN, STD
-from engram.data.store import Images, ImageStore, Split
+from engram.data.store import DataSplit, Images, ImageStore
 
 
 def read_mini() -> ImageStore:
@@ -30,7 +30,7 @@ def read_mini() -> ImageStore:
     return ImageStore("mini", splits[0], splits[1], tuple(meta["class_names"]), mean=MEAN, std=STD, origin="mini")
 
 
-def _split(content: bytes, name: str, meta: dict[str, Any]) -> Split:
+def _split(content: bytes, name: str, meta: dict[str, Any]) -> DataSplit:
     per_class, size = meta["images_per_class"][name], meta["image_size"]
     with Image.open(io.BytesIO(content), formats=["WEBP"]) as mosaic:
         images = cut(np.asarray(mosaic.convert("RGB")), size)
@@ -40,7 +40,7 @@ def _split(content: bytes, name: str, meta: dict[str, Any]) -> Split:
             f"the {name} images of the embedded data set have the checksum {digest[:12]}... instead of "
             f"{meta['sha256'][name][:12]}...; install engram again"
         )
-    return Split(images, np.repeat(np.arange(len(meta["class_names"]), dtype=np.int64), per_class))
+    return DataSplit(images, np.repeat(np.arange(len(meta["class_names"]), dtype=np.int64), per_class))
 
 
 def cut(mosaic: Images, size: int) -> Images:

@@ -29,7 +29,7 @@ def nca_released(logits: Tensor, labels: Tensor) -> Tensor:
     counts twice. The maximum carries its gradient; detached, the learned scale turns negative and the classifier dies.
     A margin taken from every score, as in the released configuration, cancels.
     """
-    if kernels.usable(logits):
+    if kernels.is_available_for(logits):
         from engram.kernels import sample_losses as rows
 
         return rows.nca(logits, labels)
@@ -62,7 +62,7 @@ def _mean_over(per_sample: Tensor, counted: Tensor | None) -> Tensor:
 
 def _for_kernels(maps: Sequence[Tensor]) -> bool:
     """Whether our own kernels take these maps."""
-    return all(kernels.usable(each) and each.dtype in (torch.bfloat16, torch.float32) for each in maps)
+    return all(kernels.is_available_for(each) and each.dtype in (torch.bfloat16, torch.float32) for each in maps)
 
 
 def channel_distance(ours: Tensor, theirs: Tensor, square: bool) -> Tensor:
@@ -195,7 +195,7 @@ def gram_distance(student: Sequence[Tensor], teacher: Sequence[Tensor]) -> Tenso
 
 def cosine_distance(student: Tensor, teacher: Tensor) -> Tensor:
     """1 minus the cosine of two embeddings (B, D), averaged over the batch; only the student gets a gradient."""
-    if kernels.usable(student):
+    if kernels.is_available_for(student):
         from engram.kernels import sample_losses as rows
 
         return (1 - rows.cosine(student.float(), teacher.float())).mean()
