@@ -799,9 +799,9 @@ def hostile(path: Path) -> dict[str, str]:
         "text.jpg": "no PNG",
         "empty.webp": "no PNG",
         "bomb.png": "more pixels",
-        "pipe.png": "no ordinary file",
+        "pipe.png": "not a regular file",
         "loop.png": "symbolic links",
-        "device.png": "no ordinary file",
+        "device.png": "not a regular file",
         "sparse.bmp": "MiB",
     }
 

@@ -21,7 +21,7 @@ from engram.contract.look import Look
 from engram.contract.registering import check_choices, check_class, check_name, check_predictors, check_settings
 from engram.contract.settings import Settings, Training
 from engram.core.errors import EngramError, suggest
-from engram.core.provenance import versions_outside
+from engram.core.provenance import user_code_versions
 from engram.data.memory import Selection
 from engram.data.stage import Samples, Stage
 from engram.nn.backbones import ResNet
@@ -340,7 +340,7 @@ def register(
         check_choices(name, memory, selection)
         check_predictors(name, cls, cls.predictors, memory)
         # The versions now: what is edited later is not what runs.
-        told = (selection, brightened, shares_base, versions_outside(cls))
+        told = (selection, brightened, shares_base, user_code_versions(cls))
         METHODS[name] = MethodInfo(name, title, paper, memory, cls.predictors, settings, cls, *told)
         return cls
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engram.contract.batches import Beside, CutMix
 from engram.core.rng import generator
-from engram.data.augment import Augmentation, Draws, as_they_are, draw
+from engram.data.augment import Augmentation, Draws, draw, identity_draws
 from engram.methods import Training
 
 
@@ -179,7 +179,7 @@ def plan_epochs(
         if augmented:
             drawn.append(draw(augmentation, (steps, size), generator(seed, "augment", *purpose, epoch)))
         else:
-            drawn.append(as_they_are(augmentation, (steps, size)))
+            drawn.append(identity_draws(augmentation, (steps, size)))
     draws = _joined(drawn, dim=0)
     lr = learning_rates(training, steps)[epochs.start * steps : epochs.stop * steps]
     if beside is None:
@@ -187,7 +187,7 @@ def plan_epochs(
     first = _beside_rows(beside, steps, epochs, purpose, seed)
     shape, named = (steps, beside.batch_size), ("augment", *purpose, "beside")
     side = [
-        draw(augmentation, shape, generator(seed, *named, epoch)) if augmented else as_they_are(augmentation, shape)
+        draw(augmentation, shape, generator(seed, *named, epoch)) if augmented else identity_draws(augmentation, shape)
         for epoch in epochs
     ]
     return Plan(torch.cat([first, torch.cat(grids)], dim=1), _joined([_joined(side, dim=0), draws], dim=1), lr)

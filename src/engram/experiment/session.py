@@ -61,7 +61,7 @@ class Session:
         self._train_labels = self.stream.labels_of(store.train.class_ids)
         self._test_labels = self.stream.labels_of(store.test.class_ids)
         device, precision = config.place()
-        seen = config.augmentation.seen(store.image_size)
+        seen = config.augmentation.view_size(store.image_size)
         self.engine = Engine(torch.device(device), precision, config.augmentation, seen)
         memory = Memory(config.memory)
         made = (config, self.method, store.num_classes, *self.normalisation)
