@@ -796,8 +796,8 @@ def hostile(path: Path) -> dict[str, str]:
         file.truncate(3 * 2**30)
     return {
         "truncated.png": "truncated",
-        "text.jpg": "no PNG",
-        "empty.webp": "no PNG",
+        "text.jpg": "not a PNG",
+        "empty.webp": "not a PNG",
         "bomb.png": "more pixels",
         "pipe.png": "not a regular file",
         "loop.png": "symbolic links",
