@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -266,32 +267,28 @@ def _has_extension(path: str) -> bool:
     return path.lower().endswith(EXTENSIONS)
 
 
+@dataclass
 class _FolderReader:
     """Decodes the files of all splits to one size and lists those that were skipped."""
 
-    def __init__(self, root: Path, size: int | None, skip_bad: bool, progress: Report | None) -> None:
-        self.root = root
-        self.size = size
-        self.skip_bad = skip_bad
-        self.progress = progress
-        self.skipped: list[str] = []
-        self._first: tuple[Path, tuple[int, int]] | None = None
+    root: Path
+    size: int | None
+    skip_bad: bool
+    progress: Report | None
+    skipped: list[str] = field(default_factory=list)
+    _first: tuple[Path, tuple[int, int]] | None = None
 
     def read(self, splits: Sequence[_SplitFiles]) -> list[DataSplit]:
         """Decode the images of each split, all of one size."""
         total = sum(len(split.files) for split in splits)
-        done = 0
-        found: list[DataSplit] = []
-        for split in splits:
-            found.append(self._read_split(split, done, total))
-            done += len(split.files)
-        return found
+        starts = itertools.accumulate((len(split.files) for split in splits), initial=0)
+        return [self._read_split(split, done, total) for split, done in zip(splits, starts, strict=False)]
 
     def _read_split(self, split: _SplitFiles, done: int, total: int) -> DataSplit:
         images: Images | None = None
         class_ids: list[int] = []
         decoded = zip(split.files, split.class_ids, self._decode(split.files), strict=True)
-        for position, (file, class_id, image) in enumerate(decoded, start=1):
+        for position, (file, class_id, image) in enumerate(decoded, done + 1):
             if isinstance(image, str):
                 self._skip(file, image)
             else:
@@ -301,7 +298,7 @@ class _FolderReader:
                 images[len(class_ids)] = image
                 class_ids.append(class_id)
             if self.progress is not None:
-                self.progress(done + position, total)
+                self.progress(position, total)
         if images is None:
             raise EngramError(f"none of the {len(split.files)} images in {self.root} could be read; check the files")
         return DataSplit(images[: len(class_ids)], np.array(class_ids, dtype=np.int64))

@@ -14,7 +14,7 @@ import re
 from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, Final
@@ -165,29 +165,24 @@ def _key(name: str, side: int, files: dict[str, list[_File]]) -> str:
     return f"{name}-{side}-{digest.hexdigest()}"
 
 
+@dataclass
 class _Decoder:
     """Decodes the files of all splits in threads, in their order, and lists those that were skipped."""
 
-    def __init__(self, root: Path, side: int, skip_bad: bool, progress: Report | None) -> None:
-        self.root = root
-        self.side = side
-        self.skip_bad = skip_bad
-        self.progress = progress
-        self.skipped: list[str] = []
+    root: Path
+    side: int
+    skip_bad: bool
+    progress: Report | None
+    skipped: list[str] = field(default_factory=list)
 
     def decode(self, cache: ImageCache, key: str, files: dict[str, list[_File]]) -> dict[str, Any]:
         """Write the pixels of all files to the cache and return the description of the data set."""
         counts = {split: [0] * (files[split][-1].class_id + 1) for split in _SPLITS}
-        total = sum(len(listed) for listed in files.values())
-        with closing(self._images(files, counts, total)) as decoded:
-            images = cache.save(key, decoded, total * self.side**2 * 3)
-        return {
-            "images": images,
-            "side": self.side,
-            "counts": counts,
-            "skipped": self.skipped,
-            "source": str(self.root.resolve()),
-        }
+        listed = [file for split in _SPLITS for file in files[split]]
+        with closing(self._images(listed, counts)) as decoded:
+            images = cache.save(key, decoded, len(listed) * self.side**2 * 3)
+        source = str(self.root.resolve())
+        return {"images": images, "side": self.side, "counts": counts, "skipped": self.skipped, "source": source}
 
     def check(self, skipped: Sequence[str]) -> None:
         """Raise an EngramError for the first of these files that still cannot be decoded."""
@@ -196,25 +191,20 @@ class _Decoder:
             if isinstance(found, EngramError):
                 self._skip(path, found)
 
-    def _images(
-        self, files: dict[str, list[_File]], counts: dict[str, list[int]], total: int
-    ) -> Generator[Images, None, None]:
+    def _images(self, files: Sequence[_File], counts: dict[str, list[int]]) -> Generator[Images, None, None]:
         """Yield the images that can be decoded, and count them by split and class."""
-        done = 0
         with ThreadPoolExecutor(os.cpu_count()) as threads:
-            for split in _SPLITS:
-                for start in range(0, len(files[split]), _CHUNK):
-                    part = files[split][start : start + _CHUNK]
-                    paths = [file.path for file in part]
-                    for file, image in zip(part, threads.map(self._attempt, paths), strict=True):
-                        if isinstance(image, EngramError):
-                            self._skip(file.path, image)
-                        else:
-                            counts[split][file.class_id] += 1
-                            yield image
-                        done += 1
-                        if self.progress is not None:
-                            self.progress(done, total)
+            for start in range(0, len(files), _CHUNK):
+                part = files[start : start + _CHUNK]
+                images = threads.map(self._attempt, [file.path for file in part])
+                for done, (file, image) in enumerate(zip(part, images, strict=True), start + 1):
+                    if isinstance(image, EngramError):
+                        self._skip(file.path, image)
+                    else:
+                        counts[file.path.partition("/")[0]][file.class_id] += 1
+                        yield image
+                    if self.progress is not None:
+                        self.progress(done, len(files))
 
     def _attempt(self, path: str) -> Images | EngramError:
         try:
