@@ -20,7 +20,7 @@ AREA = (0.08, 1.0)  # range of the crop's area, as a share of the image
 RATIO = 4 / 3  # largest ratio of its sides, either way
 TRIES = 10  # draws until one fits into the image; after that, the whole image is used
 GRID = 2**15  # resolution of sizes and positions along a side
-CENTRE = 0  # a draw that stands for the central crop, not resized
+CENTRE = 0  # the draw for the central crop, not resized
 
 
 def draw_crops(shape: tuple[int, ...], generator: torch.Generator) -> tuple[Tensor, Tensor]:
