@@ -52,12 +52,12 @@ def _one_run(step: dict[str, Any], kind: Kind) -> float | None:
 def _as_torch_is() -> Iterator[None]:
     """torch's own setting of TF32, which engram's engine turns off, cuDNN's search, and heads and losses by torch."""
     backend = torch.backends.cudnn
-    before = backend.allow_tf32, backend.benchmark, kernels.usable
-    backend.allow_tf32, backend.benchmark, kernels.usable = True, True, lambda tensor: False
+    before = backend.allow_tf32, backend.benchmark, kernels.is_available_for
+    backend.allow_tf32, backend.benchmark, kernels.is_available_for = True, True, lambda tensor: False
     try:
         yield
     finally:
-        backend.allow_tf32, backend.benchmark, kernels.usable = before
+        backend.allow_tf32, backend.benchmark, kernels.is_available_for = before
 
 
 def plain_tables(result: dict[str, Any]) -> list[Table]:

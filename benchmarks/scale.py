@@ -12,7 +12,7 @@ from engram.core.errors import EngramError
 from engram.data.augment import Augmentation
 from engram.data.memory import MemoryConfig
 from engram.data.sources.load import DataConfig
-from engram.data.store import ImageStore, Split
+from engram.data.store import DataSplit, ImageStore
 from engram.experiment.run_config import Device, Precision, RunConfig
 from engram.methods import find_method
 
@@ -108,9 +108,9 @@ def synthetic_store(
     """Random uint8 images with a normalisation, so that nothing has to be counted before a session starts."""
     random = np.random.default_rng(seed)
 
-    def split(count: int) -> Split:
+    def split(count: int) -> DataSplit:
         shape = (num_classes * count, image_size, image_size, 3)
-        return Split(random.integers(0, 256, shape, dtype=np.uint8), np.repeat(np.arange(num_classes), count))
+        return DataSplit(random.integers(0, 256, shape, dtype=np.uint8), np.repeat(np.arange(num_classes), count))
 
     names = tuple(f"class {i}" for i in range(num_classes))
     half = (0.5, 0.5, 0.5)

@@ -445,11 +445,13 @@ def test_a_mistake_is_answered_with_a_sentence(
 
 def test_the_plain_loop_has_none_of_our_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
-    monkeypatch.setattr(kernels, "usable", lambda tensor: True)
-    monkeypatch.setattr(against, "_measure", lambda *_: seen.append(kernels.usable(torch.ones(1))) or {"ms": {}})
+    monkeypatch.setattr(kernels, "is_available_for", lambda tensor: True)
+    monkeypatch.setattr(
+        against, "_measure", lambda *_: seen.append(kernels.is_available_for(torch.ones(1))) or {"ms": {}}
+    )
     measure_plain(Ground(replace(CPU, workers=0)), None)
     assert seen == [False, False]
-    assert kernels.usable(torch.ones(1))
+    assert kernels.is_available_for(torch.ones(1))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens where there is no CUDA device")

@@ -796,12 +796,12 @@ def hostile(path: Path) -> dict[str, str]:
         file.truncate(3 * 2**30)
     return {
         "truncated.png": "truncated",
-        "text.jpg": "no PNG",
-        "empty.webp": "no PNG",
+        "text.jpg": "not a PNG",
+        "empty.webp": "not a PNG",
         "bomb.png": "more pixels",
-        "pipe.png": "no ordinary file",
+        "pipe.png": "not a regular file",
         "loop.png": "symbolic links",
-        "device.png": "no ordinary file",
+        "device.png": "not a regular file",
         "sparse.bmp": "MiB",
     }
 

@@ -59,21 +59,21 @@ def hostile(folder: Path) -> dict[str, Path]:
     files = {
         "claims more pixels": bomb(folder / "bomb.png", 50_000, 50_000),
         "claims more pixels than": bomb(folder / "small bomb.png", 10_000, 10_000),
-        "no PNG, JPEG": folder / "text.png",
+        "not a PNG, JPEG": folder / "text.png",
         "truncated": folder / "cut.jpg",
         "Too many levels": folder / "loop.png",
         "it is a folder": folder / "folder.png",
-        "no ordinary file": folder / "pipe.png",
+        "not a regular file": folder / "pipe.png",
         "No such file": folder / "nowhere.png",
         "MiB are more than": folder / "large.png",
     }
-    files["no PNG, JPEG"].write_text("dear reader")
+    files["not a PNG, JPEG"].write_text("dear reader")
     whole = save(folder / "whole.jpg", np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8))
     files["truncated"].write_bytes(whole.read_bytes()[:900])
     whole.unlink()
     files["Too many levels"].symlink_to(files["Too many levels"])
     files["it is a folder"].mkdir()
-    os.mkfifo(files["no ordinary file"])
+    os.mkfifo(files["not a regular file"])
     with files["MiB are more than"].open("wb") as file:
         file.write(save(folder / "x.png").read_bytes())
         file.truncate(2 * 2**30)  # of nothing: it takes no space
@@ -99,7 +99,7 @@ def test_bad_files_are_skipped_with_their_names_or_refused(tmp_path: Path) -> No
     assert images[:, 0, 0, 0].tolist() == [0, 1, 2, 3, 4]
     assert [path for path, _ in skipped] == [str(path) for path in bad]
     assert all(reason for _, reason in skipped)
-    with pytest.raises(EngramError, match=r"bomb.png cannot be read .* mend or remove it, or go on without"):
+    with pytest.raises(EngramError, match=r"bomb.png cannot be read .* repair or remove it, or skip such files"):
         decode_files(paths, 8)
 
 
@@ -150,7 +150,7 @@ def test_a_stream_that_is_left_early_stops_its_threads(tmp_path: Path) -> None:
 @pytest.fixture
 def processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """All but the first few files are decoded by other processes."""
-    monkeypatch.setattr(decoding, "FEW", 3)
+    monkeypatch.setattr(decoding, "IN_PROCESS_FILES", 3)
 
 
 def test_processes_decode_as_threads_do(tmp_path: Path, processes: None) -> None:
@@ -161,7 +161,7 @@ def test_processes_decode_as_threads_do(tmp_path: Path, processes: None) -> None
     assert np.array_equal(alone[0], several[0])
     assert alone[1:] == several[1:]
     assert len(several[1]) == 40
-    with pytest.raises(EngramError, match=r"bomb.png cannot be read .* mend or remove it, or go on without"):
+    with pytest.raises(EngramError, match=r"bomb.png cannot be read .* repair or remove it, or skip such files"):
         decode_files(paths, 8, workers=3)
 
 
@@ -185,7 +185,7 @@ def test_a_process_that_dies_is_replaced_and_its_file_named(tmp_path: Path, monk
     try:
         assert pool.decode(paths[:2])[1] == [None, None]
         images, reasons = pool.decode(paths)
-        assert reasons == [None, None, "the decoder dies of it", None]
+        assert reasons == [None, None, "the decoder crashes on it", None]
         assert np.array_equal(
             images, np.stack([decode_image(path, 8, quick=True) for path in paths if path != paths[2]])
         )
@@ -219,7 +219,7 @@ def test_where_no_process_can_be_started_it_says_so_and_goes_on(
 
     monkeypatch.setattr(subprocess, "Popen", refused)
     files = [save(tmp_path / f"{i}.png") for i in range(300)]
-    with pytest.warns(RuntimeWarning, match=r"alone, and slower: .*unavailable") as told:
+    with pytest.warns(RuntimeWarning, match=r"in one process, which is slower: .*unavailable") as told:
         images, _, _ = decode_files(files, 8, workers=2)
     assert len(images) == 300
     assert len(told) == 1

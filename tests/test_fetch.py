@@ -143,7 +143,7 @@ def test_a_broken_download_is_kept_and_resumed_by_the_next_call(server: Server, 
     server.drop_after = [300_000, 0]
     with pytest.raises(
         EngramError,
-        match=r"\(the connection broke off, 300000 of 700001 bytes are kept for the next try\); try again",
+        match=r"\(the connection was interrupted, 300000 of 700001 bytes are kept for the next try\); try again",
     ):
         download(server, tmp_path)
     assert (tmp_path / f"{NAME}.part").read_bytes() == CONTENT[:300_000]
@@ -170,7 +170,7 @@ def test_a_server_without_ranges_starts_again(server: Server, tmp_path: Path) ->
 def test_a_server_without_ranges_that_drops_is_not_asked_for_ever(server: Server, tmp_path: Path) -> None:
     server.ranges = False
     server.drop_after = [300_000] * 10
-    with pytest.raises(EngramError, match="the connection broke off, 300000 of 700001"):
+    with pytest.raises(EngramError, match="the connection was interrupted, 300000 of 700001"):
         download(server, tmp_path)
     assert len(server.asked) == 2
 
@@ -247,7 +247,7 @@ def test_a_refusal_says_what_to_do_offline(server: Server, tmp_path: Path, statu
     server.status = status
     with pytest.raises(EngramError, match=f"the server answered {status} ") as caught:
         download(server, tmp_path)
-    assert f"put it at {tmp_path / NAME}, or pass its place with --data PATH" in str(caught.value)
+    assert f"put it at {tmp_path / NAME}, or give its path as data=PATH" in str(caught.value)
     assert fetch.OFFICIAL_URL in str(caught.value)
 
 
@@ -258,7 +258,7 @@ def test_no_network_says_what_to_do_offline(tmp_path: Path, monkeypatch: pytest.
         url = f"http://127.0.0.1:{free.getsockname()[1]}/x"
         with pytest.raises(EngramError, match=r"cannot be downloaded \(Connection refused\)") as caught:
             fetch_cifar100(tmp_path, url=url, md5=MD5, size=10)
-    assert f"put it at {tmp_path / NAME}, or pass its place with --data PATH" in str(caught.value)
+    assert f"put it at {tmp_path / NAME}, or give its path as data=PATH" in str(caught.value)
 
 
 def test_a_silent_server_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,7 +273,7 @@ def test_a_silent_server_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_an_address_that_is_not_of_the_web_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(CONTENT)
-    with pytest.raises(EngramError, match="is no web address"):
+    with pytest.raises(EngramError, match="is not a web address"):
         fetch_cifar100(tmp_path, url=(tmp_path / "x").as_uri(), md5=MD5, size=len(CONTENT))
 
 
@@ -300,7 +300,7 @@ def test_a_full_disk_is_noticed_before_and_while_writing(
         download(server, tmp_path)
     monkeypatch.setattr(fetch.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000})())
     server.asked.clear()
-    with pytest.raises(EngramError, match="make room and try again"):
+    with pytest.raises(EngramError, match="free some space and try again"):
         download(server, tmp_path)
     assert server.asked == []
 

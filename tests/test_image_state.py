@@ -31,11 +31,11 @@ from engram.data.memory import Memory, MemoryConfig
 from engram.experiment.base_cache import StageCache
 from engram.experiment.session import Session
 from engram.experiment.stage_work import StageWork
-from engram.methods.blocks.lsc import HostMethod, HostSettings, classification_loss, host_phases
+from engram.methods.blocks.lsc import LSCMethod, LSCSettings, classification_loss, lsc_phases
 from helpers import assert_resumes_to, last_state, run_stopped, run_whole, starts, tiny_config, tiny_session, toy_store
 
 
-class Consistent(HostMethod[HostSettings]):
+class Consistent(LSCMethod[LSCSettings]):
     """Replay that counts how often it saw each image, and holds its logits near those it had then."""
 
     uses_teacher = False
@@ -46,7 +46,7 @@ class Consistent(HostMethod[HostSettings]):
     watch: ClassVar[Callable[[Step], None]] = lambda step: None
 
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
-        phases = host_phases(self.settings, learner, stage, passes)
+        phases = lsc_phases(self.settings, learner, stage, passes)
         return [replace(phase, loss=self.loss) for phase in phases]
 
     def loss(self, step: Step) -> Terms:
@@ -62,7 +62,7 @@ class Consistent(HostMethod[HostSettings]):
 
 @pytest.fixture(autouse=True)
 def _registered() -> Iterator[None]:
-    register("consistent", settings=HostSettings, title="Consistent")(Consistent)
+    register("consistent", settings=LSCSettings, title="Consistent")(Consistent)
     yield
     del METHODS["consistent"]
 

@@ -18,9 +18,10 @@ from PIL import Image
 from engram import EngramError, recipe, recipe_names
 from engram.contract import Training
 from engram.core import memory_limits as room
-from engram.core.memory_limits import check_pool
+from engram.core.memory_limits import check_stage_fits
 from engram.core.serialize import to_plain
 from engram.data import store
+from engram.data.decode.image import unreadable_error
 from engram.data.sources import image_cache as imagecache
 from engram.data.sources import imagenet
 from engram.data.sources.download import data_home
@@ -32,7 +33,7 @@ from engram.data.stream import class_order
 from engram.engine import buffers
 from engram.engine.buffers import DeviceBuffers
 from engram.experiment.base_cache import StageCache
-from engram.experiment.imagenet_recipes import PROTOCOLS, SETTINGS
+from engram.experiment.recipes import IMAGENET_BASE, IMAGENET_STAGES
 from engram.experiment.runner import resume, run
 from engram.experiment.session import Session
 from engram.methods import METHODS
@@ -130,7 +131,11 @@ def test_what_is_no_image_is_refused_at_once(tmp_path: Path) -> None:
     os.truncate(large, 2 * 2**30)  # of nothing: it takes no space
     text.write_text("dear reader")
     os.mkfifo(pipe)
-    for file, reason in ((large, "MiB are more than"), (text, "it is no PNG, JPEG"), (pipe, "it is no ordinary file")):
+    for file, reason in (
+        (large, "MiB are more than"),
+        (text, "it is not a PNG, JPEG"),
+        (pipe, "it is not a regular file"),
+    ):
         with pytest.raises(EngramError, match=rf"{file.name} cannot be read \(.*{reason}"):
             decode_square(file, SIDE)
 
@@ -195,7 +200,7 @@ def test_an_unreadable_image_is_named_and_nothing_is_left_behind(three: Path) ->
     bad = three / "train" / "n00000002" / "n00000002_1.JPEG"
     bad.write_bytes(bad.read_bytes()[:200])
     with pytest.raises(
-        EngramError, match=r"n00000002_1\.JPEG cannot be read \(.+\); mend or remove it, or .*--skip-bad"
+        EngramError, match=r"n00000002_1\.JPEG cannot be read \(.+\); repair or remove it, or .*skip_bad"
     ):
         read_three(three)
     assert list((data_home() / CACHE).iterdir()) == []
@@ -216,14 +221,14 @@ def test_a_set_that_was_decoded_stays_when_its_bad_files_are_not_to_be_skipped(
     def attempt(file: Path, side: int) -> Images:
         tried.append(file)
         if file in refused:
-            raise EngramError(f"the image {file} cannot be read (for now)")
+            raise unreadable_error(file, "for now")
         return decode(file, side)
 
     monkeypatch.setattr(imagenet, "decode_square", attempt)
     monkeypatch.setattr(ImageCache.__init__, "__defaults__", (15 * SIDE**2 * 3,))  # room for one set
     before = read_three(three, skip_bad=True)
     tried.clear()
-    with pytest.raises(EngramError, match=r"n00000002_1\.JPEG cannot be read \(for now\); mend .*--skip-bad"):
+    with pytest.raises(EngramError, match=r"n00000002_1\.JPEG cannot be read \(for now\); repair .*skip_bad"):
         read_three(three)
     assert tried == refused, "no other file is decoded to find that out"
     assert read_three(three, skip_bad=True).fingerprint() == before.fingerprint()
@@ -246,8 +251,8 @@ def test_a_set_stays_until_it_is_replaced(tmp_path: Path) -> None:
 
     with pytest.raises(EngramError, match="broke off"):
         cache.save("same", broken(), 192)
-    assert cache.about("same") is not None
-    assert cache.about("other") is not None, "there is room for it beside what is to be replaced"
+    assert cache.description("same") is not None
+    assert cache.description("other") is not None, "there is room for it beside what is to be replaced"
 
 
 def test_the_longest_unused_set_makes_room(tmp_path: Path) -> None:
@@ -261,8 +266,8 @@ def test_the_longest_unused_set_makes_room(tmp_path: Path) -> None:
     cache.save("c", [image], 192)
     cache.describe("c", {"images": 1, "side": 8})
     assert {entry.key for entry in cache.entries()} == {"a", "c"}
-    assert cache.about("b") is None
-    assert cache.about("a") == {"images": 1, "side": 8}
+    assert cache.description("b") is None
+    assert cache.description("a") == {"images": 1, "side": 8}
     cache.save("d", [image] * 4, 768)  # more than the limit: it is kept alone
     assert [entry.key for entry in cache.entries()] == ["d"]
 
@@ -271,7 +276,7 @@ def test_a_full_disk_is_told_before_it_is_full(three: Path, monkeypatch: pytest.
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(imagecache.shutil, "disk_usage", lambda _: usage(10**9, 10**9, 10**3))
     with pytest.raises(
-        EngramError, match=r"need 0\.0 GB in .*images, where 0\.0 GB are free; make room, .*ENGRAM_DATA"
+        EngramError, match=r"need 0\.0 GB in .*images, where 0\.0 GB are free; free some space, .*ENGRAM_DATA"
     ):
         read_three(three)
 
@@ -283,14 +288,14 @@ def test_validation_images_side_by_side_are_refused_with_what_to_do(three: Path)
     shutil.rmtree(three / "val")
     for i in range(3):
         write_jpeg(three / "val" / f"ILSVRC2012_val_{i:08}.JPEG", i)
-    with pytest.raises(EngramError, match=r"side by side instead of in class folders; move each .*valprep\.sh.*wnid"):
+    with pytest.raises(
+        EngramError, match=r"directly inside instead of in class folders; move each .*valprep\.sh.*wnid"
+    ):
         read_three(three)
 
 
 def test_other_layouts_are_refused(three: Path, hundred: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(
-        EngramError, match=r"has no folder train/; give the folder of ImageNet that holds train/ and val/"
-    ):
+    with pytest.raises(EngramError, match=r"has no folder train/; give the folder of ImageNet with train/ and val/"):
         read_three(three / "train")
     with pytest.raises(
         EngramError, match=r"lacks 100 of the 100 class folders of imagenet100: 'n01440764', .* and 97 more"
@@ -308,9 +313,7 @@ def test_other_layouts_are_refused(three: Path, hundred: Path, tmp_path: Path, m
     (three / "val" / "n00000002").mkdir()
     with pytest.raises(EngramError, match=r"n00000002 has no image; unpack ImageNet's val set again"):
         read_three(three)
-    with pytest.raises(
-        EngramError, match=r"imagenet100 needs the folder that holds ImageNet's train/ and val/: give --data"
-    ):
+    with pytest.raises(EngramError, match=r"imagenet100 needs the folder with ImageNet's train/ and val/: give data"):
         load_store(DataConfig("imagenet100"))
 
 
@@ -321,32 +324,32 @@ def test_a_share_held_out_has_a_fingerprint_of_its_own_and_must_fit(
     held = load_store(DataConfig("imagenet1000", str(three), image_size=SIDE, holdout=0.3))
     assert (len(held.train), len(held.test)) == (6, 3)
     assert held.fingerprint() != whole.fingerprint()
-    monkeypatch.setattr(store, "SMALL", 100)
-    monkeypatch.setattr(store, "free_memory", lambda: 1000)
-    with pytest.raises(EngramError, match=r"copies the 0\.0 GB of training images into memory, where 0\.0 GB are free"):
+    monkeypatch.setattr(room, "UNCHECKED_BYTES", 100)
+    monkeypatch.setattr(room, "free_memory", lambda: 1000)
+    with pytest.raises(EngramError, match=r"copies of the training images, .* need 0\.0 GB of memory, and 0\.0 GB are"):
         whole.holdout(0.3, seed=0)
 
 
 def test_a_stage_that_does_not_fit_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "free_memory", lambda: 60 * 10**9)
-    check_pool(0, 65_000, (256, 256), CPU)  # 3 x 12.8 GB
+    check_stage_fits(0, 65_000, (256, 256), CPU)  # 3 x 12.8 GB
     with pytest.raises(
         EngramError, match=r"stage 0 trains on 640,000 images of 256x256 pixels, .* 377\.5 GB of memory"
     ):
-        check_pool(0, 640_000, (256, 256), CPU)
-    check_pool(1, 90_000, (256, 256), CPU, held=20 * 10**9)  # twice in memory: it fits where the last one was
-    with pytest.raises(EngramError, match=r"and 60\.0 GB are free; give a smaller --image-size or --base"):
-        check_pool(1, 110_000, (256, 256), CPU)
-    monkeypatch.setattr(room, "free_on", lambda _: 10 * 10**9)
+        check_stage_fits(0, 640_000, (256, 256), CPU)
+    check_stage_fits(1, 90_000, (256, 256), CPU, held=20 * 10**9)  # twice in memory: it fits where the last one was
+    with pytest.raises(EngramError, match=r"and 60\.0 GB are free; give a smaller image_size or base"):
+        check_stage_fits(1, 110_000, (256, 256), CPU)
+    monkeypatch.setattr(room, "free_device_memory", lambda _: 10 * 10**9)
     with pytest.raises(EngramError, match=r"need 12\.8 GB on the GPU, and 10\.0 GB are free"):
-        check_pool(0, 65_000, (256, 256), torch.device("cuda"))
+        check_stage_fits(0, 65_000, (256, 256), torch.device("cuda"))
     monkeypatch.setattr(room, "free_memory", lambda: 0)
-    check_pool(0, 5_000, (32, 32), CPU)  # not worth asking
+    check_stage_fits(0, 5_000, (32, 32), CPU)  # not worth asking
 
 
 def test_free_memory_is_what_the_machine_says() -> None:
     assert 2**24 < room.free_memory() < 2**50
-    assert room.free_on(CPU) == pytest.approx(room.free_memory(), rel=0.5)
+    assert room.free_device_memory(CPU) == pytest.approx(room.free_memory(), rel=0.5)
 
 
 def test_a_pool_is_the_same_brought_here_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,20 +366,20 @@ def test_a_pool_is_the_same_brought_here_in_parts(monkeypatch: pytest.MonkeyPatc
 
 def test_the_methods_of_the_papers_table_have_recipes() -> None:
     rows = {"afc", "podnet", "podnet-dde", "ucir", "ucir-dde", "mnemonics", "icarl", "bic", "geodl"}
-    assert rows <= {method for method, datasets in SETTINGS.items() if set(datasets) == set(PROTOCOLS)}
-    assert set(SETTINGS) <= set(METHODS)
-    for method in SETTINGS:
-        for dataset in SETTINGS[method]:
-            base, increments = PROTOCOLS[dataset]
-            for stages, new in increments.items():
+    offering = {method: info.recipes.imagenet for method, info in METHODS.items() if info.recipes.imagenet}
+    assert rows <= {method for method, datasets in offering.items() if set(datasets) == set(IMAGENET_BASE)}
+    for method, datasets in offering.items():
+        for dataset in datasets:
+            base = IMAGENET_BASE[dataset]
+            for stages, new in IMAGENET_STAGES[dataset].items():
                 config = recipe(f"{method}-{dataset}-b{base}-s{stages}")
                 assert (config.base, config.increment) == (base, new)
                 assert base + stages * new == IMAGENET[dataset]
                 assert config.memory.selection == METHODS[method].selection
                 assert (str(config.memory), config.backbone, config.data.name) == ("per_class=20", "resnet18", dataset)
-                assert config.augmentation.seen((256, 256)) == (224, 224)
+                assert config.augmentation.view_size((256, 256)) == (224, 224)
                 assert config.augmentation.brightness == (63 / 255 if METHODS[method].brightened else 0)
-    offered = sum(len(PROTOCOLS[dataset][1]) for datasets in SETTINGS.values() for dataset in datasets)
+    offered = sum(len(IMAGENET_STAGES[dataset]) for datasets in offering.values() for dataset in datasets)
     assert len([name for name in recipe_names() if "-imagenet" in name]) == offered >= 40
 
 
@@ -394,8 +397,8 @@ def test_the_settings_are_the_published_ones() -> None:
     assert podnet.train == Training(90, 64, 0.05, "cosine", weight_decay=5e-4)
     assert (podnet.finetune.lr, podnet.finetune.batch_size) == (0.01, 64)
     assert training("podnet-imagenet1000-b500-s10").weight_decay == 1e-4
-    for dataset in PROTOCOLS:
-        protocol = f"{dataset}-b{PROTOCOLS[dataset][0]}-s5"
+    for dataset, base in IMAGENET_BASE.items():
+        protocol = f"{dataset}-b{base}-s5"
         hosted = to_plain(recipe(f"podnet-dde-{protocol}").settings)
         assert {name: value for name, value in hosted.items() if name != "dde"} == to_plain(
             recipe(f"podnet-{protocol}").settings

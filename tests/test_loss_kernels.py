@@ -288,7 +288,7 @@ def both_ways(monkeypatch: pytest.MonkeyPatch, function: Callable[[], tuple[Tens
     """What a function gives, and the gradients at the leaves it names, is the same with the kernels and without."""
     found = []
     for use in (False, True):
-        monkeypatch.setattr(kernels, "usable", lambda tensor, use=use: use)
+        monkeypatch.setattr(kernels, "is_available_for", lambda tensor, use=use: use)
         value, leaves = function()
         value.sum().backward()
         found.append([value.detach(), *(each.grad for each in leaves)])

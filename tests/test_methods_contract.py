@@ -24,7 +24,7 @@ from engram.core.errors import EngramError
 from engram.core.events import EpochFinished, RunFinished, StageFinished, StageStarted
 from engram.data.memory import MemoryConfig
 from engram.data.stage import Stage
-from engram.data.store import ImageStore, Split
+from engram.data.store import DataSplit, ImageStore
 from engram.experiment.run_config import RunConfig
 from engram.experiment.runner import run
 from engram.experiment.session import Session
@@ -262,7 +262,7 @@ def test_test_images_have_no_way_into_training(method: str) -> None:
     store = toy_store()
     random = np.random.default_rng(9)
     images = random.integers(0, 256, store.test.images.shape, dtype=np.uint8)
-    poisoned = replace(store, test=Split(images, random.permutation(store.test.class_ids)))
+    poisoned = replace(store, test=DataSplit(images, random.permutation(store.test.class_ids)))
     other = play(method, poisoned, seed=1)
     assert_same_state(played(method).state, other.state)
     losses = [

@@ -22,15 +22,15 @@ from engram.data.augment import (
     Augmentation,
     Draws,
     apply,
-    as_they_are,
     augment,
     centre,
+    crop_pixels,
     draw,
-    draw_parts,
+    draw_crops,
+    identity_draws,
     pad_images,
-    part_pixels,
-    resize_parts,
-    resized,
+    resize_augment,
+    resize_crops,
 )
 from engram.engine.planning import plan_epochs
 from helpers import cpu_engine, tiny_config, tiny_session, toy_store
@@ -86,12 +86,12 @@ def slow_resize(image: np.ndarray, top: int, left: int, height: int, width: int,
 def test_a_part_is_resized_pixel_by_pixel(height: int, width: int, size: tuple[int, int], seed: int) -> None:
     images = smooth_images(4, height, width, seed)
     rows = torch.randint(4, (5,), generator=seeded(seed))
-    parts = draw_parts((5,), seeded(seed + 1))
+    parts = draw_crops((5,), seeded(seed + 1))
     mirror = torch.tensor([False, True, False, True, True])
-    batch = resize_parts(images, rows, parts, mirror, size)
+    batch = resize_crops(images, rows, parts, mirror, size)
     assert batch.shape == (5, 3, *size)
-    top, rows_of_part = part_pixels(parts[0], height, size[0])
-    left, columns_of_part = part_pixels(parts[1], width, size[1])
+    top, rows_of_part = crop_pixels(parts[0], height, size[0])
+    left, columns_of_part = crop_pixels(parts[1], width, size[1])
     for b in range(5):
         box = (int(top[b]), int(left[b]), int(rows_of_part[b]), int(columns_of_part[b]))
         expected = slow_resize(images[rows[b]].numpy(), *box, size)
@@ -103,11 +103,11 @@ def test_a_part_is_resized_pixel_by_pixel(height: int, width: int, size: tuple[i
 def test_a_part_is_what_pillow_makes_of_it(side: int) -> None:
     """Enlarged and shrunk; Pillow rounds to whole values after each side."""
     images, count, size = smooth_images(1, side, side, 5), 24, (35, 35)
-    parts = draw_parts((count,), seeded(3))
-    top, height = part_pixels(parts[0], side, size[0])
-    left, width = part_pixels(parts[1], side, size[1])
+    parts = draw_crops((count,), seeded(3))
+    top, height = crop_pixels(parts[0], side, size[0])
+    left, width = crop_pixels(parts[1], side, size[1])
     assert height.min() < 35 < height.max()
-    batch = resize_parts(
+    batch = resize_crops(
         images, torch.zeros(count, dtype=torch.int64), parts, torch.zeros(count, dtype=torch.bool), size
     )
     photograph = Image.fromarray(images[0].numpy())
@@ -123,17 +123,17 @@ def test_brightness_comes_after_and_is_clamped() -> None:
     draws = draw(VIEW, (3,), seeded())
     dark = Draws(draws.top, draws.left, draws.mirror, torch.full((3,), 0.5))
     bright = Draws(draws.top, draws.left, draws.mirror, torch.full((3,), 1.9))
-    plain = resize_parts(images, torch.arange(3), (draws.top, draws.left), draws.mirror, (14, 14)) / 255
-    torch.testing.assert_close(resized(images, torch.arange(3), dark, (14, 14)), plain * 0.5)
-    torch.testing.assert_close(resized(images, torch.arange(3), bright, (14, 14)), (plain * 1.9).clamp(max=1))
+    plain = resize_crops(images, torch.arange(3), (draws.top, draws.left), draws.mirror, (14, 14)) / 255
+    torch.testing.assert_close(resize_augment(images, torch.arange(3), dark, (14, 14)), plain * 0.5)
+    torch.testing.assert_close(resize_augment(images, torch.arange(3), bright, (14, 14)), (plain * 1.9).clamp(max=1))
     assert (plain * 1.9).max() > 1
 
 
 @pytest.mark.parametrize(("side", "size"), [(256, 224), (64, 56), (37, 32), (9, 9)])
 def test_what_is_not_augmented_is_the_centre_to_the_bit(side: int, size: int) -> None:
-    assert VIEW.seen((side, side)) == (size, size) or side == 9
+    assert VIEW.view_size((side, side)) == (size, size) or side == 9
     images = smooth_images(2, side, side)
-    batch = apply(VIEW, images, torch.arange(2), as_they_are(VIEW, (2,)), (size, size))
+    batch = apply(VIEW, images, torch.arange(2), identity_draws(VIEW, (2,)), (size, size))
     middle = centre(images, (size, size))
     assert middle.shape == (2, size, size, 3)
     edge = (side - size) // 2
@@ -148,8 +148,8 @@ def test_what_is_not_augmented_is_the_centre_to_the_bit(side: int, size: int) ->
 @settings(max_examples=30, deadline=None)
 @given(side=st.integers(1, 300), seed=st.integers(0, 99))
 def test_parts_lie_inside_the_image(side: int, seed: int) -> None:
-    for drawn in draw_parts((200,), seeded(seed)):
-        first, length = part_pixels(drawn, side, 7)
+    for drawn in draw_crops((200,), seeded(seed)):
+        first, length = crop_pixels(drawn, side, 7)
         assert (length >= 1).all()
         assert (first >= 0).all()
         assert (first + length <= side).all()
@@ -158,14 +158,14 @@ def test_parts_lie_inside_the_image(side: int, seed: int) -> None:
 @pytest.mark.parametrize(("share", "pixels"), [(0.01, 1), (0.24, 2), (0.26, 3), (0.94, 9), (0.96, 10), (1.0, 10)])
 def test_a_part_has_the_nearest_number_of_pixels_and_one_at_least(share: float, pixels: int) -> None:
     drawn = torch.tensor([round(share * GRID) * GRID, round(share * GRID) * GRID + GRID - 1])
-    first, length = part_pixels(drawn, 10, 7)
+    first, length = crop_pixels(drawn, 10, 7)
     assert length.tolist() == [pixels, pixels]
     assert first.tolist() == [0, 10 - pixels], "from one edge to the other"
 
 
 def test_parts_have_the_published_areas_and_shapes() -> None:
     """Area uniform in 0.08..1, the sides' ratio uniform in its logarithm in 3/4..4/3, of parts that fit; any place."""
-    down, across = draw_parts((40_000,), seeded(7))
+    down, across = draw_crops((40_000,), seeded(7))
     height, width = (down // GRID) / GRID, (across // GRID) / GRID
     area, ratio = height * width, (width / height).log()
     assert 0.0799 < area.min() < 0.09
@@ -179,7 +179,7 @@ def test_parts_have_the_published_areas_and_shapes() -> None:
         place = (drawn % GRID) / GRID
         assert place.mean().item() == pytest.approx(0.5, abs=0.01)
         assert place.std().item() == pytest.approx(1 / math.sqrt(12), rel=0.02)
-    first, length = part_pixels(down, 256, 224)
+    first, length = crop_pixels(down, 256, 224)
     free = 256 - length
     assert (first == 0).any()
     assert (first == free)[free > 0].any()
@@ -187,8 +187,8 @@ def test_parts_have_the_published_areas_and_shapes() -> None:
 
 def test_where_no_part_fits_it_is_the_whole_image(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resize, "AREA", (1.0, 1.0))
-    for drawn in draw_parts((50,), seeded()):
-        first, length = part_pixels(drawn, 31, 5)
+    for drawn in draw_crops((50,), seeded()):
+        first, length = crop_pixels(drawn, 31, 5)
         assert (first == 0).all()
         assert (length == 31).all()
 
@@ -221,9 +221,9 @@ def test_a_plan_of_resized_parts_is_the_same_however_far_ahead_it_looks() -> Non
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"pad": 0, "view": 0.0}, r"view must be a share of the image above 0 and at most 1, or none, got 0\.0"),
-        ({"pad": 0, "view": 1.5}, r"at most 1, or none, got 1\.5"),
-        ({"pad": 0, "view": math.nan}, "or none, got nan"),
+        ({"pad": 0, "view": 0.0}, r"view must be above 0 and at most 1, got 0"),
+        ({"pad": 0, "view": 1.5}, r"at most 1, got 1\.5"),
+        ({"pad": 0, "view": math.nan}, "at most 1, got nan"),
         ({"view": 0.875}, r"with view=0\.875 set pad to 0, got pad=4"),
     ],
 )

@@ -68,8 +68,8 @@ def test_labels_and_class_ids_map_both_ways(case: tuple[list[int], int, int]) ->
         ([-1, 0, 1], 1, 1, "must name each of the 3 classes once"),
         ([0, 1, 2], 4, 1, "1 to 3 classes .* got 4"),
         ([0, 1, 2], 0, 1, "1 to 3 classes .* got 0"),
-        ([0, 1, 2], 1, 0, "at least 1 class a stage, got 0"),
-        ([0, 1, 2], 1, -2, "at least 1 class a stage, got -2"),
+        ([0, 1, 2], 1, 0, "at least 1 class per stage, got 0"),
+        ([0, 1, 2], 1, -2, "at least 1 class per stage, got -2"),
     ],
 )
 def test_impossible_streams_are_refused(order: list[int], base: int, increment: int, sentence: str) -> None:
@@ -135,10 +135,10 @@ def test_published_orders_have_a_number() -> None:
         ("ant,bee,cat,dog,ant", "folder", "names ant more than once"),
         ("0,1,2,3,0", "folder", "names ant more than once"),
         ("ant,bee,cat", "folder", "lacks 2 of the 5 classes: dog, elk"),
-        ("ant,bee,cat,dgo,elk", "folder", r"names 'dgo', which is no class here: did you mean 'dog'\?"),
-        ("ant,bee,cat,dog,7", "folder", "names '7', which is no class here"),
-        ("0,1,2,3,5", "folder", "names '5', which is no class here"),
-        ("ant,bee,cat,dog,", "folder", "names '', which is no class here"),
+        ("ant,bee,cat,dgo,elk", "folder", r"names 'dgo', but there is no such class: did you mean 'dog'\?"),
+        ("ant,bee,cat,dog,7", "folder", "names '7', but there is no such class"),
+        ("0,1,2,3,5", "folder", "names '5', but there is no such class"),
+        ("ant,bee,cat,dog,", "folder", "names '', but there is no such class"),
         ("backwards", "folder", "'backwards' is none of"),
         ("seed:x", "folder", "'seed:x' is none of"),
         ("-1", "folder", "'-1' is none of"),
@@ -147,7 +147,7 @@ def test_published_orders_have_a_number() -> None:
         ("4", "cifar100", "published class orders 1 to 3, got 4; 'seed:4'"),
         ("²", "folder", "'²' is none of"),
         ("seed:²", "folder", "'seed:²' is none of"),
-        ("ant,bee,cat,dog,²", "folder", "names '²', which is no class here"),
+        ("ant,bee,cat,dog,²", "folder", "names '²', but there is no such class"),
     ],
 )
 def test_bad_orders_are_refused(spec: str, dataset: str, sentence: str) -> None:
@@ -383,9 +383,9 @@ def test_backward_transfer_and_forgetting_are_their_sums(matrix: list[list[float
 def test_backward_transfer_by_class_is_that_of_every_class_alone() -> None:
     matrix, sizes = [[80.0], [70.0, 90.0], [60.0, 60.0, 95.0]], [5, 2, 3]
     alone = [60.0 - 80.0] * 5 + [60.0 - 90.0] * 2
-    assert metrics.class_backward_transfer(matrix, sizes) == pytest.approx(sum(alone) / 7)
-    assert metrics.class_backward_transfer(matrix, [1, 1, 9]) == pytest.approx(metrics.backward_transfer(matrix))
-    assert metrics.class_backward_transfer(matrix[:1], sizes) is None
+    assert metrics.backward_transfer(matrix, sizes) == pytest.approx(sum(alone) / 7)
+    assert metrics.backward_transfer(matrix, [1, 1, 9]) == pytest.approx(metrics.backward_transfer(matrix))
+    assert metrics.backward_transfer(matrix[:1], sizes) is None
 
 
 @settings(deadline=None)

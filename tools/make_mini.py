@@ -26,7 +26,7 @@ from PIL import Image
 from engram.core.errors import EngramError
 from engram.data.sources.cifar import read_batches, read_cifar100
 from engram.data.sources.mini import cut
-from engram.data.store import Split
+from engram.data.store import DataSplit
 
 SEED = "engram-mini-1"
 PLACE = 1
@@ -52,7 +52,7 @@ def pick_classes(path: Path, class_names: tuple[str, ...], place: int) -> list[i
     return sorted(chosen)
 
 
-def pick_images(split: Split, class_id: int, count: int) -> npt.NDArray[np.uint8]:
+def pick_images(split: DataSplit, class_id: int, count: int) -> npt.NDArray[np.uint8]:
     """The first `count` images (count, 16, 16, 3) of a class in the shuffle, at half the size."""
     images = split.images[split.class_ids == class_id]
     order = sorted(range(len(images)), key=lambda i: rank(images[i].tobytes()))[:count]

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar, get_args
 from engram.contract.method import Method
 from engram.contract.settings import Settings
 from engram.core.errors import EngramError, UnknownNameError
-from engram.core.provenance import versions_outside
+from engram.core.provenance import user_code_versions
 from engram.data.memory import SELECTORS, Selection
 
 MemoryUse = Literal["needed", "none", "all", "optional"]
@@ -126,7 +126,7 @@ def register(
             brightened=brightened,
             shares_base=shares_base,
             recipes=recipes or RecipeHints(),
-            versions=versions_outside(cls),  # now: later edits of the file do not change the class
+            versions=user_code_versions(cls),  # now: later edits of the file do not change the class
         )
         return cls
 

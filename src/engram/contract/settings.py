@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import types
-import typing
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields, replace
-from functools import cache
 from typing import Any, Literal, TypeVar
 
-from engram.core.errors import EngramError, UnknownNameError
+from engram.core.errors import EngramError
+from engram.core.fields import check_fields, limits
 from engram.core.serialize import to_plain
 
 # What a setting is for, so that nothing outside a method has to know it by name.
@@ -44,8 +42,7 @@ def setting(
     after_base: it has no effect before the second stage, so runs that differ in it share a base stage.
     role: what it is for.
     """
-    limits = {"at_least": at_least, "above": above, "at_most": at_most}
-    metadata = {"limits": limits, "after_base": after_base, "role": role}
+    metadata = limits(at_least=at_least, above=above, at_most=at_most) | {"after_base": after_base, "role": role}
     if factory is not None:
         return field(default_factory=factory, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -57,49 +54,6 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_fields(self)
-
-
-def check_fields(settings: Any) -> None:
-    """Refuse a value outside the limits of its `setting`, or not among the choices of its Literal annotation."""
-    hints = _hints(type(settings))
-    for each in fields(settings):
-        value = getattr(settings, each.name)
-        choices = _choices(hints[each.name])
-        if choices and value is not None and value not in choices:
-            raise UnknownNameError(each.name, value, map(str, choices))
-        if value is not None:
-            _check_limits(each.name, value, **each.metadata.get("limits", {}))
-
-
-def _check_limits(
-    name: str, value: float, at_least: float | None = None, above: float | None = None, at_most: float | None = None
-) -> None:
-    # Written so that a value that is not a number is refused.
-    fits = (
-        (at_least is None or value >= at_least)
-        and (above is None or value > above)
-        and (at_most is None or value <= at_most)
-    )
-    if not fits:
-        lower = f"at least {at_least:g}" if at_least is not None else f"above {above:g}" if above is not None else ""
-        upper = "" if at_most is None else f"at most {at_most:g}"
-        raise EngramError(
-            f"{name} must be {' and '.join(filter(None, (lower, upper)))}, got {value}", parameter=name, value=value
-        )
-
-
-@cache
-def _hints(kind: type) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
-
-
-def _choices(hint: Any) -> tuple[Any, ...]:
-    """The values of a Literal, or of a Literal or None; empty for any other annotation."""
-    if typing.get_origin(hint) is Literal:
-        return typing.get_args(hint)
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return tuple(choice for argument in typing.get_args(hint) for choice in _choices(argument))
-    return ()
 
 
 def base_settings(settings: Settings) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""Helpers that everything else uses: errors, files, serialisation, random numbers, metrics, events, provenance."""
+"""Helpers for all other packages: errors, files, settings, random numbers, metrics, events, provenance."""

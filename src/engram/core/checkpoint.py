@@ -1,4 +1,4 @@
-"""Checkpoints: the state of a run in one file; a reader finds the old one or the new one, never half of either."""
+"""Checkpoints: the state of a run in one file, which is replaced as a whole."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ FORMAT = 1
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """Named tensors and the plain data beside them."""
+    """Named tensors, and data that JSON can hold."""
 
     tensors: dict[str, Tensor]
     data: dict[str, Any]
 
 
 def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
-    """Writes the checkpoint in place of the one before, all or nothing."""
+    """Write a checkpoint; an older one at the path stays intact until the new one is complete."""
     tensors = {name: value.detach().cpu().contiguous().clone() for name, value in checkpoint.tensors.items()}
     data = {"format": FORMAT, "digest": _digest(tensors), **checkpoint.data}
     write_bytes(path, save(tensors, metadata={"engram": json.dumps(data)}))
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint at that path, found whole and unchanged."""
+    """Read a checkpoint and verify its checksum."""
     if not path.is_file():
         raise EngramError(f"there is no checkpoint at {path}, so there is nothing to resume; start the run again")
     try:
@@ -43,7 +43,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         data = json.loads(metadata["engram"])
-        whole = data["digest"] == _digest(tensors)
+        intact = data["digest"] == _digest(tensors)
     except (SafetensorError, OSError, KeyError, TypeError, json.JSONDecodeError, ValueError) as error:
         raise EngramError(f"the checkpoint {path} is damaged ({type(error).__name__}); start the run again") from error
     if data.get("format") != FORMAT:
@@ -51,13 +51,13 @@ def load_checkpoint(path: Path) -> Checkpoint:
             f"the checkpoint {path} has format {data.get('format')}, and this version reads format {FORMAT}; "
             "use the version of engram that wrote it"
         )
-    if not whole:
+    if not intact:
         raise EngramError(f"the checkpoint {path} is damaged (its checksum does not match); start the run again")
     return Checkpoint(tensors, data)
 
 
 def read_data(path: Path) -> dict[str, Any]:
-    """The plain data of a checkpoint alone; empty where it cannot be read."""
+    """Read only the data of a checkpoint, without its tensors; empty if that fails."""
     try:
         with safe_open(str(path), framework="pt") as file:
             data = json.loads((file.metadata() or {})["engram"])

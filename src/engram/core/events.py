@@ -1,4 +1,4 @@
-"""Events: what a run says as it goes. They are plain data; whoever consumes them cannot change training."""
+"""Events that a run emits while it trains. They are plain data; a consumer cannot change the training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def read_events(file: Path) -> Iterator[dict[str, Any]]:
-    """What a run's file of events holds, as plain data and in order; nothing where there is no such file."""
+    """Yield the events of a run's events file as dictionaries, in order; none if the file does not exist."""
     if not file.exists():
         return
     with file.open(encoding="utf-8", errors="replace") as lines:
@@ -19,28 +19,28 @@ def read_events(file: Path) -> Iterator[dict[str, Any]]:
             try:
                 event = json.loads(line)
             except json.JSONDecodeError:
-                continue  # a killed run may leave its last line torn
+                continue  # a killed run may leave an incomplete last line
             if isinstance(event, dict):
                 yield event
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened in a run."""
+    """Base class of all events."""
 
     @property
     def name(self) -> str:
-        """The event's name in files: `StageFinished` is `stage_finished`."""
+        """Name in files: `stage_finished` for `StageFinished`."""
         return re.sub(r"(?<!^)(?=[A-Z])", "_", type(self).__name__).lower()
 
     def to_json(self) -> dict[str, Any]:
-        """The event as plain data."""
+        """Return the event as a dictionary for JSON."""
         return {"event": self.name, **asdict(self)}
 
 
 @dataclass(frozen=True)
 class RunStarted(Event):
-    """directory is None for a run that writes nothing. stages counts evaluations, the base included."""
+    """A run has started. directory: None if the run writes no files. stages: their number, including the base."""
 
     recipe: str
     method: str
@@ -52,7 +52,7 @@ class RunStarted(Event):
 
 @dataclass(frozen=True)
 class StageStarted(Event):
-    """images: what the stage trains on, of which so many are exemplars."""
+    """A stage has started. images: number of training images, including the exemplars."""
 
     stage: int
     stages: int
@@ -64,7 +64,7 @@ class StageStarted(Event):
 
 @dataclass(frozen=True)
 class BaseReused(Event):
-    """The base stage is not trained: another run with the same one has done so."""
+    """The base stage was loaded from the cache: another run with the same base stage has trained it."""
 
     stage: int
     path: str
@@ -72,7 +72,7 @@ class BaseReused(Event):
 
 @dataclass(frozen=True)
 class BaseAwaited(Event):
-    """Another run is training the same base stage, and this one waits for it. holder: which run, where it is known."""
+    """This run waits for another run that trains the same base stage. holder: that run, if known."""
 
     stage: int
     stages: int
@@ -81,7 +81,7 @@ class BaseAwaited(Event):
 
 @dataclass(frozen=True)
 class PhaseStarted(Event):
-    """images and steps are those of one epoch."""
+    """A phase has started. images, steps: in one epoch."""
 
     stage: int
     phase: str
@@ -92,7 +92,7 @@ class PhaseStarted(Event):
 
 @dataclass(frozen=True)
 class Progress(Event):
-    """Where training stands, a few times a second. done is the share of the whole run's training work, 0 to 1."""
+    """Progress of training, a few times a second. done: completed share of all training in the run, 0 to 1."""
 
     stage: int
     stages: int
@@ -109,7 +109,7 @@ class Progress(Event):
 
 @dataclass(frozen=True)
 class EpochFinished(Event):
-    """epoch counts from 1. terms: the mean of each loss term over the epoch's steps."""
+    """An epoch has finished. epoch: counted from 1. terms: mean of each loss term over the steps of the epoch."""
 
     stage: int
     phase: str
@@ -121,10 +121,10 @@ class EpochFinished(Event):
 
 @dataclass(frozen=True)
 class Working(Event):
-    """A piece of work beside the steps of training has begun.
+    """Work other than training steps has started.
 
-    what: "kernels" (compiled before the first step on a GPU), "importance" (whatever the method does once a stage is
-    trained: AFC's importance, WA's aligned weights), "exemplars", "evaluate".
+    what: "kernels" (compilation before the first step on a GPU), "importance" (what the method computes after a stage:
+    AFC's importance, WA's aligned weights), "exemplars" (their selection), "evaluate".
     """
 
     stage: int
@@ -134,7 +134,7 @@ class Working(Event):
 
 @dataclass(frozen=True)
 class StageFinished(Event):
-    """accuracy: percent over the classes seen, by predictor. average: the mean of it over the stages so far."""
+    """A stage has finished. accuracy: percent over all classes seen, by predictor. average: its mean over stages."""
 
     stage: int
     stages: int
@@ -147,7 +147,7 @@ class StageFinished(Event):
 
 @dataclass(frozen=True)
 class Checkpointed(Event):
-    """The run can be resumed from here, inside a phase; epoch counts from 1. Saving after a stage has no event."""
+    """A checkpoint was saved inside a phase (the one after a stage has no event). epoch: counted from 1."""
 
     stage: int
     phase: str
@@ -156,14 +156,14 @@ class Checkpointed(Event):
 
 @dataclass(frozen=True)
 class Warned(Event):
-    """Something the user should know that did not stop the run."""
+    """A warning for the user; the run continues."""
 
     message: str
 
 
 @dataclass(frozen=True)
 class Stopped(Event):
-    """The run was asked to stop and can be resumed."""
+    """The run was stopped on request and can be resumed."""
 
     stage: int
     stages: int
@@ -173,7 +173,7 @@ class Stopped(Event):
 
 @dataclass(frozen=True)
 class RunFinished(Event):
-    """result is the content of result.json."""
+    """The run has finished. result: content of result.json."""
 
     result: dict[str, Any]
     directory: str | None
@@ -181,9 +181,10 @@ class RunFinished(Event):
 
 @dataclass(frozen=True)
 class EpochsChosen(Event):
-    """A lesson that may take so many minutes gets so many epochs, which will take about so many seconds.
+    """The number of epochs was chosen for a lesson with a time limit.
 
-    fits: not where even one epoch takes longer than what is left after the measuring.
+    minutes: the limit. seconds: estimated training time. fits: false if even one epoch takes longer than the time left
+    after measuring.
     """
 
     minutes: float
@@ -195,7 +196,7 @@ class EpochsChosen(Event):
 
 @dataclass(frozen=True)
 class ImagesRead(Event):
-    """The images of a lesson are read from their files."""
+    """The images of a lesson were read from their files."""
 
     images: int
     seconds: float
@@ -203,12 +204,13 @@ class ImagesRead(Event):
 
 @dataclass(frozen=True)
 class Learned(Event):
-    """A model has learned a lesson; it is on disk where there is a path.
+    """A model has learned a lesson.
 
-    new, refreshed: the classes learned, and which of them it knew before. Accuracies are percent of held-out images, by
-    predictor, empty where none was held out: before, after over the classes known before and not refreshed,
-    refreshed_before, refreshed_after over the refreshed, new_accuracy over all learned now. by_class: for each class
-    its name and its accuracy before (None: it is new) and after. Before and after are of the same images.
+    new: all classes of the lesson. refreshed: those among them that the model knew before. path: where the model was
+    saved, or None. Accuracies are in percent of held-out images, by predictor; empty if no image was held out. "Before"
+    and "after" use the same images. before, after: known classes that were not refreshed. refreshed_before,
+    refreshed_after: refreshed classes. new_accuracy: all classes of the lesson. by_class: for each class its name and
+    its accuracy before (None if new) and after.
     """
 
     new: list[str]
@@ -227,7 +229,7 @@ class Learned(Event):
 
 @dataclass(frozen=True)
 class RunSkipped(Event):
-    """One of several runs was complete before they began. result is the content of its result.json."""
+    """One of several runs was already complete. result: content of its result.json."""
 
     result: dict[str, Any]
     directory: str
@@ -235,9 +237,9 @@ class RunSkipped(Event):
 
 @dataclass(frozen=True)
 class RunFailed(Event):
-    """One of several runs ended in an error; the others go on.
+    """One of several runs ended with an error; the others continue.
 
-    unexpected: a mistake in the program rather than in what was asked of it; traceback is given for those alone.
+    unexpected: the error is probably a bug and not a wrong setting. traceback: for unexpected errors only.
     """
 
     message: str

@@ -1,4 +1,4 @@
-"""Writing files so that a reader never sees half of one, locks, and reading JSON with errors for people."""
+"""Files: atomic writing, locks, and reading JSON."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import errno
 import fcntl
 import json
 import os
-import tempfile
+import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -15,92 +15,91 @@ from typing import Any, BinaryIO
 
 from engram.core.errors import EngramError
 
-TEMPORARY = ".part"
-_UMASK = os.umask(0)  # it can only be read by setting it
-os.umask(_UMASK)
-FILE_MODE = 0o666 & ~_UMASK  # of new files; temporary ones are their owner's alone
+TEMPORARY = ".part"  # suffix of a file that is being written
 
 
 def typed_path(text: str | Path) -> Path:
-    """The path that somebody gave: ~ is the home folder, unless there is something of that very name."""
+    """Return the path that a user typed, with ~ expanded to the home folder unless a file of that name exists."""
     return Path(text if os.path.lexists(text) else os.path.expanduser(text))
 
 
 @contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn an OSError inside this context into an EngramError that names the path and the reason."""
+    try:
+        yield
+    except OSError as error:
+        place = error.filename or path
+        raise EngramError(f"{place} cannot be read ({error.strerror}); check its permissions") from None
+
+
+@contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """A context that turns the system's refusals to write into one sentence."""
+    """Turn an OSError inside this context into an EngramError that names the path and the reason."""
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            what = "the disk is full"
+            reason = "the disk is full"
         elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            what = "there is no permission to write there"
+            reason = "there is no permission to write there"
         else:
-            what = error.strerror or str(error)
-        raise EngramError(f"cannot write {path}: {what}; what was written before is intact") from error
+            reason = error.strerror or str(error)
+        raise EngramError(f"cannot write {path}: {reason}; files written before are intact") from error
 
 
 def lock(path: Path) -> int | None:
-    """A handle on the file at the path, made if there is none, that nobody else has locked; None while somebody has.
+    """Lock the file at a path and return its handle, or None if another process has locked it.
 
-    Closing the handle lets it go. Links are not followed.
+    The file is created if necessary. Closing the handle releases the lock. Symbolic links are not followed.
     """
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(path, handle):
-                return handle
+            with suppress(FileNotFoundError):
+                if os.path.samestat(path.lstat(), os.fstat(handle)):
+                    return handle
         except BlockingIOError:
             os.close(handle)
             return None
         except BaseException:
             os.close(handle)
             raise
-        os.close(handle)  # it was removed between opening and locking
-
-
-def _is_at(path: Path, handle: int) -> bool:
-    """Whether the open file is the one that the path names now."""
-    try:
-        return os.path.samestat(path.lstat(), os.fstat(handle))
-    except FileNotFoundError:
-        return False
+        os.close(handle)  # the file was removed or replaced between opening and locking
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write; when the context ends well it is at the path, whole and on disk, else what was there is."""
+    """Yield a file to write, which replaces the one at the path when the context ends without an error."""
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=TEMPORARY)
+        temporary = path.with_name(f".{path.name}.{secrets.token_urlsafe(6)}{TEMPORARY}")
         try:
-            with os.fdopen(handle, "wb") as file:
+            with temporary.open("xb") as file:  # a new file: the system derives its mode from the umask
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
-            os.chmod(temporary, FILE_MODE)
-            os.replace(temporary, path)
+            temporary.replace(path)
         except BaseException:
             with suppress(OSError):
-                os.unlink(temporary)
+                temporary.unlink()
             raise
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Puts the content at the path, whole and on disk, or leaves what was there."""
+    """Write a file atomically: after a failure, the old file is still there."""
     with replacing(path) as file:
         file.write(content)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Puts the text at the path in UTF-8, whole or not at all; what UTF-8 lacks (in odd names of files) as \\udcXX."""
+    """Write text atomically in UTF-8; characters it cannot encode (from unusual file names) become \\udcXX."""
     write_bytes(path, text.encode(errors="backslashreplace"))
 
 
 def remove_temporaries(folder: Path, older_than: float = 0.0) -> None:
-    """Removes what a killed process left half-written below the folder, if it is that many seconds old."""
+    """Delete the temporary files that killed processes left in a folder, if they are that many seconds old."""
     for path in folder.rglob(f".*{TEMPORARY}"):
         with suppress(OSError):
             if time.time() - path.stat().st_mtime >= older_than:
@@ -108,12 +107,12 @@ def remove_temporaries(folder: Path, older_than: float = 0.0) -> None:
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Puts the data at the path as JSON, whole or not at all."""
+    """Write data atomically as JSON."""
     write_bytes(path, (json.dumps(data, indent=1, allow_nan=False) + "\n").encode())
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file."""
+    """Read a file that holds a JSON object."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -121,5 +120,5 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise EngramError(f"{path} cannot be read as JSON: it is half-written or damaged ({error})") from error
     if not isinstance(data, dict):
-        raise EngramError(f"{path} should hold a JSON object and holds a {type(data).__name__}")
+        raise EngramError(f"{path} should contain a JSON object, but contains a {type(data).__name__}")
     return data

@@ -1,4 +1,4 @@
-"""Memory limits: how much memory is free, and whether a stage of images fits in memory and on the device."""
+"""Memory limits: how much memory is free, and whether images or weights fit into it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from engram.core.errors import EngramError, option
 if TYPE_CHECKING:
     import torch
 
-SMALL = 2**30  # bytes that need not be asked about
-SHARE = 0.9  # of what is free that images or weights may take
+UNCHECKED_BYTES = 2**30  # smaller requests always pass
+MAX_SHARE = 0.9  # share of the free memory that images or weights may take
 
 
 def free_memory() -> int:
-    """The bytes of this machine's memory that a program can still have."""
+    """Return the bytes of main memory that a program can still allocate."""
     try:
         for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
             if line.startswith("MemAvailable:"):
@@ -28,54 +28,51 @@ def free_memory() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def check_room(need: int, what: str) -> None:
-    """Refuses what would need more than most of the memory that is free."""
-    free = free_memory()
-    if need > SMALL and need > SHARE * free:
-        raise EngramError(
-            f"{what} need {need / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free; use fewer or smaller images"
-        )
-
-
-def return_memory() -> None:
-    """Gives freed memory back to the system, where its C library can.
-
-    glibc keeps what was freed, and a process that learns classes one after the other asks for pieces of ever other
-    sizes.
-    """
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-def free_on(device: torch.device) -> int:
-    """The bytes of a device's memory that tensors can still have."""
+def free_device_memory(device: torch.device) -> int:
+    """Return the bytes of a device's memory that tensors can still use."""
     if device.type != "cuda":
         return free_memory()
-    import torch  # readers of images do without it
+    import torch  # image readers must work without importing it
 
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + unused
 
 
-def check_pool(stage: int, images: int, size: tuple[int, int], device: torch.device, held: int = 0) -> None:
-    """Refuses a stage whose images do not fit, before any of them is read.
+def return_memory() -> None:
+    """Return freed memory to the operating system, if the C library supports it.
 
-    Counted are the pool in memory, the copy that exemplars are chosen from, and the pool on the device, unless it fits
-    into the bytes held there already.
+    glibc keeps freed memory, and a process that learns classes one after the other allocates blocks of ever new sizes.
+    """
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def check_memory(need: int, what: str, advice: str = "use fewer or smaller images") -> None:
+    """Raise an EngramError if `what` (a plural) needs more bytes than most of the free memory."""
+    _check(need, free_memory(), f"{what} need", "of memory", advice)
+
+
+def check_stage_fits(stage: int, images: int, size: tuple[int, int], device: torch.device, held: int = 0) -> None:
+    """Raise an EngramError if the images of a stage do not fit into memory, before any of them is read.
+
+    It counts the pool in memory, the copy that exemplars are selected from, and the pool on the device, unless that
+    fits into the `held` bytes that are already allocated there.
     """
     height, width = size
-    once = images * height * width * 3
-    if once < SMALL:
+    pool = images * height * width * 3
+    if pool < UNCHECKED_BYTES:
         return
-    there = once if once > held else 0
+    subject = f"stage {stage} trains on {images:,} images of {width}x{height} pixels, which need"
+    smaller = f"give a smaller {option('image_size')} or {option('base')}"
+    advice = f"{smaller} (all images of a stage are in memory at the same time)"
+    on_device = pool if pool > held else 0
     if device.type == "cuda":
-        needs = [("of memory", 2 * once, free_memory()), ("on the GPU", there, free_on(device))]
+        _check(2 * pool, free_memory(), subject, "of memory", advice)
+        _check(on_device, free_device_memory(device), subject, "on the GPU", advice)
     else:
-        needs = [("of memory", 2 * once + there, free_memory())]
-    for where, need, free in needs:
-        if need > SHARE * free:
-            raise EngramError(
-                f"stage {stage} trains on {images:,} images of {width}x{height} pixels, which need {need / 1e9:.1f} GB "
-                f"{where}, and {free / 1e9:.1f} GB are free; give a smaller {option('image_size')} or {option('base')} "
-                "(a stage's images are held whole, not read as they are needed)"
-            )
+        _check(2 * pool + on_device, free_memory(), subject, "of memory", advice)
+
+
+def _check(need: int, free: int, subject: str, where: str, advice: str) -> None:
+    if need >= UNCHECKED_BYTES and need > MAX_SHARE * free:
+        raise EngramError(f"{subject} {need / 1e9:.1f} GB {where}, and {free / 1e9:.1f} GB are free; {advice}")

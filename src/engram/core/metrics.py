@@ -1,7 +1,6 @@
-"""Metrics: pure functions of the accuracy matrix, and what several runs come to.
+"""Metrics: pure functions of the accuracy matrix, and estimates over several runs.
 
-R[t][i] is the accuracy, in percent, on the classes that arrived at stage i of the model after stage t; row t has t +
-1 entries.
+R[t][i] is the accuracy, in percent, of the model after stage t on the classes of stage i. Row t has t + 1 entries.
 """
 
 from __future__ import annotations
@@ -15,19 +14,19 @@ import numpy as np
 
 _K = TypeVar("_K")
 Matrix = Sequence[Sequence[float]]
-# The names in result.json; of one stage the last two are null.
+# Names in result.json. The last two are null in a run with one stage.
 METRICS = ("average_incremental_accuracy", "final_accuracy", "forgetting", "backward_transfer")
 
 
 def accuracy(targets: np.ndarray, predictions: np.ndarray) -> float:
-    """The share of predictions that are right, in percent."""
+    """Return the percentage of correct predictions."""
     if len(targets) == 0:
         raise ValueError("accuracy needs at least one prediction")
     return 100.0 * float(np.mean(targets == predictions))
 
 
 def accuracy_by_stage(targets: np.ndarray, predictions: np.ndarray, sizes: Sequence[int]) -> list[float]:
-    """The accuracy on the classes of each stage, for labels that count up through the stages' sizes."""
+    """Return the accuracy on the classes of each stage; stage 0 has the first sizes[0] labels, and so on."""
     bounds = np.cumsum([0, *sizes])
     rows: list[float] = []
     for first, last in itertools.pairwise(bounds):
@@ -37,30 +36,26 @@ def accuracy_by_stage(targets: np.ndarray, predictions: np.ndarray, sizes: Seque
 
 
 def average_incremental_accuracy(per_stage: Sequence[float]) -> float:
-    """The mean over all stages, the base included, of the accuracy over the classes seen then."""
+    """Return the mean over all stages, including the base, of the accuracy on all classes seen so far."""
     if not per_stage:
         raise ValueError("average incremental accuracy needs at least one stage")
     return float(np.mean(per_stage))
 
 
-def backward_transfer(matrix: Matrix) -> float | None:
-    """The mean over stages i < T of R[T][i] - R[i][i]; None with one stage only."""
+def backward_transfer(matrix: Matrix, sizes: Sequence[int] | None = None) -> float | None:
+    """Return the mean over stages i < T of R[T][i] - R[i][i], or None if there is only one stage.
+
+    sizes: number of classes of each stage. With it, each old class has the same weight, not each stage.
+    """
     last = len(matrix) - 1
     if last < 1:
         return None
-    return float(np.mean([matrix[last][i] - matrix[i][i] for i in range(last)]))
-
-
-def class_backward_transfer(matrix: Matrix, sizes: Sequence[int]) -> float | None:
-    """The same with a stage counting for as much as it has classes (sizes): the mean over the old classes."""
-    last = len(matrix) - 1
-    if last < 1:
-        return None
-    return float(np.average([matrix[last][i] - matrix[i][i] for i in range(last)], weights=sizes[:last]))
+    changes = [matrix[last][i] - matrix[i][i] for i in range(last)]
+    return float(np.average(changes, weights=None if sizes is None else sizes[:last]))
 
 
 def forgetting(matrix: Matrix) -> float | None:
-    """The mean over stages i < T of the best R[t][i] with t < T, less R[T][i]; None with one stage only."""
+    """Return the mean over stages i < T of max(R[t][i], t < T) - R[T][i], or None if there is only one stage."""
     last = len(matrix) - 1
     if last < 1:
         return None
@@ -69,7 +64,7 @@ def forgetting(matrix: Matrix) -> float | None:
 
 
 def confusion(targets: np.ndarray, predictions: np.ndarray, num_classes: int) -> np.ndarray:
-    """Counts (K, K): row is the true label, column the predicted one."""
+    """Return the confusion matrix (K, K): counts with one row per true label and one column per predicted label."""
     pairs = targets.astype(np.int64) * num_classes + predictions.astype(np.int64)
     return np.bincount(pairs, minlength=num_classes**2).reshape(num_classes, num_classes)
 
@@ -84,7 +79,7 @@ class Estimate:
 
 
 def estimate(values: Sequence[float | None]) -> Estimate | None:
-    """The estimate over runs, or None where a value is not defined (one stage: nothing to forget)."""
+    """Return the estimate over several runs, or None if there are none or one of them has no value."""
     numbers = [value for value in values if value is not None]
     if not numbers or len(numbers) < len(values):
         return None
@@ -94,15 +89,15 @@ def estimate(values: Sequence[float | None]) -> Estimate | None:
 
 @dataclass(frozen=True)
 class Difference(Estimate):
-    """An estimate over pairs of runs. higher: in how many of them the difference is above zero."""
+    """An estimate over pairs of runs. higher: number of pairs with a difference above zero."""
 
     higher: int
 
 
 def paired(ours: Mapping[_K, float | None], theirs: Mapping[_K, float | None]) -> Difference | None:
-    """Ours less theirs, over the keys (class order and seed) at which both have a number; None where none has."""
-    both = [(value, theirs.get(key)) for key, value in ours.items()]
-    differences = [one - other for one, other in both if one is not None and other is not None]
+    """Estimate the difference ours - theirs over the keys (class order and seed) for which both have a value."""
+    pairs = [(value, theirs.get(key)) for key, value in ours.items()]
+    differences = [one - other for one, other in pairs if one is not None and other is not None]
     found = estimate(differences)
     if found is None:
         return None

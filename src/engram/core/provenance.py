@@ -13,8 +13,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-METHOD_FILE, METHOD_CODE = "method_file", "method_code"  # of a method from outside the package, among the versions
-# The code that a base stage's weights depend on, below the package's folder.
+METHOD_FILE, METHOD_CODE = "method_file", "method_code"  # keys in the versions for a method defined by the user
+# Code in this package that the weights of a base stage depend on.
 _TRAINING = (
     "core/rng.py",
     "data",
@@ -29,12 +29,12 @@ _TRAINING = (
 
 
 def version() -> str:
-    """engram's version."""
+    """Return the version of engram."""
     return metadata.version("engram")
 
 
 def versions() -> dict[str, str]:
-    """The versions of what a result depends on; the commit too, where engram runs from a checkout."""
+    """Return the versions of the packages that a result depends on, and the commit if engram runs from a checkout."""
     packages = {name: metadata.version(name) for name in ("torch", "numpy", "pillow", "safetensors")}
     found = {"engram": version(), "python": platform.python_version(), **packages}
     commit = _commit()
@@ -42,9 +42,9 @@ def versions() -> dict[str, str]:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout that this file is in, marked where files differ from it; None outside a checkout.
+    """Return the commit of the checkout with this file, marked "-dirty" if files were changed; None outside a checkout.
 
-    A copy without its history can be told by the variable ENGRAM_COMMIT.
+    The environment variable ENGRAM_COMMIT overrides it, for copies without git history.
     """
     if os.environ.get("ENGRAM_COMMIT"):
         return os.environ["ENGRAM_COMMIT"]
@@ -60,7 +60,7 @@ def _commit() -> str | None:
 
 
 def processor_name() -> str:
-    """The processor as it calls itself, where the system says."""
+    """Return the model name of the processor, or its architecture if the system does not report the name."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
@@ -69,7 +69,7 @@ def processor_name() -> str:
 
 
 def hardware(device: str, device_name: str, threads: int) -> dict[str, Any]:
-    """What the run ran on; threads are those of torch on the CPU, which sums depend on in their last bits."""
+    """Return a description of the machine. threads: of torch on the CPU, which change the last bits of sums."""
     cores = os.cpu_count()
     return {"device": device, "name": device_name, "cores": cores, "threads": threads, "system": platform.platform()}
 
@@ -86,13 +86,13 @@ def _package_code() -> str:
 
 
 def code_digest(method: object) -> str | None:
-    """A digest of the code that trains a base stage: edited code finds no old entry.
+    """Return a digest of the code that trains a base stage, so that a cached base of edited code is not used.
 
-    It covers this package and, for a method from elsewhere, the whole files that its class and its bases are in; None
-    where there is no such file to read, as for a class that was typed in by hand.
+    It covers this package and, for a user's method, the files of its class and base classes. None if such a file
+    cannot be read, for example for a class defined in an interactive session.
     """
     digest = hashlib.blake2b(_package_code().encode(), digest_size=16)
-    files = files_outside(type(method))
+    files = _user_code_files(type(method))
     if files is None:
         return None
     for _, content in files:
@@ -100,17 +100,17 @@ def code_digest(method: object) -> str | None:
     return digest.hexdigest()
 
 
-def files_outside(cls: type) -> list[tuple[str, bytes]] | None:
-    """The files from outside this package that a class and its bases are in, by name, with what is in them.
+def _user_code_files(cls: type) -> list[tuple[str, bytes]] | None:
+    """Return name and content of the files outside this package that define a class and its base classes.
 
-    None where there is no such file to read.
+    None if one of them cannot be read.
     """
     ours = {base for each in cls.__mro__ if each.__module__.startswith("engram.") for base in each.__mro__}
     files: list[tuple[str, bytes]] = []
     for each in cls.__mro__:
         if each not in ours:
             try:
-                inspect.getsource(each)  # fails for a class that is not in its module's file
+                inspect.getsource(each)  # fails if the class is not in its module's file
                 path = Path(inspect.getfile(each))
                 files.append((path.name, path.read_bytes()))
             except (OSError, TypeError):
@@ -118,12 +118,12 @@ def files_outside(cls: type) -> list[tuple[str, bytes]] | None:
     return files
 
 
-def versions_outside(cls: type) -> dict[str, str]:
-    """For run.json the name of the file that a class from outside this package is in, and a digest of its code.
+def user_code_versions(cls: type) -> dict[str, str]:
+    """Return the name of the file that defines a user's class, and a digest of its code, for run.json.
 
-    Empty for a class of this package, and where there is no such file to read.
+    Empty for a class of this package, and if the file cannot be read.
     """
-    files = files_outside(cls)
+    files = _user_code_files(cls)
     if not files:
         return {}
     digest = hashlib.blake2b(b"".join(content for _, content in files), digest_size=6)

@@ -1,4 +1,4 @@
-"""Dataclasses to plain data and back, refusing what does not fit."""
+"""Conversion of nested dataclasses to plain data and back, with type checks."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import math
 import types
 import typing
 from collections.abc import Mapping
-from functools import cache
 from typing import Any, Literal, TypeVar
 
-from engram.core.errors import EngramError, suggest
+from engram.core.errors import EngramError, UnknownNameError
+from engram.core.fields import type_hints
 
 T = TypeVar("T")
 
 
 def to_plain(value: Any) -> Any:
-    """The value as JSON would have it: dictionaries, lists, strings, numbers."""
+    """Return a value as dictionaries, lists, strings and numbers, ready for JSON."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, (tuple, list)):
@@ -25,68 +25,72 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(cls: type[T], data: Any, where: str = "") -> T:
-    """A dataclass made of plain data; a key it does not have, or a value of another type, is refused by name."""
+    """Make a dataclass from plain data. An unknown key or a value of the wrong type is an EngramError.
+
+    where: dotted path of the data, for messages.
+    """
     if not isinstance(data, dict):
         raise EngramError(f"{where or cls.__name__} should be a table of settings, got {data!r}")
-    hints = _hints(cls)
-    names = [field.name for field in dataclasses.fields(cls)]  # pyright: ignore[reportArgumentType]
+    hints = type_hints(cls)
     values: dict[str, Any] = {}
     for key, item in data.items():
-        label = f"{where}.{key}" if where else str(key)
-        if key not in names:
-            raise EngramError(f"no setting {label!r}: {suggest(str(key), names, label.removesuffix(str(key)))}")
+        label = _check_name(cls, str(key), where)
         values[key] = _convert(hints[key], item, label)
     return cls(**values)
 
 
-def differences(before: Any, after: Any, where: str = "") -> dict[str, Any]:
-    """The settings of a dataclass, by dotted path, that are not what they are in another of the same kind."""
-    found: dict[str, Any] = {}
-    for field in dataclasses.fields(after):
-        one, other = getattr(before, field.name), getattr(after, field.name)
-        if dataclasses.is_dataclass(other) and type(one) is type(other):
-            found |= differences(one, other, f"{where}{field.name}.")
-        elif one != other:
-            found[where + field.name] = other
-    return found
-
-
-def dotted(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Every value of plain data by its dotted path."""
-    found: dict[str, Any] = {}
-    for key, value in plain.items():
-        found |= dotted(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return found
-
-
-@cache
-def _hints(kind: type) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
-
-
 def replace_at(value: T, path: str, item: Any, where: str = "") -> T:
-    """A copy of nested dataclasses with the setting at a dotted path changed."""
+    """Return a copy of nested dataclasses in which the setting at a dotted path has another value.
+
+    where: dotted path of `value` itself, for messages.
+    """
     name, _, rest = path.partition(".")
-    label = f"{where}.{name}" if where else name
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
-        raise EngramError(f"{where!r} has no settings inside, so {label!r} cannot be set")
-    names = [field.name for field in dataclasses.fields(value)]
-    if name not in names:
-        raise EngramError(f"no setting {label!r}: {suggest(name, names, label.removesuffix(name))}")
+        raise EngramError(f"{where!r} has no settings inside, so {f'{where}.{name}'!r} cannot be set")
+    label = _check_name(type(value), name, where)
     if rest:
         inner = replace_at(getattr(value, name), rest, item, label)
     else:
-        inner = _convert(_hints(type(value))[name], item, label)
+        inner = _convert(type_hints(type(value))[name], item, label)
     return dataclasses.replace(value, **{name: inner})
 
 
-def fitted(kind: type, name: str, item: Any) -> Any:
-    """The item as the setting of that name of a dataclass wants it; refuses what does not fit."""
-    return _convert(_hints(kind)[name], item, name)
+def _check_name(cls: Any, name: str, where: str) -> str:
+    """Return the dotted path of a setting; raise UnknownNameError if the dataclass has none of this name."""
+    prefix = f"{where}." if where else ""
+    names = [field.name for field in dataclasses.fields(cls)]
+    if name not in names:
+        raise UnknownNameError("setting", name, names, prefix)
+    return prefix + name
+
+
+def differences(before: Any, after: Any, where: str = "") -> dict[str, Any]:
+    """Return the settings of `after`, by dotted path, whose value differs from that in `before` (same dataclass)."""
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(after):
+        old, new = getattr(before, field.name), getattr(after, field.name)
+        if dataclasses.is_dataclass(new) and type(old) is type(new):
+            found |= differences(old, new, f"{where}{field.name}.")
+        elif old != new:
+            found[where + field.name] = new
+    return found
+
+
+def flatten(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested dictionaries by dotted path."""
+    found: dict[str, Any] = {}
+    for key, value in plain.items():
+        found |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return found
+
+
+def convert_setting(cls: type, name: str, item: Any) -> Any:
+    """Convert a value to the type of a dataclass's field; raise an EngramError if that is not possible."""
+    return _convert(type_hints(cls)[name], item, name)
 
 
 def _convert(hint: Any, item: Any, label: str) -> Any:
-    """The item as the annotation wants it; text is read as the command line would give it."""
+    """Convert a value to an annotated type. Text is parsed as on the command line: "0.1", "true", "a,b", "none"."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         if type(None) in arguments and (item is None or item == "none"):

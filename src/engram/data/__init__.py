@@ -1,1 +1,1 @@
-"""Images in, stages out: readers, class orders, the stream of stages, the memory of exemplars, augmentation."""
+"""Data sets, class orders, the stream of stages, the memory of exemplars, and augmentation."""

@@ -1,31 +1,36 @@
-"""Augmentation of a whole batch on its device: crop or random resized crop, mirror, brightness."""
+"""Augmentation of whole batches on their device: crop or random resized crop, mirror, brightness.
+
+Legend: N images in the pool, B images in a batch, H height, W width.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from engram.core.errors import EngramError
+from engram.core.fields import check_fields, limits
 
-AREA = (0.08, 1.0)  # the share of the image's area that a part has
-RATIO = 4 / 3  # of its sides, either way
-TRIES = 10  # to draw one that fits; the whole image after them
-GRID = 2**15  # of each side, in a draw
-AS_IT_IS = 0  # a draw that means the central part, not resized
+# Random resized crops
+AREA = (0.08, 1.0)  # range of the crop's area, as a share of the image
+RATIO = 4 / 3  # largest ratio of its sides, either way
+TRIES = 10  # draws until one fits into the image; after that, the whole image is used
+GRID = 2**15  # resolution of sizes and positions along a side
+CENTRE = 0  # the draw for the central crop, not resized
 
 
-def draw_parts(shape: tuple[int, ...], generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Random parts of images laid out as `shape`: down the rows and across the columns, int64.
+def draw_crops(shape: tuple[int, ...], generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Draw one random crop per image; return the draws along the rows and along the columns, int64 of this shape.
 
-    Each is GRID times the share of the side that the part has, plus where it lies in what that leaves free. Area and
-    ratio are uniform, the latter in its logarithm, and drawn again where the part would be larger than the image.
+    A draw is GRID times the length of the crop, plus its position in the space that is left. Both are in units of 1 /
+    GRID. Area and log of the ratio are uniform, and drawn again if the crop does not fit into the image.
     """
     low, high = AREA
-    # In float64: the last bit of a root, in which processors differ, does not reach the grid.
+    # In float64, so that the last bit of a root, which differs between processors, does not change the draw.
     area = low + (high - low) * torch.rand(*shape, TRIES, generator=generator, dtype=torch.float64)
     ratio = math.log(RATIO) * (2 * torch.rand(*shape, TRIES, generator=generator, dtype=torch.float64) - 1)
     height, width = (area * torch.exp(-ratio)).sqrt(), (area * torch.exp(ratio)).sqrt()
@@ -39,41 +44,46 @@ def draw_parts(shape: tuple[int, ...], generator: torch.Generator) -> tuple[Tens
     return spans[0], spans[1]
 
 
-def part_pixels(drawn: Tensor, side: int, size: int) -> tuple[Tensor, Tensor]:
-    """The first pixel of each part along a side, and how many it has, (B,).
+def crop_pixels(drawn: Tensor, side: int, size: int) -> tuple[Tensor, Tensor]:
+    """Return the first pixel and the number of pixels (B,) of each crop along a side of the image.
 
-    size: those of a part that is taken as it is, and what a drawn one is resized to.
+    size: number of pixels that a crop is resized to; a central crop has this many.
     """
     span, place = drawn // GRID, drawn % GRID
     length = ((span * side + GRID // 2) // GRID).clamp(min=1)
     first = place * (side - length + 1) // GRID
-    is_drawn = drawn != AS_IT_IS
+    is_drawn = drawn != CENTRE
     return torch.where(is_drawn, first, (side - size) // 2), torch.where(is_drawn, length, size)
 
 
 def _weights(drawn: Tensor, side: int, size: int) -> Tensor:
-    """What each pixel of a side adds to each pixel of the resized part, (B, size, side)."""
-    first, length = (pixels[:, None, None] for pixels in part_pixels(drawn, side, size))
+    """Return the weight (B, size, side) of each pixel along a side of the image in each pixel of the resized crop."""
+    first, length = (pixels[:, None, None] for pixels in crop_pixels(drawn, side, size))
     scale = length / size
     into = torch.arange(size, device=drawn.device)[:, None]
     pixels = torch.arange(side, device=drawn.device)
-    # In pixels of the image from the middle of the pixel to be made, or of the part where it shrinks.
+    # Distance from the centre of the new pixel: in pixels of the image, or in new pixels if the crop is reduced.
     away = ((pixels - first + 0.5) - (into + 0.5) * scale) / scale.clamp(min=1)
     weights = (1 - away.abs()).clamp(min=0) * ((pixels >= first) & (pixels < first + length))
     return weights / weights.sum(dim=2, keepdim=True)
 
 
-def resize_parts(
-    images: Tensor, rows: Tensor, parts: tuple[Tensor, Tensor], mirror: Tensor, size: tuple[int, int]
+def resize_crops(
+    images: Tensor, rows: Tensor, crops: tuple[Tensor, Tensor], mirror: Tensor, size: tuple[int, int]
 ) -> Tensor:
-    """The drawn part of each image, resized and, where asked, mirrored: floats in 0..255, (B, 3, height, width).
+    """Resize the drawn crop of each image and mirror some of them: floats in 0..255, (B, 3, height, width).
 
-    images: uint8 (N, H, W, 3); rows: (B,) of them; parts: down and across, as drawn; mirror: bool (B,); size: height
-    and width.
+    Parameters
+    ----------
+    images: uint8 (N, H, W, 3).
+    rows: (B,), positions in `images`.
+    crops: draws along rows and columns, from `draw_crops`.
+    mirror: bool (B,).
+    size: height and width of the result.
     """
     batch, (height, width) = len(rows), size
     side_y, side_x = images.shape[1], images.shape[2]
-    down, across = _weights(parts[0], side_y, height), _weights(parts[1], side_x, width)
+    down, across = _weights(crops[0], side_y, height), _weights(crops[1], side_x, width)
     across = torch.where(mirror[:, None, None], across.flip(1), across)
     picked = images[rows].float().reshape(batch, side_y, side_x * 3)
     lines = (down @ picked).view(batch, height, side_x, 3).permute(0, 3, 1, 2).reshape(batch, 3 * height, side_x)
@@ -82,32 +92,32 @@ def resize_parts(
 
 @dataclass(frozen=True)
 class Augmentation:
-    """Zero-pad, crop back at random, mirror half of the images, change the brightness.
+    """Settings of the augmentation: zero-pad, crop at random, mirror half of the images, change the brightness.
 
-    view: instead of padding and cropping, resize a random part of the image to this share of its sides, as for
-    ImageNet; an image that is not augmented shows its centre of that size. None: it is seen whole.
+    Parameters
+    ----------
+    pad: width of the border in pixels.
+    brightness: largest relative change.
+    view: share of the image's height and width that the network sees, as for ImageNet. Then, instead of padding and
+        cropping, a random crop is resized to this size; without augmentation, the network sees the central crop.
+        None: it sees the whole image.
     """
 
-    pad: int = 4
+    pad: int = field(default=4, metadata=limits(at_least=0))
     flip: bool = True
-    brightness: float = 63 / 255
-    view: float | None = None
+    brightness: float = field(default=63 / 255, metadata=limits(at_least=0, below=1))
+    view: float | None = field(default=None, metadata=limits(above=0, at_most=1))
 
     def __post_init__(self) -> None:
-        if self.view is not None and not 0 < self.view <= 1:
-            raise EngramError(f"the view must be a share of the image above 0 and at most 1, or none, got {self.view}")
+        check_fields(self)
         if self.view is not None and self.pad:
             raise EngramError(
-                f"images are padded and cropped or resized, not both: with view={self.view:g} set pad to 0, "
+                f"images are either padded and cropped or resized: with view={self.view:g} set pad to 0, "
                 f"got pad={self.pad}"
             )
-        if self.pad < 0:
-            raise EngramError(f"the crop padding must be 0 or more pixels, got {self.pad}")
-        if not 0 <= self.brightness < 1:
-            raise EngramError(f"the brightness change must be in [0, 1), got {self.brightness}")
 
-    def seen(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Height and width that a network sees of images of that size."""
+    def view_size(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Return height and width that a network sees of images of this height and width."""
         if self.view is None:
             return size
         return max(1, round(self.view * size[0])), max(1, round(self.view * size[1]))
@@ -115,10 +125,13 @@ class Augmentation:
 
 @dataclass(frozen=True, eq=False)
 class Draws:
-    """What is random about a batch (or, one dimension up, about each batch of an epoch).
+    """Random choices for a batch (B,), or for all batches of an epoch (steps, B).
 
-    top, left: int64, the crop's corner; where parts are resized, which part, as `draw_parts` has it. mirror: bool.
-    factor: float32, the brightness.
+    Parameters
+    ----------
+    top, left: int64, corner of the crop; for resized crops, the draws of `draw_crops`.
+    mirror: bool.
+    factor: float32, brightness.
     """
 
     top: Tensor
@@ -128,39 +141,39 @@ class Draws:
 
 
 def draw(augmentation: Augmentation, shape: tuple[int, ...], generator: torch.Generator) -> Draws:
-    """The random part of augmenting images laid out as `shape`."""
+    """Draw the random choices for a batch of this shape."""
     if augmentation.view is None:
         shifts = 2 * augmentation.pad + 1
         top = torch.randint(shifts, shape, generator=generator)
         left = torch.randint(shifts, shape, generator=generator)
     else:
-        top, left = draw_parts(shape, generator)
+        top, left = draw_crops(shape, generator)
     mirror = torch.rand(shape, generator=generator) < (0.5 if augmentation.flip else 0.0)
     factor = 1 + augmentation.brightness * (2 * torch.rand(shape, generator=generator) - 1)
     return Draws(top, left, mirror, factor)
 
 
-def as_they_are(augmentation: Augmentation, shape: tuple[int, ...]) -> Draws:
-    """Draws that leave the images of a padded pool as they are, or their centres where they are not seen whole."""
-    corner = torch.full(shape, augmentation.pad if augmentation.view is None else AS_IT_IS)
+def identity_draws(augmentation: Augmentation, shape: tuple[int, ...]) -> Draws:
+    """Return draws that do not change the images (with a `view`: that show their centres)."""
+    corner = torch.full(shape, augmentation.pad if augmentation.view is None else CENTRE)
     return Draws(corner, corner.clone(), torch.zeros(shape, dtype=torch.bool), torch.ones(shape))
 
 
 def pad_images(images: Tensor, pad: int) -> Tensor:
-    """uint8 (N, H, W, 3) with a black border of `pad` pixels."""
+    """Add a black border of `pad` pixels to uint8 images (N, H, W, 3)."""
     return F.pad(images, (0, 0, pad, pad, pad, pad)) if pad else images
 
 
 def augment(padded: Tensor, rows: Tensor, draws: Draws, size: tuple[int, int]) -> Tensor:
-    """The batch as floats in [0, 1], (B, 3, H, W) in channels-last memory.
+    """Crop, mirror and brighten a batch: floats in [0, 1], (B, 3, H, W) in channels-last memory.
 
-    padded: uint8 (N, H + 2 pad, W + 2 pad, 3); rows: (B,) of it; size: (H, W) of the crop.
+    padded: uint8 (N, H + 2 pad, W + 2 pad, 3). rows: (B,), positions in it. size: (H, W) of the crop.
     """
     height, width = size
     ys = draws.top[:, None] + torch.arange(height, device=rows.device)
     across = torch.arange(width, device=rows.device)
     xs = draws.left[:, None] + torch.where(draws.mirror[:, None], width - 1 - across, across)
-    # One gather in flat pixels: (B, H, W) positions of 3 bytes each.
+    # One gather: (B, H, W) positions of pixels of 3 bytes each.
     stride_y, stride_n = padded.shape[2], padded.shape[1] * padded.shape[2]
     pixels = (rows * stride_n)[:, None, None] + (ys * stride_y)[:, :, None] + xs[:, None, :]
     batch = padded.view(-1, 3)[pixels]
@@ -168,24 +181,24 @@ def augment(padded: Tensor, rows: Tensor, draws: Draws, size: tuple[int, int]) -
     return bright.clamp_(max=1).permute(0, 3, 1, 2)
 
 
-def resized(images: Tensor, rows: Tensor, draws: Draws, size: tuple[int, int]) -> Tensor:
-    """As `augment`, with draws of parts to be resized. images: uint8 (N, H, W, 3), without a border."""
-    batch = resize_parts(images, rows, (draws.top, draws.left), draws.mirror, size)
+def resize_augment(images: Tensor, rows: Tensor, draws: Draws, size: tuple[int, int]) -> Tensor:
+    """Do the same as `augment` with resized crops. images: uint8 (N, H, W, 3), without a border."""
+    batch = resize_crops(images, rows, (draws.top, draws.left), draws.mirror, size)
     return batch.mul_((draws.factor / 255)[:, None, None, None]).clamp_(max=1)
 
 
 def apply(augmentation: Augmentation, padded: Tensor, rows: Tensor, draws: Draws, size: tuple[int, int]) -> Tensor:
-    """The batch augmented as these draws of the augmentation say: `augment` or `resized`."""
-    return (augment if augmentation.view is None else resized)(padded, rows, draws, size)
+    """Augment a batch with `augment` or `resize_augment`, depending on the settings."""
+    return (augment if augmentation.view is None else resize_augment)(padded, rows, draws, size)
 
 
 def centre(images: Tensor, size: tuple[int, int]) -> Tensor:
-    """The central part of images (N, H, W, 3) that is no larger than the size."""
+    """Return the central crop of images (N, H, W, 3), at most of this height and width."""
     top, left = max(0, images.shape[1] - size[0]) // 2, max(0, images.shape[2] - size[1]) // 2
     return images[:, top : top + size[0], left : left + size[1]]
 
 
 def to_unit(images: Tensor, mirror: bool = False) -> Tensor:
-    """uint8 (N, H, W, 3) as floats in [0, 1], (N, 3, H, W), mirrored left to right if asked."""
+    """Convert uint8 images (N, H, W, 3) to floats in [0, 1], (N, 3, H, W); mirror them left to right if asked."""
     unit = images.float().div_(255).permute(0, 3, 1, 2)
     return unit.flip(3) if mirror else unit

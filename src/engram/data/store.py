@@ -1,4 +1,4 @@
-"""Images in memory: the one shape that every reader returns and everything above reads.
+"""Data sets in memory: the format that every reader returns and the rest of the package reads.
 
 Legend: N images, H height, W width.
 """
@@ -10,13 +10,13 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from engram.core.errors import EngramError, option, suggest
-from engram.core.memory_limits import SHARE, SMALL, free_memory
+from engram.core.memory_limits import check_memory
 
 Images = npt.NDArray[np.uint8]
 ClassIds = npt.NDArray[np.int64]
@@ -24,27 +24,25 @@ RGB = tuple[float, float, float]
 
 
 @dataclass(frozen=True, eq=False)
-class Split:
-    """Images (N, H, W, 3) in uint8 and the class id of each (N,) in int64."""
+class DataSplit:
+    """Images (N, H, W, 3) in uint8 and their class ids (N,) in int64."""
 
     images: Images
     class_ids: ClassIds
 
     def __post_init__(self) -> None:
-        for field, value, dtype in (
-            ("images", self.images, np.uint8),
-            ("class_ids", self.class_ids, np.int64),
-        ):
+        for name, dtype in (("images", np.uint8), ("class_ids", np.int64)):
+            value = getattr(self, name)
             if not isinstance(value, np.ndarray) or value.dtype != dtype:
                 kind = value.dtype if isinstance(value, np.ndarray) else type(value).__name__
                 raise EngramError(
-                    f"the {field} of a split must be a NumPy array of {np.dtype(dtype)}, not {kind}; "
-                    "ImageStore.from_arrays converts what it can"
+                    f"the {name} of a split must be a NumPy array of {np.dtype(dtype)}, not {kind}; "
+                    "ImageStore.from_arrays can convert other types"
                 )
         if self.images.ndim != 4 or self.images.shape[3] != 3 or 0 in self.images.shape[1:]:
             raise EngramError(
                 f"images must have the shape (N, height, width, 3), not {self.images.shape}; "
-                "ImageStore.from_arrays makes it from grey images"
+                "ImageStore.from_arrays can convert grey images"
             )
         if self.class_ids.shape != (len(self.images),):
             raise EngramError(
@@ -55,21 +53,27 @@ class Split:
     def __len__(self) -> int:
         return len(self.class_ids)
 
+    def take(self, positions: npt.NDArray[np.int64]) -> DataSplit:
+        """Return a copy of the images at these positions."""
+        return DataSplit(self.images[positions], self.class_ids[positions])
+
 
 @dataclass(frozen=True, eq=False)
 class ImageStore:
-    """A data set: a training and a test split, the names of the classes, and what is known of its pixels.
+    """A data set: training and test images, and the names of the classes.
 
-    `mean` and `std` are the normalisation published for the set, for pixels scaled to 0..1; None where
-    there is none. `skipped` names the unreadable files that the reader was told to pass over. `origin` is the kind of
-    data set a reader made it from, as configurations name it; "arrays" for images given in Python. `held_out` is the
-    share of its training images that stands for the test split. `known_fingerprint` spares finding it out from images
-    that lie on disk.
+    Parameters
+    ----------
+    mean, std: published normalisation per channel, for pixels scaled to 0..1, or None.
+    skipped: unreadable files that the reader left out.
+    origin: kind of data set, as in `DataConfig.name`.
+    held_out: share of the training images that replaces the test split, or None.
+    known_fingerprint: fingerprint computed before, so that images on disk need not be read again.
     """
 
     name: str
-    train: Split
-    test: Split
+    train: DataSplit
+    test: DataSplit
     class_names: tuple[str, ...]
     mean: RGB | None = None
     std: RGB | None = None
@@ -95,21 +99,26 @@ class ImageStore:
                     f"class id {low if low < 0 else high} of a {what} image is out of range: "
                     f"{self.num_classes} class names allow 0 to {self.num_classes - 1}"
                 )
-        _check_sizes(self.train.images, self.test.images)
+        if self.train.images.shape[1:] != self.test.images.shape[1:]:
+            (height, width), (other_height, other_width) = self.image_size, self.test.images.shape[1:3]
+            raise EngramError(
+                f"training images are {height}x{width} pixels and test images {other_height}x{other_width}; "
+                "resize one of them"
+            )
         _check_classes(self)
 
     @property
     def num_classes(self) -> int:
-        """The number of classes."""
+        """Number of classes."""
         return len(self.class_names)
 
     @property
     def image_size(self) -> tuple[int, int]:
-        """Height and width in pixels, the same for every image."""
+        """Height and width of every image, in pixels."""
         return int(self.train.images.shape[1]), int(self.train.images.shape[2])
 
     def fingerprint(self) -> str:
-        """32 hex digits that change when a class name, a class id or a pixel of either split does."""
+        """Return 32 hex digits that identify the class names, class ids and pixels of both splits."""
         if self.known_fingerprint is not None:
             return self.known_fingerprint
         digest = hashlib.blake2b(digest_size=16)
@@ -121,22 +130,18 @@ class ImageStore:
         return digest.hexdigest()
 
     def holdout(self, fraction: float, seed: int) -> ImageStore:
-        """The training split alone, a share of each class as its test split; the real test split is dropped.
+        """Return a store of the training images only, in which a share of each class replaces the test split.
 
-        For choosing settings: what is measured on the result has not looked at the test images.
+        Use it to choose settings without looking at the test images.
         """
-        size, free = self.train.images.nbytes, free_memory()
-        if size > SMALL and size > SHARE * free:
-            raise EngramError(
-                f"holding out a share copies the {size / 1e9:.1f} GB of training images into memory, where "
-                f"{free / 1e9:.1f} GB are free; give a smaller {option('image_size')}"
-            )
+        advice = f"give a smaller {option('image_size')}"
+        check_memory(self.train.images.nbytes, "copies of the training images, to hold out a share of them,", advice)
         kept, held = stratified_split(self.train.class_ids, self.class_names, fraction, seed)
         return replace(
             self,
             name=f"{self.name}:holdout{fraction:g}",
-            train=_take(self.train, kept),
-            test=_take(self.train, held),
+            train=self.train.take(kept),
+            test=self.train.take(held),
             held_out=float(fraction),
             known_fingerprint=None,
         )
@@ -154,39 +159,40 @@ class ImageStore:
         test_fraction: float = 0.2,
         seed: int = 0,
     ) -> ImageStore:
-        """A store that owns a copy of the given images (uint8) and labels (whole numbers or strings).
+        """Make a store from copies of images (uint8) and their labels (whole numbers or strings).
 
-        Images are (N, H, W), (N, H, W, 1) or (N, H, W, 3). With `class_names`, a whole number is a
-        position in them and a string is one of them; without, the classes are the labels of `y_train`
-        in sorted order. Without a test set, `test_fraction` of each class is held out as one.
+        Parameters
+        ----------
+        x_train, x_test: images (N, H, W), (N, H, W, 1) or (N, H, W, 3).
+        y_train, y_test: labels (N,). With `class_names`, a number is a position in them and a string is one of them.
+        class_names: by default, the labels in `y_train` in sorted order.
+        test_fraction: share of each class that becomes the test split if there is no `x_test`.
         """
         if (x_test is None) != (y_test is None):
             given, missing = ("x_test", "y_test") if y_test is None else ("y_test", "x_test")
             raise EngramError(f"{given} was given without {missing}; give both, or neither to hold out a share")
-        images, labels = as_images(x_train, "x_train"), _as_labels(y_train, "y_train")
-        _check_lengths(images, labels, "train")
+        images, labels = _as_pair(x_train, y_train, "train")
         names = _class_names(labels, class_names)
-        train = Split(images, _class_ids(labels, "y_train", names, named=class_names is not None))
+        train = DataSplit(images, _class_ids(labels, "y_train", names, named=class_names is not None))
         if x_test is None:
             kept, held = stratified_split(train.class_ids, names, test_fraction, seed)
-            return cls(name, _take(train, kept), _take(train, held), names)
-        images, labels = as_images(x_test, "x_test"), _as_labels(y_test, "y_test")
-        _check_lengths(images, labels, "test")
-        test = Split(images, _class_ids(labels, "y_test", names, named=class_names is not None))
+            return cls(name, train.take(kept), train.take(held), names)
+        images, labels = _as_pair(x_test, y_test, "test")
+        test = DataSplit(images, _class_ids(labels, "y_test", names, named=class_names is not None))
         return cls(name, train, test, names)
 
 
 def stratified_split(
     class_ids: ClassIds, class_names: Sequence[str], fraction: float, seed: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Two sorted arrays of positions, kept and held out: of each class `fraction` is held out, at least
-    one image and never all of them.
+    """Split positions into two sorted arrays, kept and held out.
 
-    What is drawn of a class depends on the seed, its name and its number of images, and on nothing else:
-    neither on the other classes nor on the version of a random number library.
+    Of each class, `fraction` of the images is held out, but at least one and never all of them. The draw for a class
+    depends only on the seed, its name and its number of images: neither on the other classes nor on the version of a
+    random number library.
     """
     if not 0 < fraction < 1:
-        raise EngramError(f"the share of images to hold out must lie between 0 and 1, not {fraction:g}; try 0.2")
+        raise EngramError(f"the share of images to hold out must be between 0 and 1, not {fraction:g}; try 0.2")
     by_class = np.argsort(class_ids, kind="stable")
     groups = np.split(by_class, np.cumsum(np.bincount(class_ids, minlength=len(class_names)))[:-1])
     kept: list[npt.NDArray[np.int64]] = []
@@ -194,11 +200,11 @@ def stratified_split(
     for name, group in zip(class_names, groups, strict=True):
         if len(group) == 1:
             raise EngramError(
-                f"class {name!r} has one image only, so none can be held out as a test image; "
+                f"class {name!r} has only one image, so none can be held out as a test image; "
                 "add images of it or give a test split"
             )
         if not len(group):
-            continue  # the store that is made of the halves names a class without images
+            continue  # ImageStore reports classes without images
         count = min(max(math.floor(len(group) * fraction + 0.5), 1), len(group) - 1)
         shuffled = group[stable_permutation(len(group), f"{seed}/{name}")]
         held.append(shuffled[:count])
@@ -209,9 +215,9 @@ def stratified_split(
 
 
 def pixel_statistics(images: Images, rows: npt.NDArray[np.int64] | None = None) -> tuple[RGB, RGB]:
-    """Each channel's mean and standard deviation over the images (N, H, W, 3), or some rows of them, scaled to 0..1."""
+    """Return mean and standard deviation of each channel over images (N, H, W, 3), or some rows, scaled to 0..1."""
     rows = np.arange(len(images)) if rows is None else rows
-    # Counted by pixel value, some images at a time: exact, and no copy of all images or as floats.
+    # Counts of each pixel value, in chunks: this is exact and needs no copy of all images.
     counts = np.zeros((3, 256), dtype=np.int64)
     for part in np.array_split(rows, -(-len(rows) // 1024)):
         pixels = images[part]
@@ -219,27 +225,25 @@ def pixel_statistics(images: Images, rows: npt.NDArray[np.int64] | None = None) 
             counts[channel] += np.bincount(pixels[..., channel].ravel(), minlength=256)
     values, weights = np.arange(256) / 255, counts / counts.sum(axis=1, keepdims=True)
     mean = weights @ values
-    std = np.maximum(np.sqrt(np.maximum(weights @ values**2 - mean**2, 0)), 1e-3)  # rounding may go below 0
+    std = np.maximum(
+        np.sqrt(np.maximum(weights @ values**2 - mean**2, 0)), 1e-3
+    )  # rounding can give a variance below 0
     (red, green, blue), spread = mean.tolist(), std.tolist()
     return (red, green, blue), (spread[0], spread[1], spread[2])
 
 
 def stable_permutation(n: int, key: str) -> npt.NDArray[np.int64]:
-    """A shuffle of 0 to n - 1 that depends on the key alone.
+    """Return a permutation of 0 to n - 1 that depends only on the key.
 
-    It comes from an extendable hash rather than NumPy's generators, whose streams may change between releases: the test
-    images of a folder, and the class order of a seed, must still be the same after an upgrade.
+    It is derived from a hash, because the streams of NumPy's generators may change between releases: the test images
+    of a folder and the class order of a seed must stay the same after an upgrade.
     """
     ranks = np.frombuffer(hashlib.shake_128(key.encode("utf-8", "surrogatepass")).digest(8 * n), dtype="<u8")
     return np.argsort(ranks, kind="stable").astype(np.int64, copy=False)
 
 
-def _take(split: Split, positions: npt.NDArray[np.int64]) -> Split:
-    return Split(split.images[positions], split.class_ids[positions])
-
-
 def some(names: Iterable[str], limit: int = 5) -> str:
-    """The first few names, quoted, and how many more there are."""
+    """Return the first few names in quotes, and the number of the others."""
     quoted = [repr(name) for name in names]
     more = f" and {len(quoted) - limit} more" if len(quoted) > limit else ""
     return ", ".join(quoted[:limit]) + more
@@ -269,19 +273,10 @@ def _check_normalisation(mean: RGB | None, std: RGB | None) -> None:
     if mean is None and std is None:
         return
     if mean is None or std is None:
-        raise EngramError("the mean and the standard deviation of the pixels go together; give both or neither")
+        raise EngramError("give both mean and std of the pixels, or neither")
     if len(mean) != 3 or len(std) != 3 or not np.isfinite([*mean, *std]).all() or min(std) <= 0:
         raise EngramError(
             f"mean {mean} and std {std} must each be three finite numbers, for red, green and blue, and std positive"
-        )
-
-
-def _check_sizes(train: Images, test: Images) -> None:
-    if train.shape[1:] != test.shape[1:]:
-        (height, width), (other_height, other_width) = train.shape[1:3], test.shape[1:3]
-        raise EngramError(
-            f"training images are {height}x{width} pixels and test images {other_height}x{other_width}; "
-            "resize one of them"
         )
 
 
@@ -291,19 +286,19 @@ def _check_classes(store: ImageStore) -> None:
     for wrong, sentence in (
         (tested & ~trained, "test images but no training image; add some or remove it from the test split"),
         (~trained, "no training image; add some or remove the class"),
-        # A stage may hold a single class, and its accuracy would be a share of nothing.
+        # A stage may have only this class; then its accuracy would be undefined.
         (~tested, "no test image, so its accuracy could not be measured; add some or remove the class"),
     ):
         if wrong.any():
             names = [store.class_names[i] for i in np.flatnonzero(wrong)]
-            others = f" (like {len(names) - 1} more)" if len(names) > 1 else ""
+            others = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
             raise EngramError(f"class {names[0]!r}{others} has {sentence}")
 
 
 def _asarray(value: Any, what: str) -> npt.NDArray[Any]:
     try:
         return np.asarray(value)
-    except (TypeError, ValueError, RuntimeError) as error:  # ragged lists, tensors on a GPU or in a graph
+    except (TypeError, ValueError, RuntimeError) as error:  # ragged lists, tensors on a GPU or with gradient
         reason = str(error).splitlines()[0].rstrip(".")
         raise EngramError(
             f"{what} could not be read as one array ({reason}); give a NumPy array or a detached tensor on the CPU"
@@ -311,43 +306,50 @@ def _asarray(value: Any, what: str) -> npt.NDArray[Any]:
 
 
 def as_images(value: Any, what: str) -> Images:
-    """uint8 images of one of the shapes that `from_arrays` takes as a copy of the shape (N, H, W, 3)."""
+    """Copy uint8 images (N, H, W), (N, H, W, 1) or (N, H, W, 3) to an array (N, H, W, 3).
+
+    what: name of the argument, for messages.
+    """
     images = _asarray(value, what)
     if images.dtype != np.uint8:
-        how = (
-            "if the values lie between 0 and 1, (x * 255).round().astype('uint8') converts them"
-            if images.dtype.kind == "f"
-            else "if the values lie between 0 and 255, x.astype('uint8') converts them"
+        is_float = images.dtype.kind == "f"
+        high, conversion = (1, "(x * 255).round().astype('uint8')") if is_float else (255, "x.astype('uint8')")
+        raise EngramError(
+            f"{what} holds {images.dtype} values, but images are uint8 from 0 to 255; "
+            f"if the values are between 0 and {high}, {conversion} converts them"
         )
-        raise EngramError(f"{what} holds {images.dtype} values, but images are uint8 from 0 to 255; {how}")
     shape = images.shape
     if 0 in shape:
-        raise EngramError(f"{what} has the shape {shape} and holds no image; give at least two images a class")
+        raise EngramError(f"{what} has the shape {shape} and holds no image; give at least two images per class")
     if images.ndim == 3:
         images = images[..., None]
     if images.ndim != 4:
         raise EngramError(f"{what} has the shape {shape}, but images are (N, height, width) or (N, height, width, 3)")
     if images.shape[3] not in (1, 3):
-        _refuse_channels(what, shape)
-    # A copy in memory order, so that the caller's later changes do not reach the store.
+        if shape[1] in (1, 3):
+            problem = f"its channels first {shape}; move them last with x.transpose(0, 2, 3, 1) (permute for a tensor)"
+        elif shape[3] == 4:
+            problem = f"four channels {shape}; drop the alpha channel with x[..., :3]"
+        else:
+            problem = f"{shape[3]} channels {shape}; images have 3 (colour) or 1 (grey) as last axis"
+        raise EngramError(f"{what} has {problem}")
+    # A copy, so that later changes to the caller's array do not reach the store.
     return np.array(np.broadcast_to(images, (*images.shape[:3], 3)), order="C")
 
 
-def _refuse_channels(what: str, shape: tuple[int, ...]) -> NoReturn:
-    if shape[1] in (1, 3):
-        raise EngramError(
-            f"{what} has its channels first {shape}; move them last with x.transpose(0, 2, 3, 1) (permute for a tensor)"
-        )
-    if shape[3] == 4:
-        raise EngramError(f"{what} has four channels {shape}; drop the alpha channel with x[..., :3]")
-    raise EngramError(f"{what} has {shape[3]} channels {shape}; images have 3 (colour) or 1 (grey) as last axis")
+def _as_pair(x: Any, y: Any, which: str) -> tuple[Images, npt.NDArray[Any]]:
+    """Return images and labels as arrays of the same length."""
+    images, labels = as_images(x, f"x_{which}"), _as_labels(y, f"y_{which}")
+    if len(images) != len(labels):
+        raise EngramError(f"x_{which} has {len(images)} images and y_{which} has {len(labels)} labels; give one each")
+    return images, labels
 
 
 def _as_labels(value: Any, what: str) -> npt.NDArray[Any]:
-    """Labels (N,) as strings, int64 or booleans."""
+    """Return labels as an array (N,) of strings, integers or booleans."""
     labels = _asarray(value, what)
     if labels.ndim != 1:
-        raise EngramError(f"{what} has the shape {labels.shape}, but labels are one for each image: (N,)")
+        raise EngramError(f"{what} has the shape {labels.shape}, but there must be one label per image: (N,)")
     if labels.dtype.kind == "O" and all(isinstance(label, str) for label in labels):
         labels = labels.astype(str)
     if labels.dtype.kind == "f":
@@ -361,11 +363,6 @@ def _as_labels(value: Any, what: str) -> npt.NDArray[Any]:
     return labels
 
 
-def _check_lengths(images: Images, labels: npt.NDArray[Any], which: str) -> None:
-    if len(images) != len(labels):
-        raise EngramError(f"x_{which} has {len(images)} images and y_{which} has {len(labels)} labels; give one each")
-
-
 def _class_names(labels: npt.NDArray[Any], given: Sequence[str] | None) -> tuple[str, ...]:
     if given is None:
         return tuple(str(label) for label in np.unique(labels))
@@ -377,7 +374,7 @@ def _class_names(labels: npt.NDArray[Any], given: Sequence[str] | None) -> tuple
 
 
 def _class_ids(labels: npt.NDArray[Any], what: str, names: tuple[str, ...], *, named: bool) -> ClassIds:
-    """The class id (N,) of each label: its position among the names."""
+    """Return the class ids (N,) of labels: their positions in the names."""
     if named and labels.dtype.kind != "U":
         outside = (labels < 0) | (labels >= len(names))
         if outside.any():

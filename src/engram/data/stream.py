@@ -1,4 +1,4 @@
-"""The stream: which classes arrive at which stage."""
+"""The stream of classes: the class order, and which classes arrive at which stage."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from engram.data.store import stable_permutation
 
 @dataclass(frozen=True)
 class Stream:
-    """The classes of a data set in order of arrival, cut into stages; stage 0 is the base.
+    """The classes of a data set in their order, divided into stages. Stage 0 is the base.
 
-    order: class ids by label, so that label i is class order[i]. sizes: new classes per stage.
+    order: class ids by label; label i is class order[i]. sizes: number of new classes of each stage.
     """
 
     order: tuple[int, ...]
@@ -26,14 +26,14 @@ class Stream:
 
     @classmethod
     def build(cls, order: Sequence[int], base: int, increment: int) -> Stream:
-        """Stages of `increment` classes after a base of `base`; the last one takes what is left."""
+        """Divide the classes into a base and stages of `increment` classes; the last stage may be smaller."""
         count = len(order)
         if sorted(order) != list(range(count)):
             raise EngramError(f"a class order must name each of the {count} classes once")
         if not 1 <= base <= count:
-            raise EngramError(f"the base must have 1 to {count} classes (the data set's number), got {base}")
+            raise EngramError(f"the base must have 1 to {count} classes (all of the data set), got {base}")
         if increment < 1:
-            raise EngramError(f"the increment must be at least 1 class a stage, got {increment}")
+            raise EngramError(f"the increment must be at least 1 class per stage, got {increment}")
         full, rest = divmod(count - base, increment)
         return cls(tuple(order), (base, *[increment] * full, *([rest] if rest else [])))
 
@@ -41,26 +41,28 @@ class Stream:
         return len(self.sizes)
 
     def num_seen(self, stage: int) -> int:
-        """The classes seen once this stage is learned."""
+        """Return the number of classes seen after this stage."""
         return sum(self.sizes[: stage + 1])
 
     def new_labels(self, stage: int) -> range:
-        """The labels that arrive at this stage."""
+        """Return the labels of the new classes of this stage."""
         return range(self.num_seen(stage) - self.sizes[stage], self.num_seen(stage))
 
     def labels_of(self, class_ids: np.ndarray) -> np.ndarray:
-        """The label (position in the order) of each class id."""
+        """Return the labels (positions in the order) of class ids."""
         label_of = np.empty(len(self.order), dtype=np.int64)
         label_of[list(self.order)] = np.arange(len(self.order))
         return label_of[class_ids]
 
 
 def class_order(spec: str, dataset: str, class_names: Sequence[str]) -> tuple[int, ...]:
-    """The class ids in the order that `spec` asks for.
+    """Return the class ids in the order given by `spec`.
 
-    `"1"`, `"2"`, ...: the data set's published order of that number, or, where none is published, a shuffle with
-    that number as its seed. `"natural"`: by class id. `"seed:N"`: a shuffle with seed N. Else the classes
-    themselves, separated by commas, all by name or all by id; where names are numbers, by name.
+    Parameters
+    ----------
+    spec: "1", "2", ...: the published order with this number, or a shuffle with this seed if the data set has no
+        published orders. "natural": by class id. "seed:N": a shuffle with seed N. Otherwise, all classes separated by
+        commas, either by name or by id; numbers that are class names are names.
     """
     check_order(spec, dataset)
     count = len(class_names)
@@ -76,7 +78,7 @@ def class_order(spec: str, dataset: str, class_names: Sequence[str]) -> tuple[in
 
 
 def order_text(value: Any) -> Any:
-    """A class order as `class_order` takes it: a number, or a list of classes, as text; anything else as it is."""
+    """Return a class order given as a number or a list of classes as text for `class_order`; other values unchanged."""
     if _is_id(value):
         return str(int(value))
     if isinstance(value, (str, bytes)) or not isinstance(value, (Sequence, np.ndarray)):
@@ -94,13 +96,13 @@ def _is_id(value: Any) -> bool:
 
 
 def check_order(spec: str, dataset: str) -> None:
-    """Refuses what is no class order of the data set, as far as that can be told without its classes."""
+    """Raise an EngramError if `spec` is not a class order. The names of classes are not checked."""
     spec = spec.strip()
     seeded = spec.startswith("seed:") and spec[5:].isdecimal()
     if not (spec == "natural" or seeded or spec.isdecimal() or "," in spec):
         raise EngramError(
-            f"the class order {spec!r} is none of: a number, 'natural', 'seed:N', or all classes separated by commas, "
-            "which a command also reads from a file, as @FILE"
+            f"the class order {spec!r} is none of: a number, 'natural', 'seed:N', all classes separated by commas, "
+            "or (on the command line) a file with them, @FILE"
         )
     published = published_orders(dataset)
     if spec.isdecimal() and published and not 1 <= int(spec) <= len(published):
@@ -111,7 +113,7 @@ def check_order(spec: str, dataset: str) -> None:
 
 
 def describe_order(spec: str, dataset: str) -> str:
-    """What a class order is, for people."""
+    """Describe a class order for the user."""
     if spec == "natural":
         return "by class id"
     if spec.startswith("seed:"):
@@ -126,30 +128,29 @@ def _shuffled(seed: int, count: int) -> tuple[int, ...]:
 
 
 def _listed(items: list[str], class_names: Sequence[str]) -> tuple[int, ...]:
-    count = len(class_names)
+    """Return the ids of a list of all classes."""
     order = _ids(items, class_names)
     repeated = sorted({class_names[i] for i in order if order.count(i) > 1})
     if repeated:
-        raise EngramError(f"the class order names {', '.join(repeated)} more than once; each class comes once")
-    if len(order) < count:
-        absent = [name for i, name in enumerate(class_names) if i not in set(order)]
-        shown = ", ".join(absent[:5]) + (", ..." if len(absent) > 5 else "")
-        several = (
-            f"; several class orders, a run for each, are given with {option('orders')}"
-            if all(map(str.isdecimal, items))
-            else ""
-        )
-        raise EngramError(f"the class order lacks {len(absent)} of the {count} classes: {shown}{several}")
+        raise EngramError(f"the class order names {', '.join(repeated)} more than once; name each class once")
+    missing = [name for i, name in enumerate(class_names) if i not in set(order)]
+    if missing:
+        shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+        several = all(map(str.isdecimal, items))
+        hint = f"; for one run per class order, use {option('orders')}" if several else ""
+        raise EngramError(f"the class order lacks {len(missing)} of the {len(class_names)} classes: {shown}{hint}")
     return tuple(order)
 
 
 def _ids(items: list[str], class_names: Sequence[str]) -> list[int]:
-    """The ids of classes that are all given by name, or all by id; what may be either is a name."""
+    """Return the ids of classes that are all given by name, or all by id; a number that is a name counts as a name."""
     ids_by_name = {name: i for i, name in enumerate(class_names)}
     others = [item for item in items if item not in ids_by_name]
     for item in others:
         if not item.isdecimal() or int(item) >= len(class_names):
-            raise EngramError(f"the class order names {item!r}, which is no class here: {suggest(item, class_names)}")
+            raise EngramError(
+                f"the class order names {item!r}, but there is no such class: {suggest(item, class_names)}"
+            )
     if not others:
         return [ids_by_name[item] for item in items]
     named = [item for item in items if item in ids_by_name]

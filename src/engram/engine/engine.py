@@ -21,7 +21,7 @@ from engram.engine.loop import PhaseLoop, PhaseState
 from engram.engine.sensitivity import sensitivity
 from engram.engine.sweep import sweep
 from engram.engine.tune import tune
-from engram.kernels.availability import why_not
+from engram.kernels.availability import reason_unavailable
 from engram.nn.backbones import ResNet
 from engram.nn.network import Network
 
@@ -77,7 +77,7 @@ class Engine:
         """Why our kernels do not run this backbone; None if they do."""
         if self.augmentation.view is not None:
             return "they crop images, but do not resize them"
-        if (why := why_not(self.device)) is not None:
+        if (why := reason_unavailable(self.device)) is not None:
             return why
         from engram.engine.fused import unsupported
 

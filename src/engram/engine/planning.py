@@ -12,7 +12,7 @@ from engram.contract.batch_plan import BatchPlan
 from engram.contract.extension import Extension
 from engram.contract.settings import Training
 from engram.core.rng import generator
-from engram.data.augment import Augmentation, Draws, as_they_are, draw
+from engram.data.augment import Augmentation, Draws, draw, identity_draws
 
 
 def plan_epochs(
@@ -40,7 +40,7 @@ def plan_epochs(
     def draws(count: int, *stream: str) -> Draws:
         shape = (steps, count)
         if not augmented:
-            return _joined([as_they_are(augmentation, shape) for _ in epochs], dim=0)
+            return _joined([identity_draws(augmentation, shape) for _ in epochs], dim=0)
         named = ("augment", *purpose, *stream)
         return _joined([draw(augmentation, shape, generator(seed, *named, epoch)) for epoch in epochs], dim=0)
 

@@ -11,7 +11,7 @@ from engram.core.checkpoint import read_data
 from engram.core.errors import EngramError, option
 from engram.core.io import writing
 from engram.core.provenance import METHOD_CODE
-from engram.core.serialize import dotted
+from engram.core.serialize import flatten
 from engram.data.sources.load import DataConfig, load_store
 from engram.data.store import ImageStore
 from engram.experiment.recipe_changes import named_by_recipe
@@ -218,7 +218,7 @@ def _is_count(value: object) -> TypeGuard[int]:
 
 def _differences(theirs: RunConfig, ours: RunConfig) -> str:
     """The settings in which two configurations differ, with their values there and here."""
-    there, here = dotted(theirs.to_plain()), dotted(ours.to_plain())
+    there, here = flatten(theirs.to_plain()), flatten(ours.to_plain())
     keys = [key for key in here | there if key not in ("recipe", "data.path") and there.get(key) != here.get(key)]
     shown = [f"{key} is {there.get(key)} there and {here.get(key)} here" for key in keys[:SHOWN_DIFFERENCES]]
     more = len(keys) - len(shown)

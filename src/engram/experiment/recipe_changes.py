@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from engram.core.errors import EngramError, option
-from engram.core.serialize import dotted
+from engram.core.serialize import flatten
 from engram.experiment.recipes import recipe, recipe_names
 from engram.experiment.run_config import RunConfig
 
@@ -65,7 +65,7 @@ def _leaves(config: RunConfig) -> dict[str, Any]:
     leaves: dict[str, Any] = {}
     memory = {"memory": str(config.memory), "memory.selection": config.memory.selection}
     for key, value in config.to_plain().items():
-        leaves |= memory if key == "memory" else dotted({key: value})
+        leaves |= memory if key == "memory" else flatten({key: value})
     return leaves
 
 

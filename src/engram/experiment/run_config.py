@@ -12,7 +12,7 @@ import torch
 
 from engram.contract import Settings
 from engram.core.errors import EngramError, option, suggest
-from engram.core.serialize import dotted, fitted, from_plain, replace_at, to_plain
+from engram.core.serialize import convert_setting, flatten, from_plain, replace_at, to_plain
 from engram.data.augment import Augmentation
 from engram.data.memory import MemoryConfig
 from engram.data.sources.load import DataConfig
@@ -59,7 +59,9 @@ class RunConfig:
         object.__setattr__(self, "order", order_text(self.order))
         for setting in fields(self):  # of the kind that it will be read back as, or refused by name
             if setting.name != "settings":
-                object.__setattr__(self, setting.name, fitted(RunConfig, setting.name, getattr(self, setting.name)))
+                object.__setattr__(
+                    self, setting.name, convert_setting(RunConfig, setting.name, getattr(self, setting.name))
+                )
         for name in ("settings", "augmentation"):  # as it will be read back: a 1 for a float is 1.0
             value = getattr(self, name)
             object.__setattr__(self, name, from_plain(type(value), to_plain(value), name))
@@ -107,7 +109,7 @@ class RunConfig:
             return replace(self, settings=replace_at(self.settings, rest, value, "settings"))
         first = path.partition(".")[0]
         if first not in (setting.name for setting in fields(self)):  # the end of a path, as a changed run's name has it
-            whole = [key for key in dotted(self.to_plain()) if key.endswith(f".{path}")]
+            whole = [key for key in flatten(self.to_plain()) if key.endswith(f".{path}")]
             whole = whole or ([f"settings.{path}"] if hasattr(self.settings, first) else [])
             if whole:
                 raise EngramError(f"no setting {path!r}: did you mean {' or '.join(map(repr, whole))}?")
@@ -165,7 +167,7 @@ class RunConfig:
         if later and later[-1] != later[0]:
             increments += f" (the last of {later[-1]})"
         height, width = store.image_size
-        seen_height, seen_width = self.augmentation.seen(store.image_size)
+        seen_height, seen_width = self.augmentation.view_size(store.image_size)
         seen = "" if self.augmentation.view is None else f", of which {seen_width}x{seen_height} are seen"
         memory = {"all": "every image", "none": "none"}.get(
             self.memory.budget, f"{self.memory}, {self.memory.selection}"

@@ -16,7 +16,7 @@ from engram.contract.learner import Learner
 from engram.contract.settings import with_role
 from engram.core import metrics
 from engram.core.errors import EngramError
-from engram.core.memory_limits import check_pool
+from engram.core.memory_limits import check_stage_fits
 from engram.core.provenance import code_digest, processor_name
 from engram.core.rng import generator
 from engram.core.serialize import to_plain
@@ -63,7 +63,7 @@ class Session:
         self._train_labels = self.stream.labels_of(store.train.class_ids)
         self._test_labels = self.stream.labels_of(store.test.class_ids)
         device, precision = config.place()
-        seen = config.augmentation.seen(store.image_size)
+        seen = config.augmentation.view_size(store.image_size)
         self.engine = Engine(torch.device(device), precision, config.augmentation, seen)
         memory = Memory(config.memory)
         mean, std = self.normalisation
@@ -124,7 +124,7 @@ class Session:
         labels = self.stream.new_labels(index)
         rows = np.flatnonzero((self._train_labels >= labels.start) & (self._train_labels < labels.stop))
         count, engine = len(rows) + len(self.learner.memory), self.engine
-        check_pool(index, count, self.store.image_size, engine.device, engine.buffers.image_bytes)
+        check_stage_fits(index, count, self.store.image_size, engine.device, engine.buffers.image_bytes)
         new = Samples(
             torch.from_numpy(np.ascontiguousarray(self.store.train.images[rows])),
             torch.from_numpy(self._train_labels[rows]),

@@ -55,7 +55,7 @@ class TrainedRun:
                 f"images must be uint8 of the shape (N, {height}, {width}, 3), with at least one image, got "
                 f"{str(given.dtype).removeprefix('torch.')} of {tuple(given.shape)}"
             )
-        seen = centre(given, self.config.augmentation.seen(self.image_size))
+        seen = centre(given, self.config.augmentation.view_size(self.image_size))
         with torch.no_grad():
             for some in seen.split(BATCH):
                 yield self.network(to_unit(some.to(self.network.mean.device)))

@@ -1,1 +1,1 @@
-"""Hand-written GPU kernels in Triton: residual backbones, heads, losses, augmentation, the update."""
+"""Hand-written GPU kernels in Triton: residual backbones, heads, losses, augmentation, update."""

@@ -1,6 +1,6 @@
-"""Hand-written GPU kernels, in Triton: of the residual backbones, of heads and of losses.
+"""Whether the hand-written Triton kernels can run: for residual backbones, heads and losses.
 
-Tensors in, tensors out; they know nothing of networks. The modules here are only imported where there is a GPU.
+The kernels take and return tensors and do not depend on networks. Import their modules only if there is a GPU.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-OLDEST = (8, 0)  # the compute capability of the oldest GPUs with bf16
+OLDEST = (8, 0)  # compute capability of the first GPUs with bf16
 
 
-def why_not(device: torch.device) -> str | None:
-    """Why the kernels do not run on this device; None where they do."""
+def reason_unavailable(device: torch.device) -> str | None:
+    """Return the reason why the kernels cannot run on a device, or None if they can."""
     if device.type != "cuda":
         return "they are for a GPU"
     if not _has_triton():
@@ -25,12 +25,12 @@ def why_not(device: torch.device) -> str | None:
     return None
 
 
-def usable(tensor: Tensor) -> bool:
-    """Whether the kernels run where this tensor is."""
-    return tensor.is_cuda and why_not(tensor.device) is None
+def is_available_for(tensor: Tensor) -> bool:
+    """Return whether the kernels can run on the device of a tensor."""
+    return tensor.is_cuda and reason_unavailable(tensor.device) is None
 
 
-@cache  # so that a step that is being recorded asks nothing of the device
+@cache  # cached: a step that is recorded as a CUDA graph must not query the device
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 

@@ -1,12 +1,11 @@
-"""3x3 convolutions, with the sums that the norm after them needs (forward) or the norm below them needs (backward).
+"""3x3 convolutions, with the sums for the batch norm after them (forward) or below them (backward).
 
-Activations are in (N, H, W, C) order, weights in (C_out, 3, 3, C_in) order (forward in float32: (3, 3, C_in, C_out)),
-both bf16 or both float32; sums are in float32. A tile is BLOCK_M pixels of the result by all its channels; a tap at a
-time, the pixels it meets are multiplied with its weights. Every sum has a fixed order: the same input gives the same
-bits.
+Feature maps are in (N, H, W, C) order, weights in (C_out, 3, 3, C_in) order (forward in float32: (3, 3, C_in, C_out)),
+both in bf16 or both in float32; sums are in float32. A tile has BLOCK_M pixels of the result and all its channels. For
+each tap, the pixels are multiplied by its weights. Every sum has a fixed order: the same input gives the same bits.
 
-Legend: M pixels of the result, CI channels in, CO channels out, T tiles. The images have CX = 4 channels in memory and
-3 in the weight (CW), in tiles of 16; elsewhere all three are CI.
+Legend: M pixels of the result, CI input channels, CO output channels, T tiles. Images have CX = 4 channels in memory
+and 3 in the weight (CW), in tiles of 16; elsewhere all three are CI.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from triton import knobs
 
 from engram.kernels.norm import finish_gradient, finish_statistics, is_last_program
 
-# Triton's interpreter, which the tests use where there is no GPU, takes the bits of bf16 for integers in a product.
+# Triton's interpreter, which the tests use without a GPU, treats the bits of bf16 as integers in a product.
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 
 
 @triton.jit
 def multiply(a, b, total, PRODUCTS: tl.constexpr):
-    """total + a @ b in float32; PRODUCTS: how factors in float32 are multiplied, as `tl.dot` has it."""
+    """Return total + a @ b in float32. PRODUCTS: how `tl.dot` multiplies float32 numbers."""
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), total)
     return tl.dot(a, b, total, input_precision=PRODUCTS)
@@ -32,7 +31,7 @@ def multiply(a, b, total, PRODUCTS: tl.constexpr):
 @triton.jit(do_not_specialize=["M"])
 def engram_conv_forward(
     x,  # (N, HI, WI, CX)
-    weight,  # (CO, 3, 3, CW), or (3, 3, CW, CO), as BY_K and BY_C say
+    weight,  # (CO, 3, 3, CW) or (3, 3, CW, CO), depending on BY_K and BY_C
     bias,  # (CO,), MODE 1 and 2
     shortcut,  # (N, H * SHORTCUT_STRIDE, W * SHORTCUT_STRIDE, CS), MODE 2
     y,  # (N, H, W, CO)
@@ -57,15 +56,15 @@ def engram_conv_forward(
     CS: tl.constexpr,
     STRIDE: tl.constexpr,
     SHORTCUT_STRIDE: tl.constexpr,
-    MODE: tl.constexpr,  # 0: the state of the norm after it; 1: bias and ReLU; 2: bias and shortcut
-    BY_K: tl.constexpr,  # from a channel out to the next in the weight
-    BY_C: tl.constexpr,  # from a channel in to the next
+    MODE: tl.constexpr,  # 0: compute the state of the norm; 1: bias and ReLU; 2: bias and shortcut
+    BY_K: tl.constexpr,  # stride of the output channel in the weight
+    BY_C: tl.constexpr,  # stride of the input channel
     BLOCK_M: tl.constexpr,
     BLOCK_T: tl.constexpr,
     STAGES: tl.constexpr,
     PRODUCTS: tl.constexpr,
 ):
-    """The convolution of x, and what a norm needs to know of it (or, with the norm folded in, what follows it)."""
+    """Compute the convolution of x and the state of the norm after it; or, with the norm folded in, what follows it."""
     program = tl.program_id(0)
     pixel = program * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = pixel < M
@@ -87,7 +86,7 @@ def engram_conv_forward(
     if MODE == 0:
         rounded = total.to(y.dtype.element_ty)
         tl.store(y + here, rounded, mask=inside[:, None])
-        # About the running mean, so that the squares do not drown the variance.
+        # Relative to the running mean: otherwise the squares would cancel and lose the variance.
         value = tl.where(inside[:, None], rounded.to(tl.float32) - tl.load(running_mean + k)[None, :], 0.0)
         tl.store(partial + program * CO + k, tl.sum(value, axis=0))
         tl.store(partial + (tl.num_programs(0) + program) * CO + k, tl.sum(value * value, axis=0))
@@ -106,10 +105,10 @@ def engram_conv_forward(
 
 @triton.jit(do_not_specialize=["M"])
 def engram_conv_data_gradient(
-    d,  # (N, H // STRIDE, W // STRIDE, CO): the gradient at the convolution's output
+    d,  # (N, H // STRIDE, W // STRIDE, CO): gradient at the convolution's output
     weight,  # (CO, 3, 3, CI)
-    shortcut,  # (N, H // STRIDE, W // STRIDE, CO): a gradient to add to the channels it has, SHORTCUT
-    below,  # (N, H, W, CI): what the norm below got, NORM
+    shortcut,  # (N, H // STRIDE, W // STRIDE, CO): gradient to add to the first CO channels, SHORTCUT
+    below,  # (N, H, W, CI): input of the norm below, NORM
     below_state,  # (4, CI), NORM
     below_gamma,
     below_coefficients,  # (3, CI), NORM
@@ -125,13 +124,13 @@ def engram_conv_data_gradient(
     CO: tl.constexpr,
     STRIDE: tl.constexpr,
     SHORTCUT: tl.constexpr,
-    NORM: tl.constexpr,  # 0: none; 1: the gradient goes on into a norm; 2: into a ReLU and then a norm
+    NORM: tl.constexpr,  # 0: none; 1: a norm is below; 2: a ReLU and, below it, a norm
     BLOCK_M: tl.constexpr,
     BLOCK_T: tl.constexpr,
     STAGES: tl.constexpr,
     PRODUCTS: tl.constexpr,
 ):
-    """The gradient at the convolution's input, and what the norm below needs to know of it."""
+    """Compute the gradient at the convolution's input, and from it the gradient of the norm below."""
     HO: tl.constexpr = H // STRIDE
     WO: tl.constexpr = W // STRIDE
     program = tl.program_id(0)
@@ -141,7 +140,7 @@ def engram_conv_data_gradient(
         image = pixel // (H * W)
         row = (pixel // W) % H
         column = pixel % W
-    else:  # a tile has every second row and column: what lies between two pixels of the output meets other taps
+    else:  # a tile has every second row and column: the pixels between use other taps
         odd_row = program % 4 // 2
         odd_column = program % 2
         quarter = program // 4 * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -158,7 +157,7 @@ def engram_conv_data_gradient(
             ky = tap // 3
             kx = tap % 3
             valid = inside
-        else:  # the middle tap alone, or the two beside it
+        else:  # only the middle tap, or the two next to it
             ky = 1 + odd_row * (tap // 2 * 2 - 1)
             kx = 1 + odd_column * (tap % 2 * 2 - 1)
             valid = tl.where((odd_row >= tap // 2) & (odd_column >= tap % 2), inside, False)
@@ -202,8 +201,8 @@ def engram_conv_data_gradient(
 @triton.jit(do_not_specialize=["M"])
 def engram_conv_weight_gradient(
     x,  # (N, HI, WI, CX)
-    d,  # (N, H, W, CO): the gradient at the convolution's output
-    partial,  # (splits, ROW): each split's share of the gradient, to be summed
+    d,  # (N, H, W, CO): gradient at the convolution's output
+    partial,  # (splits, ROW): share of each split in the gradient, to be summed
     M,
     ROW,
     H: tl.constexpr,
@@ -216,11 +215,11 @@ def engram_conv_weight_gradient(
     CO: tl.constexpr,
     STRIDE: tl.constexpr,
     BLOCK_P: tl.constexpr,
-    BLOCKS: tl.constexpr,  # blocks of pixels in a split
+    BLOCKS: tl.constexpr,  # blocks of pixels per split
     STAGES: tl.constexpr,
     PRODUCTS: tl.constexpr,
 ):
-    """One split's share of the weight's gradient, for one row of three taps."""
+    """Compute the share of one split in the gradient of the weight, for one row of three taps."""
     split = tl.program_id(0)
     ky = tl.program_id(1)
     c = tl.arange(0, CI)

@@ -1,9 +1,9 @@
-"""How far apart feature maps are, channel by channel and each with its weight: one kernel a map each way.
+"""Weighted distance between feature maps, channel by channel: one kernel per map for forward and for backward.
 
-Legend: B batch, C channels, P pixels of a map. A program takes BLOCK_C channels of one image.
+Legend: B batch, C channels, P pixels of a map. A program computes BLOCK_C channels of one image.
 """
 
-# Triton adds launch options such as num_warps to what a kernel takes.
+# Triton adds launch options such as num_warps to the parameters of a kernel.
 # pyright: reportCallIssue=false, reportArgumentType=false
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor
 
 from engram.kernels.sizes import EXACT, SMALLEST, blocks_of, power_of_two
 
-ELEMENTS = 16384  # of a map that a program holds at once
+ELEMENTS = 16384  # elements of a map that a program loads at once
 BLOCK_C = 16
 
 
 @triton.jit
 def signal(values, SQUARE: tl.constexpr):
-    """What is compared: the values or their squares."""
+    """Return the values to compare: the maps or their squares."""
     values = values.to(tl.float32)
     if SQUARE:
         values = values * values
@@ -35,7 +35,7 @@ def engram_distance_forward(
     ours,  # (B, P, C)
     theirs,  # (B, P, C)
     weight,  # (C,)
-    norms,  # (2, B, C): the length of each channel of either
+    norms,  # (2, B, C): lengths of the channels of ours and theirs
     distance,  # (B, C)
     shares,  # (blocks of channels, B)
     factor,
@@ -48,7 +48,7 @@ def engram_distance_forward(
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """The distance of each channel of ours to theirs, both brought to length 1, and the block's share of their sum."""
+    """Compute the distance of each channel, normalised to length 1, and the share of this block in the weighted sum."""
     image = tl.program_id(0)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     a_sum = tl.zeros((BLOCK_C,), dtype=tl.float32)
@@ -86,8 +86,8 @@ def engram_distance_backward(
     weight,
     norms,
     distance,
-    gradient,  # (B,): at the sum
-    out,  # (B, P, C): at ours
+    gradient,  # (B,): gradient at the sum
+    out,  # (B, P, C): gradient at ours
     factor,
     smallest,
     B,
@@ -98,7 +98,7 @@ def engram_distance_backward(
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """The gradient at ours."""
+    """Compute the gradient at ours."""
     image = tl.program_id(0)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     at = image * C + c
@@ -109,7 +109,7 @@ def engram_distance_backward(
     upstream = factor * tl.load(weight + c, mask=there, other=0.0) * tl.load(gradient + image)
     if POWER == 2:
         upstream = 2 * apart * upstream
-    # The distance has no gradient where it is zero; it is taken to be zero there.
+    # A distance of zero has no gradient; zero is used.
     upstream = tl.where(apart > 0, upstream / tl.where(apart > 0, apart, 1.0), 0.0)
     along = tl.zeros((BLOCK_C,), dtype=tl.float32)
     for start in range(0, P, BLOCK_P):
@@ -119,7 +119,7 @@ def engram_distance_backward(
         a = signal(tl.load(ours + here, mask=inside, other=0.0), SQUARE) / a_norm[None, :]
         b = signal(tl.load(theirs + here, mask=inside, other=0.0), SQUARE) / b_norm[None, :]
         along += tl.sum(a * (a - b), axis=0)
-    along = tl.where(a_norm > smallest, along, 0.0)  # a length that was clamped does not change
+    along = tl.where(a_norm > smallest, along, 0.0)  # a clamped length is constant
     for start in range(0, P, BLOCK_P):
         p = start + tl.arange(0, BLOCK_P)
         here = (image * P + p)[:, None] * C + c[None, :]
@@ -138,7 +138,7 @@ class _Weighted(torch.autograd.Function):
     def forward(ctx, square: bool, power: int, factors: Sequence[float], *tensors: Tensor) -> Tensor:
         count = len(tensors) // 3
         plain = [maps.detach().permute(0, 2, 3, 1).contiguous() for maps in tensors[: 2 * count]]
-        weights = [  # one number may stand for all channels
+        weights = [  # a single number applies to all channels
             weight.detach().expand(maps.shape[3]).contiguous()
             for weight, maps in zip(tensors[2 * count :], plain[:count], strict=True)
         ]
@@ -183,10 +183,17 @@ def weighted_distance(
     square: bool,
     power: int,
 ) -> Tensor:
-    """For each sample (B,) the sum over maps and channels of factor * weight * distance^power, power being 1 or 2.
+    """Return for each sample (B,) the sum over maps and channels of factor * weight * distance^power.
 
-    The distance is that of the channels of two maps (B, C, H, W), each brought to length 1 over its pixels;
-    square: of the maps' squares. weights: (C,) or () a map; factors: one a map. Only the student's maps get gradients.
+    The distance is between the channels of two maps (B, C, H, W), normalised to length 1 over the pixels. Only the
+    student's maps get gradients.
+
+    Parameters
+    ----------
+    weights: (C,) or () per map.
+    factors: one per map.
+    square: compare the squares of the maps.
+    power: 1 or 2.
     """
     return _Weighted.apply(square, power, tuple(factors), *student, *teacher, *weights)
 

@@ -1,4 +1,4 @@
-"""The element-wise kernels of a step: augmentation, the sum over splits, the update."""
+"""Element-wise kernels of a training step: augmentation, sum over splits, update."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def engram_augment(
     left,
     mirror,
     factor,  # each (S, B)
-    counter,  # int64 (1,): the step
+    counter,  # int64 (1,): step
     mean,
     std,  # float32 (3,)
     out,  # (images, H, W, 4)
@@ -25,7 +25,7 @@ def engram_augment(
     W: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The step's batch: cropped, mirrored, brightened, normalised; the fourth channel is zero."""
+    """Crop, mirror, brighten and normalise the batch of a step; the fourth channel is zero."""
     b = tl.program_id(0)
     at = tl.load(counter) * B + b
     row = tl.load(rows + at)
@@ -50,7 +50,7 @@ def engram_augment(
 
 @triton.jit(do_not_specialize=["splits"])
 def engram_sum_splits(partial, out, splits, row, BLOCK: tl.constexpr, BLOCK_S: tl.constexpr):
-    """out (row,): the sum of partial (splits, row), in the splits' order."""
+    """Write the sum of partial (splits, row) over the splits, in order, to out (row,)."""
     e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     s = tl.arange(0, BLOCK_S)
     total = tl.zeros((BLOCK_S, BLOCK), dtype=tl.float32)
@@ -77,12 +77,12 @@ def engram_update(
     clip,
     BLOCK: tl.constexpr,
 ):
-    """SGD with momentum on the flat buffers; the first `shadowed` values are also written to the shadow."""
+    """Update flat buffers by SGD with momentum, and copy the first `shadowed` values to the shadow."""
     e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = e < n
     value = tl.load(values + e, mask=inside)
     gradient = tl.load(gradients + e, mask=inside)
-    # Comparisons, not minimum and maximum: a NaN must stay one.
+    # Comparisons instead of minimum and maximum, which would drop NaN.
     gradient = tl.where(gradient > clip, clip, gradient)
     gradient = tl.where(gradient < -clip, -clip, gradient)
     moved = momentum * tl.load(velocity + e, mask=inside) + gradient + decay * value

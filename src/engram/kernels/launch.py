@@ -1,10 +1,10 @@
-"""Launching the kernels: tensors in, shapes and block sizes worked out here.
+"""Launch of the kernels of residual backbones, with grids and block sizes.
 
-Block sizes are fixed by shape, not chosen by timing on the spot: another choice sums in another order, and a run would
-depend on how busy the GPU was when it began. They were chosen on an H200.
+Block sizes depend only on shapes and are not tuned at run time: another block size sums in another order, and results
+would depend on how busy the GPU is. They were chosen on an H200.
 """
 
-# Triton adds launch options such as num_warps to what a kernel takes.
+# Triton adds launch options such as num_warps to the parameters of a kernel.
 # pyright: reportCallIssue=false
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from engram.kernels.norm import engram_norm_apply, engram_norm_backward, engram_
 from engram.kernels.sizes import blocks_of
 
 MOMENTUM, EPSILON = 0.1, 1e-5
-IMAGE_CHANNELS = 4  # red, green, blue and a zero
-PARTIAL_SUMS = 2048  # of tiles, taken at once; more would cost every tile registers
-# (pixels in a tile, warps, pipeline stages) by what is stored and the result's channels.
+IMAGE_CHANNELS = 4  # red, green, blue and zero
+PARTIAL_SUMS = 2048  # partial sums of tiles added at once; more would need too many registers in every tile
+# (pixels per tile, warps, pipeline stages) by dtype and number of channels of the result.
 TILES = {
     torch.bfloat16: {16: (256, 4, 3), 32: (256, 4, 3), 64: (64, 4, 3)},
     torch.float32: {16: (256, 4, 1), 32: (128, 4, 3), 64: (64, 8, 3)},
 }
-# (pixels in a block, blocks in a split, warps, pipeline stages) by what is stored and channels out.
+# (pixels per block, blocks per split, warps, pipeline stages) by dtype and number of output channels.
 WEIGHT_GRADIENT = {
     torch.bfloat16: {16: (128, 4, 1, 2), 32: (64, 4, 2, 2), 64: (64, 4, 4, 3)},
     torch.float32: {16: (32, 8, 1, 2), 32: (64, 4, 4, 2), 64: (16, 16, 4, 2)},
@@ -39,9 +39,9 @@ NORM_TILE = {16: 256, 32: 128, 64: 64}
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """What maps and weights are stored in, and how the products of two float32 numbers are taken, as `tl.dot` has it.
+    """Number formats. Sums are always in float32.
 
-    Sums are in float32 whatever is stored.
+    stored: dtype of feature maps and weights. products: how `tl.dot` multiplies two float32 numbers.
     """
 
     stored: torch.dtype
@@ -49,15 +49,15 @@ class Arithmetic:
 
     @property
     def turned(self) -> bool:
-        """Whether a forward convolution wants its weight as (3, 3, C_in, C_out), not (C_out, 3, 3, C_in).
+        """Whether a forward convolution takes its weight as (3, 3, C_in, C_out), not (C_out, 3, 3, C_in).
 
-        Without tensor cores, threads beside each other take channels out that are beside each other; the other order
-        would have them wait for the same bank of the shared memory.
+        Without tensor cores, neighbouring threads compute neighbouring output channels; with the other order, they
+        would wait for the same bank of the shared memory.
         """
         return self.stored is torch.float32 and self.products == "ieee"
 
 
-# By the name that a precision has elsewhere.
+# By the name of the precision in `RunConfig`.
 ARITHMETIC = {
     "bf16": Arithmetic(torch.bfloat16),
     "tf32": Arithmetic(torch.float32, "tf32"),
@@ -67,10 +67,10 @@ ARITHMETIC = {
 
 @dataclass(frozen=True)
 class Conv:
-    """A convolution and the norm after it: their shapes, and where their values lie in the flat buffers.
+    """A convolution and the batch norm after it: shapes, and positions in the flat buffers.
 
-    height, width: of the output. weight: the first element of the weight among all weights. norm: the first of gamma,
-    with beta behind it, among all norms' values.
+    height, width: of the output. weight: position of its first element among all weights. norm: position of gamma,
+    followed by beta, among the values of all norms.
     """
 
     arithmetic: Arithmetic
@@ -85,18 +85,18 @@ class Conv:
 
     @property
     def memory_in(self) -> int:
-        """The channels that the input has in memory."""
+        """Number of channels of the input in memory."""
         return IMAGE_CHANNELS if self.channels_in == 3 else self.channels_in
 
     @property
     def weights(self) -> int:
-        """The weight's elements."""
+        """Number of elements of the weight."""
         return 9 * self.channels_in * self.channels_out
 
 
 @dataclass(frozen=True, eq=False)
 class Norm:
-    """The tensors of a norm, each (C,)."""
+    """The tensors of a batch norm, each (C,)."""
 
     gamma: Tensor
     beta: Tensor
@@ -106,59 +106,54 @@ class Norm:
 
 @dataclass(frozen=True, eq=False)
 class Scratch:
-    """Room that launches on one stream share: partial sums, and a counter that every launch leaves at zero."""
+    """Buffers shared by launches on one stream: partial sums, and a counter that is zero after every launch."""
 
     partial: Tensor
     counter: Tensor
 
     @classmethod
     def on(cls, device: torch.device, floats: int) -> Scratch:
-        """Room for so many partial sums."""
+        """Allocate buffers for this many partial sums."""
         return cls(torch.empty(floats, device=device), torch.zeros(1, dtype=torch.int32, device=device))
 
 
 def statistics_floats(convs: list[Conv], batch: int) -> int:
-    """The partial sums that the largest of these layers needs at that batch size."""
+    """Return the number of partial sums that the largest of these layers needs at this batch size."""
     return max(2 * conv.channels_out * (4 + blocks_of(batch * conv.height * conv.width, 64)) for conv in convs)
 
 
 def conv_forward(conv: Conv, x: Tensor, weight: Tensor, norm: Norm, scratch: Scratch) -> tuple[Tensor, Tensor]:
-    """The convolution of x, and the state (4, C) of its norm. weight: flat, turned where the arithmetic wants it."""
-    images = len(x)
-    pixels = images * conv.height * conv.width
-    y = x.new_empty(images, conv.height, conv.width, conv.channels_out)
+    """Return the convolution of x, and the state (4, C) of its norm. weight: flat, in the order of the arithmetic."""
     state = torch.empty(4, conv.channels_out, device=x.device)
-    block, warps, stages = TILES[conv.arithmetic.stored][conv.channels_out]
-    engram_conv_forward[(blocks_of(pixels, block),)](
-        *(x, weight, state, x, y, scratch.partial, scratch.counter),
-        *(norm.gamma, norm.beta, norm.running_mean, norm.running_var, state, pixels, MOMENTUM, EPSILON),
-        **_shapes(conv),
-        CS=conv.channels_out,
-        SHORTCUT_STRIDE=1,
-        MODE=0,
-        **_weight_strides(conv),
-        BLOCK_M=block,
-        BLOCK_T=PARTIAL_SUMS // conv.channels_out,
-        STAGES=stages,
-        PRODUCTS=conv.arithmetic.products,
-        num_warps=warps,
-    )
-    return y, state
+    norms = (norm.gamma, norm.beta, norm.running_mean, norm.running_var, state)
+    return _convolve(conv, x, weight, state, None, (scratch.partial, scratch.counter), norms, mode=0), state
 
 
 def conv_folded(conv: Conv, x: Tensor, weight: Tensor, bias: Tensor, shortcut: Tensor | None = None) -> Tensor:
-    """The convolution with its norm folded in, plus the shortcut; without one, its ReLU. weight: as above."""
-    images = len(x)
-    pixels = images * conv.height * conv.width
-    y = x.new_empty(images, conv.height, conv.width, conv.channels_out)
+    """Return the convolution with its norm folded in, plus the shortcut; without a shortcut, the ReLU of it."""
+    unused = (bias, bias, bias, bias, bias)
+    return _convolve(conv, x, weight, bias, shortcut, (bias, bias), unused, mode=1 if shortcut is None else 2)
+
+
+def _convolve(
+    conv: Conv,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    shortcut: Tensor | None,
+    scratch: tuple[Tensor, Tensor],
+    norms: tuple[Tensor, ...],
+    mode: int,
+) -> Tensor:
+    pixels = len(x) * conv.height * conv.width
+    y = x.new_empty(len(x), conv.height, conv.width, conv.channels_out)
     block, warps, stages = TILES[conv.arithmetic.stored][conv.channels_out]
     engram_conv_forward[(blocks_of(pixels, block),)](
-        *(x, weight, bias, x if shortcut is None else shortcut, y, bias, bias),
-        *(bias, bias, bias, bias, bias, pixels, MOMENTUM, EPSILON),
+        *(x, weight, bias, x if shortcut is None else shortcut, y, *scratch, *norms, pixels, MOMENTUM, EPSILON),
         **_shapes(conv),
         CS=1 if shortcut is None else shortcut.shape[3],
         SHORTCUT_STRIDE=1 if shortcut is None else shortcut.shape[1] // conv.height,
-        MODE=1 if shortcut is None else 2,
+        MODE=mode,
         **_weight_strides(conv),
         BLOCK_M=block,
         BLOCK_T=PARTIAL_SUMS // conv.channels_out,
@@ -170,7 +165,7 @@ def conv_folded(conv: Conv, x: Tensor, weight: Tensor, bias: Tensor, shortcut: T
 
 
 def norm_apply(y: Tensor, state: Tensor, shortcut: Tensor | None) -> Tensor:
-    """The norm of y plus the shortcut, or its ReLU where there is none."""
+    """Return the norm of y plus the shortcut; without a shortcut, the ReLU of the norm."""
     out = torch.empty_like(y)
     _, height, width, channels = y.shape
     block = 2048
@@ -190,10 +185,15 @@ def norm_apply(y: Tensor, state: Tensor, shortcut: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class NormGradient:
-    """A norm on the way back: what it got and its state; where its own gradients go; the coefficients of its input's.
+    """A batch norm in the backward pass.
 
-    y: (N, H, W, C). state: (4, C). d_gamma, d_beta: (C,). coefficients: (3, C), written by the launch that completes
-    the gradient at the norm's output.
+    Parameters
+    ----------
+    y: input of the norm (N, H, W, C).
+    state: (4, C).
+    d_gamma, d_beta: gradients of its parameters (C,), to be written.
+    coefficients: of the gradient at its input (3, C), to be written by the launch that completes the gradient at the
+        norm's output.
     """
 
     y: Tensor
@@ -206,7 +206,7 @@ class NormGradient:
 
 
 def norm_gradient(g: Tensor, norm: NormGradient, scratch: Scratch) -> None:
-    """Completes a norm's gradient from the gradient g at its output."""
+    """Compute the gradients of a norm's parameters and its coefficients from the gradient g at its output."""
     channels = g.shape[3]
     pixels = g.numel() // channels
     block = NORM_TILE[channels]
@@ -221,7 +221,7 @@ def norm_gradient(g: Tensor, norm: NormGradient, scratch: Scratch) -> None:
 
 
 def norm_backward(g: Tensor, norm: NormGradient) -> Tensor:
-    """The gradient at the norm's input, from the gradient g at its output; where a ReLU follows, at its input."""
+    """Return the gradient at the norm's input. g: gradient at its output, before a ReLU that may follow."""
     d = torch.empty_like(g)
     block = 2048
     engram_norm_backward[(blocks_of(g.numel(), block),)](
@@ -233,10 +233,9 @@ def norm_backward(g: Tensor, norm: NormGradient) -> Tensor:
 def conv_data_gradient(
     conv: Conv, d: Tensor, weight: Tensor, shortcut: Tensor | None, below: NormGradient | None, scratch: Scratch
 ) -> Tensor:
-    """The gradient at the convolution's input; completes the gradient of the norm below, if given.
+    """Return the gradient at the convolution's input, and complete the gradient of the norm below, if given.
 
-    d: the gradient at the convolution's output. shortcut: the gradient that the block's output hands straight to its
-    input.
+    d: gradient at the convolution's output. shortcut: gradient that the block's output passes directly to its input.
     """
     images = len(d)
     height, width = conv.height * conv.stride, conv.width * conv.stride
@@ -245,7 +244,7 @@ def conv_data_gradient(
     nothing = scratch.partial
     under = NormGradient(d, *(5 * (nothing,)), after_relu=False) if below is None else below
     block, warps, stages = TILES[conv.arithmetic.stored][conv.channels_in]
-    parts = conv.stride**2  # a tile's pixels are that many apart, so that the same taps meet all of them
+    parts = conv.stride**2  # distance between the pixels of a tile, so that all of them use the same taps
     engram_conv_data_gradient[(parts * blocks_of(pixels // parts, block),)](
         *(d, weight, d if shortcut is None else shortcut),
         *(under.y, under.state, under.gamma, under.coefficients, under.d_gamma, under.d_beta),
@@ -267,13 +266,13 @@ def conv_data_gradient(
 
 
 def weight_splits(conv: Conv, images: int) -> int:
-    """The splits that the weight's gradient is summed from."""
+    """Return the number of splits that the gradient of the weight is summed from."""
     block, blocks, *_ = WEIGHT_GRADIENT[conv.arithmetic.stored][conv.channels_out]
     return blocks_of(images * conv.height * conv.width, block * blocks)
 
 
 def conv_weight_gradient(conv: Conv, x: Tensor, d: Tensor, partial: Tensor, offset: int) -> None:
-    """Each split's share of the weight's gradient into partial (splits, row), from column `offset` on."""
+    """Write each split's share of the gradient of the weight to partial (splits, row), from column `offset`."""
     images = len(d)
     block, blocks, warps, stages = WEIGHT_GRADIENT[conv.arithmetic.stored][conv.channels_out]
     engram_conv_weight_gradient[(weight_splits(conv, images), 3)](
@@ -288,7 +287,7 @@ def conv_weight_gradient(conv: Conv, x: Tensor, d: Tensor, partial: Tensor, offs
 
 
 def sum_splits(partial: Tensor, out: Tensor) -> None:
-    """out (row,): the sum of partial (splits, row)."""
+    """Write the sum of partial (splits, row) over the splits to out (row,)."""
     splits, row = partial.shape
     block = 64
     engram_sum_splits[(blocks_of(row, block),)](partial, out, splits, row, BLOCK=block, BLOCK_S=32, num_warps=4)
@@ -304,7 +303,7 @@ def augment(
     std: Tensor,
     arithmetic: Arithmetic,
 ) -> Tensor:
-    """The batch (images, H, W, 4) of the step that the counter is at, normalised.
+    """Return the augmented and normalised batch (images, H, W, 4) of the step in `counter`.
 
     padded: uint8 (P, H + border, W + border, 3). plan: rows, top, left, mirror and factor, each (S, B).
     """
@@ -335,7 +334,7 @@ def update(
     decay: float,
     clip: float | None,
 ) -> None:
-    """SGD with momentum on flat buffers (n,); shadow: the first of the values as they are stored for the passes."""
+    """Update flat buffers (n,) by SGD with momentum. shadow: copy of the first values in the dtype of the network."""
     block = 1024
     engram_update[(blocks_of(len(values), block),)](
         *(values, gradients, velocity, mask, shadow, lr, len(values), len(shadow)),
@@ -346,7 +345,7 @@ def update(
 
 
 def _weight_strides(conv: Conv) -> dict[str, int]:
-    """Of the weight of a forward convolution."""
+    """Return the strides of the weight of a forward convolution."""
     if conv.arithmetic.turned:
         return {"BY_K": 1, "BY_C": conv.channels_out}
     return {"BY_K": 9 * conv.channels_in, "BY_C": 1}

@@ -1,10 +1,10 @@
-"""Batch normalisation in pieces: its sums ride on the convolutions, the last tile to end makes sense of them.
+"""Batch normalisation: the convolutions compute partial sums per tile, and the last tile combines them.
 
-A norm's state is (4, C): scale and shift of the affine transform it amounts to, then mean and inverse deviation. Its
-gradient is affine too: at its input it is a * g + b * y + c, with coefficients (3, C).
+The state of a norm is (4, C): scale and shift of the equivalent affine transform, mean, and inverse standard deviation.
+Its gradient is affine, too: at its input it is a * g + b * y + c, with coefficients (3, C).
 """
 
-# What a Triton function returns is not known to a type checker.
+# A type checker does not know what a Triton function returns.
 # pyright: reportGeneralTypeIssues=false
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton.language as tl
 
 @triton.jit
 def is_last_program(counter):
-    """Whether this program is the last of its launch to come here; what the others wrote before is visible then."""
+    """Return whether this is the last program of the launch to get here; then it sees what the others wrote before."""
     tl.debug_barrier()
     arrived = tl.atomic_add(counter, 1)
     last = arrived == tl.num_programs(0) - 1
@@ -26,7 +26,7 @@ def is_last_program(counter):
 
 @triton.jit
 def sum_tiles(partial, C: tl.constexpr, BLOCK_T: tl.constexpr):
-    """The two sums (C,) and (C,) of partial (2, tiles, C) over the tiles, in their order; a tile for each program."""
+    """Return the two sums (C,) of partial (2, tiles, C) over the tiles, in order; each program has one tile."""
     tiles = tl.num_programs(0)
     c = tl.arange(0, C)
     t = tl.arange(0, BLOCK_T)
@@ -56,7 +56,7 @@ def finish_statistics(
     C: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """The norm's state from each tile's sums of values and of squares, taken about the running mean."""
+    """Compute the state of a norm from the sums of values and squares of each tile, relative to the running mean."""
     c = tl.arange(0, C)
     old_mean = tl.load(running_mean + c)
     old_var = tl.load(running_var + c)
@@ -88,7 +88,7 @@ def finish_gradient(
     C: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """The norm's own gradients and the coefficients of its input's, from each tile's sums, in the tiles' order."""
+    """Compute a norm's parameter gradients and the coefficients of its input gradient from the sums of each tile."""
     c = tl.arange(0, C)
     mean = tl.load(state + 2 * C + c)
     inverse = tl.load(state + 3 * C + c)
@@ -117,7 +117,7 @@ def engram_norm_gradient(
     BLOCK_M: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """What a norm's backward needs to know of the gradient g (M, C) at its output; y (M, C) is its input."""
+    """Compute a norm's parameter gradients and coefficients from the gradient g (M, C) at its output; y: its input."""
     program = tl.program_id(0)
     pixel = program * BLOCK_M + tl.arange(0, BLOCK_M)
     c = tl.arange(0, C)
@@ -148,9 +148,9 @@ def engram_norm_apply(
     SHORTCUT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The norm of y (N, H, W, C) plus the shortcut (N, H * stride, W * stride, CS); without one, its ReLU."""
+    """Compute the norm of y (N, H, W, C) plus the shortcut (N, H * stride, W * stride, CS), or else its ReLU."""
     e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = e < M * C  # as a product: a known multiple of C, so that a thread loads several elements at once
+    inside = e < M * C  # as a product, Triton knows a multiple of C: a thread loads several elements at once
     c = e % C
     value = tl.load(y + e, mask=inside, other=0.0).to(tl.float32)
     value = value * tl.load(state + c) + tl.load(state + C + c)
@@ -171,7 +171,7 @@ def engram_norm_apply(
 
 @triton.jit(do_not_specialize=["M"])
 def engram_norm_backward(g, y, coefficients, d, M, C: tl.constexpr, BLOCK: tl.constexpr):
-    """The gradient at the norm's input: a * g + b * y + c, with coefficients (3, C)."""
+    """Compute the gradient at the norm's input: a * g + b * y + c, with coefficients (3, C)."""
     e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = e < M * C
     c = e % C

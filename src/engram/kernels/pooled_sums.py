@@ -1,9 +1,9 @@
-"""How far apart two feature maps are in their sums over rows and over columns: forward and backward, one kernel each.
+"""Distance between two feature maps by their sums over rows and over columns: one kernel forward, one backward.
 
-Legend: B batch, C channels, H x W pixels, V = (H + W) C the sums of a map.
+Legend: B batch, C channels, H x W pixels, V = (H + W) C sums of a map.
 """
 
-# Triton adds launch options such as num_warps to what a kernel takes.
+# Triton adds launch options such as num_warps to the parameters of a kernel.
 # pyright: reportCallIssue=false, reportArgumentType=false
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor
 
 from engram.kernels.sizes import EXACT, SMALLEST, blocks_of, power_of_two
 
-ELEMENTS = 16384  # of a map that a program holds at once, and the most sums
+ELEMENTS = 16384  # elements of a map that a program loads at once, and largest number of sums
 
 
 def fits(maps: Sequence[Tensor]) -> bool:
-    """Whether the kernels take maps (B, C, H, W) of these shapes."""
+    """Return whether the kernels support maps (B, C, H, W) of these shapes."""
     return all(_sums(each) <= ELEMENTS and _width(each) <= ELEMENTS for each in maps)
 
 
@@ -36,7 +36,7 @@ def pool(
     BLOCK_W: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Of one image's squared map (H, W, C), the sums (H, C) over its rows and, behind them, (W, C) over its columns."""
+    """Write the sums of one image's squared map (H, W, C) over rows (H, C), followed by those over columns (W, C)."""
     w = tl.arange(0, BLOCK_W)
     c = tl.arange(0, BLOCK_C)
     columns = tl.zeros((BLOCK_W, BLOCK_C), dtype=tl.float32)
@@ -58,7 +58,7 @@ def engram_pod_forward(
     ours,  # (B, H, W, C)
     theirs,  # (B, H, W, C)
     sums,  # (2, B, V)
-    slope,  # (B, V): the gradient of the distance at our sums
+    slope,  # (B, V): gradient of the distance at our sums
     distance,  # (B,)
     smallest,
     B,
@@ -70,14 +70,14 @@ def engram_pod_forward(
     BLOCK_C: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """The distance of one image's sums, ours and theirs each brought to length 1."""
+    """Compute the distance between one image's sums, each normalised to length 1."""
     V: tl.constexpr = (H + W) * C
     image = tl.program_id(0)
     our_sums = sums + image * V
     their_sums = sums + (B + image) * V
     pool(ours + image * (H * W * C), our_sums, H, W, C, BLOCK_H, BLOCK_W, BLOCK_C)
     pool(theirs + image * (H * W * C), their_sums, H, W, C, BLOCK_H, BLOCK_W, BLOCK_C)
-    tl.debug_barrier()  # what other threads of the program have stored is loaded now
+    tl.debug_barrier()  # load what other threads of the program have stored
     v = tl.arange(0, BLOCK_V)
     a = tl.load(our_sums + v, mask=v < V, other=0.0)
     b = tl.load(their_sums + v, mask=v < V, other=0.0)
@@ -85,8 +85,8 @@ def engram_pod_forward(
     a = a / a_length
     apart = a - b / tl.maximum(tl.sqrt(tl.sum(b * b, axis=0)), smallest)
     length = tl.sqrt(tl.sum(apart * apart, axis=0))
-    along = tl.where(a_length > smallest, tl.sum(a * apart, axis=0), 0.0)  # one that was clamped does not change
-    # The distance has no gradient where it is zero; it is taken to be zero there.
+    along = tl.where(a_length > smallest, tl.sum(a * apart, axis=0), 0.0)  # a clamped length is constant
+    # A distance of zero has no gradient; zero is used.
     per_length = tl.where(length > 0, 1 / (a_length * tl.where(length > 0, length, 1.0)), 0.0)
     tl.store(slope + image * V + v, (apart - a * along) * per_length, mask=v < V)
     tl.store(distance + image, length)
@@ -96,14 +96,14 @@ def engram_pod_forward(
 def engram_pod_backward(
     ours,  # (B, H, W, C)
     slope,  # (B, V)
-    gradient,  # (B,): at the distance
-    out,  # (B, H, W, C): at ours
+    gradient,  # (B,): gradient at the distance
+    out,  # (B, H, W, C): gradient at ours
     H: tl.constexpr,
     W: tl.constexpr,
     C: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The gradient at ours."""
+    """Compute the gradient at ours."""
     image = tl.program_id(0)
     e = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = e < H * W * C
@@ -157,9 +157,9 @@ class _Distances(torch.autograd.Function):
 
 
 def pod_distances(student: Sequence[Tensor], teacher: Sequence[Tensor]) -> Tensor:
-    """The distance (maps, B) of maps (B, C, H, W), by the sums of their squares over rows and over columns.
+    """Return the distances (maps, B) of maps (B, C, H, W) by the sums of their squares over rows and over columns.
 
-    A sample's sums, all together, are brought to length 1. Only the student's maps get gradients.
+    All sums of a sample together are normalised to length 1. Only the student's maps get gradients.
     """
     return _Distances.apply(*student, *teacher)
 
@@ -174,6 +174,6 @@ def _sums(maps: Tensor) -> int:
 
 
 def _width(maps: Tensor) -> int:
-    """The elements of a row of the map, as a program holds it."""
+    """Return the number of elements of a row of the map, as a program loads it."""
     _, channels, _, width = maps.shape
     return power_of_two(width) * power_of_two(channels)

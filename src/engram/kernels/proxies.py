@@ -1,12 +1,12 @@
-"""The local similarity classifier's scores: forward one kernel, backward two.
+"""Scores of the local similarity classifier: one kernel forward, two backward.
 
-A class's score is the mean of its proxies' similarities to the embedding, weighted by their softmax. A similarity is
-factor * (cosine - shift).
+The score of a class is the mean of its proxies' similarities to the embedding, weighted by their softmax. A similarity
+is factor * (cosine - shift).
 
-Legend: B batch, D embedding, K classes, P proxies a class.
+Legend: B batch, D embedding, K classes, P proxies per class.
 """
 
-# Triton adds launch options such as num_warps to what a kernel takes, and its functions have no types.
+# Triton adds launch options such as num_warps to the parameters of a kernel, and its functions have no types.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from torch import Tensor
 
 from engram.kernels.sizes import SMALLEST, blocks_of, power_of_two
 
-TILE = 4096  # elements of the proxies that a program holds at once
-MOST_FEATURES, MOST_ELEMENTS = 128, 2048  # of a class's proxies: more does not fit into a program's registers
+TILE = 4096  # elements of the proxies that a program loads at once
+MOST_FEATURES, MOST_ELEMENTS = 128, 2048  # limits per class: more proxies do not fit into the registers of a program
 
 
 def fits(proxies: int, features: int) -> bool:
-    """Whether the kernels take so many proxies a class and an embedding of that length."""
+    """Return whether the kernels support this number of proxies per class and of features."""
     elements = max(16, power_of_two(proxies)) * power_of_two(features)
     return features <= MOST_FEATURES and elements <= MOST_ELEMENTS
 
 
 @triton.jit
 def load_unit(values, rows, inside, D: tl.constexpr, BLOCK_D: tl.constexpr, smallest):
-    """These rows of values (R, D) brought to length 1, and their lengths, none of them below the smallest."""
+    """Load rows of values (R, D), normalised to length 1, and their lengths, at least `smallest`."""
     d = tl.arange(0, BLOCK_D)
     mask = inside[:, None] & (d < D)[None, :]
     loaded = tl.load(values + rows[:, None] * D + d[None, :], mask=mask, other=0.0)
@@ -40,14 +40,14 @@ def load_unit(values, rows, inside, D: tl.constexpr, BLOCK_D: tl.constexpr, smal
 
 @triton.jit
 def at_length(unit, length, gradient, smallest):
-    """The gradient at the values from that at them brought to length 1; a length that was clamped does not change."""
+    """Return the gradient at the values from that at the normalised values. A clamped length is constant."""
     along = tl.where(length > smallest, tl.sum(unit * gradient, axis=1), 0.0)
     return (gradient - unit * along[:, None]) / length[:, None]
 
 
 @triton.jit
 def compare(unit, proxies, is_proxy, factor, shift):
-    """The similarities (B, P) of unit embeddings and a class's unit proxies, their softmax, and the scores (B,)."""
+    """Return similarities (B, P) of unit embeddings to a class's unit proxies, their softmax, and the scores (B,)."""
     cosine = tl.dot(unit, tl.trans(proxies), input_precision="ieee")
     similarity = tl.where(is_proxy[None, :], factor * (cosine - shift), -float("inf"))
     power = tl.exp(similarity - tl.max(similarity, axis=1)[:, None])
@@ -72,7 +72,7 @@ def engram_proxies_forward(
     BLOCK_P: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """The scores of a block of embeddings for one class."""
+    """Compute the scores of a block of embeddings for one class."""
     b = tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)
     k = tl.program_id(1)
     p = tl.arange(0, BLOCK_P)
@@ -86,7 +86,7 @@ def engram_proxies_forward(
 def engram_proxies_weight_gradient(
     embedding,  # (B, D)
     weight,  # (K, P, D)
-    gradient,  # (B, K): at the scores
+    gradient,  # (B, K): gradient at the scores
     d_cosine,  # (B, K, P)
     d_weight,  # (K, P, D)
     factor,
@@ -100,7 +100,7 @@ def engram_proxies_weight_gradient(
     BLOCK_P: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """The gradients at the cosines of one class with all embeddings, and at its proxies."""
+    """Compute the gradients at the cosines of one class with all embeddings, and at its proxies."""
     k = tl.program_id(0)
     p = tl.arange(0, BLOCK_P)
     d = tl.arange(0, BLOCK_D)
@@ -136,7 +136,7 @@ def engram_proxies_embedding_gradient(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """The gradient at a block of embeddings."""
+    """Compute the gradient at a block of embeddings."""
     b = tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)
     d = tl.arange(0, BLOCK_D)
     total = tl.zeros((BLOCK_B, BLOCK_D), dtype=tl.float32)
@@ -189,7 +189,7 @@ class _Scores(torch.autograd.Function):
 
 
 def proxy_scores(embedding: Tensor, weight: Tensor, factor: float, shift: float) -> Tensor:
-    """The scores (B, K) of embeddings (B, D) by the proxies (K, P, D), all float32."""
+    """Return the scores (B, K) of embeddings (B, D) for the proxies (K, P, D), all in float32."""
     return _Scores.apply(embedding, weight, factor, shift)
 
 

@@ -1,9 +1,9 @@
-"""Losses that take a sample at a time, a program each: forward and backward, one kernel each.
+"""Losses with one program per sample: one kernel forward, one backward.
 
-Legend: B batch, D embedding, K classes (minus infinity where not yet seen).
+Legend: B batch, D embedding, K classes (minus infinity for classes not seen yet).
 """
 
-# Triton adds launch options such as num_warps to what a kernel takes.
+# Triton adds launch options such as num_warps to the parameters of a kernel.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from engram.kernels.sizes import SMALLEST, power_of_two
 
 @triton.jit
 def load_nca(logits, labels, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """A sample's logits with the highest taken from them, their powers without its own class, and where that is."""
+    """Return a sample's logits minus their maximum, their exponentials without its own class, and its mask."""
     b = tl.program_id(0)
     k = tl.arange(0, BLOCK_K)
     value = tl.load(logits + b * K + k, mask=k < K, other=-float("inf"))
@@ -29,7 +29,7 @@ def load_nca(logits, labels, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def engram_nca_forward(logits, labels, loss, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """log(sum of the others' powers + 1) - own, of logits (B, K) less their highest; loss: (B,)."""
+    """Compute log(sum of exp(others) + 1) - own from logits (B, K) minus their maximum; loss: (B,)."""
     shifted, others, own = load_nca(logits, labels, K, BLOCK_K)
     value = tl.log(tl.sum(others, axis=0) + 1) - tl.sum(tl.where(own, shifted, 0.0), axis=0)
     tl.store(loss + tl.program_id(0), value)
@@ -37,7 +37,7 @@ def engram_nca_forward(logits, labels, loss, K: tl.constexpr, BLOCK_K: tl.conste
 
 @triton.jit
 def engram_nca_backward(logits, labels, gradient, out, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The gradient (B, K) at the logits from that at the loss (B,); the highest carry theirs, in equal parts."""
+    """Compute the gradient (B, K) at the logits; equal maxima share the gradient of the maximum."""
     shifted, others, own = load_nca(logits, labels, K, BLOCK_K)
     b = tl.program_id(0)
     k = tl.arange(0, BLOCK_K)
@@ -67,13 +67,13 @@ class _NCA(torch.autograd.Function):
 
 
 def nca(logits: Tensor, labels: Tensor) -> Tensor:
-    """`engram.methods.blocks.losses.nca_released` of logits (B, K) in float32, one value a sample (B,)."""
+    """`engram.methods.blocks.losses.nca_released` of logits (B, K) in float32, one value per sample (B,)."""
     return _NCA.apply(logits, labels)
 
 
 @triton.jit
 def load_pair(ours, theirs, smallest, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """A sample's two embeddings brought to length 1, and the length of ours, not below the smallest."""
+    """Return a sample's two embeddings normalised to length 1, and the length of ours, at least `smallest`."""
     d = tl.arange(0, BLOCK_D)
     at = tl.program_id(0) * D + d
     a = tl.load(ours + at, mask=d < D, other=0.0)
@@ -85,16 +85,16 @@ def load_pair(ours, theirs, smallest, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def engram_cosine_forward(ours, theirs, cosine, smallest, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The cosine (B,) of embeddings (B, D)."""
+    """Compute the cosine (B,) of embeddings (B, D)."""
     a, b, _ = load_pair(ours, theirs, smallest, D, BLOCK_D)
     tl.store(cosine + tl.program_id(0), tl.sum(a * b, axis=0))
 
 
 @triton.jit
 def engram_cosine_backward(ours, theirs, gradient, out, smallest, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The gradient (B, D) at ours from that at the cosine (B,)."""
+    """Compute the gradient (B, D) at ours from that at the cosine (B,)."""
     a, b, length = load_pair(ours, theirs, smallest, D, BLOCK_D)
-    along = tl.where(length > smallest, tl.sum(a * b, axis=0), 0.0)  # a length that was clamped does not change
+    along = tl.where(length > smallest, tl.sum(a * b, axis=0), 0.0)  # a clamped length is constant
     value = tl.load(gradient + tl.program_id(0)) * (b - a * along) / length
     d = tl.arange(0, BLOCK_D)
     tl.store(out + tl.program_id(0) * D + d, value, mask=d < D)
@@ -120,7 +120,7 @@ class _Cosine(torch.autograd.Function):
 
 
 def cosine(ours: Tensor, theirs: Tensor) -> Tensor:
-    """The cosine (B,) of embeddings (B, D) in float32; only ours gets a gradient."""
+    """Return the cosine (B,) of embeddings (B, D) in float32; only ours gets a gradient."""
     return _Cosine.apply(ours, theirs.detach())
 
 

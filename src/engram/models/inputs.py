@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from engram.core.errors import EngramError
-from engram.core.memory_limits import check_room
+from engram.core.memory_limits import check_memory
 from engram.data.decode.image import Source, choose_size, read_all, to_upright_rgb, try_decode, why_unreadable
 from engram.data.decode.prefetch import decode_files, decode_stream
 from engram.data.store import Images, as_images
@@ -107,7 +107,7 @@ def _sources(given: Sequence[Any], start: int = 0) -> list[Source]:
 
 
 def _squares(sources: Sequence[Source], side: int, start: int = 0) -> Images:
-    check_room(len(sources) * side * side * 3, f"{len(sources)} images of {side}x{side} pixels")
+    check_memory(len(sources) * side * side * 3, f"{len(sources)} images of {side}x{side} pixels")
     images = np.empty((len(sources), side, side, 3), dtype=np.uint8)
     for place, source in enumerate(sources):
         found = try_decode(source, side, quick=True, large=_alone)

@@ -18,7 +18,7 @@ from engram.contract.learner import Learner
 from engram.core.checkpoint import Checkpoint
 from engram.core.errors import EngramError
 from engram.core.events import Checkpointed, Event, Learned, StageStarted, Warned, Working
-from engram.core.serialize import dotted
+from engram.core.serialize import flatten
 from engram.data.stage import Samples, Stage
 from engram.data.store import pixel_statistics, some
 from engram.experiment.stage_work import PhasePlan, StageWork, StepTaken, TimeEstimate, pack_phase, unpack_phase
@@ -184,7 +184,7 @@ class Lesson:
             "classes": some(map(str, self.new)),
             "device": str(model.engine.device),
             "precision": model.engine.precision,
-            **dotted(model.config.to_plain()),
+            **flatten(model.config.to_plain()),
         }
 
     def take(self, keeping: Keeping, resume: Checkpoint | None = None) -> Generator[Event, None, Model | None]:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engram.kernels import availability as kernels
+from engram.kernels.availability import is_available_for
 
 Similarity = Literal["distance", "cosine"]
 
@@ -159,7 +159,7 @@ class LSCHead(Head):
 
     def forward(self, features: Tensor) -> Tensor:
         factor = self.sharpness**2
-        if kernels.usable(features):
+        if is_available_for(features):
             from engram.kernels.proxies import fits, proxy_scores
 
             if fits(*self.weight.shape[1:]):

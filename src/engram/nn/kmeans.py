@@ -1,4 +1,4 @@
-"""k-means on a device, for placing a new class's proxies."""
+"""k-means on a device, to initialise the proxies of a new class."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ STARTS, ROUNDS = 10, 100
 
 
 def kmeans(points: Tensor, k: int, generator: torch.Generator) -> Tensor:
-    """Centres (k, D) of the points (N, D) with the least squared distance over several k-means++ starts.
+    """Return the centres (k, D) of points (N, D) with the smallest squared distance over several k-means++ starts.
 
-    All starts run side by side. With fewer points than k the points themselves are repeated.
+    All starts run in parallel. With fewer points than k, the points are repeated.
     """
     if len(points) <= k:
         return points[torch.arange(k, device=points.device) % len(points)].clone()
@@ -26,7 +26,7 @@ def kmeans(points: Tensor, k: int, generator: torch.Generator) -> Tensor:
         member = torch.nn.functional.one_hot(nearest, k).to(points.dtype)  # (R, N, k)
         count = member.sum(dim=1)  # (R, k)
         means = member.transpose(1, 2) @ points / count.clamp(min=1).unsqueeze(2)
-        # An empty cluster takes the point farthest from its centre; it is rare after k-means++.
+        # An empty cluster (rare after k-means++) gets the point farthest from its centre.
         farthest = distance.amin(dim=2).argmax(dim=1)
         means = torch.where((count == 0).unsqueeze(2), points[farthest].unsqueeze(1), means)
         centres = means
@@ -35,13 +35,13 @@ def kmeans(points: Tensor, k: int, generator: torch.Generator) -> Tensor:
 
 
 def _distances(points: Tensor, centres: Tensor) -> Tensor:
-    """Squared distances (R, N, k)."""
+    """Return the squared distances (R, N, k)."""
     cross = points @ centres.transpose(1, 2)
     return (points.square().sum(dim=1)[:, None] - 2 * cross + centres.square().sum(dim=2)[:, None, :]).clamp_(min=0)
 
 
 def _plus_plus(points: Tensor, k: int, generator: torch.Generator, restarts: int) -> Tensor:
-    """k-means++ starts (R, k, D): each next centre is a point drawn in proportion to its squared distance."""
+    """Return k-means++ starts (R, k, D): each centre is a point drawn in proportion to its squared distance."""
     first = torch.randint(len(points), (restarts, 1), generator=generator).to(points.device)
     centres = points[first]  # (R, 1, D)
     for _ in range(1, k):

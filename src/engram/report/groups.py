@@ -16,7 +16,7 @@ import numpy as np
 from engram.core import metrics
 from engram.core.metrics import Difference, Estimate, estimate, paired
 from engram.core.provenance import METHOD_CODE
-from engram.core.serialize import dotted
+from engram.core.serialize import flatten
 from engram.report.load import Run
 from engram.runs.directory import UNKNOWN_CODE
 
@@ -267,7 +267,7 @@ def _settings(run: Run) -> dict[str, str]:
 
 def _flatten(config: Mapping[str, Any]) -> dict[str, str]:
     """Every setting as text, by its dotted path."""
-    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in dotted(config).items()}
+    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in flatten(config).items()}
 
 
 def _natural(text: str) -> list[tuple[int, int, str]]:

@@ -95,7 +95,7 @@ class Record:
         if predictor not in self.result["final_accuracy"]:
             return None
         matrix = [stage["accuracy_by_stage"][predictor] for stage in self.result["stages"]]
-        return metrics.class_backward_transfer(matrix, self.data["stage_sizes"])
+        return metrics.backward_transfer(matrix, self.data["stage_sizes"])
 
     def curve(self, predictor: str) -> list[tuple[int, float]]:
         """Classes seen and accuracy after each stage; empty where it was not evaluated so."""

@@ -88,7 +88,7 @@ def check_torch() -> Finding:
     found += f", CUDA {torch.version.cuda}: {device.name}, {device.total_memory / 1e9:.0f} GB"
     if not torch.cuda.is_bf16_supported(including_emulation=False):
         return Finding("torch", "warning", f"{found}, without bf16", "use --precision float32")
-    why = importlib.import_module("engram.kernels.availability").why_not(torch.device("cuda"))
+    why = importlib.import_module("engram.kernels.availability").reason_unavailable(torch.device("cuda"))
     if why is not None:
         return Finding("torch", "ok", f"{found}, with bf16; without engram's own kernels, and slower: {why}")
     return Finding("torch", "ok", f"{found}, with bf16")

@@ -37,7 +37,7 @@ from engram.core.io import typed_path
 from engram.data.augment import Augmentation
 from engram.data.decode.image import EXTENSIONS, choose_size
 from engram.data.memory import MemoryConfig
-from engram.data.sources.folder import list_classes, refuse_nested
+from engram.data.sources.folder import check_not_nested, list_classes
 from engram.models.api import RESUMED, ModelConfig, NoModelYet, has_learning, learn_into, open_model, read_manifest
 from engram.models.inputs import file_side
 from engram.models.labels import doubts
@@ -142,7 +142,7 @@ def _listed(options: Learn, manifest: dict[str, Any] | None) -> tuple[list[str],
             f"class folders without an image: {names}; add some ({', '.join(EXTENSIONS)}), remove them, or go on "
             "without them with --skip-bad"
         )
-    refuse_nested(options.images, is_new=manifest is None)
+    check_not_nested(options.images, is_new=manifest is None)
     tell_passed_over(options.images)
     if empty:
         print(f"engram: left out class folders that have no image: {names}", file=sys.stderr)

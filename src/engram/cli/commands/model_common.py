@@ -18,7 +18,7 @@ from engram.core.errors import EngramError, suggest
 from engram.core.io import typed_path
 from engram.data.decode.image import EXTENSIONS
 from engram.data.decode.prefetch import decode_files
-from engram.data.sources.folder import passed_over
+from engram.data.sources.folder import list_ignored
 from engram.data.store import Images
 from engram.models.store.generations import looks_like_model
 
@@ -49,7 +49,7 @@ def refuse_models(command: str, images: str) -> None:
 
 def tell_passed_over(images: str) -> None:
     """Says on stderr which files in the folder of images are not read: somebody may think that they are."""
-    others, loose = passed_over(images)
+    others, loose = list_ignored(images)
     if others:
         names = shorten([printable(name) for name in others], 60)
         print(f"engram: left out what is no {', '.join(EXTENSIONS)} file: {names}", file=sys.stderr)

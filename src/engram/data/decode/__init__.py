@@ -1,1 +1,1 @@
-"""Image files to pixels: one file, many files ahead of use, worker processes."""
+"""Decoding of image files: one image, batches ahead of use, worker processes."""

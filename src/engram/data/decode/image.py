@@ -1,6 +1,6 @@
-"""Image files to pixels, for files from anywhere: a damaged or hostile one is refused by name and fills no memory.
+"""Decoding of one image. The file may come from anywhere: a damaged or hostile one is refused and fills no memory.
 
-What came another way, as the bytes of a file or as a picture of Pillow, is prepared in the same manner.
+Bytes of a file and Pillow images are decoded in the same way.
 """
 
 from __future__ import annotations
@@ -20,38 +20,42 @@ import numpy as np
 from PIL import Image, ImageOps
 from PIL.JpegImagePlugin import JpegImageFile
 
+from engram.core.errors import EngramError, option
 from engram.data.store import Images
 
 EXTENSIONS: Final = (".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".webp", ".bmp")
-FILE_BYTES: Final = 512 * 2**20
-SIZES: Final = (16, 24, 32, 48, 64)  # that an image size is chosen from
-LOOKED_AT: Final = 200  # images, about, to choose it
+FILE_BYTES: Final = 512 * 2**20  # largest file
+SIZES: Final = (16, 24, 32, 48, 64)  # sizes that `choose_size` chooses from
+SAMPLED: Final = 200  # images, approximately, that it looks at
 _FORMATS: Final = ("PNG", "JPEG", "WEBP", "BMP")
 _LARGE_PIXELS: Final = 4_000_000
-_READ_BYTES: Final = 2**20  # at once
+_READ_BYTES: Final = 2**20  # read at once
 
 Source = str | Path | bytes | bytearray | Image.Image
-Large = Callable[[Callable[[], Images | str]], Images | str]  # how images of more pixels are loaded: one at a time
+LoadLarge = Callable[[Callable[[], Images | str]], Images | str]  # calls a function that loads a large image
 
 
-def try_decode(file: Source, size: int | None, quick: bool, large: Large | None = None) -> Images | str:
-    """One image as upright RGB (H, W, 3), transparency on white; the reason where it cannot be read.
+def try_decode(file: Source, size: int | None, quick: bool, large: LoadLarge | None = None) -> Images | str:
+    """Decode an image as upright RGB (H, W, 3), with transparency on white; return the reason if that fails.
 
-    size: its central square of that side. quick: a JPEG much larger than `size` is decoded at a fraction of its size,
-    at least twice that asked for.
+    Parameters
+    ----------
+    size: resize the central square to this size. None: keep the whole image.
+    quick: decode a much larger JPEG at a fraction of its size, at least twice `size`.
+    large: how to load images with many pixels, so that only one of them is in memory at a time.
     """
     try:
         return _pixels(file, size, quick, large)
-    except Exception as error:  # each decoder has its own kinds
+    except Exception as error:  # each decoder raises its own types
         return why_unreadable(error)
 
 
-def _pixels(file: Source, size: int | None, quick: bool, large: Large | None) -> Images | str:
-    with quietly(), _open(file) as image:
+def _pixels(file: Source, size: int | None, quick: bool, large: LoadLarge | None) -> Images | str:
+    with no_warnings(), _open(file) as image:
         held = image.width * image.height
         if quick and size is not None and image is not file:
             image.draft(None, (2 * size, 2 * size))
-        if not image.info.get("progressive"):  # such a JPEG is in memory as a whole, at whatever size it is wanted
+        if not image.info.get("progressive"):  # a progressive JPEG is decoded in full even at a fraction of its size
             held = image.width * image.height
         _check_pixels(image)
         if large is not None and held > _LARGE_PIXELS and image is not file:
@@ -60,9 +64,9 @@ def _pixels(file: Source, size: int | None, quick: bool, large: Large | None) ->
 
 
 def _load_and_close(image: Image.Image, size: int | None) -> Images | str:
-    """The pixels, or why there are none; what was loaded is let go before the next one is."""
+    """Return the pixels, or the reason why there are none; free the memory before the next image is loaded."""
     try:
-        with quietly():  # it may be another thread than the one that opened it
+        with no_warnings():  # this thread may not be the one that opened the image
             return _load(image, size)
     except Exception as error:
         return why_unreadable(error)
@@ -77,13 +81,13 @@ def _load(image: Image.Image, size: int | None) -> Images:
 
 
 def choose_size(files: Sequence[Source]) -> int:
-    """The side in pixels to bring images to: the largest of SIZES that half of those looked at have."""
+    """Choose the image size for these files: the largest of SIZES that half of a sample of them reach."""
     sides: list[int] = []
-    for file in files[:: max(1, len(files) // LOOKED_AT)]:
+    for file in files[:: max(1, len(files) // SAMPLED)]:
         try:
-            with quietly(), _open(file) as image:
+            with no_warnings(), _open(file) as image:
                 sides.append(min(image.size))
-        except Exception:  # it is refused or skipped when it is decoded
+        except Exception:  # decoding it later reports or skips it
             continue
     if not sides:
         return 32
@@ -92,15 +96,15 @@ def choose_size(files: Sequence[Source]) -> int:
 
 
 @contextmanager
-def opened(file: Source) -> Iterator[Image.Image]:
-    """An image whose pixels may be still to be read, no more of them than are allowed; no warnings meanwhile."""
-    with quietly(), _open(file) as image:
+def open_image(file: Source) -> Iterator[Image.Image]:
+    """Open an image without warnings, and check its number of pixels; they may not be read yet."""
+    with no_warnings(), _open(file) as image:
         _check_pixels(image)
         yield image
 
 
 def _check_pixels(image: Image.Image) -> None:
-    """Refuses more pixels than are allowed in memory. Pillow itself opens files of twice as many."""
+    """Raise an error for more pixels than allowed. Pillow itself opens files with twice as many."""
     limit = Image.MAX_IMAGE_PIXELS
     if limit is not None and image.width * image.height > limit:
         raise OSError(f"it claims more pixels than the {limit} allowed")
@@ -114,23 +118,27 @@ def _open(file: Source) -> Iterator[Image.Image]:
             yield file
             return
         file = content
-    stream = _open_bytes(file) if isinstance(file, bytes | bytearray) else _open_regular(file)
+    if isinstance(file, bytes | bytearray):
+        _check_bytes(len(file))
+        stream: IO[bytes] = io.BytesIO(file)
+    else:
+        stream = _open_regular(file)
     with stream, Image.open(stream, formats=_FORMATS) as image:
         yield image
 
 
 def _unread_jpeg(picture: Image.Image) -> bytes | None:
-    """The file of a JPEG whose pixels are still to be read, to be decoded as files are; the picture stays as it is."""
+    """Return the file of a JPEG whose pixels are not read yet, to decode it like other files."""
     if not isinstance(picture, JpegImageFile) or not picture.tile or picture.fp is None or picture.tell() != 0:
         return None
-    place = picture.fp.tell()
+    position = picture.fp.tell()
     content = read_all(picture.fp)
-    picture.fp.seek(place)
+    picture.fp.seek(position)
     return content
 
 
 def read_all(stream: IO[bytes]) -> bytes:
-    """What an open file holds, from its beginning where it can go back there; no more than is allowed."""
+    """Read an open file, from its beginning if it can seek, up to the allowed size."""
     with suppress(OSError, AttributeError):
         stream.seek(0)
     content = bytearray()
@@ -142,23 +150,18 @@ def read_all(stream: IO[bytes]) -> bytes:
     return bytes(content)
 
 
-def _open_bytes(content: bytes | bytearray) -> IO[bytes]:
-    _check_bytes(len(content))
-    return io.BytesIO(content)
-
-
 def _check_bytes(size: int) -> None:
     if size > FILE_BYTES:
         raise OSError(f"its {size / 2**20:.0f} MiB are more than the {FILE_BYTES // 2**20} allowed")
 
 
 def _open_regular(file: str | Path) -> IO[bytes]:
-    """The file open for reading; a pipe or a device, which could go on for ever, is refused."""
+    """Open a file for reading; a pipe or a device, which might never end, is an error."""
     handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
-            raise OSError("it is a folder" if stat.S_ISDIR(status.st_mode) else "it is no ordinary file")
+            raise OSError("it is a folder" if stat.S_ISDIR(status.st_mode) else "it is not a regular file")
         _check_bytes(status.st_size)
     except BaseException:
         os.close(handle)
@@ -167,9 +170,9 @@ def _open_regular(file: str | Path) -> IO[bytes]:
 
 
 class _Decoding(threading.local):
-    """Whether the thread at hand is decoding. In a filter of warnings it stands in a pattern's place.
+    """Whether the current thread is decoding; takes the place of a compiled pattern in a filter of warnings.
 
-    Others may copy the filters, or take them for patterns, as scikit-learn does for its jobs: then it fits nothing.
+    Other code may copy the filters or read their patterns, as scikit-learn does for its jobs; a copy matches nothing.
     """
 
     depth = 0
@@ -189,11 +192,11 @@ _FILTERS_LOCK: Final = threading.Lock()
 
 
 @contextmanager
-def quietly() -> Iterator[None]:
-    """No warnings of this thread meanwhile: damaged EXIF data, say, does not make the pixels wrong.
+def no_warnings() -> Iterator[None]:
+    """Suppress the warnings of this thread: damaged EXIF data, for example, does not make the pixels wrong.
 
-    `warnings` has one list of filters for all threads, which others may save and restore at any time. So what is put
-    there is not taken away, and says nothing of warnings of threads that are not decoding.
+    `warnings` has one list of filters for all threads, which other code may save and restore at any time. So the filter
+    stays in the list, and matches only in threads that are decoding.
     """
     filters = cast("list[Any]", warnings.filters)
     with _FILTERS_LOCK:
@@ -209,23 +212,26 @@ def quietly() -> Iterator[None]:
 
 
 def why_unreadable(error: Exception) -> str:
-    """What is wrong with an image file, from the error that reading it ended with."""
+    """Return the reason why an image cannot be read, from the error."""
     if isinstance(error, Image.UnidentifiedImageError):
-        return "it is no PNG, JPEG, WebP or BMP file"
+        return "it is not a PNG, JPEG, WebP or BMP file"
     if isinstance(error, Image.DecompressionBombWarning | Image.DecompressionBombError):
         return f"it claims more pixels than the {2 * (Image.MAX_IMAGE_PIXELS or 0)} allowed"
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return (text.splitlines() or [""])[0].rstrip(".") or type(error).__name__
 
 
+def unreadable_error(file: str | Path, reason: str) -> EngramError:
+    """Return the error for a file that cannot be read."""
+    advice = f"repair or remove it, or skip such files with {option('skip_bad')}"
+    return EngramError(f"the image {file} cannot be read ({reason}); {advice}")
+
+
 def to_upright_rgb(image: Image.Image) -> Image.Image:
-    """The image in RGB, turned as its EXIF data says, transparency on white."""
-    return _to_rgb(ImageOps.exif_transpose(image))
-
-
-def _to_rgb(image: Image.Image) -> Image.Image:
+    """Convert an image to RGB, rotated as its EXIF data says, with transparency on white."""
+    image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I"):
-        # 16-bit grey: conversion by Pillow would clip at 255 instead of scaling. 65535 / 257 is 255.
+        # 16-bit grey: Pillow would clip at 255 instead of scaling. 65535 / 257 is 255.
         grey = (np.asarray(image).astype(np.int64).clip(0, 65535) + 128) // 257
         return Image.fromarray(grey.astype(np.uint8)).convert("RGB")
     if image.has_transparency_data:
@@ -235,7 +241,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 def central_square(image: Image.Image, size: int, how: Image.Resampling = Image.Resampling.BICUBIC) -> Image.Image:
-    """The central square resized: as resizing the shorter side and cropping, without ever making the long side."""
+    """Resize the central square to size x size pixels, without resizing the parts outside of it."""
     side = min(image.size)
     left, top = (image.width - side) / 2, (image.height - side) / 2
     box = (left, top, left + side, top + side)

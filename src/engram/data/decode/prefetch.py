@@ -1,4 +1,4 @@
-"""Many image files to pixels, some at a time and ahead of whoever takes them."""
+"""Decoding of many image files in batches, one batch ahead of the consumer."""
 
 from __future__ import annotations
 
@@ -13,23 +13,28 @@ from typing import Final
 
 import numpy as np
 
-from engram.core.errors import EngramError
-from engram.core.memory_limits import check_room
-from engram.data.decode.processes import Decoders, Found, decode_here
+from engram.core.memory_limits import check_memory
+from engram.data.decode.image import unreadable_error
+from engram.data.decode.processes import DecodedChunk, Decoders, decode_chunk
 from engram.data.store import Images
 
-FEW: Final = 512  # files that are decoded here: starting processes would take as long
-_CHUNK: Final = 16  # the most that one thread or process is given at once
+IN_PROCESS_FILES: Final = 512  # files decoded by threads: starting processes would take as long
+_CHUNK: Final = 16  # most files given to a thread or process at once
 _BATCH: Final = 256
 
-Report = Callable[[int, int], None]  # how many are done, of how many
+Report = Callable[[int, int], None]  # called with the number of files done and of all files
 
 
 @dataclass(frozen=True, eq=False)
 class Decoded:
-    """Some files decoded: the images (N, size, size, 3) and their paths; skipped: path and reason of those left out.
+    """A batch of decoded files.
 
-    pause: the next may be long in coming, so that these are not to wait for it.
+    Parameters
+    ----------
+    paths: files that could be read.
+    images: their pixels (N, size, size, 3).
+    skipped: path and reason of the others.
+    pause: the next batch may take long, so process this one now.
     """
 
     paths: list[str]
@@ -41,28 +46,33 @@ class Decoded:
 def decode_stream(
     paths: Iterable[str | Path | None], size: int, *, batch: int = _BATCH, workers: int | None = None
 ) -> Iterator[Decoded]:
-    """The files in their order, a batch at a time, decoded one batch ahead of whoever takes them.
+    """Yield the files in their order, in batches, decoded one batch ahead of the consumer.
 
-    The first `FEW` are decoded by threads, those after them by processes, `workers` at once (None: as there are cores,
-    16 at most; 1: no process). What it needs does not depend on how many there are. Bad files are skipped and named.
-    None among the paths: the next may be long in coming, and all before it come at once.
+    The first `IN_PROCESS_FILES` are decoded by threads, the others by processes. Memory use does not depend on the
+    number of files. Files that cannot be read are skipped and listed.
+
+    Parameters
+    ----------
+    paths: files. None among them: the next path may take long, so all files before it are yielded at once.
+    size: side of the images.
+    workers: number of threads or processes; by default the number of cores, at most 16. 1: no process is started.
     """
     with _Pool(size, workers or min(16, os.cpu_count() or 1)) as pool:
-        before: tuple[list[str], list[Future[Found]]] | None = None
+        waiting: tuple[list[str], list[Future[DecodedChunk]]] | None = None
         for some, pause in _batches(paths, batch):
             if some:
-                before, taken = (some, pool.submit(some)), before
-                if taken is not None:
-                    yield _gather(*taken)
-            if pause and before is not None:
-                taken, before = before, None
-                yield _gather(*taken, pause=True)
-        if before is not None:
-            yield _gather(*before)
+                waiting, ready = (some, pool.submit(some)), waiting
+                if ready is not None:
+                    yield _gather(*ready)
+            if pause and waiting is not None:
+                ready, waiting = waiting, None
+                yield _gather(*ready, pause=True)
+        if waiting is not None:
+            yield _gather(*waiting)
 
 
 def _batches(paths: Iterable[str | Path | None], batch: int) -> Iterator[tuple[list[str], bool]]:
-    """The paths, so many at a time or as many as there are before a None, and whether one followed."""
+    """Yield batches of paths, and whether a None followed, which ends a batch early."""
     some: list[str] = []
     for path in paths:
         if path is not None:
@@ -75,16 +85,16 @@ def _batches(paths: Iterable[str | Path | None], batch: int) -> Iterator[tuple[l
 
 
 class _Pool:
-    """Threads that decode, and, once there is enough to do, processes that do it for them."""
+    """Threads that decode files, or that pass them to processes once there are enough files."""
 
     def __init__(self, size: int, workers: int) -> None:
         self.workers = workers
         self._size = size
         self._threads = ThreadPoolExecutor(workers, "decode")
-        self._large = ThreadPoolExecutor(1, "decode-large")  # every thread that loaded one would keep the memory
+        self._large = ThreadPoolExecutor(1, "decode-large")  # one thread: each would keep the memory of a large image
         self._decoders: Decoders | None = None
-        self._alone = workers == 1 or not sys.executable
-        self._given = 0
+        self._no_processes = workers == 1 or not sys.executable
+        self._submitted = 0
 
     def __enter__(self) -> _Pool:
         return self
@@ -96,31 +106,30 @@ class _Pool:
         self._threads.shutdown()
         self._large.shutdown()
 
-    def submit(self, paths: Sequence[str]) -> list[Future[Found]]:
-        """Has the files decoded, some at a time."""
-        self._given += len(paths)
-        if self._decoders is None and not self._alone and self._given > FEW:
-            self._start()
-        decode = self._here if self._decoders is None else self._decoders.decode
+    def submit(self, paths: Sequence[str]) -> list[Future[DecodedChunk]]:
+        """Start decoding files, in chunks."""
+        self._submitted += len(paths)
+        if self._decoders is None and not self._no_processes and self._submitted > IN_PROCESS_FILES:
+            self._start_processes()
+        decode = self._decode_here if self._decoders is None else self._decoders.decode
         chunk = min(_CHUNK, -(-len(paths) // self.workers))
         return [self._threads.submit(decode, paths[at : at + chunk]) for at in range(0, len(paths), chunk)]
 
-    def _start(self) -> None:
+    def _start_processes(self) -> None:
         try:
             self._decoders = Decoders(self.workers, self._size)
         except OSError as error:
-            self._alone = True
-            reason = f"no other could be started ({error.strerror})"
-            warnings.warn(f"images are decoded by this process alone, and slower: {reason}", RuntimeWarning, 2)
+            self._no_processes = True
+            reason = f"other processes could not be started ({error.strerror})"
+            warnings.warn(f"decoding images in one process, which is slower: {reason}", RuntimeWarning, 2)
 
-    def _here(self, paths: Sequence[str]) -> Found:
-        return decode_here(paths, self._size, lambda load: self._large.submit(load).result())
+    def _decode_here(self, paths: Sequence[str]) -> DecodedChunk:
+        return decode_chunk(paths, self._size, lambda load: self._large.submit(load).result())
 
 
-def _gather(paths: Sequence[str], parts: Sequence[Future[Found]], pause: bool = False) -> Decoded:
-    found = [part.result() for part in parts]
-    reasons = [reason for _, reasons in found for reason in reasons]
-    named = list(zip(paths, reasons, strict=True))
+def _gather(paths: Sequence[str], chunks: Sequence[Future[DecodedChunk]], pause: bool = False) -> Decoded:
+    found = [chunk.result() for chunk in chunks]
+    named = list(zip(paths, [reason for _, reasons in found for reason in reasons], strict=True))
     return Decoded(
         [path for path, reason in named if reason is None],
         np.concatenate([images for images, _ in found]),
@@ -137,20 +146,18 @@ def decode_files(
     workers: int | None = None,
     progress: Report | None = None,
 ) -> tuple[Images, list[int], list[tuple[str, str]]]:
-    """The images (N, size, size, 3), the positions in `paths` they came from, and those skipped, with the reason.
+    """Decode files; return the images (N, size, size, 3), their positions in `paths`, and the skipped with reasons.
 
-    Without `skip_bad` the first bad file is refused.
+    skip_bad: skip files that cannot be read; otherwise the first of them is an error.
     """
-    check_room(len(paths) * size * size * 3, f"{len(paths)} images of {size}x{size} pixels")
+    check_memory(len(paths) * size * size * 3, f"{len(paths)} images of {size}x{size} pixels")
     images = np.empty((len(paths), size, size, 3), dtype=np.uint8)
     kept: list[int] = []
     skipped: list[tuple[str, str]] = []
     done = 0
     for part in decode_stream(paths, size, workers=workers):
         if part.skipped and not skip_bad:
-            path, reason = part.skipped[0]
-            how = "mend or remove it, or go on without such files (skip_bad=True)"
-            raise EngramError(f"the image {path} cannot be read ({reason}); {how}")
+            raise unreadable_error(*part.skipped[0])
         images[len(kept) : len(kept) + len(part.paths)] = part.images
         bad = {path for path, _ in part.skipped}
         here = range(done, done + len(part.paths) + len(part.skipped))

@@ -1,4 +1,4 @@
-"""CIFAR-100 in its official python version, as archive or folder, and the published class orders."""
+"""CIFAR-100 in its official Python version, as archive or folder, and the published class orders."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from typing import IO, Any, Final
 import numpy as np
 
 from engram.core.errors import EngramError
-from engram.core.io import typed_path
-from engram.data.store import RGB, ImageStore, Split
+from engram.core.io import reading, typed_path
+from engram.data.store import RGB, DataSplit, ImageStore
 
 ARCHIVE_NAME: Final = "cifar-100-python.tar.gz"
 FOLDER_NAME: Final = "cifar-100-python"
@@ -43,9 +43,9 @@ _CHUNK: Final = 2**20
 
 @cache
 def published_orders(dataset: str) -> tuple[tuple[int, ...], ...]:
-    """The class orders (class ids by label) published for a data set; empty where there are none.
+    """Return the class orders (class ids by label) published for a data set; empty if there are none.
 
-    A share held out of a data set (`cifar100:holdout0.2`) has the classes of the set, and so its orders.
+    A data set with a held-out share (`cifar100:holdout0.2`) has the class orders of the whole data set.
     """
     text = resources.files("engram.data").joinpath("class_orders.json").read_text(encoding="utf-8")
     entry = json.loads(text)["orders"].get(dataset.partition(":")[0])
@@ -53,10 +53,10 @@ def published_orders(dataset: str) -> tuple[tuple[int, ...], ...]:
 
 
 def read_cifar100(path: str | Path, *, counts: tuple[int, int] | None = OFFICIAL_COUNTS) -> ImageStore:
-    """CIFAR-100 with its 100 fine classes, from the official archive, its extracted folder, or their parent.
+    """Read CIFAR-100 with its 100 fine classes from the official archive, its extracted folder, or their parent.
 
-    `counts` are the training and test images that must be there, so that a copy with a part missing does
-    not pass for the benchmark; None admits any number.
+    counts: required numbers of training and test images, so that an incomplete copy is not used as the benchmark; None
+    allows any number.
     """
     files = read_batches(path)
     names = _class_names(*files["meta"])
@@ -66,18 +66,18 @@ def read_cifar100(path: str | Path, *, counts: tuple[int, int] | None = OFFICIAL
 
 
 def outline_cifar100() -> ImageStore:
-    """CIFAR-100's classes and counts, with blank images: enough to plan a run."""
+    """Return CIFAR-100's classes and counts with blank images, to plan a run."""
 
-    def split(count: int) -> Split:
+    def split(count: int) -> DataSplit:
         images = np.broadcast_to(np.zeros((1, 32, 32, 3), np.uint8), (count, 32, 32, 3))
-        return Split(images, np.arange(count, dtype=np.int64) % len(OFFICIAL_NAMES))
+        return DataSplit(images, np.arange(count, dtype=np.int64) % len(OFFICIAL_NAMES))
 
     train, test = map(split, OFFICIAL_COUNTS)
     return ImageStore("cifar100", train, test, OFFICIAL_NAMES, mean=MEAN, std=STD, origin="cifar100")
 
 
 def read_batches(path: str | Path) -> dict[str, tuple[str, dict[str, Any]]]:
-    """For each of meta, train and test, the place it was read from and its content by key."""
+    """Read the files meta, train and test; return for each its path and its content by key."""
     place = _locate(typed_path(path))
     if place.is_dir():
         return {name: _read_member(place / name) for name in _MEMBERS}
@@ -85,23 +85,19 @@ def read_batches(path: str | Path) -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 def _locate(path: Path) -> Path:
-    """The archive or the extracted folder that a path means."""
-    try:
-        if path.is_file():
+    """Return the archive or the extracted folder at a path."""
+    with reading(path):
+        if path.is_file() or any((path / name).is_file() for name in _MEMBERS):
             return path
         if not path.is_dir():
             raise EngramError(
                 f"there is no file or folder {path}; give the path of {ARCHIVE_NAME} or its extracted folder"
             )
-        if any((path / name).is_file() for name in _MEMBERS):
-            return path
         if (path / FOLDER_NAME).is_dir():
             return path / FOLDER_NAME
         if (path / ARCHIVE_NAME).is_file():
             return path / ARCHIVE_NAME
-    except OSError as error:
-        raise EngramError(f"{path} cannot be read ({error.strerror}); check its permissions") from None
-    raise EngramError(f"{path} holds neither {ARCHIVE_NAME} nor the folder {FOLDER_NAME}; give the path of one of them")
+    raise EngramError(f"{path} has neither {ARCHIVE_NAME} nor the folder {FOLDER_NAME}; give the path of one of them")
 
 
 def _read_member(path: Path) -> tuple[str, dict[str, Any]]:
@@ -117,7 +113,7 @@ def _read_member(path: Path) -> tuple[str, dict[str, Any]]:
 
 
 def _read_archive(path: Path) -> dict[str, tuple[str, dict[str, Any]]]:
-    """The three files of the archive, read in memory: nothing of it is ever written to disk."""
+    """Read the three files of the archive into memory; nothing is written to disk."""
     found: dict[str, bytes] = {}
     try:
         with _open_tar(path) as tar:
@@ -130,13 +126,13 @@ def _read_archive(path: Path) -> dict[str, tuple[str, dict[str, Any]]]:
                 if name in found:
                     raise EngramError(f"{path} holds {member.name} twice; give the official {ARCHIVE_NAME}")
                 content = tar.extractfile(member)
-                assert content is not None  # a regular file always has content
+                assert content is not None  # true for every regular file
                 found[name] = content.read()
                 if len(found[name]) != member.size:
                     raise EOFError("it ends inside a file")
     except EngramError:
         raise
-    except Exception as error:  # gzip, zlib, tarfile and the file system each have their own kinds
+    except Exception as error:  # gzip, zlib, tarfile and the file system raise their own types
         if isinstance(error, OSError) and error.strerror:
             raise EngramError(f"{path} cannot be read ({error.strerror}); check the file") from None
         reason = str(error).rstrip(".") or type(error).__name__
@@ -155,30 +151,30 @@ def _read_archive(path: Path) -> dict[str, tuple[str, dict[str, Any]]]:
 
 @contextmanager
 def _open_tar(path: Path) -> Iterator[tarfile.TarFile]:
-    # Some browsers strip the compression and keep the name, so the content decides.
+    # Look at the content: some browsers decompress the file but keep its name.
     with path.open("rb") as raw:
         packed = raw.read(2) == b"\x1f\x8b"
         raw.seek(0)
         source: IO[bytes] = gzip.GzipFile(fileobj=raw) if packed else raw  # pyright: ignore[reportAssignmentType]
         with tarfile.open(fileobj=source, mode="r|") as tar:
             yield tar
-        while source.read(_CHUNK):  # to the end, where the checksum of the compressed stream is
+        while source.read(_CHUNK):  # to the end, to verify the checksum of the compressed stream
             pass
 
 
 class _ArrayUnpickler(pickle.Unpickler):
-    """Loads plain containers and NumPy arrays; a pickle that names anything else could run any program."""
+    """Loads only plain containers and NumPy arrays: other names in a pickle could run any program."""
 
     def find_class(self, module: str, name: str, /) -> Any:
-        # NumPy renamed its core, and importing the old name warns.
-        found = _ADMITTED.get((module.replace("numpy._core", "numpy.core"), name))
+        # NumPy has renamed its core, and importing the old name warns.
+        found = _ALLOWED.get((module.replace("numpy._core", "numpy.core"), name))
         if found is None:
             raise EngramError(f"it asks for {module}.{name}, which no CIFAR-100 file needs")
         return found
 
 
 def _dtype(code: Any, align: object = False, copy: object = True) -> np.dtype[Any]:
-    # The official files pass 0 and 1 for these flags, which NumPy now warns about.
+    # The official files pass 0 and 1 for these flags, for which NumPy now warns.
     return np.dtype(code, align=bool(align), copy=True)
 
 
@@ -188,7 +184,7 @@ def _encode(text: str, encoding: str) -> bytes:
     return text.encode("latin1")
 
 
-_ADMITTED: Final[dict[tuple[str, str], Any]] = {
+_ALLOWED: Final[dict[tuple[str, str], Any]] = {
     ("numpy.core.multiarray", "_reconstruct"): np.empty(0).__reduce__()[0],
     ("numpy", "ndarray"): np.ndarray,
     ("numpy", "dtype"): _dtype,
@@ -201,7 +197,7 @@ def _unpickle(file: IO[bytes], place: str) -> dict[str, Any]:
         content = _ArrayUnpickler(file, encoding="bytes").load()
     except EngramError as error:
         raise EngramError(f"{place} was refused: {error}; give the official files") from None
-    except Exception as error:  # a damaged pickle can raise nearly anything
+    except Exception as error:  # a damaged pickle can raise almost any exception
         reason = (str(error).splitlines() or [""])[0].rstrip(".") or type(error).__name__
         raise EngramError(f"{place} is truncated or damaged ({reason}); download CIFAR-100 again") from None
     if not isinstance(content, dict):
@@ -223,7 +219,7 @@ def _class_names(place: str, content: dict[str, Any]) -> tuple[str, ...]:
     return tuple(_text(name) for name in names)
 
 
-def _split(place: str, content: dict[str, Any], num_classes: int, count: int | None) -> Split:
+def _split(place: str, content: dict[str, Any], num_classes: int, count: int | None) -> DataSplit:
     pixels, labels = content.get("data"), content.get("fine_labels")
     if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8 or pixels.shape[1:] != (3072,):
         found = f"{pixels.dtype} {pixels.shape}" if isinstance(pixels, np.ndarray) else type(pixels).__name__
@@ -235,6 +231,6 @@ def _split(place: str, content: dict[str, Any], num_classes: int, count: int | N
         raise EngramError(f"{place} has {found} fine labels for {len(pixels)} images; give the official files")
     if not all(isinstance(label, int) and 0 <= label < num_classes for label in labels):
         raise EngramError(f"{place} has a fine label that is not 0 to {num_classes - 1}; give the official files")
-    # Each row is the red, then the green, then the blue plane.
+    # Each row has the red, then the green, then the blue pixels.
     images = np.ascontiguousarray(pixels.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
-    return Split(images, np.array(labels, dtype=np.int64))
+    return DataSplit(images, np.array(labels, dtype=np.int64))

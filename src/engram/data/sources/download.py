@@ -1,4 +1,4 @@
-"""Downloads of public data sets: resumed when broken off, checked before use."""
+"""Download of public data sets: resumed after an interruption, verified before use."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Report = Callable[[int, int | None], None]
 
 
 def data_home() -> Path:
-    """The folder for downloaded data: $ENGRAM_DATA, else engram in the user's cache folder."""
+    """Return the folder for downloaded data: $ENGRAM_DATA, or engram in the user's cache folder."""
     given = os.environ.get("ENGRAM_DATA")
     if given:
         return typed_path(given)
@@ -48,13 +48,12 @@ def fetch_cifar100(
     report: Report | None = None,
     timeout: float = 30,
 ) -> Path:
-    """The path of the official CIFAR-100 archive in `folder`, downloaded if it is not there, and verified.
+    """Download the official CIFAR-100 archive into `folder`, unless it is there, verify it, and return its path.
 
-    A download that breaks off is resumed, now or by the next call. `report` is called with the bytes
-    so far and in all.
+    An interrupted download is resumed, by this call or the next. report: called with the bytes so far and in total.
     """
     if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
-        raise EngramError(f"{url!r} is no web address; give one that starts with https://")
+        raise EngramError(f"{url!r} is not a web address; give one that starts with https://")
     download = _Download(typed_path(folder) / ARCHIVE_NAME, url, md5, size, report, timeout)
     try:
         return download.run()
@@ -64,7 +63,7 @@ def fetch_cifar100(
 
 @dataclass(frozen=True)
 class _Download:
-    """One file on its way from an address to its place; an OSError that leaves it is the disk's."""
+    """The download of one file. Its methods raise an OSError only for problems with the disk."""
 
     target: Path
     url: str
@@ -79,25 +78,25 @@ class _Download:
 
     @property
     def tag(self) -> Path:
-        """The file that keeps the server's mark of the version that the part belongs to."""
+        """File with the server's ETag for the version that was downloaded in part."""
         return self.target.with_name(self.target.name + ".part.etag")
 
     def run(self) -> Path:
         self.target.parent.mkdir(parents=True, exist_ok=True)
         if self.target.exists():
-            wrong = self._fault(self.target)
-            if wrong:
+            fault = self._fault(self.target)
+            if fault:
                 raise EngramError(
-                    f"{self.target} is not the official archive ({wrong}); move it away or delete it, then try again"
+                    f"{self.target} is not the official archive ({fault}); move it away or delete it, then try again"
                 )
-            self._tell(self.size)
+            self._report(self.size)
             return self.target
         self._complete()
-        wrong = self._fault(self.part)
-        if wrong:
+        fault = self._fault(self.part)
+        if fault:
             self._discard()
             raise EngramError(
-                f"what {self.url} sent is not the official archive ({wrong}), so it was deleted; "
+                f"the file from {self.url} is not the official archive ({fault}), so it was deleted; "
                 f"try again, or {self._by_hand()}"
             )
         os.replace(self.part, self.target)
@@ -105,7 +104,7 @@ class _Download:
         return self.target
 
     def _complete(self) -> None:
-        """Bring the part to its full size, going on for as long as each attempt brings something new."""
+        """Download the rest of the file; retry as long as each attempt makes progress."""
         if self._have() > self.size:
             self._discard()
         self._check_space()
@@ -114,16 +113,16 @@ class _Download:
             if have <= best:
                 kept = f", {have} of {self.size} bytes are kept for the next try" if have else ""
                 raise EngramError(f"{self.url} cannot be downloaded ({reason}{kept}); try again, or {self._by_hand()}")
-            best, reason = have, "the connection broke off"
+            best, reason = have, "the connection was interrupted"
             try:
                 if not self._attempt(have):
                     self._discard()
                     self._attempt(0)
-            except _BrokenOffError as broken:
-                reason = str(broken)
+            except _NetworkError as error:
+                reason = str(error)
 
     def _attempt(self, have: int) -> bool:
-        """One request for the bytes from `have` on; false where the answer does not fit them."""
+        """Request the bytes from position `have`; return False if the answer does not continue them."""
         with self._open(have) as response:
             start = self._start_of(response, have)
             if start is None:
@@ -145,14 +144,14 @@ class _Download:
                 if error.code == 416 and have:
                     self._discard()
                     return self._open(0)
-                raise _BrokenOffError(f"the server answered {error.code} {error.reason}") from None
+                raise _NetworkError(f"the server answered {error.code} {error.reason}") from None
         except urllib.error.URLError as error:
-            raise _BrokenOffError(_network_reason(error.reason)) from None
+            raise _NetworkError(_network_reason(error.reason)) from None
         except (OSError, http.client.HTTPException) as error:
-            raise _BrokenOffError(_network_reason(error)) from None
+            raise _NetworkError(_network_reason(error)) from None
 
     def _start_of(self, response: http.client.HTTPResponse, have: int) -> int | None:
-        """The position of the first byte of the answer; None where it does not fit the part."""
+        """Return the position of the first byte of the answer, or None if it does not continue the partial file."""
         if response.status == 206:
             match = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", response.headers.get("Content-Range", "").strip())
             tag, saved = response.headers.get("ETag"), self._saved_tag()
@@ -174,20 +173,20 @@ class _Download:
         with self.part.open("ab" if start else "wb") as out:
             if not start:
                 self._save_tag(response.headers.get("ETag"))
-            self._tell(done)
+            self._report(done)
             while done <= self.size:
                 try:
                     chunk = response.read(_CHUNK)
                 except http.client.IncompleteRead as error:
                     chunk = error.partial
                 except (OSError, http.client.HTTPException) as error:
-                    raise _BrokenOffError(_network_reason(error)) from None
+                    raise _NetworkError(_network_reason(error)) from None
                 if not chunk:
                     break
                 out.write(chunk)
-                out.flush()  # so that a full disk is noticed here
+                out.flush()  # to notice a full disk here
                 done += len(chunk)
-                self._tell(min(done, self.size))
+                self._report(min(done, self.size))
 
     def _have(self) -> int:
         return self.part.stat().st_size if self.part.exists() else 0
@@ -196,7 +195,7 @@ class _Download:
         return self.tag.read_text(encoding="latin1") if self.tag.exists() else None
 
     def _save_tag(self, tag: str | None) -> None:
-        # A weak tag does not promise equal bytes, and a line break in it would forge a header.
+        # A weak tag does not guarantee equal bytes, and a line break in it would forge a header.
         if tag and not tag.startswith("W/") and tag.isprintable() and tag.isascii():
             self.tag.write_text(tag, encoding="latin1")
         else:
@@ -212,28 +211,28 @@ class _Download:
             raise OSError(errno.ENOSPC, f"{free // 10**6} MB are free")
 
     def _fault(self, path: Path) -> str | None:
-        """What is wrong with a file, None if it is the one expected."""
+        """Describe what is wrong with a file; None if it is the expected one."""
         found = path.stat().st_size
         if found != self.size:
             return f"it has {found} bytes, not {self.size}"
         with path.open("rb") as file:
-            # Against transmission errors; the publisher gives no other checksum.
+            # MD5 is the only checksum that the publisher gives. It detects transmission errors.
             digest = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
         return None if digest == self.md5 else f"its MD5 is {digest}, not {self.md5}"
 
-    def _tell(self, done: int) -> None:
+    def _report(self, done: int) -> None:
         if self.report is not None:
             self.report(done, self.size)
 
     def _by_hand(self) -> str:
         return (
-            f"without a network, get {OFFICIAL_URL} elsewhere and put it at {self.target}, "
-            f"or pass its place with {option('data', 'PATH')}"
+            f"without a network, download {OFFICIAL_URL} elsewhere and put it at {self.target}, "
+            f"or give its path as {option('data', 'PATH')}"
         )
 
 
-class _BrokenOffError(Exception):
-    """The network failed; the message says how."""
+class _NetworkError(Exception):
+    """A failure of the network; the message gives the reason."""
 
 
 def _network_reason(error: object) -> str:
@@ -249,7 +248,7 @@ def _disk_error(error: OSError, download: _Download) -> EngramError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return EngramError(
             f"the disk of {folder} is full (the archive needs {download.size / 1e6:.0f} MB); "
-            "what has come is kept, so make room and try again"
+            "the downloaded part is kept, so free some space and try again"
         )
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return EngramError(f"{folder} cannot be written to ({error.strerror}); choose another folder with ENGRAM_DATA")

@@ -1,29 +1,30 @@
-"""A folder of class folders as an ImageStore."""
+"""Data sets in folders: one folder of images per class."""
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Final
 
 import numpy as np
 
 from engram.core.errors import EngramError, option
-from engram.core.io import typed_path
-from engram.data.decode.image import EXTENSIONS, try_decode
+from engram.core.io import reading, typed_path
+from engram.data.decode.image import EXTENSIONS, try_decode, unreadable_error
 from engram.data.decode.prefetch import Report, decode_stream
-from engram.data.store import Images, ImageStore, Split, some, stratified_split
+from engram.data.store import DataSplit, Images, ImageStore, some, stratified_split
 
 _TEST_FOLDERS: Final = ("test", "val")
 _TRAIN_FOLDERS: Final = ("train", "training")
 
 
 @dataclass(frozen=True)
-class _Folder:
-    """The image files of one split, each with its class id, by class and then by name."""
+class _SplitFiles:
+    """The image files of one split and their class ids, sorted by class and name."""
 
     files: list[Path]
     class_ids: list[int]
@@ -39,60 +40,52 @@ def read_folder(
     skip_bad: bool = False,
     progress: Report | None = None,
 ) -> ImageStore:
-    """The images under a folder as RGB; the classes are its folders, sorted by name.
+    """Read a folder of class folders as RGB images, with transparent pixels in white.
 
-    Either `train/` and `test/` (or, without it, `val/`) hold the class folders, or the folder itself does and
-    `test_fraction` of each class is held out, drawn with `seed` from the sorted file names.
-    With `size`, the central square of each image is resized to size x size pixels. Transparent pixels
-    become white. `skip_bad` passes over files that cannot be decoded and lists them in `skipped`.
-    `progress` is called with the number of images read and of all images.
+    Parameters
+    ----------
+    path: folder with the class folders, or with `train/` and `test/` (or `val/`) that contain them. Classes are sorted
+        by name.
+    size: resize the central square of each image to size x size pixels. None: all images must have the same size.
+    test_fraction, seed: share of each class to hold out if there is no test folder, and seed of the draw.
+    skip_bad: leave out files that cannot be decoded, and list them in `skipped`.
+    progress: called with the number of images read and of all images.
     """
     root = typed_path(path)
     if size is not None and size < 1:
         raise EngramError(f"the image size must be at least 1 pixel, not {size}")
-    try:
-        folders, names = _find_images(root)
-    except OSError as error:
-        raise EngramError(
-            f"{error.filename or root} cannot be read ({error.strerror}); check its permissions"
-        ) from None
-    if len(folders) == 1:  # what cannot be split is refused before the images are decoded, not after
-        stratified_split(np.array(folders[0].class_ids), names, test_fraction, seed)
-    reader = _Reader(root, size, skip_bad, progress)
-    if len(folders) == 1:
-        (whole,) = reader.read(folders)
-        kept, held = stratified_split(whole.class_ids, names, test_fraction, seed)
-        train = Split(whole.images[kept], whole.class_ids[kept])
-        test = Split(whole.images[held], whole.class_ids[held])
+    with reading(root):
+        splits, names = _find_images(root)
+    reader = _FolderReader(root, size, skip_bad, progress)
+    if len(splits) == 1:
+        # Called twice: classes that cannot be split are an error before any image is decoded.
+        stratified_split(np.array(splits[0].class_ids), names, test_fraction, seed)
+        (whole,) = reader.read(splits)
+        train, test = map(whole.take, stratified_split(whole.class_ids, names, test_fraction, seed))
     else:
-        train, test = reader.read(folders)
-    return ImageStore(
-        name or root.resolve().name or "images", train, test, names, skipped=tuple(reader.skipped), origin="folder"
-    )
+        train, test = reader.read(splits)
+    name = name or root.resolve().name or "images"
+    return ImageStore(name, train, test, names, skipped=tuple(reader.skipped), origin="folder")
 
 
 def list_classes(path: str | Path, empty: list[str] | None = None) -> tuple[list[str], list[str]]:
-    """The image files in a folder of class folders and, for each, its class: the folder's name.
+    """List the image files in a folder of class folders, and the class of each: the name of its folder.
 
-    With `empty`, class folders without an image are noted there instead of refused.
+    empty: receives the names of class folders without images, which otherwise are an error.
     """
     root = typed_path(path)
-    try:
+    with reading(root):
         if root.is_dir() and _has_splits(root):
             raise EngramError(
-                f"{root} holds train/, with class folders of its own; give the folder that holds the class folders, "
+                f"{root} contains train/, which has class folders; give the folder that contains the class folders, "
                 f"such as {root / 'train'}"
             )
-        (folder,), names = _find_images(root, empty)
-    except OSError as error:
-        raise EngramError(
-            f"{error.filename or root} cannot be read ({error.strerror}); check its permissions"
-        ) from None
-    return [str(file) for file in folder.files], [names[class_id] for class_id in folder.class_ids]
+        (split,), names = _find_images(root, empty)
+    return [str(file) for file in split.files], [names[class_id] for class_id in split.class_ids]
 
 
-def passed_over(path: str | Path) -> tuple[list[str], list[str]]:
-    """What is not read, hidden entries aside: files of other kinds in class folders, and images beside these."""
+def list_ignored(path: str | Path) -> tuple[list[str], list[str]]:
+    """List files that are not read, except hidden ones: other files in class folders, and images outside of them."""
     root = typed_path(path)
     others: list[str] = []
     for folder in _folders(root):
@@ -100,35 +93,35 @@ def passed_over(path: str | Path) -> tuple[list[str], list[str]]:
     return others, [entry.name for entry in _entries(root) if _is_image(entry)]
 
 
-def refuse_nested(path: str | Path, is_new: bool) -> None:
-    """Refuses a folder whose class folders look like folders of class folders; names the one that is likely meant.
+def check_not_nested(path: str | Path, is_new: bool) -> None:
+    """Raise an EngramError if the class folders seem to be folders of class folders, and name the right folder.
 
-    They hold no image themselves, there are several folders below one of them that do, and either there is no other
-    class or one is called as splits are. A new model's only class is refused for one such folder. Other classes may
-    have their images in folders within, by year, say.
+    This is so if none of them contains images directly, one has several subfolders with images (for the only class of
+    a new model: one subfolder), and there is only one class or a class has the name of a split. Otherwise, the images
+    of a class may be in subfolders, by year, for example.
     """
     root = typed_path(path)
-    if any(_holds_image(folder) for folder in _folders(root)):
+    if any(_has_images(folder) for folder in _folders(root)):
         return
     folders = [folder for folder in _folders(root) if any(walk_images(folder))]
-    within = [len({os.path.dirname(file) for file in walk_images(folder)}) for folder in folders]
-    if max(within, default=0) < (1 if is_new and len(folders) == 1 else 2):
+    subfolders = [len({os.path.dirname(file) for file in walk_images(folder)}) for folder in folders]
+    if max(subfolders, default=0) < (1 if is_new and len(folders) == 1 else 2):
         return
     names = [folder.name for folder in folders]
     if len(names) > 1 and not any(name.lower() in (*_TRAIN_FOLDERS, *_TEST_FOLDERS) for name in names):
         return
-    meant = next((folder for folder in folders if folder.name.lower() in _TRAIN_FOLDERS), folders[0])
-    whose = f"its folder {names[0]} has" if len(names) == 1 else f"its folders {some(names)} have"
+    likely = next((folder for folder in folders if folder.name.lower() in _TRAIN_FOLDERS), folders[0])
+    subject = f"its folder {names[0]} has" if len(names) == 1 else f"its folders {some(names)} have"
     raise EngramError(
-        f"{root} does not look like a folder of class folders: {whose} no image but folders of images; if these are "
-        f"the classes, give {_class_root(meant)}, else put the images of a class directly into its folder"
+        f"{root} does not look like a folder of class folders: {subject} no image but folders of images; if these are "
+        f"the classes, give {_class_root(likely)}, else put the images of a class directly into its folder"
     )
 
 
 def _class_root(folder: Path) -> Path:
-    """The folder at or below this one whose folders are classes, as far as one can tell."""
+    """Return the folder at or below this one that probably contains the class folders."""
     below = [entry for entry in _folders(folder) if any(walk_images(entry))]
-    if any(_holds_image(entry) for entry in below) or not below:
+    if any(_has_images(entry) for entry in below) or not below:
         return folder
     train = next((entry for entry in below if entry.name.lower() in _TRAIN_FOLDERS), None)
     return folder if train is None and len(below) > 1 else _class_root(train or below[0])
@@ -138,12 +131,15 @@ def _folders(folder: Path) -> list[Path]:
     return [entry for entry in _entries(folder) if entry.is_dir()]
 
 
-def _holds_image(folder: Path) -> bool:
+def _has_images(folder: Path) -> bool:
     return any(_is_image(entry) for entry in _entries(folder))
 
 
 def walk_images(folder: str | Path, others: Counter[str] | None = None) -> Iterator[str]:
-    """The image files in a folder and its subfolders, by name; see _walk. others: counts the rest by their endings."""
+    """Yield the image files in a folder and its subfolders, sorted by name; see `_walk`.
+
+    others: counts the other files by extension.
+    """
     for path in _walk(folder):
         if _has_extension(path):
             yield path
@@ -152,30 +148,30 @@ def walk_images(folder: str | Path, others: Counter[str] | None = None) -> Itera
 
 
 def _walk(folder: str | Path) -> Iterator[str]:
-    """The files in a folder and its subfolders, by name, hidden ones aside.
+    """Yield the files in a folder and its subfolders, sorted by name, without hidden ones.
 
-    Links are followed, but no folder is gone into twice, nor one that holds the folder at hand: it would bring in the
-    images of other classes. What is held is the names in each folder on the way down, and which folders were seen.
+    Links are followed, but no folder is visited twice, and no link to a parent folder is followed: it would lead to
+    images of other classes. Memory use: the names in each folder on the way down, and the ids of visited folders.
     """
     seen = {_identity(str(folder))}
-    waiting = [_inside(str(folder), seen)]
-    while waiting:
-        path, is_folder = next(waiting[-1], ("", False))
+    stack = [_list_once(str(folder), seen)]
+    while stack:
+        path, is_folder = next(stack[-1], ("", False))
         if not path:
-            waiting.pop()
+            stack.pop()
         elif is_folder:
-            waiting.append(_inside(path, seen))
+            stack.append(_list_once(path, seen))
         else:
             yield path
 
 
-def _inside(folder: str, seen: set[tuple[int, int]]) -> Iterator[tuple[str, bool]]:
-    """The paths in a folder, by name, and whether each is a folder, which is noted as seen."""
+def _list_once(folder: str, seen: set[tuple[int, int]]) -> Iterator[tuple[str, bool]]:
+    """Return the sorted paths in a folder, and whether each is a folder; leave out folders seen before, mark others."""
     found: list[tuple[str, bool]] = []
     with os.scandir(folder) as entries:
         shown = sorted((entry for entry in entries if not entry.name.startswith(".")), key=lambda entry: entry.name)
     for entry in shown:
-        # os.path.isdir, unlike the entry's own, takes a link in a circle for what it is: no folder.
+        # For circular links, os.path.isdir returns False, while entry.is_dir raises an error.
         is_folder = os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir()
         if is_folder:
             leads_up = entry.is_symlink() and Path(folder).resolve().is_relative_to(Path(entry.path).resolve())
@@ -191,36 +187,31 @@ def _identity(folder: str) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def _find_images(root: Path, empty: list[str] | None = None) -> tuple[list[_Folder], tuple[str, ...]]:
-    """The files of the training and the test split, or of the one folder to be split, and the class names."""
+def _find_images(root: Path, empty: list[str] | None = None) -> tuple[list[_SplitFiles], tuple[str, ...]]:
+    """Return the files of the training and test split, or of the one folder to split, and the class names."""
     if not root.is_dir():
-        raise EngramError(f"there is no folder {root}; give a folder with a folder of images for each class")
+        raise EngramError(f"there is no folder {root}; give a folder with one folder of images per class")
     if not _has_splits(root):
         names = tuple(_class_folders(root))
         if empty is not None:
             empty += [name for name in names if not any(walk_images(root / name))]
-            names = tuple(name for name in names if name not in empty) or names  # all of them empty is refused
+            names = tuple(name for name in names if name not in empty) or names  # if all are empty, it is an error
         return [_list_images(root, names)], names
-    train, test = root / "train", _test_folder(root)
+    train, test = root / "train", next((root / name for name in _TEST_FOLDERS if (root / name).is_dir()), None)
+    if test is None:
+        raise EngramError(
+            f"{root} has train/ but neither test/ nor val/; add one, or give {train} to hold out a share of it"
+        )
     names = _common_classes(train, test)
     return [_list_images(train, names), _list_images(test, names)], names
 
 
 def _has_splits(root: Path) -> bool:
-    # "train" is also a word for a class: a folder of that name is a split only if it holds no image itself.
+    # A class may be called "train", too: a folder of this name is a split only if it has no image directly inside.
     train = root / "train"
-    if not train.is_dir() or _holds_image(train):
+    if not train.is_dir() or _has_images(train):
         return False
     return any(entry.is_dir() for entry in _entries(train)) or any((root / test).is_dir() for test in _TEST_FOLDERS)
-
-
-def _test_folder(root: Path) -> Path:
-    for test in _TEST_FOLDERS:
-        if (root / test).is_dir():
-            return root / test
-    raise EngramError(
-        f"{root} has train/ but neither test/ nor val/; add one, or give {root / 'train'} to hold out a share of it"
-    )
 
 
 def _common_classes(train: Path, test: Path) -> tuple[str, ...]:
@@ -238,19 +229,17 @@ def _common_classes(train: Path, test: Path) -> tuple[str, ...]:
 
 
 def _class_folders(folder: Path) -> list[str]:
-    """The names of the class folders, sorted."""
-    names: list[str] = []
+    """Return the sorted names of the class folders."""
     for entry in _entries(folder):
         if entry.is_symlink() and not entry.exists():
-            raise EngramError(f"{entry} is a link that leads nowhere; remove or mend it")
-        if entry.is_dir():
-            names.append(entry.name)
+            raise EngramError(f"{entry} is a broken link; remove or repair it")
+    names = sorted(entry.name for entry in _folders(folder))
     if not names:
         raise EngramError(f"{folder} has no class folder; put the images of each class into a folder named after it")
-    return sorted(names)
+    return names
 
 
-def _list_images(folder: Path, class_names: Sequence[str]) -> _Folder:
+def _list_images(folder: Path, class_names: Sequence[str]) -> _SplitFiles:
     files: list[Path] = []
     class_ids: list[int] = []
     for class_id, class_name in enumerate(class_names):
@@ -261,11 +250,11 @@ def _list_images(folder: Path, class_names: Sequence[str]) -> _Folder:
             )
         files += found
         class_ids += [class_id] * len(found)
-    return _Folder(files, class_ids)
+    return _SplitFiles(files, class_ids)
 
 
 def _entries(folder: Path) -> list[Path]:
-    """What a folder holds, sorted, hidden entries aside."""
+    """Return the sorted entries of a folder, without hidden ones."""
     with os.scandir(folder) as entries:
         return sorted(Path(entry) for entry in entries if not entry.name.startswith("."))
 
@@ -278,48 +267,44 @@ def _has_extension(path: str) -> bool:
     return path.lower().endswith(EXTENSIONS)
 
 
-class _Reader:
-    """Decodes the files of all splits to one size and keeps account of those passed over."""
+@dataclass
+class _FolderReader:
+    """Decodes the files of all splits to one size and lists those that were skipped."""
 
-    def __init__(self, root: Path, size: int | None, skip_bad: bool, progress: Report | None) -> None:
-        self.root = root
-        self.size = size
-        self.skip_bad = skip_bad
-        self.progress = progress
-        self.skipped: list[str] = []
-        self._first: tuple[Path, tuple[int, int]] | None = None
+    root: Path
+    size: int | None
+    skip_bad: bool
+    progress: Report | None
+    skipped: list[str] = field(default_factory=list)
+    _first: tuple[Path, tuple[int, int]] | None = None
 
-    def read(self, folders: Sequence[_Folder]) -> list[Split]:
-        """The images of each folder, all of one size."""
-        total = sum(len(folder.files) for folder in folders)
-        done = 0
-        splits: list[Split] = []
-        for folder in folders:
-            splits.append(self._read_split(folder, done, total))
-            done += len(folder.files)
-        return splits
+    def read(self, splits: Sequence[_SplitFiles]) -> list[DataSplit]:
+        """Decode the images of each split, all of one size."""
+        total = sum(len(split.files) for split in splits)
+        starts = itertools.accumulate((len(split.files) for split in splits), initial=0)
+        return [self._read_split(split, done, total) for split, done in zip(splits, starts, strict=False)]
 
-    def _read_split(self, folder: _Folder, done: int, total: int) -> Split:
+    def _read_split(self, split: _SplitFiles, done: int, total: int) -> DataSplit:
         images: Images | None = None
         class_ids: list[int] = []
-        found = zip(folder.files, folder.class_ids, self._decoded(folder.files), strict=True)
-        for position, (file, class_id, image) in enumerate(found, start=1):
+        decoded = zip(split.files, split.class_ids, self._decode(split.files), strict=True)
+        for position, (file, class_id, image) in enumerate(decoded, done + 1):
             if isinstance(image, str):
-                self._pass_over(file, image)
+                self._skip(file, image)
             else:
                 self._check_size(file, (image.shape[0], image.shape[1]))
                 if images is None:
-                    images = _allocate(len(folder.files), image.shape)
+                    images = _allocate(len(split.files), image.shape)
                 images[len(class_ids)] = image
                 class_ids.append(class_id)
             if self.progress is not None:
-                self.progress(done + position, total)
+                self.progress(position, total)
         if images is None:
-            raise EngramError(f"none of the {len(folder.files)} images in {self.root} could be read; check the files")
-        return Split(images[: len(class_ids)], np.array(class_ids, dtype=np.int64))
+            raise EngramError(f"none of the {len(split.files)} images in {self.root} could be read; check the files")
+        return DataSplit(images[: len(class_ids)], np.array(class_ids, dtype=np.int64))
 
-    def _decoded(self, files: Sequence[Path]) -> Iterator[Images | str]:
-        """Each file's image, or why it cannot be read."""
+    def _decode(self, files: Sequence[Path]) -> Iterator[Images | str]:
+        """Yield the image of each file, or the reason why it cannot be read."""
         if self.size is None:
             yield from (try_decode(file, None, quick=False) for file in files)
             return
@@ -330,12 +315,9 @@ class _Reader:
             yield from (reasons[str(file)] if str(file) in reasons else next(images) for file in batch)
             done += len(batch)
 
-    def _pass_over(self, file: Path, reason: str) -> None:
+    def _skip(self, file: Path, reason: str) -> None:
         if not self.skip_bad:
-            raise EngramError(
-                f"the image {file} cannot be read ({reason}); repair or remove it, or leave such files out with "
-                f"{option('skip_bad')}"
-            )
+            raise unreadable_error(file, reason)
         self.skipped.append(str(file.relative_to(self.root)))
 
     def _check_size(self, file: Path, found: tuple[int, int]) -> None:
@@ -345,7 +327,7 @@ class _Reader:
         if found != expected:
             raise EngramError(
                 f"the images differ in size: {first} has {expected[1]}x{expected[0]} pixels and {file} "
-                f"{found[1]}x{found[0]}; give {option('image_size')} to bring all to one size"
+                f"{found[1]}x{found[0]}; give {option('image_size')} to resize all to one size"
             )
 
 
@@ -353,12 +335,7 @@ def _allocate(count: int, shape: tuple[int, ...]) -> Images:
     try:
         return np.empty((count, *shape), dtype=np.uint8)
     except MemoryError:
-        _refuse_memory(count, shape)
-
-
-def _refuse_memory(count: int, shape: tuple[int, ...]) -> NoReturn:
-    gigabytes = count * shape[0] * shape[1] * 3 / 1e9
-    raise EngramError(
-        f"{count} images of {shape[1]}x{shape[0]} pixels need {gigabytes:.1f} GB of memory; "
-        f"give a smaller {option('image_size')}"
-    )
+        raise EngramError(
+            f"{count} images of {shape[1]}x{shape[0]} pixels need {count * shape[0] * shape[1] * 3 / 1e9:.1f} GB of "
+            f"memory; give a smaller {option('image_size')}"
+        ) from None

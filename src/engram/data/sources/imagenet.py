@@ -1,8 +1,8 @@
-"""ImageNet, whole or its first 100 classes, from the usual folders: train/<wnid>/*.JPEG and val/<wnid>/*.JPEG.
+"""ImageNet, all classes or the first 100, from the usual folders: train/<wnid>/*.JPEG and val/<wnid>/*.JPEG.
 
-Decoded once, to squares: the shorter side is brought to 256 pixels and the centre is kept. Evaluation sees what the
-protocol shows it (the central 224 pixels); training takes its random parts of the square instead of the whole
-photograph (docs/imagenet.md).
+Images are decoded once, to squares: the shorter side is resized to 256 pixels and the centre is cropped. Evaluation
+sees what the protocol prescribes (the central 224 pixels); training takes its random crops from the square instead of
+the whole photograph (docs/imagenet.md).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, Final
@@ -23,13 +23,12 @@ import numpy as np
 from PIL import Image
 
 from engram.core.errors import EngramError, option
-from engram.core.io import typed_path
-from engram.data.decode.image import central_square, opened, why_unreadable
+from engram.core.io import reading, typed_path
+from engram.data.decode.image import EXTENSIONS, central_square, open_image, unreadable_error, why_unreadable
 from engram.data.decode.prefetch import Report
 from engram.data.sources.download import data_home
-from engram.data.sources.folder import EXTENSIONS
 from engram.data.sources.image_cache import ImageCache
-from engram.data.store import RGB, Images, ImageStore, Split, some
+from engram.data.store import RGB, DataSplit, Images, ImageStore, some
 
 IMAGENET: Final = {"imagenet100": 100, "imagenet1000": 1000}
 SIDE: Final = 256
@@ -38,13 +37,13 @@ STD: Final[RGB] = (0.229, 0.224, 0.225)
 CACHE: Final = "images"
 
 _SPLITS: Final = ("train", "val")
-_DECODING: Final = 1  # changes when the same files become other pixels
-_AT_ONCE: Final = 512  # files handed to the threads
+_DECODING: Final = 1  # version; increase it if the same files give different pixels
+_CHUNK: Final = 512  # files handed to the threads at once
 
 
 @dataclass(frozen=True)
 class _File:
-    """An image file: its class id, its path from the root, and what tells whether it was changed."""
+    """An image file: class id, path relative to the root, and size and time of change, to detect changes."""
 
     class_id: int
     path: str
@@ -60,53 +59,51 @@ def read_imagenet(
     skip_bad: bool = False,
     progress: Report | None = None,
 ) -> ImageStore:
-    """The data set of that name, decoded to squares of `side` pixels in a memory-mapped file that is kept.
+    """Read ImageNet, decoded to squares of `side` pixels in a memory-mapped file that is cached.
 
-    The classes are the wnids in sorted order. `skip_bad` passes over files that cannot be decoded and lists them in
-    `skipped`. `progress` is called with the number of images decoded and of all images.
+    Parameters
+    ----------
+    name: "imagenet100" or "imagenet1000". The classes are the sorted wnids.
+    skip_bad: leave out files that cannot be decoded, and list them in `skipped`.
+    progress: called with the number of images decoded and of all images.
     """
     root, side = typed_path(path), SIDE if side is None else side
-    try:
+    with reading(root):
         wnids = _class_names(name, root)
         files = {split: _list_files(root, split, wnids) for split in _SPLITS}
-    except OSError as error:
-        raise EngramError(
-            f"{error.filename or root} cannot be read ({error.strerror}); check its permissions"
-        ) from None
     cache, key = ImageCache(data_home() / CACHE), _key(name, side, files)
-    about, decoder = cache.about(key), _Decoder(root, side, skip_bad, progress)
-    if about is not None and about["skipped"] and not skip_bad:
-        decoder.check(about["skipped"])
-        about = None  # all of them can be read now
-    if about is None:
-        about = decoder.decode(cache, key, files)
-        store = _store(name, wnids, about, cache.images(key, about["images"], side))
-        about["fingerprint"] = store.fingerprint()
-        cache.describe(key, about)
-    return _store(name, wnids, about, cache.images(key, about["images"], side))
+    description, decoder = cache.description(key), _Decoder(root, side, skip_bad, progress)
+    if description is not None and description["skipped"] and not skip_bad:
+        decoder.check(description["skipped"])
+        description = None  # all of them can be read now
+    if description is None:
+        description = decoder.decode(cache, key, files)
+        store = _store(name, wnids, description, cache.images(key, description["images"], side))
+        description["fingerprint"] = store.fingerprint()
+        cache.describe(key, description)
+    return _store(name, wnids, description, cache.images(key, description["images"], side))
 
 
-def _store(name: str, wnids: Sequence[str], about: dict[str, Any], images: Images) -> ImageStore:
-    ids = [np.repeat(np.arange(len(wnids), dtype=np.int64), about["counts"][split]) for split in _SPLITS]
-    train, test = Split(images[: len(ids[0])], ids[0]), Split(images[len(ids[0]) :], ids[1])
-    skipped = tuple(about["skipped"])
+def _store(name: str, wnids: Sequence[str], description: dict[str, Any], images: Images) -> ImageStore:
+    ids = [np.repeat(np.arange(len(wnids), dtype=np.int64), description["counts"][split]) for split in _SPLITS]
+    train, test = DataSplit(images[: len(ids[0])], ids[0]), DataSplit(images[len(ids[0]) :], ids[1])
+    skipped, fingerprint = tuple(description["skipped"]), description.get("fingerprint")
     store = ImageStore(name, train, test, tuple(wnids), mean=MEAN, std=STD, skipped=skipped, origin=name)
-    return replace(store, known_fingerprint=about.get("fingerprint"))
+    return replace(store, known_fingerprint=fingerprint)
 
 
 def published_wnids() -> tuple[str, ...]:
-    """The classes of imagenet100, by class id."""
+    """Return the class names of imagenet100, by class id."""
     text = resources.files("engram.data").joinpath("class_orders.json").read_text(encoding="utf-8")
     return tuple(json.loads(text)["orders"]["imagenet100"]["wnids"])
 
 
 def _class_names(name: str, root: Path) -> tuple[str, ...]:
-    """The wnids of the data set, sorted; refuses a folder that is laid out otherwise or lacks some."""
+    """Return the sorted wnids of the data set; raise an EngramError if the folder has another layout or lacks some."""
     for split in _SPLITS:
         if not (root / split).is_dir():
             raise EngramError(
-                f"{root} has no folder {split}/; give the folder of ImageNet that holds train/ and val/ "
-                f"with {option('data')}"
+                f"{root} has no folder {split}/; give the folder of ImageNet with train/ and val/ as {option('data')}"
             )
     found = {split: _folders(root / split) for split in _SPLITS}
     _refuse_flat(root / "val", found["val"])
@@ -131,20 +128,20 @@ def _folders(folder: Path) -> list[str]:
 
 
 def _refuse_flat(folder: Path, found: Sequence[str]) -> None:
-    """Refuses the validation images as they are distributed: side by side, without their classes."""
+    """Raise an EngramError for validation images as they are distributed: in one folder, without their classes."""
     if found:
         return
     with os.scandir(folder) as entries:
         flat = any(Path(entry.name).suffix.lower() in EXTENSIONS for entry in entries)
     if flat:
         raise EngramError(
-            f"{folder} holds its images side by side instead of in class folders; move each into a folder named after "
-            "its wnid, as the public script valprep.sh does, or by the table LOC_val_solution.csv: image, then wnid"
+            f"{folder} has its images directly inside instead of in class folders; move each into a folder named after "
+            "its wnid, with the public script valprep.sh or by the table LOC_val_solution.csv: image, then wnid"
         )
 
 
 def _list_files(root: Path, split: str, wnids: Sequence[str]) -> list[_File]:
-    """The image files of a split, by class and then by name."""
+    """Return the image files of a split, sorted by class and name."""
     files: list[_File] = []
     for class_id, wnid in enumerate(wnids):
         with os.scandir(root / split / wnid) as entries:
@@ -160,7 +157,7 @@ def _list_files(root: Path, split: str, wnids: Sequence[str]) -> list[_File]:
 
 
 def _key(name: str, side: int, files: dict[str, list[_File]]) -> str:
-    """A name for the decoded set: the files' names, sizes and times of change, and what is made of them."""
+    """Return the cache key, which depends on the files' names, sizes and times of change, and on the image size."""
     digest = hashlib.blake2b(repr((_DECODING, side)).encode(), digest_size=12)
     for split in _SPLITS:
         for file in files[split]:
@@ -168,56 +165,46 @@ def _key(name: str, side: int, files: dict[str, list[_File]]) -> str:
     return f"{name}-{side}-{digest.hexdigest()}"
 
 
+@dataclass
 class _Decoder:
-    """Decodes the files of all splits in threads, in their order, and keeps account of those passed over."""
+    """Decodes the files of all splits in threads, in their order, and lists those that were skipped."""
 
-    def __init__(self, root: Path, side: int, skip_bad: bool, progress: Report | None) -> None:
-        self.root = root
-        self.side = side
-        self.skip_bad = skip_bad
-        self.progress = progress
-        self.skipped: list[str] = []
+    root: Path
+    side: int
+    skip_bad: bool
+    progress: Report | None
+    skipped: list[str] = field(default_factory=list)
 
     def decode(self, cache: ImageCache, key: str, files: dict[str, list[_File]]) -> dict[str, Any]:
-        """What is to be said of the set, its pixels being in the cache now."""
+        """Write the pixels of all files to the cache and return the description of the data set."""
         counts = {split: [0] * (files[split][-1].class_id + 1) for split in _SPLITS}
-        total = sum(len(listed) for listed in files.values())
-        with closing(self._images(files, counts, total)) as decoded:
-            images = cache.save(key, decoded, total * self.side**2 * 3)
-        return {
-            "images": images,
-            "side": self.side,
-            "counts": counts,
-            "skipped": self.skipped,
-            "source": str(self.root.resolve()),
-        }
+        listed = [file for split in _SPLITS for file in files[split]]
+        with closing(self._images(listed, counts)) as decoded:
+            images = cache.save(key, decoded, len(listed) * self.side**2 * 3)
+        source = str(self.root.resolve())
+        return {"images": images, "side": self.side, "counts": counts, "skipped": self.skipped, "source": source}
 
     def check(self, skipped: Sequence[str]) -> None:
-        """Refuses the first of the files skipped before that still cannot be decoded."""
+        """Raise an EngramError for the first of these files that still cannot be decoded."""
         for path in skipped:
             found = self._attempt(path)
             if isinstance(found, EngramError):
-                self._pass_over(path, found)
+                self._skip(path, found)
 
-    def _images(
-        self, files: dict[str, list[_File]], counts: dict[str, list[int]], total: int
-    ) -> Generator[Images, None, None]:
-        """The images that can be decoded, one after the other; counts them by split and class."""
-        done = 0
+    def _images(self, files: Sequence[_File], counts: dict[str, list[int]]) -> Generator[Images, None, None]:
+        """Yield the images that can be decoded, and count them by split and class."""
         with ThreadPoolExecutor(os.cpu_count()) as threads:
-            for split in _SPLITS:
-                for start in range(0, len(files[split]), _AT_ONCE):
-                    part = files[split][start : start + _AT_ONCE]
-                    paths = [file.path for file in part]
-                    for file, image in zip(part, threads.map(self._attempt, paths), strict=True):
-                        if isinstance(image, EngramError):
-                            self._pass_over(file.path, image)
-                        else:
-                            counts[split][file.class_id] += 1
-                            yield image
-                        done += 1
-                        if self.progress is not None:
-                            self.progress(done, total)
+            for start in range(0, len(files), _CHUNK):
+                part = files[start : start + _CHUNK]
+                images = threads.map(self._attempt, [file.path for file in part])
+                for done, (file, image) in enumerate(zip(part, images, strict=True), start + 1):
+                    if isinstance(image, EngramError):
+                        self._skip(file.path, image)
+                    else:
+                        counts[file.path.partition("/")[0]][file.class_id] += 1
+                        yield image
+                    if self.progress is not None:
+                        self.progress(done, len(files))
 
     def _attempt(self, path: str) -> Images | EngramError:
         try:
@@ -225,19 +212,17 @@ class _Decoder:
         except EngramError as error:
             return error
 
-    def _pass_over(self, path: str, error: EngramError) -> None:
+    def _skip(self, path: str, error: EngramError) -> None:
         if not self.skip_bad:
-            raise EngramError(
-                f"{error}; repair or remove it, or leave such files out with {option('skip_bad')}"
-            ) from None
+            raise error
         self.skipped.append(path)
 
 
 def decode_square(file: Path, side: int) -> Images:
-    """The central square of an image file, resized to (side, side, 3): as resizing its shorter side and cropping."""
+    """Decode an image file and resize its central square to (side, side, 3)."""
     try:
-        with opened(file) as image:
+        with open_image(file) as image:
             rgb = image.convert("RGB")
-    except Exception as error:  # each decoder has its own kinds
-        raise EngramError(f"the image {file} cannot be read ({why_unreadable(error)})") from None
+    except Exception as error:  # each decoder raises its own types
+        raise unreadable_error(file, why_unreadable(error)) from None
     return np.asarray(central_square(rgb, side, Image.Resampling.BILINEAR))

@@ -1,12 +1,13 @@
-"""From a data set's name, or a path, to an ImageStore."""
+"""Loading of a data set by its name or path."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from engram.core.errors import EngramError, option, suggest
+from engram.core.errors import EngramError, UnknownNameError, option
+from engram.core.fields import check_fields, limits
 from engram.data.sources.cifar import ARCHIVE_NAME, FOLDER_NAME, outline_cifar100, read_cifar100
 from engram.data.sources.download import data_home
 from engram.data.sources.folder import read_folder
@@ -15,70 +16,60 @@ from engram.data.sources.mini import read_mini
 from engram.data.store import ImageStore
 
 DATASETS = ("mini", "cifar100", *IMAGENET, "folder", "arrays")
-FOLDERS = (*IMAGENET, "folder")  # those that are many files
-PLACED = ("cifar100", *FOLDERS)  # those that are where a path says
+FOLDERS = (*IMAGENET, "folder")  # data sets of many image files
+PLACED = ("cifar100", *FOLDERS)  # data sets that are read from a path
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where the images come from.
+    """Which images to use.
 
-    name: "mini" is in the package; "cifar100" is the official archive or its folder; "imagenet100" and "imagenet1000"
-    are the folder with ImageNet's train/ and val/ at `path`; "folder" is a folder of class folders there; "arrays" are
-    given in Python. image_size and skip_bad are for folders, ImageNet's among them, and test_fraction for the others.
-    holdout: evaluate on that share of the training images instead of the test split, for choosing settings without
-    looking at it.
+    Parameters
+    ----------
+    name: "mini" (part of the package), "cifar100" (official archive or its folder), "imagenet100" or "imagenet1000"
+        (folder with train/ and val/), "folder" (folder of class folders), "arrays" (images given in Python).
+    image_size, skip_bad: for "folder" and ImageNet.
+    test_fraction: for "folder".
+    holdout: share of the training images to evaluate on instead of the test split. Use it to choose settings.
     """
 
     name: str = "mini"
     path: str | None = None
-    image_size: int | None = None
-    test_fraction: float = 0.2
+    image_size: int | None = field(default=None, metadata=limits(at_least=8))
+    test_fraction: float = field(default=0.2, metadata=limits(above=0, below=1))
     skip_bad: bool = False
-    holdout: float | None = None
+    holdout: float | None = field(default=None, metadata=limits(above=0, below=1))
 
     def __post_init__(self) -> None:
         if self.name not in DATASETS:
-            raise EngramError(f"no data set {self.name!r}: {suggest(self.name, DATASETS)}")
-        for name in ("test_fraction", "holdout"):
-            share = getattr(self, name)
-            if share is not None and not 0 < share < 1:
-                raise EngramError(f"{name} must be between 0 and 1, got {share}")
-        if self.image_size is not None and self.image_size < 8:
-            raise EngramError(f"image_size must be at least 8 pixels, got {self.image_size}")
+            raise UnknownNameError("data set", self.name, DATASETS)
+        check_fields(self)
 
 
 def load_store(config: DataConfig, progress: Callable[[int, int], None] | None = None) -> ImageStore:
-    """The images that the configuration names."""
+    """Load a data set. progress: called with the number of images read and of all images."""
     if config.name == "arrays":
         raise EngramError("this run was given arrays in Python; give the same ImageStore again")
+    if config.name in FOLDERS and config.path is None:
+        needed = "a folder of images needs its path"
+        if config.name in IMAGENET:
+            needed = f"{config.name} needs the folder with ImageNet's train/ and val/"
+        raise EngramError(f"{needed}: give {option('data', 'PATH')}")
+    path, size, skip_bad = config.path or "", config.image_size, config.skip_bad
     if config.name == "mini":
         store = read_mini()
     elif config.name == "cifar100":
-        store = read_cifar100(config.path or _default_cifar100())
+        store = read_cifar100(path or _default_cifar100())
     elif config.name in IMAGENET:
-        if config.path is None:
-            raise EngramError(
-                f"{config.name} needs the folder that holds ImageNet's train/ and val/: give {option('data', 'PATH')}"
-            )
-        store = read_imagenet(
-            config.name, config.path, side=config.image_size, skip_bad=config.skip_bad, progress=progress
-        )
+        store = read_imagenet(config.name, path, side=size, skip_bad=skip_bad, progress=progress)
     else:
-        if config.path is None:
-            raise EngramError(f"a folder of images needs its path: give {option('data', 'PATH')}")
-        store = read_folder(
-            config.path,
-            size=config.image_size,
-            test_fraction=config.test_fraction,
-            skip_bad=config.skip_bad,
-            progress=progress,
-        )
+        share = config.test_fraction
+        store = read_folder(path, size=size, test_fraction=share, skip_bad=skip_bad, progress=progress)
     return store if config.holdout is None else store.holdout(config.holdout, seed=0)
 
 
 def outline_store(config: DataConfig) -> ImageStore | None:
-    """Classes and counts, with blank images, of a published data set that is not here yet; None for all others."""
+    """Return a published data set that is not downloaded yet, with blank images, to plan a run; None for all others."""
     if config.name != "cifar100" or config.path is not None or _find_cifar100() is not None:
         return None
     store = outline_cifar100()

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engram.kernels import availability as kernels
+from engram.kernels.availability import is_available_for
 
 # Used instead of minus infinity where a whole row may be masked: its exponential is 0 and its gradient is not NaN.
 MASKED = -1e30
@@ -29,7 +29,7 @@ def nca_released(logits: Tensor, labels: Tensor) -> Tensor:
     highest wrong class counts twice. The maximum keeps its gradient: if detached, the learned scale becomes negative
     and the classifier learns nothing. A margin subtracted from every score, as in the released configuration, cancels.
     """
-    if kernels.usable(logits):
+    if is_available_for(logits):
         from engram.kernels import sample_losses as rows
 
         return rows.nca(logits, labels)
@@ -62,7 +62,7 @@ def _mean_over(per_sample: Tensor, counted: Tensor | None) -> Tensor:
 
 def _for_kernels(maps: Sequence[Tensor]) -> bool:
     """Whether engram's kernels support these maps."""
-    return all(kernels.usable(each) and each.dtype in (torch.bfloat16, torch.float32) for each in maps)
+    return all(is_available_for(each) and each.dtype in (torch.bfloat16, torch.float32) for each in maps)
 
 
 def channel_distance(ours: Tensor, theirs: Tensor, square: bool) -> Tensor:
@@ -195,7 +195,7 @@ def gram_distance(student: Sequence[Tensor], teacher: Sequence[Tensor]) -> Tenso
 
 def cosine_distance(student: Tensor, teacher: Tensor) -> Tensor:
     """1 - cosine of two embeddings (B, D), averaged over the batch. Only the student gets a gradient."""
-    if kernels.usable(student):
+    if is_available_for(student):
         from engram.kernels import sample_losses as rows
 
         return (1 - rows.cosine(student.float(), teacher.float())).mean()

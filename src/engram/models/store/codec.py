@@ -18,7 +18,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from engram.core.errors import EngramError
-from engram.core.memory_limits import check_room
+from engram.core.memory_limits import check_memory
 from engram.core.provenance import versions
 from engram.experiment.run_config import Device, Precision
 from engram.models.labels import encode_label
@@ -230,7 +230,7 @@ def _unpack(
     odd = {WEIGHTS, *picture_names(counts)} ^ snapshot.names
     if odd:
         raise EngramError(f"{where} does not agree with itself about {min(odd)}; it is damaged")
-    check_room(2 * snapshot.size(WEIGHTS), f"the weights in {snapshot.path}")
+    check_memory(2 * snapshot.size(WEIGHTS), f"the weights in {snapshot.path}")
     state = _tensors(snapshot.read(WEIGHTS), snapshot.path / WEIGHTS)
     _check_head(model, state, snapshot.path / WEIGHTS)
     model.learner = model.make_learner(mean, std, len(state["network.head.seen"]))
@@ -295,7 +295,7 @@ def _check_head(model: Model, state: dict[str, Tensor], where: Path) -> None:
 def _read_pictures(snapshot: Snapshot, model: Model, names: list[str]) -> None:
     assert model.learner is not None
     height, width = model.config.image_size
-    check_room(2 * len(names) * height * width * 3, f"{len(names)} images of {width}x{height} pixels")
+    check_memory(2 * len(names) * height * width * 3, f"{len(names)} images of {width}x{height} pixels")
 
     def read(name: str) -> np.ndarray:
         return from_png(snapshot.read(name), (height, width), snapshot.path / name)

@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from engram.core.errors import EngramError
-from engram.data.decode.image import quietly
+from engram.data.decode.image import no_warnings
 
 EXEMPLARS, HELDOUT = "exemplars", "heldout"
 
@@ -42,7 +42,7 @@ def to_png(image: np.ndarray) -> bytes:
 def from_png(content: bytes, size: tuple[int, int], where: Path) -> np.ndarray:
     """The image in a PNG file's content; refuses what is none of that size. where: the file, to name it by."""
     try:
-        with quietly(), Image.open(io.BytesIO(content), formats=("PNG",)) as image:
+        with no_warnings(), Image.open(io.BytesIO(content), formats=("PNG",)) as image:
             fits = image.size == (size[1], size[0]) and image.mode == "RGB"
             if fits:
                 return np.asarray(image)
