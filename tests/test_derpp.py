@@ -1,4 +1,4 @@
-"""DER++: stored logits are those of an image's last training step in its own stage, and exemplars stay close to them."""
+"""DER++: stored logits are those of the last step of an image in its own stage, and exemplars stay close to them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from engram import recipe
+from engram import IncrementalClassifier, recipe
 from engram.contract import ImageStateRows, Output, Step
 from engram.core.errors import EngramError
 from engram.experiment.session import Session
 from engram.methods.derpp import DERPP, STORED, DERPPSettings, stored_distance
-from helpers import begin_stage, learn_stage, tiny_config, tiny_session, train_phase
+from helpers import begin_stage, learn_stage, tiny_config, tiny_session, toy_store, train_phase
 
 OLD, SEEN, CAPACITY = 4, 7, 9
 
@@ -142,6 +142,38 @@ def test_alpha_keeps_the_logits_of_exemplars_close() -> None:
         (output,) = session.engine.inference(session.learner.network).outputs(kept.images)
         apart[alpha] = float(stored_distance(output.logits, kept.state[STORED]))
     assert apart[3.0] < apart[0.0] / 2
+
+
+def stored_of_first_class(classifier: IncrementalClassifier) -> Tensor:
+    learner = classifier.model_.learner
+    assert learner is not None
+    return learner.memory.of(0).state[STORED]
+
+
+def test_a_model_whose_head_grows_keeps_the_logits_that_were_stored() -> None:
+    store = toy_store(5)
+    images, labels = store.train.images, store.train.class_ids
+    classifier = IncrementalClassifier("derpp", memory=3, epochs=1, backbone="resnet10", device="cpu")
+    classifier.fit(images[labels < 2], labels[labels < 2])
+    before = stored_of_first_class(classifier)
+    assert before.shape == (3, 2)
+    for new in ((2, 3), (4,)):
+        chosen = np.isin(labels, new)
+        classifier.partial_fit(images[chosen], labels[chosen])
+    after = stored_of_first_class(classifier)
+    assert torch.equal(after[:, :2], before)
+    assert after.shape == (3, 5)
+    assert (after[:, 2:] == -torch.inf).all()
+
+
+def test_an_exemplar_keeps_what_a_later_stage_writes() -> None:
+    session = derpp_session()
+    learn_stage(session, 0)
+    stage = begin_stage(session, 1)
+    stage.pool.state[STORED][stage.pool.exemplar] = 7.0
+    method, learner, engine = session.method, session.learner, session.engine
+    learner.memory.update(stage.pool, method.exemplars(learner, stage, engine), stage.num_seen)
+    assert (learner.memory.of(0).state[STORED] == 7).all()
 
 
 def test_it_shares_no_base_stage() -> None:
