@@ -74,7 +74,7 @@ class Ridge(LinearMethod[RidgeSettings]):
         size, device = head.weight.shape[1] + 1, head.weight.device
         products = torch.zeros(size, size, dtype=torch.float64, device=device)
         sums = torch.zeros(head.capacity, size, dtype=torch.float64, device=device)
-        if PRODUCTS in learner.buffers:
+        if not stage.is_base:
             products += learner.buffers[PRODUCTS]
             sums[: stage.num_old] = learner.buffers[SUMS][: stage.num_old]
         for rows in stage.all_rows[~pool.exemplar].split(CHUNK):
