@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from engram.contract import Phase, Step, Training
 from engram.contract.exemplars import class_means
+from engram.contract.image_state import fit_image_state
 from engram.core.checkpoint import load_checkpoint
 from engram.core.errors import EngramError
 from engram.core.events import Checkpointed, Event, PhaseStarted, RunFinished, Stopped
@@ -103,11 +104,18 @@ def train_phase(session: Session, stage: Stage, phase: Phase, number: int = 0) -
         loop.terms()  # refuses a loss that is not finite
 
 
+def begin_stage(session: Session, index: int) -> Stage:
+    """A stage that is ready to train: its images have their tensors, and the head has grown."""
+    stage = session.stage(index)
+    fit_image_state(session.method.image_state, stage.pool, session.learner.network.head.capacity)
+    session.method.grow(session.learner, stage, session.engine)
+    return stage
+
+
 def learn_stage(session: Session, index: int, before_finish: Callable[[Stage], None] | None = None) -> Stage:
     """One stage by hand, in the order: grow, phases, finish, exemplars, class means, teacher."""
     learner, method, engine = session.learner, session.method, session.engine
-    stage = session.stage(index)
-    method.grow(learner, stage, engine)
+    stage = begin_stage(session, index)
     for number, phase in enumerate(method.phases(learner, stage, engine)):
         train_phase(session, stage, phase, number)
     if before_finish is not None:

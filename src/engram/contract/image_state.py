@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from engram.core.errors import EngramError
+from engram.data.stage import Samples
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,14 @@ class ImageTensor:
         if kept is not None:
             fitted[tuple(slice(size) for size in kept.shape)] = kept
         return fitted
+
+
+def fit_image_state(declared: Mapping[str, ImageTensor], pool: Samples, capacity: int) -> None:
+    """Give each image of the pool its tensors: exemplars those that they have, new images the initial values."""
+    for name, kept in declared.items():
+        state = kept.fitted(pool.state.get(name), len(pool), capacity)
+        state[~pool.exemplar] = kept.fill
+        pool.state[name] = state
 
 
 @dataclass

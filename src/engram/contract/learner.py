@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
-import torch
 from torch import Tensor
 
 from engram.data.memory import Memory
-from engram.data.stage import Samples
 from engram.nn.network import Network
 
 
@@ -48,12 +46,6 @@ class Learner:
             present.copy_(value)
         else:
             self.buffers[name] = value.detach().clone()
-
-    def keep_image_state(self, pool: Samples) -> None:
-        """Copy the tensors per image of the pool's exemplars back to the memory they came from."""
-        for label in self.memory.labels:
-            rows = torch.nonzero((pool.labels == label) & pool.exemplar).squeeze(1)
-            self.memory.of(label).state.update({name: value[rows] for name, value in pool.state.items()})
 
     def snapshot_teacher(self) -> None:
         """Make the current network the teacher of the next stage."""

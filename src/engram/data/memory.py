@@ -159,10 +159,18 @@ class Memory:
         return Samples.concatenate(list(self._by_label.values())) if self._by_label else None
 
     def update(self, pool: Samples, chosen: Mapping[int, Tensor | Samples], num_classes: int) -> None:
-        """Add the chosen exemplars of each label (rows of the pool, or changed images); shrink all to the budget."""
+        """Add the chosen exemplars of each label (rows of the pool, or changed images); shrink all to the budget.
+
+        The exemplars that are here already get the tensors per image that they have in the pool, where a stage may have
+        widened or changed them.
+        """
         quota = self.config.per_class(num_classes)
         if quota == 0:
             return
+        for label, samples in self._by_label.items():
+            rows = torch.nonzero(pool.exemplar & (pool.labels == label)).squeeze(1)
+            if pool.state and len(rows) == len(samples):
+                self._by_label[label] = replace(samples, state=pool[rows].state)
         for label, what in chosen.items():
             kept = what if isinstance(what, Samples) else pool[what]
             self._by_label[label] = replace(kept, exemplar=torch.ones(len(kept), dtype=torch.bool))

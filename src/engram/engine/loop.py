@@ -157,7 +157,6 @@ class PhaseLoop:
         for hooks in self._hooks:
             hooks.finish()
         self._engine.buffers.save_image_state(self._stage)
-        self._learner.keep_image_state(self._stage.pool)
 
     def state(self) -> PhaseState:
         """Where the phase is now; raises NonFiniteLoss if the weights are worthless."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from engram.contract import Method, Phase
 from engram.contract.exemplars import class_means
+from engram.contract.image_state import fit_image_state
 from engram.contract.learner import Learner
 from engram.core.events import EpochFinished, Event, PhaseStarted, Progress, Working
 from engram.data.stage import Stage
@@ -144,12 +145,9 @@ class StageWork:
                 yield from self._phase(number, loop)
 
     def _fit_image_state(self) -> None:
-        """Set the tensors that the method keeps per image, for each image of the pool."""
-        pool, capacity = self.stage.pool, max(self.learner.network.head.capacity, self.stage.num_seen)
-        for name, kept in self.method.image_state.items():
-            state = kept.fitted(pool.state.get(name), len(pool), capacity)
-            state[~pool.exemplar] = kept.fill
-            pool.state[name] = state
+        """Give each image of the pool the tensors that the method keeps per image."""
+        capacity = max(self.learner.network.head.capacity, self.stage.num_seen)
+        fit_image_state(self.method.image_state, self.stage.pool, capacity)
 
     def _phase(self, number: int, loop: PhaseLoop) -> Iterator[Event | StepTaken]:
         phase, index = loop.phase, self.stage.index
