@@ -173,7 +173,7 @@ def test_the_prose_of_the_help_is_broken_between_words(
         assert prose[0].startswith("usage: engram")
         assert all(len(line) <= min(int(columns), 100) for line in prose)
     said = " ".join(engram("run", "--help").out.split())
-    assert "Of several runs, the same command again skips what is done" in said
+    assert "With several runs, the same command again skips those that are done" in said
 
 
 @pytest.mark.parametrize(
@@ -651,7 +651,7 @@ def test_a_second_run_says_what_the_first_came_to(
     for orders in ((), ("--orders", "1")):
         said = engram(*run, *orders, "--dry-run").err
         assert said == f"engram: the run in {place} is finished; this one goes to {place}-2\n"
-    assert "A single run is made anew beside the first" in " ".join(engram("run", "--help").out.split())
+    assert "the same command starts a second one in a new directory; to continue the first, use" in " ".join(engram("run", "--help").out.split())
     assert_refused(engram(*run, "--dry-run", "--memory", "total=1"), "a memory of 1")  # and not where it would go
     shutil.copytree(stopped, tmp_path / f"{place}-2")
     said = f"engram: the run in {place}-2 stopped after stage 1 ('engram resume {place}-2' goes on with it); "
