@@ -37,6 +37,7 @@ from engram.core.events import Event, RunStarted
 from engram.data.sources.cifar import OFFICIAL_NAMES
 from engram.experiment.run_config import directory_name
 from engram.experiment.session import Session
+from engram.methods.defaults import DEFAULT_METHOD, DEMO_METHODS
 from fake_runs import fake_run
 from helpers import Engram, Outcome, timeless
 
@@ -187,6 +188,10 @@ def test_the_prose_of_the_help_is_broken_between_words(
 )
 def test_the_usage_says_what_may_be_left_out_and_what_repeated(command: str, usage: str, engram: Engram) -> None:
     assert engram(command, "--help").out.startswith(f"usage: {usage}")
+
+
+def test_the_help_names_the_default_method(engram: Engram) -> None:
+    assert f"(default: {DEFAULT_METHOD})" in engram("learn", "--help").out
 
 
 def test_version(engram: Engram) -> None:
@@ -651,7 +656,9 @@ def test_a_second_run_says_what_the_first_came_to(
     for orders in ((), ("--orders", "1")):
         said = engram(*run, *orders, "--dry-run").err
         assert said == f"engram: the run in {place} is finished; this one goes to {place}-2\n"
-    assert "the same command starts a second one in a new directory; to continue the first, use" in " ".join(engram("run", "--help").out.split())
+    assert "the same command starts a second one in a new directory; to continue the first, use" in " ".join(
+        engram("run", "--help").out.split()
+    )
     assert_refused(engram(*run, "--dry-run", "--memory", "total=1"), "a memory of 1")  # and not where it would go
     shutil.copytree(stopped, tmp_path / f"{place}-2")
     said = f"engram: the run in {place}-2 stopped after stage 1 ('engram resume {place}-2' goes on with it); "
@@ -995,11 +1002,13 @@ def test_demo_compares_three_ways_and_ends_with_the_report(
     monkeypatch.setattr("engram.cli.commands.demo.recipe", quick)
     outcome = engram("demo", "--seed", "3")
     assert (outcome.status, outcome.err) == (0, "")
-    results = {method: json.loads((tmp_path / "runs/demo" / method / "result.json").read_text()) for method in WAYS}
+    results = {
+        method: json.loads((tmp_path / "runs/demo" / method / "result.json").read_text()) for method in DEMO_METHODS
+    }
     assert {(result["seed"], result["order"]) for result in results.values()} == {(3, 3)}
-    last = [f"{results[method]['final_accuracy']['cnn']:.1f}" for method in WAYS]
+    last = [f"{results[method]['final_accuracy']['cnn']:.1f}" for method in DEMO_METHODS]
     assert any(line.split() == ["5", "20", *last] for line in outcome.out.splitlines())
-    average = {method: results[method]["average_incremental_accuracy"]["cnn"] for method in WAYS}
+    average = {method: results[method]["average_incremental_accuracy"]["cnn"] for method in DEMO_METHODS}
     gap = round(average["afc"], 1) - round(average["replay"], 1)
     claim = "are level" if abs(gap) < 0.5 else f"{abs(gap):.1f} points {'ahead of' if gap > 0 else 'behind'} replay"
     assert claim in outcome.out
@@ -1010,6 +1019,3 @@ def test_demo_compares_three_ways_and_ends_with_the_report(
     assert engram("demo").err == "engram: the demo in runs/demo is finished; this one goes to runs/demo-2\n"
     (tmp_path / "runs/demo/report.html").unlink()
     assert "the demo in runs/demo was stopped; " in engram("demo").err
-
-
-WAYS = ("naive", "replay", "afc")

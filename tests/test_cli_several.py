@@ -89,7 +89,7 @@ def done(alone: Path, photos: Path, tmp_path_factory: pytest.TempPathFactory) ->
         (["afc-mini-b10-s5", "--orders", "1,2,1"], ["order 1 is given more than once"]),
         (["afc-mini-b10-s5", "--orders", "1,01"], ["order 1 is given more than once"]),
         (["afc-mini-b10-s5", "--seeds", "3,3"], ["seed 3 is given more than once"]),
-        (["afc-mini-b10-s5", "--seeds", "1,,2"], ["--seeds takes values with commas between", "'1,,2'"]),
+        (["afc-mini-b10-s5", "--seeds", "1,,2"], ["--seeds takes values separated by commas", "'1,,2'"]),
         (["afc-mini-b10-s5", "--orders", ""], ["--orders takes values", "''"]),
         (["afc-mini-b10-s5", "--seeds", "1,two"], ["--seeds takes whole numbers", "'two'"]),
         (["afc-mini-b10-s5", "--seeds=-1,2"], ["--seeds takes whole numbers", "'-1'"]),

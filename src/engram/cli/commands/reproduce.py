@@ -15,7 +15,7 @@ from rich.text import Text
 from engram.cli.commands.run_common import check_last_stage, check_running, print_line, read_images, use_threads
 from engram.cli.commands.several import Last, work_through
 from engram.cli.completed_runs import Known, known_records, origin_line
-from engram.cli.options.overrides import images_at, listed, listed_seeds
+from engram.cli.options.overrides import images_at, split_seeds, split_values
 from engram.cli.options.runs import Reproduce
 from engram.cli.paper_plan import missing_line, print_plan
 from engram.cli.text import make_console, make_table
@@ -112,10 +112,10 @@ def with_images(
 
 def _asked(options: Reproduce) -> Asked:
     return Asked(
-        rows=listed("--rows", options.rows) or None,
-        columns=listed("--columns", options.columns) or None,
-        orders=listed("--orders", options.orders) or None,
-        seeds=listed_seeds(options.seeds),
+        rows=split_values("--rows", options.rows) or None,
+        columns=split_values("--columns", options.columns) or None,
+        orders=split_values("--orders", options.orders) or None,
+        seeds=split_seeds(options.seeds),
         data_path=None if options.data is None else images_at(options.data),
         device=options.device,
         precision=None if options.precision == "auto" else options.precision,

@@ -31,7 +31,7 @@ from engram.cli.options.runs import Run, RunningFlags
 from engram.cli.run_progress import Tally
 from engram.cli.signals import Interrupt
 from engram.cli.text import bold, clock, make_console, make_table, percent, print_table
-from engram.core.errors import DETAILS, EngramError
+from engram.core.errors import EngramError, details_note
 from engram.core.events import Event, RunFailed, RunFinished, RunSkipped, Stopped, read_events
 from engram.core.io import typed_path
 from engram.core.metrics import Estimate, estimate, paired
@@ -292,7 +292,7 @@ def tell_failures(last: Last, count: int) -> None:
     lines = [f"engram: {len(failed)} of {count} runs failed"]
     for run, event in failed.items():
         kept = Path(event.directory or "") / ERROR
-        where = f"; {DETAILS}{kept}" if event.unexpected and kept.exists() else ""
+        where = f"; {details_note(kept)}" if event.unexpected and kept.exists() else ""
         lines.append(f"engram: {run}: {event.message}{where}")
         if event.traceback is not None and not where:
             lines.append(event.traceback.rstrip())
