@@ -679,7 +679,7 @@ def test_json_is_one_event_a_line(engram: Engram, photos: Path, tmp_path: Path) 
 def test_resume_goes_on_and_then_has_nothing_to_do(engram: Engram, stopped_copy: Path, finished: Path) -> None:
     outcome = engram("resume", stopped_copy)
     assert outcome.status == 0
-    assert outcome.out.startswith("going on with afc-folder (train.epochs=1, ")
+    assert outcome.out.startswith("continuing afc-folder (train.epochs=1, ")
     assert "): base and 2 stages" in outcome.out.partition("\n")[0]
     assert "stage 2 of 2: 6 classes" in outcome.out
     assert "stage 1 of 2" not in outcome.out

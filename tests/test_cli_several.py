@@ -158,7 +158,7 @@ def test_lines_and_summary_and_the_same_again(engram: Engram, photos: Path, alon
         assert said[-1].startswith(f"{name}: average cnn ")
         assert sum(" classes, cnn " in line for line in said) == 3
         assert timeless(tmp_path / "runs" / name) == timeless(alone / name), "also with shared base stages"
-    assert sum("as another run trained it" in line for line in lines) == 2
+    assert sum("base: trained by another run" in line for line in lines) == 2
     rows = [line.split(" (")[0].strip() for line in lines if " ± " in line]
     assert rows == ["afc-folder", "replay-folder", "replay-folder"], "and replay less afc"
     assert lines[-2] == "time: without the base stage in 2 of 4 runs, which took it over"

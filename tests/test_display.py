@@ -123,7 +123,7 @@ def test_moving_lines_say_where_how_far_and_how_fast() -> None:
     display.show(StageStarted(0, 11, ["a"], 1, 5, 0))
     assert lines_of(display)[1:] == ["base  1 new class", ""]
     display.show(Working(0, 11, "importance"))
-    assert lines_of(display)[1] == "base  finishing the stage (importance and the like)"
+    assert lines_of(display)[1] == "base  finishing the stage"
 
 
 def test_a_lesson_is_called_one_and_its_phases_as_people_do() -> None:
@@ -279,7 +279,7 @@ def test_json_has_every_event() -> None:
 
 def test_quiet_shows_nothing_and_the_last_event_comes_back() -> None:
     stopped = Stopped(1, 3, "interrupted", "runs/here")
-    assert follow([Checkpointed(1, "main", 2), stopped], QuietDisplay()) is stopped
+    assert follow([Checkpointed(1, "main", 2), stopped], QuietDisplay(pipe())) is stopped
 
 
 def test_an_error_ends_the_live_area_and_closes_the_run() -> None:

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.padding import Padding
 
 from engram.cli.commands.run_paths import run_status
 from engram.cli.options.runs import List
-from engram.cli.text import make_console, make_table, percent, print_line, print_table
+from engram.cli.text import make_console, make_table, percent, print_indented, print_line, print_table
 from engram.contract.settings import with_role
 from engram.core.errors import EngramError
 from engram.core.io import read_json
@@ -122,7 +121,7 @@ def _print_runs(console: Console, rows: Sequence[Row], root: str) -> None:
         known = [] if row["recipe"] is None else [f"{row['recipe']}, order {row['order']}, seed {row['seed']}"]
         known += [f"{row['stages']} stages" if row["stages"] else "", row["status"]]
         known += [] if row["average"] is None else [f"average {percent(row['average'])} %"]
-        _print_indented(console, ", ".join(filter(None, known)))
+        print_indented(console, ", ".join(filter(None, known)))
 
 
 def _print_methods(console: Console, rows: Sequence[Row]) -> None:
@@ -134,13 +133,9 @@ def _print_methods(console: Console, rows: Sequence[Row]) -> None:
             console.print(f"{row['method']}: {row['title']}")
             numbers = [f"{column} {row[column] or '-'}" for column in MEASURED_ON]
             for text in filter(None, (row["paper"], f"memory: {row['memory']}; {', '.join(numbers)}")):
-                _print_indented(console, text)
+                print_indented(console, text)
     recipes = "; ".join(f"{column}: of {name.format('METHOD')}" for column, name in MEASURED_ON.items())
     console.print(f"average incremental accuracy, % (runs), {recipes}; - if not measured yet")
-
-
-def _print_indented(console: Console, text: str) -> None:
-    console.print(Padding(text, (0, 0, 0, 4)))
 
 
 def _print_cache(console: Console, rows: Sequence[Row]) -> None:

@@ -26,9 +26,9 @@ from engram.cli.commands.run_common import (
 )
 from engram.cli.commands.run_paths import RUNS
 from engram.cli.main import INTERRUPTED
-from engram.cli.multi_display import make_board
+from engram.cli.multi_display import make_multi_display
 from engram.cli.options.runs import Run, RunningFlags
-from engram.cli.run_progress import Tally
+from engram.cli.run_progress import RunsProgress
 from engram.cli.signals import Interrupt
 from engram.cli.text import bold, clock, make_console, make_table, percent, print_table
 from engram.core.errors import EngramError, details_note
@@ -107,14 +107,15 @@ def work_through(
     if not silent:
         print_line(console, f"{count_runs(len(members))}, at most {workers.at_once} at a time, in {parent}")
     bases = None if cache is None else {entry.key for entry in cache.entries()}
-    board = make_board(console, interrupt, Tally(members, bases), quiet=flags.quiet, as_json=flags.json)
+    progress = RunsProgress(members, bases)
+    display = make_multi_display(console, interrupt, progress, quiet=flags.quiet, as_json=flags.json)
     last: Last = {}
     events = workers.events()
     try:
-        with interrupt, board:
+        with interrupt, display:
             for run, event in events:
                 last[run] = event
-                board.show(run, event)
+                display.show(event, run)
     except KeyboardInterrupt:
         _quit_at_once()
     finally:

@@ -1,4 +1,4 @@
-"""The boards of several runs, fed with events that no run produced."""
+"""The displays of several runs, fed with events that no run produced."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from rich.console import Console
 
 from conftest import make_config, make_store
 from engram.cli.commands.several import differences_table, exit_status, results_table, spread, tell_failures
-from engram.cli.multi_display import Board, JsonBoard, LiveBoard, PlainBoard, QuietBoard, make_board, shorten_name
-from engram.cli.run_progress import Tally
+from engram.cli.display import Display, JsonDisplay, QuietDisplay
+from engram.cli.multi_display import LiveMultiDisplay, PlainMultiDisplay, make_multi_display, shorten_name
+from engram.cli.run_progress import RunsProgress
 from engram.cli.signals import SAVING, Interrupt
 from engram.core.events import (
     BaseAwaited,
@@ -90,70 +91,70 @@ def written(console: Console) -> str:
     return console.file.getvalue()
 
 
-def lines_of(board: LiveBoard) -> list[str]:
-    paper = Console(file=io.StringIO(), width=board.console.width, height=board.console.height, color_system=None)
-    paper.print(board.render())
+def lines_of(display: LiveMultiDisplay) -> list[str]:
+    paper = Console(file=io.StringIO(), width=display.console.width, height=display.console.height, color_system=None)
+    paper.print(display.render())
     return written(paper).splitlines()
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_moving_lines_fit_and_there_is_one_for_each_run(width: int, members: list[Member]) -> None:
-    board = LiveBoard(terminal(width), Interrupt(), Tally(members), refresh=False)
-    with board:
+    display = LiveMultiDisplay(terminal(width), Interrupt(), RunsProgress(members), refresh=False)
+    with display:
         for run, event in story(members):
-            board.show(run, event)
-            lines = lines_of(board)
+            display.show(event, run)
+            lines = lines_of(display)
             assert max(map(len, lines)) <= width
             assert len(lines) <= 4
 
 
 def test_a_line_says_where_how_far_and_how_well(members: list[Member]) -> None:
-    board = LiveBoard(terminal(80), Interrupt(), Tally(members), refresh=False)
+    display = LiveMultiDisplay(terminal(80), Interrupt(), RunsProgress(members), refresh=False)
     name = members[1].name
-    board.show(name, RunStarted("afc", "afc", None, 11, {}, False))
-    board.show(name, finished(0))
-    board.show(name, progress(0.5, stage=3))
-    first, totals = lines_of(board)
+    display.show(RunStarted("afc", "afc", None, 11, {}, False), name)
+    display.show(finished(0), name)
+    display.show(progress(0.5, stage=3), name)
+    first, totals = lines_of(display)
     start, _, rest = first.partition(" ")
     assert start.startswith("afc-cifar100-b50-s1")
     assert start.endswith("…-order2-seed1")
     assert rest.split()[:3] == ["3/10", "balance", "14/20"]
     assert rest.split()[-2:] == ["61.2", "1:12"]
     assert totals.startswith("0 of 4 done, 1 at work, 3 waiting")
-    board.show(members[2].name, RunStarted("afc", "afc", None, 11, {}, False))
-    board.show(members[2].name, BaseAwaited(0, 11, f"some/where/{name}"))
-    assert lines_of(board)[1] == f"{members[2].name}: waiting for the base stage of {name}"[:79] + "…"
+    display.show(RunStarted("afc", "afc", None, 11, {}, False), members[2].name)
+    display.show(BaseAwaited(0, 11, f"some/where/{name}"), members[2].name)
+    assert lines_of(display)[1] == f"{members[2].name}: waiting for the base stage of {name}"[:79] + "…"
 
 
 def test_more_runs_than_lines(members: list[Member]) -> None:
-    board = LiveBoard(terminal(80, height=5), Interrupt(), Tally(members), refresh=False)
+    display = LiveMultiDisplay(terminal(80, height=5), Interrupt(), RunsProgress(members), refresh=False)
     for member in members:
-        board.show(member.name, RunStarted("afc", "afc", None, 11, {}, False))
-    lines = lines_of(board)
+        display.show(RunStarted("afc", "afc", None, 11, {}, False), member.name)
+    lines = lines_of(display)
     assert len(lines) == 3
     assert lines[1:] == ["and 3 more at work", "0 of 4 done, 4 at work"]
     interrupt = Interrupt(announce=False)
     interrupt.signal = 2
-    asked = LiveBoard(terminal(80), interrupt, Tally(members), refresh=False)
+    asked = LiveMultiDisplay(terminal(80), interrupt, RunsProgress(members), refresh=False)
     assert lines_of(asked)[-2] == SAVING
 
 
 def test_time_left_is_of_all_runs_at_the_rate_so_far(members: list[Member]) -> None:
     time = [100.0]
-    tally = Tally(members, now=lambda: time[0])
+    runs_progress = RunsProgress(members, now=lambda: time[0])
     for member in members[:2]:
-        tally.note(member.name, RunStarted("afc", "afc", None, 11, {}, False))
-    assert tally.seconds_left() is None
-    tally.note(members[0].name, progress(0.0))
-    tally.note(members[1].name, progress(0.5))  # half of it another process's work
+        runs_progress.note(member.name, RunStarted("afc", "afc", None, 11, {}, False))
+    assert runs_progress.seconds_left() is None
+    runs_progress.note(members[0].name, progress(0.0))
+    runs_progress.note(members[1].name, progress(0.5))  # half of it another process's work
     time[0] = 110.0
-    tally.note(members[0].name, progress(0.5))
-    tally.note(members[1].name, progress(1.0))
-    assert tally.seconds_left() == pytest.approx(25), "one run's work in 10 seconds, two and a half to go"
-    tally.note(members[1].name, RunFinished(RESULT, None))
-    tally.note(members[2].name, RunFailed("no", None, False, None))
-    assert tally.seconds_left() == pytest.approx(15)
-    assert tally.text() == "1 of 4 done, 1 at work, 1 waiting, 1 failed; 0:15 left"
+    runs_progress.note(members[0].name, progress(0.5))
+    runs_progress.note(members[1].name, progress(1.0))
+    assert runs_progress.seconds_left() == pytest.approx(25), "one run's work in 10 seconds, two and a half to go"
+    runs_progress.note(members[1].name, RunFinished(RESULT, None))
+    runs_progress.note(members[2].name, RunFailed("no", None, False, None))
+    assert runs_progress.seconds_left() == pytest.approx(15)
+    assert runs_progress.summary() == "1 of 4 done, 1 at work, 1 waiting, 1 failed; 0:15 left"
 
 
 def test_time_left_counts_a_shared_base_stage_once(members: list[Member]) -> None:
@@ -169,47 +170,47 @@ def test_time_left_counts_a_shared_base_stage_once(members: list[Member]) -> Non
         (own, (key,), shared),
     ):
         time = [100.0]
-        tally = Tally(runs, bases, now=lambda time=time: time[0])
-        tally.note(name, RunStarted("afc", "afc", None, 11, {}, False))
+        runs_progress = RunsProgress(runs, bases, now=lambda time=time: time[0])
+        runs_progress.note(name, RunStarted("afc", "afc", None, 11, {}, False))
         time[0] = 400.0  # kernels were compiled
-        tally.note(name, progress(0.0))
+        runs_progress.note(name, progress(0.0))
         time[0] = 410.0
-        tally.note(name, progress(0.5))
-        assert tally.seconds_left() == pytest.approx(20 * expected / whole), "half a run's work in 10 seconds"
+        runs_progress.note(name, progress(0.5))
+        assert runs_progress.seconds_left() == pytest.approx(20 * expected / whole), "half a run's work in 10 seconds"
         if bases is not None and runs is members:
-            tally.note(other, RunStarted("afc", "afc", None, 11, {}, False))
+            runs_progress.note(other, RunStarted("afc", "afc", None, 11, {}, False))
             for event in (BaseAwaited(0, 11, f"runs/{name}"), BaseReused(0, "cache")):
-                tally.note(other, event)
-                assert tally.seconds_left() == pytest.approx(20 * expected / whole)
+                runs_progress.note(other, event)
+                assert runs_progress.seconds_left() == pytest.approx(20 * expected / whole)
 
 
 def test_plain_lines(members: list[Member]) -> None:
     console = pipe()
-    board = PlainBoard(console, Tally(members))
+    display = PlainMultiDisplay(console, RunsProgress(members))
     for run, event in story(members):
-        board.show(run, event)
+        display.show(event, run)
     done, first, second, third = (member.name for member in members)
     assert written(console).splitlines() == [
         f"{done}: done already; average cnn 51.3, nme 49.0; final cnn 40.0, nme 41.0; 1:15",
         f"{first}: warning: two of the images are odd",
-        f"{second}: waiting for the base stage of {first}",
-        f"{first}: base: 50 classes, cnn 60.0, nme 58.0; 4.2 s",
-        f"{second}: base: as another run trained it",
+        f"{second}: waiting for the base stage of runs/{first}",
+        f"{first}: base: 50 classes, cnn 60.0, nme 58.0; average cnn 61.2, nme 59.0; 4.2 s",
+        f"{second}: base: trained by another run, from cache (--no-cache trains it again)",
         f"{second}: failed: the disk is full",
         f"{third}: saved, interrupted in stage 1 of 10",
         f"{first}: average cnn 51.3, nme 49.0; final cnn 40.0, nme 41.0; 1:15",
     ]
     often = pipe()
-    PlainBoard(often, Tally(members), seconds=0).show(first, progress(0.5))
+    PlainMultiDisplay(often, RunsProgress(members), seconds=0).show(progress(0.5), first)
     assert written(often) == "0 of 4 done, 4 waiting\n"
 
 
 def test_what_has_ended_stays_above_the_moving_lines(members: list[Member]) -> None:
     console = terminal(120)
-    board = LiveBoard(console, Interrupt(), Tally(members), refresh=False)
-    with board:
+    display = LiveMultiDisplay(console, Interrupt(), RunsProgress(members), refresh=False)
+    with display:
         for run, event in story(members):
-            board.show(run, event)
+            display.show(event, run)
     text = written(console)
     assert text.count("two of the images are odd") == 1
     for words in ("done already; average cnn 51.3", "failed: the disk is full", "saved, interrupted in stage 1 of 10"):
@@ -219,10 +220,10 @@ def test_what_has_ended_stays_above_the_moving_lines(members: list[Member]) -> N
 
 def test_json_names_the_run_and_quiet_is_a_line_a_run(members: list[Member]) -> None:
     console, quiet = pipe(), pipe()
-    boards: list[Board] = [JsonBoard(console), QuietBoard(quiet)]
+    displays: list[Display] = [JsonDisplay(console), QuietDisplay(quiet)]
     for run, event in story(members):
-        for board in boards:
-            board.show(run, event)
+        for display in displays:
+            display.show(event, run)
     parsed = [json.loads(line) for line in written(console).splitlines()]
     assert parsed == [{"run": run, **event.to_json()} for run, event in story(members)]
     assert [line.partition(":")[0] for line in written(quiet).splitlines()] == [members[0].name, members[1].name]
@@ -231,17 +232,17 @@ def test_json_names_the_run_and_quiet_is_a_line_a_run(members: list[Member]) -> 
 @pytest.mark.parametrize(
     ("console", "flags", "kind", "announces"),
     [
-        (terminal(80), {}, LiveBoard, False),
-        (pipe(), {}, PlainBoard, True),
-        (terminal(80), {"quiet": True}, QuietBoard, True),
-        (terminal(80), {"as_json": True}, JsonBoard, True),
+        (terminal(80), {}, LiveMultiDisplay, False),
+        (pipe(), {}, PlainMultiDisplay, True),
+        (terminal(80), {"quiet": True}, QuietDisplay, True),
+        (terminal(80), {"as_json": True}, JsonDisplay, True),
     ],
 )
-def test_the_board_suits_the_console(
-    console: Console, flags: dict[str, bool], kind: type[Board], announces: bool, members: list[Member]
+def test_the_display_suits_the_console(
+    console: Console, flags: dict[str, bool], kind: type[Display], announces: bool, members: list[Member]
 ) -> None:
     interrupt = Interrupt()
-    assert type(make_board(console, interrupt, Tally(members), **flags)) is kind
+    assert type(make_multi_display(console, interrupt, RunsProgress(members), **flags)) is kind
     assert interrupt.announce is announces
 
 
