@@ -26,7 +26,7 @@ from PIL import Image
 
 from engram import ImageStore, read_mini, recipe
 from engram.cli.commands.doctor import check_torch
-from engram.cli.commands.run_common import carry_out
+from engram.cli.commands.run_common import follow_run
 from engram.cli.main import main
 from engram.cli.options.overrides import configure
 from engram.cli.options.runs import COMMANDS, RunningFlags
@@ -633,7 +633,7 @@ def test_dry_run_shows_card_and_plan_and_writes_nothing(engram: Engram, tmp_path
 def test_dry_run_of_cifar100_needs_no_images(engram: Engram, tmp_path: Path) -> None:
     outcome = engram("run", "afc-cifar100-b50-s10", "--dry-run")
     assert outcome.status == 0, outcome
-    assert outcome.err == "engram: cifar100 is not here yet; 'engram prepare cifar100' fetches it\n"
+    assert outcome.err == "engram: cifar100 is not here yet; 'engram prepare cifar100' downloads it\n"
     assert "cifar100: 100 classes, 50000 training and 10000 test images, 32x32" in outcome.out
     assert any(line.split()[:1] == ["base"] and " 25,000 " in line for line in outcome.out.splitlines())
     plan = json.loads(engram("run", "afc-cifar100-b50-s10", "--dry-run", "--json").out)
@@ -661,7 +661,7 @@ def test_a_second_run_says_what_the_first_came_to(
     )
     assert_refused(engram(*run, "--dry-run", "--memory", "total=1"), "a memory of 1")  # and not where it would go
     shutil.copytree(stopped, tmp_path / f"{place}-2")
-    said = f"engram: the run in {place}-2 stopped after stage 1 ('engram resume {place}-2' goes on with it); "
+    said = f"engram: the run in {place}-2 stopped after stage 1 ('engram resume {place}-2' continues it); "
     third = engram(*run)
     assert (third.status, third.err) == (0, f"{said}this one goes to {place}-3\n")
     assert (tmp_path / f"{place}-3" / "result.json").exists()
@@ -702,7 +702,7 @@ def test_stopping_after_a_stage_says_how_to_go_on(engram: Engram, stopped_copy: 
     assert outcome.out.startswith("naive-folder (train.epochs=1, backbone=resnet10): cnn ")
     outcome = engram("resume", stopped_copy, "--stop-after-stage", "1")
     assert outcome.status == 0
-    assert f"stopped after stage 1 of 2; to go on:\nengram resume {stopped_copy}\n" in outcome.out
+    assert f"stopped after stage 1 of 2; to continue:\nengram resume {stopped_copy}\n" in outcome.out
 
 
 def test_ctrl_c_saves_and_resume_ends_with_the_same_result(engram: Engram, photos: Path, tmp_path: Path) -> None:
@@ -732,12 +732,12 @@ def test_a_second_ctrl_c_says_whether_something_was_saved(tmp_path: Path) -> Non
         os.kill(os.getpid(), signal.SIGINT)
 
     def quit_twice() -> None:
-        carry_out(events(), make_console(), Interrupt(announce=False), RunningFlags(quiet=True), tmp_path)
+        follow_run(events(), make_console(), Interrupt(announce=False), RunningFlags(quiet=True), tmp_path)
 
     with pytest.raises(KeyboardInterrupt, match="quit at once; nothing was saved yet"):
         quit_twice()
     (tmp_path / "checkpoint").mkdir()
-    with pytest.raises(KeyboardInterrupt, match=f"'engram resume {tmp_path}' goes on from the last checkpoint"):
+    with pytest.raises(KeyboardInterrupt, match=f"'engram resume {tmp_path}' continues from the last checkpoint"):
         quit_twice()
 
 
@@ -882,7 +882,7 @@ def test_report_leaves_out_what_has_nothing_to_report_and_names_it(engram: Engra
     outcome = engram("report", "runs/1", "runs/2", "runs/3", "runs/base")
     assert outcome.status == 0
     assert outcome.err == (
-        "engram: left out runs/base: it is not a run directory and holds none\n"
+        "engram: left out runs/base: it is not a run directory and contains none\n"
         "engram: left out runs/2: it has no finished stage yet\n"
     )
     inside = engram("report", "runs")

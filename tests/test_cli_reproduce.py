@@ -191,7 +191,7 @@ def test_interrupted_and_resumed_it_ends_as_if_never_stopped(
 def test_a_cut_run_says_how_to_go_on(engram: Engram, paper: Path, photos: Path, tmp_path: Path) -> None:
     outcome = engram(*asked(paper, photos, "runs", "--rows", "Replay", "--stop-after-stage", "0"))
     assert outcome.status == 0
-    assert "2 stopped and saved; to go on, the same command again without --stop-after-stage:" in outcome.out
+    assert "2 stopped and saved; to continue, the same command again without --stop-after-stage:" in outcome.out
     assert "0 of 2 published" not in outcome.out
     assert "None of the 1 published numbers asked for was measured yet." in outcome.out
     assert "–" not in (tmp_path / "runs" / "reproduction_files" / "table1.csv").read_text()
@@ -354,9 +354,9 @@ def test_the_paper_in_the_documentation_is_one(engram: Engram, tmp_path: Path) -
 
 def test_a_summary_is_of_recipes_as_they_stand(engram: Engram, done: Path, tmp_path: Path) -> None:
     outcome = engram("results", "summary", "summary.json", ROOT / "results" / "mini.jsonl")
-    assert outcome.out == "summary.json: 30 recipes as they stand, of 123 runs\n"
+    assert outcome.out == "summary.json: 30 unchanged recipes, of 123 runs\n"
     before = (tmp_path / "summary.json").read_bytes()
-    assert_refused(engram("results", "summary", "summary.json", done), "no run of a recipe as it stands")
+    assert_refused(engram("results", "summary", "summary.json", done), "no run of an unchanged recipe")
     assert (tmp_path / "summary.json").read_bytes() == before
 
 
@@ -375,7 +375,7 @@ def test_the_folder_of_results_may_be_somebody_elses(engram: Engram, tmp_path: P
     engram("results", "merge", "results/ours.jsonl", done)
     outcome = engram("reproduce", "table1", "--dry-run")
     assert outcome.status == 0
-    assert outcome.err.startswith("engram: left out results/answers.jsonl: it holds no results of engram")
+    assert outcome.err.startswith("engram: left out results/answers.jsonl: it has no results of engram")
     assert outcome.err.count("\n") == 1
     assert_refused(engram("reproduce", "table1", "--results", "results", "--dry-run"), "answers.jsonl, line 1,")
     ours = tmp_path / "results" / "ours.jsonl"
@@ -396,7 +396,7 @@ def test_runs_without_their_importance_are_to_do_and_said_to_be(
         shutil.rmtree(runs_of(some)["afc", 2, name] / "stages")
     outcome = engram(*asked(paper, photos, some, "--dry-run"))
     assert (
-        "4 done, 2 to do\n2 of those to do were run before and kept no importance, which Figure 2 shows\n"
+        "4 done, 2 to do\n2 of those to do were run before without saving the importance that Figure 2 shows\n"
         in outcome.out
     )
     assert "kept no importance" not in engram(*asked(paper, photos, done, "--dry-run")).out
@@ -410,7 +410,7 @@ def test_runs_that_were_measured_before_are_told_from_those_of_out(
     shutil.copytree(here, tmp_path / "runs" / here.name)
     assert "\ndone: 1 in runs\n" in engram(*asked(paper, photos, "runs", "--dry-run")).out
     assert engram("results", "merge", "results/ours.jsonl", *before).status == 0
-    both = "\ndone: 5 measured before (results/ours.jsonl), 1 in runs; --results none counts the latter alone\n"
+    both = "\ndone: 5 measured before (results/ours.jsonl), 1 in runs; --results none counts only the latter\n"
     dry = engram(*asked(paper, photos, "runs", "--dry-run")).out
     assert both in dry
     assert "6 done, 0 to do" in dry
@@ -423,7 +423,7 @@ def test_runs_that_were_measured_before_are_told_from_those_of_out(
 
 def test_a_place_for_images_that_come_with_the_package_is_refused(engram: Engram, photos: Path, tmp_path: Path) -> None:
     command = ("reproduce", "mini", "--rows", "AFC", "--data", photos)
-    assert_refused(engram(*command), "come with the package; leave --data out")
+    assert_refused(engram(*command), "are part of the package; leave --data out")
     paper = write_paper(tmp_path / "paper", PAPER + experiment_on("both", "mini-b10-s5", "folder"))
     stop = ("--stop-after-stage", "0", "--quiet")
     assert engram("reproduce", "both", "--paper", paper, "--data", photos, *stop).status == 0

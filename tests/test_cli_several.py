@@ -161,7 +161,7 @@ def test_lines_and_summary_and_the_same_again(engram: Engram, photos: Path, alon
     assert sum("base: trained by another run" in line for line in lines) == 2
     rows = [line.split(" (")[0].strip() for line in lines if " ± " in line]
     assert rows == ["afc-folder", "replay-folder", "replay-folder"], "and replay less afc"
-    assert lines[-2] == "time: without the base stage in 2 of 4 runs, which took it over"
+    assert lines[-2] == "time: 2 of 4 runs did not train the base stage but reused it"
     assert lines[-1] == "next: engram report runs"
     before = contents(tmp_path / "runs")
     again = engram(*command)
@@ -302,13 +302,13 @@ def test_a_signal_says_how_to_go_on(photos: Path, tmp_path: Path, engram: Engram
     assert cut.status == 143
     assert cut.err.startswith("engram: saving...")
     text = cut.out.splitlines()
-    assert text[-2] == "3 stopped and saved, 1 not begun; to go on, the same command again:"
+    assert text[-2] == "3 stopped and saved, 1 not begun; to continue, the same command again:"
     assert text[-1] == shlex.join(["engram", *map(str, command)])
     for parent, flag in (("one", ("--stop-after-stage", "0")), ("other", ("--stop_after_stage=0",))):
         stopped = engram(*several(photos), *flag, "--out", parent)
         assert stopped.status == 0
         text = stopped.out.splitlines()
-        assert text[-2] == "4 stopped and saved; to go on, the same command again without --stop-after-stage:"
+        assert text[-2] == "4 stopped and saved; to continue, the same command again without --stop-after-stage:"
         assert text[-1] == shlex.join(["engram", *map(str, several(photos)), "--out", parent])
 
 
@@ -342,7 +342,7 @@ def test_a_second_ctrl_c_quits_at_once(photos: Path, tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     err = process.communicate(timeout=10)[1]
     assert process.returncode == 130
-    assert err == "engram: quit at once; the same command again goes on from the last checkpoints\n"
+    assert err == "engram: quit at once; the same command again continues from the last checkpoints\n"
 
 
 def test_threads_are_those_the_runs_began_with(photos: Path, tmp_path: Path, engram: Engram) -> None:
@@ -389,10 +389,10 @@ def test_a_class_order_that_is_in_no_file_is_refused(engram: Engram, tmp_path: P
         ("", ["cannot be read"]),
         (".", ["cannot be read"]),
         ("empty", ["empty", "is empty"]),
-        ("one", ["names '3' alone"]),
+        ("one", ["names only '3'"]),
         ("picture", ["not text in UTF-8"]),
     ):
-        expected = [*said, "every class, one a line or with commas between"]
+        expected = [*said, "every class, one per line or separated by commas"]
         assert_refused(engram("run", "afc-mini-b10-s5", "--order", f"@{name}", "--dry-run"), *expected)
         assert_refused(engram("run", "afc-mini-b10-s5", "--orders", f"1,@{name}", "--dry-run"), *expected)
     assert_refused(engram("run", "afc-mini-b10-s5", "--order", "@wrong", "--dry-run"), "names 'a', which is no class")

@@ -12,9 +12,10 @@ import pytest
 from rich.console import Console
 
 from conftest import make_config, make_store
-from engram.cli.commands.several import differences_table, exit_status, results_table, spread, tell_failures
+from engram.cli.commands.several import exit_status, print_failures
 from engram.cli.display import Display, JsonDisplay, QuietDisplay
 from engram.cli.multi_display import LiveMultiDisplay, PlainMultiDisplay, make_multi_display, shorten_name
+from engram.cli.recipe_tables import differences_table, results_table, spread
 from engram.cli.run_progress import RunsProgress
 from engram.cli.signals import SAVING, Interrupt
 from engram.core.events import (
@@ -296,7 +297,7 @@ def test_differences_are_those_of_runs_with_the_same_order_and_seed() -> None:
     assert table is not None
     console.print(table)
     lines = [" ".join(line.split()) for line in written(console).splitlines() if line.strip()]
-    assert lines[1] == "less afc, run by run n cnn cnn"
+    assert lines[1] == "minus afc, run by run n cnn cnn"
     assert lines[3:] == ["replay 2 -2.0 ± 1.4 -1.0 ± 0.7"], "one pair, or other images: not compared"
     assert differences_table(results[:3]) is None
 
@@ -325,7 +326,7 @@ def test_exit_status_and_what_failed(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert exit_status({"a": fine, "b": fine}, 2, interrupt) == 0, "it came too late to stop anything"
     kept = RunFailed("oh", str(tmp_path), True, "Traceback ...\n")
     (tmp_path / "error.txt").write_text("Traceback ...\n")
-    tell_failures({"a": fine, "b": expected, "c": unexpected, "d": kept}, 4)
+    print_failures({"a": fine, "b": expected, "c": unexpected, "d": kept}, 4)
     assert capsys.readouterr().err.splitlines() == [
         "engram: 3 of 4 runs failed",
         "engram: b: no room",
@@ -333,5 +334,5 @@ def test_exit_status_and_what_failed(tmp_path: Path, capsys: pytest.CaptureFixtu
         "Traceback ...",
         f"engram: d: oh; the details are in {tmp_path}/error.txt",
     ]
-    tell_failures({"a": fine}, 1)
+    print_failures({"a": fine}, 1)
     assert capsys.readouterr().err == ""

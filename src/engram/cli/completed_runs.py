@@ -1,4 +1,4 @@
-"""The complete runs that count for a paper's experiments, and where they are from."""
+"""The complete runs that count for a paper's experiments, and where they come from."""
 
 from __future__ import annotations
 
@@ -14,39 +14,47 @@ from engram.reproduce.results_files import SUFFIX, is_ours, merge, read_results
 from engram.runs.directory import find_runs
 
 RESULTS = Path("results")
-NO_RESULTS = "none"  # --results: the runs of --out alone
+NO_RESULTS = "none"  # value of --results: count only the runs in --out
 
 
 @dataclass(frozen=True)
-class Known:
-    """Every complete run that counts. places: by a record's source, where it was looked for; runs: that of --out."""
+class CompletedRuns:
+    """Every complete run that counts.
+
+    Parameters
+    ----------
+    places: the file or directory in which each record was found, by the record's source.
+    runs: the directory of --out.
+    """
 
     records: list[Record]
     places: dict[str, Path]
     runs: Path
 
 
-def known_records(results: str | None, runs: Path) -> Known:
-    """The complete runs in the results and in the directory of runs; a damaged file is refused by its name.
+def read_completed(results: str | None, runs: Path) -> CompletedRuns:
+    """Read the complete runs in the results and in the directory of runs.
 
-    results: None takes what the folder of that name has; it may be somebody else's, whose files are left out.
+    results: the value of --results. None reads the folder "results" if it exists; files in it that are not engram's
+    are left out.
     """
     places = [typed_path(results)] if results not in (None, NO_RESULTS) else []
     for file in sorted(RESULTS.glob(f"*{SUFFIX}")) if results is None else ():
         if is_ours(file):
             places.append(file)
         else:
-            print(f"engram: left out {file}: it holds no results of engram (--results names others)", file=sys.stderr)
+            print(f"engram: left out {file}: it has no results of engram (--results names others)", file=sys.stderr)
     if runs.is_dir() and find_runs(runs):
         places.append(runs)
     found = [(record, place) for place in places for record in read_results([place]).records]
-    return Known(merge(record for record, _ in found), {record.source: place for record, place in found}, runs)
+    places_by_source = {record.source: place for record, place in found}
+    return CompletedRuns(merge(record for record, _ in found), places_by_source, runs)
 
 
-def origins(plan: Plan, known: Known) -> dict[Path, int]:
-    """How many of the runs that are done come from which place."""
+def origins(plan: Plan, completed: CompletedRuns) -> dict[Path, int]:
+    """Count the finished runs by the place that they come from."""
     done = {
-        wanted.name: known.places[record.source]
+        wanted.name: completed.places[record.source]
         for cell in plan.cells
         for wanted, record in zip(cell.wanted, cell.found, strict=True)
         if record is not None and wanted.name not in plan.left
@@ -54,11 +62,11 @@ def origins(plan: Plan, known: Known) -> dict[Path, int]:
     return dict(Counter(done.values()))
 
 
-def origin_line(plan: Plan, known: Known) -> str:
-    """Where the runs that are done come from; empty where none is."""
-    counts = origins(plan, known)
-    here = counts.pop(known.runs, 0)
+def origin_line(plan: Plan, completed: CompletedRuns) -> str:
+    """Return where the finished runs come from; empty if there are none."""
+    counts = origins(plan, completed)
+    here = counts.pop(completed.runs, 0)
     if not counts:
-        return f"done: {here} in {known.runs}" if here else ""
+        return f"done: {here} in {completed.runs}" if here else ""
     before = f"{sum(counts.values())} measured before ({', '.join(map(str, counts))})"
-    return f"done: {before}, {here} in {known.runs}; --results none counts the latter alone"
+    return f"done: {before}, {here} in {completed.runs}; --results none counts only the latter"

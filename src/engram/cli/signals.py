@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP: the first asks a run to save and stop, a second of the others ends it at once."""
+"""Ctrl-C, SIGTERM and SIGHUP: the first asks a run to save and stop; a second, except SIGHUP, ends it at once."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ SAVING = "saving... (Ctrl-C again to quit at once)"
 
 
 class Interrupt:
-    """Asked by a run whether it should stop; knows which signal came.
+    """Tells a run whether to stop, and which signal arrived.
 
-    announce: say so on stderr. A live display says it itself, because what is written past it would break it.
+    announce: print a message on stderr. A live display shows the message itself; printing would break its lines.
     """
 
     def __init__(self, announce: bool = True) -> None:
@@ -28,7 +28,7 @@ class Interrupt:
 
     @property
     def status(self) -> int:
-        """The exit status that says which signal it was, as shells do."""
+        """The exit status for the signal, as shells report it."""
         return 128 + (self.signal or signal.SIGINT)
 
     def __enter__(self) -> Interrupt:
@@ -54,7 +54,7 @@ class Interrupt:
                 os.write(2, f"engram: {SAVING}\n".encode())
 
     def _hang_up(self, number: int, frame: FrameType | None) -> None:
-        """Several may come of one terminal that closes; nobody is left to ask twice, or to read what is printed."""
+        """The terminal was closed, which may send several signals: nobody can ask twice or read what is printed."""
         self.signal = self.signal or number
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for output in (1, 2):

@@ -1,4 +1,4 @@
-"""`engram doctor`: what is here, whether it works, and what to do where it does not."""
+"""`engram doctor`: check the installation, the hardware and the data."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LITTLE_MEMORY, LITTLE_DISK = 4e9, 2e9
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: what was looked at, how it is, what was found, and what to do about it."""
+    """What was checked, its status, what was found, and what to do about it."""
 
     what: str
     status: Status
@@ -37,7 +37,7 @@ class Finding:
 
 
 def doctor_command(options: Doctor, typed: Sequence[str]) -> int:
-    """The exit status of `engram doctor`."""
+    """Run `engram doctor`."""
     del typed
     console = make_console()
     findings: list[Finding] = []
@@ -60,7 +60,7 @@ def _row(finding: Finding) -> Table:
 
 
 def examine(check: Callable[[], Finding]) -> Finding:
-    """What a check finds; one that fails in a way nobody thought of is a problem too, not the end."""
+    """Run a check; an unexpected error in it is reported as a problem."""
     try:
         return check()
     except Exception as error:
@@ -79,7 +79,7 @@ def check_engram() -> Finding:
 
 
 def check_torch() -> Finding:
-    """torch, and a GPU where there is one."""
+    """torch, and the GPU if there is one."""
     torch = importlib.import_module("torch")
     found = f"{torch.__version__}"
     if not torch.cuda.is_available():
@@ -90,23 +90,23 @@ def check_torch() -> Finding:
         return Finding("torch", "warning", f"{found}, without bf16", "use --precision float32")
     why = importlib.import_module("engram.kernels.availability").why_not(torch.device("cuda"))
     if why is not None:
-        return Finding("torch", "ok", f"{found}, with bf16; without engram's own kernels, and slower: {why}")
+        return Finding("torch", "ok", f"{found}, with bf16; without engram's kernels, and slower: {why}")
     return Finding("torch", "ok", f"{found}, with bf16")
 
 
 def check_packages() -> Finding:
-    """The other packages, each imported."""
-    for name in ("numpy", "safetensors", "PIL", "tyro", "rich", "matplotlib", "jinja2"):
+    """The other packages, by importing them."""
+    packages = ("numpy", "safetensors", "pillow", "tyro", "rich", "matplotlib", "jinja2")
+    for name in packages:
         try:
-            importlib.import_module(name)
+            importlib.import_module("PIL" if name == "pillow" else name)
         except ImportError as error:
             return Finding("packages", "problem", f"{name} does not import ({error})", "install engram again")
-    packages = ("numpy", "safetensors", "pillow", "tyro", "rich", "matplotlib", "jinja2")
     return Finding("packages", "ok", ", ".join(f"{name} {metadata.version(name)}" for name in packages))
 
 
 def check_webp() -> Finding:
-    """Pillow's support of WebP, the format of the embedded images."""
+    """Pillow's support for WebP, the format of the embedded images."""
     features = importlib.import_module("PIL.features")
     if not features.check("webp"):
         return Finding("images", "problem", "this Pillow cannot read WebP", "install a Pillow with WebP support")
@@ -129,14 +129,14 @@ def check_memory() -> Finding:
 
 
 def check_disk() -> Finding:
-    """The room where runs go, and whether they may be written there."""
+    """Disk space for runs, and permission to write there."""
     place = RUNS if RUNS.is_dir() else Path.cwd()
     free = shutil.disk_usage(place).free
     found = f"{free / 1e9:.1f} GB free in {place}"
     if not os.access(place, os.W_OK | os.X_OK):
         return Finding("disk", "problem", f"no permission to write in {place}", "work elsewhere, or give --out DIR")
     if free < LITTLE_DISK:
-        return Finding("disk", "warning", found, "make room: a run takes tens of megabytes, CIFAR-100 takes 169")
+        return Finding("disk", "warning", found, "free some space: a run takes tens of megabytes, CIFAR-100 takes 169")
     return Finding("disk", "ok", found)
 
 
@@ -153,7 +153,7 @@ def check_mini() -> Finding:
 
 
 def check_cifar100() -> Finding:
-    """CIFAR-100, where it was downloaded."""
+    """CIFAR-100, if it was downloaded."""
     from engram.data.sources.download import data_home
     from engram.data.sources.load import DataConfig, load_store
 
