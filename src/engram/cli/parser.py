@@ -17,7 +17,7 @@ from typing import Annotated, Any, TextIO
 
 import tyro
 
-from engram.cli.options.declare import Argument, arguments_of
+from engram.cli.options.declare import ARGUMENTS, Argument
 from engram.cli.options.runs import COMMANDS
 from engram.core.errors import EngramError, UnknownNameError, nearest, suggest
 
@@ -48,7 +48,7 @@ def parse(typed: Sequence[str]) -> tuple[str, Any]:
     if name not in COMMANDS:
         raise UnknownNameError("flag" if name.startswith("-") else "command", name, [*COMMANDS, "--help", "--version"])
     # tyro omits arguments that were typed before --help from the usage line.
-    rest = ["--help"] if {"-h", "--help"} & set(rest) else arrange(name, arguments_of(COMMANDS[name]), rest)
+    rest = ["--help"] if {"-h", "--help"} & set(rest) else arrange(name, ARGUMENTS[COMMANDS[name]], rest)
     with _wrapped_help():
         return name, tyro.cli(COMMANDS[name], prog=f"engram {name}", args=rest, config=_CONFIG)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 import typing
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields
 from typing import Annotated, Any, Literal, TypeVar, dataclass_transform
 
 from tyro.conf import Positional, arg
@@ -41,9 +41,12 @@ class Argument:
 
     name: str
     kind: type | tuple[str, ...]
-    positional: bool = False
-    required: bool = False
-    many: bool = False
+    positional: bool
+    required: bool
+    many: bool
+
+
+ARGUMENTS: dict[type, list[Argument]] = {}  # what each class of options takes, its groups of options included
 
 
 @dataclass_transform(frozen_default=True)
@@ -52,25 +55,18 @@ def options(declared: type[OptionsT]) -> type[OptionsT]:
 
     The help ends each option with its default; an option that is off or has no value by default gets no such hint.
     """
-    made = dataclass(frozen=True)(declared)
-    hints = typing.get_type_hints(made, include_extras=True)
-    for each in fields(typing.cast(Any, made)):
-        if is_dataclass(hints[each.name]):
+    made: Any = dataclass(frozen=True)(declared)
+    arguments: list[Argument] = []
+    for each, hint in zip(fields(made), typing.get_type_hints(made, include_extras=True).values(), strict=True):
+        if hint in ARGUMENTS:
+            arguments += ARGUMENTS[hint]
             continue
-        _, shown = _unwrap(hints[each.name])
-        hint = Annotated[hints[each.name], arg(metavar=shown.metavar, help_behavior_hint=_default_hint(each, shown))]
+        kind, shown = _unwrap(hint)
+        arguments.append(_argument(each, kind, shown))
+        hint = Annotated[hint, arg(metavar=shown.metavar, help_behavior_hint=_default_hint(each, shown))]
         made.__annotations__[each.name] = Positional[hint] if shown.positional else hint
+    ARGUMENTS[made] = arguments
     return made
-
-
-def _default_hint(each: Field[Any], shown: Shown) -> str:
-    if shown.default:
-        return f"(default: {shown.default})"
-    if each.default == ():
-        return "(repeatable)"
-    if each.default is MISSING or each.default is None or isinstance(each.default, bool):
-        return ""
-    return f"(default: {each.default:g})" if isinstance(each.default, float) else f"(default: {each.default})"
 
 
 def _unwrap(hint: Any) -> tuple[Any, Shown]:
@@ -84,20 +80,21 @@ def _unwrap(hint: Any) -> tuple[Any, Shown]:
     return hint, shown
 
 
-def arguments_of(declared: type) -> list[Argument]:
-    """List what a command takes, the options of its groups included."""
-    found: list[Argument] = []
-    hints = typing.get_type_hints(declared, include_extras=True)
-    for each in fields(declared):
-        if is_dataclass(hints[each.name]):
-            found += arguments_of(typing.cast(type, hints[each.name]))
-            continue
-        kind, shown = _unwrap(hints[each.name])
-        many = typing.get_origin(kind) is tuple
-        kind = typing.get_args(kind)[0] if many else kind
-        kind = typing.get_args(kind) if typing.get_origin(kind) is Literal else kind
-        name = "--" + each.name.replace("_", "-")
-        if shown.positional:
-            name = (shown.metavar or each.name).partition(" ")[0].strip("[]")
-        found.append(Argument(name, kind, shown.positional, each.default is MISSING, many))
-    return found
+def _argument(each: Field[Any], kind: Any, shown: Shown) -> Argument:
+    many = typing.get_origin(kind) is tuple
+    kind = typing.get_args(kind)[0] if many else kind
+    kind = typing.get_args(kind) if typing.get_origin(kind) is Literal else kind
+    name = "--" + each.name.replace("_", "-")
+    if shown.positional:
+        name = (shown.metavar or each.name).partition(" ")[0].strip("[]")
+    return Argument(name, kind, shown.positional, each.default is MISSING, many)
+
+
+def _default_hint(each: Field[Any], shown: Shown) -> str:
+    if shown.default:
+        return f"(default: {shown.default})"
+    if each.default == ():
+        return "(repeatable)"
+    if each.default is MISSING or each.default is None or isinstance(each.default, bool):
+        return ""
+    return f"(default: {each.default:g})" if isinstance(each.default, float) else f"(default: {each.default})"
