@@ -14,10 +14,9 @@ from rich.text import Text
 
 from engram.cli.commands.run_common import check_last_stage, check_running, read_images, use_threads
 from engram.cli.commands.several import train_all
-from engram.cli.completed_runs import CompletedRuns, origin_line, read_completed
 from engram.cli.options.overrides import images_at, split_seeds, split_values
 from engram.cli.options.runs import Reproduce
-from engram.cli.paper_plan import missing_line, print_plan
+from engram.cli.paper_plan import CompletedRuns, missing_line, origin_line, print_plan, read_completed
 from engram.cli.text import make_console, make_table, print_line
 from engram.core.errors import EngramError
 from engram.core.io import typed_path
