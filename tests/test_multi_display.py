@@ -1,8 +1,7 @@
-"""The displays of several runs, fed with events that no run produced."""
+"""The displays of several runs, with made-up events."""
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -34,14 +33,9 @@ from engram.core.events import (
     Working,
 )
 from engram.experiment.parallel import Member, plan_members
+from test_display import RESULT, lines_of, pipe, terminal, written
 
 LONG = "afc-cifar100-b50-s10-changed-order{order}-seed1"
-RESULT = {
-    "recipe": "afc-mini-b10-s5",
-    "average_incremental_accuracy": {"cnn": 51.26, "nme": 49.0},
-    "final_accuracy": {"cnn": 40.04, "nme": 41.0},
-    "seconds": 75.4,
-}
 
 
 @pytest.fixture(scope="module")
@@ -79,27 +73,8 @@ def story(members: list[Member]) -> Iterator[tuple[str, Event]]:
     yield first, RunFinished(RESULT, f"runs/{first}")
 
 
-def terminal(width: int, height: int = 24) -> Console:
-    return Console(file=io.StringIO(), force_terminal=True, width=width, height=height, color_system=None, markup=False)
-
-
-def pipe() -> Console:
-    return Console(file=io.StringIO(), width=200)
-
-
-def written(console: Console) -> str:
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
-
-
-def lines_of(display: LiveMultiDisplay) -> list[str]:
-    paper = Console(file=io.StringIO(), width=display.console.width, height=display.console.height, color_system=None)
-    paper.print(display.render())
-    return written(paper).splitlines()
-
-
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_moving_lines_fit_and_there_is_one_for_each_run(width: int, members: list[Member]) -> None:
+def test_animated_lines_fit_and_there_is_one_for_each_run(width: int, members: list[Member]) -> None:
     display = LiveMultiDisplay(terminal(width), Interrupt(), RunsProgress(members), refresh=False)
     with display:
         for run, event in story(members):
@@ -109,7 +84,7 @@ def test_moving_lines_fit_and_there_is_one_for_each_run(width: int, members: lis
             assert len(lines) <= 4
 
 
-def test_a_line_says_where_how_far_and_how_well(members: list[Member]) -> None:
+def test_a_line_shows_stage_phase_accuracy_and_time(members: list[Member]) -> None:
     display = LiveMultiDisplay(terminal(80), Interrupt(), RunsProgress(members), refresh=False)
     name = members[1].name
     display.show(RunStarted("afc", "afc", None, 11, {}, False), name)
@@ -147,7 +122,7 @@ def test_time_left_is_of_all_runs_at_the_rate_so_far(members: list[Member]) -> N
         runs_progress.note(member.name, RunStarted("afc", "afc", None, 11, {}, False))
     assert runs_progress.seconds_left() is None
     runs_progress.note(members[0].name, progress(0.0))
-    runs_progress.note(members[1].name, progress(0.5))  # half of it another process's work
+    runs_progress.note(members[1].name, progress(0.5))  # half of it was done by another process
     time[0] = 110.0
     runs_progress.note(members[0].name, progress(0.5))
     runs_progress.note(members[1].name, progress(1.0))
@@ -206,7 +181,7 @@ def test_plain_lines(members: list[Member]) -> None:
     assert written(often) == "0 of 4 done, 4 waiting\n"
 
 
-def test_what_has_ended_stays_above_the_moving_lines(members: list[Member]) -> None:
+def test_ended_runs_stay_above_the_animated_lines(members: list[Member]) -> None:
     console = terminal(120)
     display = LiveMultiDisplay(console, Interrupt(), RunsProgress(members), refresh=False)
     with display:
@@ -216,10 +191,10 @@ def test_what_has_ended_stays_above_the_moving_lines(members: list[Member]) -> N
     assert text.count("two of the images are odd") == 1
     for words in ("done already; average cnn 51.3", "failed: the disk is full", "saved, interrupted in stage 1 of 10"):
         assert text.count(words) == 1
-    assert text.endswith("\x1b[2K"), "the moving lines are wiped"
+    assert text.endswith("\x1b[2K"), "the animated lines are erased"
 
 
-def test_json_names_the_run_and_quiet_is_a_line_a_run(members: list[Member]) -> None:
+def test_json_names_the_run_and_quiet_prints_one_line_per_run(members: list[Member]) -> None:
     console, quiet = pipe(), pipe()
     displays: list[Display] = [JsonDisplay(console), QuietDisplay(quiet)]
     for run, event in story(members):
@@ -247,14 +222,14 @@ def test_the_display_suits_the_console(
     assert interrupt.announce is announces
 
 
-def test_names_are_cut_where_it_hurts_least() -> None:
+def test_shortened_names_keep_order_and_seed() -> None:
     assert shorten_name("afc-mini-order1-seed1", 30) == "afc-mini-order1-seed1"
     for width in range(40):
         assert len(shorten_name("afc-mini-b10-s5-changed-order12-seed34", width)) <= width
     assert shorten_name("afc-mini-b10-s5-changed-order12-seed34", 25) == "afc-mini-…-order12-seed34"
 
 
-# What they came to.
+# Results.
 
 
 def result(recipe: str, seed: int, cnn: float, **others: float) -> dict[str, object]:
@@ -271,7 +246,7 @@ def result(recipe: str, seed: int, cnn: float, **others: float) -> dict[str, obj
     }
 
 
-def test_summary_is_mean_and_sample_spread_by_recipe() -> None:
+def test_summary_is_mean_and_standard_deviation_by_recipe() -> None:
     results = [
         result("afc", 1, 40.0, nme=50.0),
         result("naive", 1, 20.0),
@@ -287,7 +262,7 @@ def test_summary_is_mean_and_sample_spread_by_recipe() -> None:
     assert spread(None) == "-"
 
 
-def test_differences_are_those_of_runs_with_the_same_order_and_seed() -> None:
+def test_differences_are_between_runs_with_the_same_order_and_seed() -> None:
     console = pipe()
     afc, replay = [40.0, 50.0, 60.0], [39.0, 47.0]
     results = [result("afc", seed, cnn) for seed, cnn in enumerate(afc)]
@@ -310,10 +285,10 @@ def test_summary_fits_80_columns() -> None:
     lines = written(console).splitlines()
     assert max(map(len, lines)) <= 80
     assert "64.0 ± 0.0" in written(console)
-    assert "afc-cifar100-b50-s10 " in written(console), "a name is not broken"
+    assert "afc-cifar100-b50-s10 " in written(console), "the name is not split"
 
 
-def test_exit_status_and_what_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_status_and_failures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fine = RunFinished(RESULT, None)
     expected, unexpected = RunFailed("no room", "a", False, None), RunFailed("oh", "b", True, "Traceback ...\n")
     assert exit_status({"a": fine}, 1, Interrupt()) == 0
