@@ -697,7 +697,7 @@ def test_stopping_after_a_stage_prints_how_to_continue(engram: Engram, stopped_c
     outcome = engram("run", "naive-folder", "--data", photos, "--backbone", "resnet10", "--epochs", "1", "--quiet")
     assert outcome.status == 0
     assert outcome.out.count("\n") == 1
-    assert outcome.out.startswith("naive-folder (train.epochs=1, backbone=resnet10): cnn ")
+    assert outcome.out.startswith("naive-folder (train.epochs=1, backbone=resnet10): average cnn ")
     outcome = engram("resume", stopped_copy, "--stop-after-stage", "1")
     assert outcome.status == 0
     assert f"stopped after stage 1 of 2; to continue:\nengram resume {stopped_copy}\n" in outcome.out

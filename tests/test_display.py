@@ -344,10 +344,8 @@ def test_summary_shows_a_dash_for_undefined_values() -> None:
     assert rows["average incremental accuracy"] == ["51.3", "49.0"]
     assert rows["forgetting"] == ["-", "10.0"]
     assert rows["backward transfer"] == ["-", "-9.5"]
-    line = summary_line(RESULT, "runs/here")
-    assert line == (
-        "afc-mini-b10-s5: cnn 51.3 on average, 40.0 at the end; nme 49.0 on average, 41.0 at the end; 1:15 (runs/here)"
-    )
+    line = summary_line(RunFinished(RESULT, "runs/here"))
+    assert line == ("afc-mini-b10-s5: average cnn 51.3, nme 49.0; final cnn 40.0, nme 41.0; 1:15 (runs/here)")
 
 
 def test_a_closed_terminal_is_not_an_error_but_a_full_disk_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import os
 import signal
 import stat
 from contextlib import suppress
-from types import FrameType, TracebackType
+from types import FrameType
 
 HANGUP = getattr(signal, "SIGHUP", None)  # not on every system
 SAVING = "saving... (Ctrl-C again to quit at once)"
@@ -38,9 +38,7 @@ class Interrupt:
             self._before[HANGUP] = signal.signal(HANGUP, self._hang_up)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
 

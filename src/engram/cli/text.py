@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
-from pathlib import Path
 from typing import Any, TextIO, cast
 
 from rich import box
@@ -192,17 +191,6 @@ def summary_table(result: Mapping[str, Any]) -> Table:
     return table
 
 
-def summary_line(result: Mapping[str, Any], directory: str | Path | None) -> str:
-    """Return the result of a run in one line."""
-    parts = [
-        f"{name} {percent(result['average_incremental_accuracy'][name])} on average, "
-        f"{percent(result['final_accuracy'][name])} at the end"
-        for name in result["average_incremental_accuracy"]
-    ]
-    place = f" ({directory})" if directory else ""
-    return f"{result['recipe']}: {'; '.join(parts)}; {duration(result['seconds'])}{place}"
-
-
 def end_line(event: RunFinished | RunSkipped | RunFailed | Stopped) -> str:
     """Return how a run ended, in one line."""
     if isinstance(event, RunFailed):
@@ -216,6 +204,12 @@ def end_line(event: RunFinished | RunSkipped | RunFailed | Stopped) -> str:
         f"{already}average {measures_text(result['average_incremental_accuracy'])}; "
         f"final {measures_text(result['final_accuracy'])}; {duration(result['seconds'])}"
     )
+
+
+def summary_line(event: RunFinished) -> str:
+    """Return recipe, result and directory of a run in one line."""
+    place = f" ({event.directory})" if event.directory else ""
+    return f"{event.result['recipe']}: {end_line(event)}{place}"
 
 
 def bold(text: str) -> Text:

@@ -11,12 +11,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from engram.cli.commands.run_common import check_threads, print_line, refuse_used, use_threads
+from engram.cli.commands.run_common import check_threads, refuse_used, use_threads
 from engram.cli.commands.run_paths import REPORT, new_directory
 from engram.cli.display import follow, make_display
 from engram.cli.options.runs import Demo
 from engram.cli.signals import Interrupt
-from engram.cli.text import bold, make_console, make_table, percent
+from engram.cli.text import bold, make_console, make_table, percent, print_line
 from engram.contract.settings import change_training, with_role
 from engram.core.errors import EngramError
 from engram.core.events import RunFinished

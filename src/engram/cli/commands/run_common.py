@@ -134,7 +134,7 @@ def follow_run(
 def print_finished(console: Console, last: RunFinished, quiet: bool) -> None:
     """Print the result of a run, where its files are and what to do next; with quiet, only one line."""
     if quiet:
-        print_line(console, summary_line(last.result, last.directory))
+        print_line(console, summary_line(last))
         return
     print_table(console, summary_table(last.result))
     print_line(console, f"files in {last.directory}")
