@@ -115,68 +115,64 @@ def choose_display(
     return live() if animated else plain()
 
 
-class JsonDisplay(Display):
+class LineDisplay(Display):
+    """Prints lines, each at once."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._file = console.file
+        self._printed = time.monotonic()
+
+    def print_line(self, line: str) -> None:
+        """Print a line and note the time."""
+        self._file.write(line + "\n")
+        self._file.flush()
+        self._printed = time.monotonic()
+
+
+class JsonDisplay(LineDisplay):
     """Prints one line of JSON for each event."""
 
-    def __init__(self, console: Console) -> None:
-        super().__init__()
-        self._file = console.file
-
     def show(self, event: Event, run: str | None = None) -> None:
-        plain = event.to_json() if run is None else {"run": run, **event.to_json()}
-        self._file.write(json.dumps(plain) + "\n")
-        self._file.flush()
+        self.print_line(json.dumps(event.to_json() if run is None else {"run": run, **event.to_json()}))
 
 
-class QuietDisplay(Display):
+class QuietDisplay(LineDisplay):
     """Prints only warnings, on stderr; of several runs also one line for each that is finished."""
-
-    def __init__(self, console: Console) -> None:
-        super().__init__()
-        self._file = console.file
 
     def show(self, event: Event, run: str | None = None) -> None:
         if self.is_new_warning(event):
             print(f"engram: {_prefix(run)}{event.message}", file=sys.stderr)
         if run is not None and isinstance(event, (RunFinished, RunSkipped)):
-            self._file.write(f"{run}: {end_line(event)}\n")
-            self._file.flush()
+            self.print_line(f"{run}: {end_line(event)}")
 
 
-class PlainDisplay(Display):
-    """Prints lines without control characters: one for each stage, and from time to time one about the progress."""
+class PlainDisplay(LineDisplay):
+    """Prints one line for each stage, and from time to time one about the progress, without control characters."""
 
     def __init__(self, console: Console, seconds: float = PLAIN_SECONDS, lesson: int | None = None) -> None:
-        super().__init__()
-        self._file = console.file
+        super().__init__(console)
         self._seconds = seconds
         self._lesson = lesson
-        self._printed = time.monotonic()
 
     def show(self, event: Event, run: str | None = None) -> None:
         if isinstance(event, RunStarted) and run is None:
-            self.print(start_line(event))
+            self.print_line(start_line(event))
         elif isinstance(event, Progress) and run is None and self.is_due():
-            self.print(progress_line(event, self._lesson))
+            self.print_line(progress_line(event, self._lesson))
         elif isinstance(event, StageFinished):
-            self.print(
+            self.print_line(
                 f"{_prefix(run)}{stage_name(event.stage, event.stages)}: {event.classes} classes, "
                 f"{measures_text(event.accuracy)}; average {measures_text(event.average)}; {duration(event.seconds)}"
             )
         elif isinstance(event, (BaseReused, BaseAwaited)):
-            self.print(_prefix(run) + base_line(event))
+            self.print_line(_prefix(run) + base_line(event))
         elif self.is_new_warning(event):
-            self.print(f"{_prefix(run)}warning: {event.message}")
+            self.print_line(f"{_prefix(run)}warning: {event.message}")
 
     def is_due(self) -> bool:
         """Whether nothing was printed for some time."""
         return time.monotonic() - self._printed >= self._seconds
-
-    def print(self, line: str) -> None:
-        """Print a line at once."""
-        self._file.write(line + "\n")
-        self._file.flush()
-        self._printed = time.monotonic()
 
 
 def _prefix(run: str | None) -> str:

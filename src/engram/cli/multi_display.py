@@ -44,10 +44,10 @@ class PlainMultiDisplay(PlainDisplay):
         assert run is not None
         self._progress.note(run, event)
         if isinstance(event, ENDS):
-            self.print(f"{run}: {end_line(event)}")
+            self.print_line(f"{run}: {end_line(event)}")
         super().show(event, run)
         if self.is_due():
-            self.print(self._progress.summary())
+            self.print_line(self._progress.summary())
 
 
 class LiveMultiDisplay(AnimatedDisplay):
