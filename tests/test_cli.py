@@ -1,4 +1,4 @@
-"""The command line as a user runs it: what it does, and what it says to a wrong input."""
+"""The command line as a user runs it: results, and messages about wrong input."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from PIL import Image
 
 from engram import ImageStore, read_mini, recipe
 from engram.cli.commands.doctor import check_torch
-from engram.cli.commands.run_common import carry_out
+from engram.cli.commands.run_common import follow_run
 from engram.cli.main import main
 from engram.cli.options.overrides import configure
 from engram.cli.options.runs import COMMANDS, RunningFlags
@@ -37,6 +37,7 @@ from engram.core.events import Event, RunStarted
 from engram.data.sources.cifar import OFFICIAL_NAMES
 from engram.experiment.run_config import directory_name
 from engram.experiment.session import Session
+from engram.methods.defaults import DEFAULT_METHOD, DEMO_METHODS
 from fake_runs import fake_run
 from helpers import Engram, Outcome, timeless
 
@@ -46,7 +47,7 @@ SMALL = ("--backbone", "resnet10", "--epochs", "1", "--finetune-epochs", "1", "-
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Tiny networks gain nothing from a second thread, and lose a lot where something else uses its core."""
+    """Use one thread: tiny networks gain nothing from a second one, and lose a lot if its core is busy."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -54,13 +55,13 @@ def one_thread() -> Iterator[None]:
 
 
 def start(*arguments: str | Path, cwd: Path) -> subprocess.Popen[str]:
-    """A command in a process of its own."""
+    """Start a command in a new process."""
     command = [sys.executable, "-m", "engram", *map(str, arguments)]
     return subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def make_photos(folder: Path, classes: tuple[str, ...] = CLASSES, count: int = 12, size: int = 16) -> Path:
-    """A folder of class folders: noise, tinted by class."""
+    """Make a folder of class folders: noise, tinted by class."""
     rng = np.random.default_rng(len(classes))
     for number, name in enumerate(classes):
         (folder / name).mkdir(parents=True)
@@ -119,7 +120,7 @@ def assert_refused(outcome: Outcome, *words: str) -> None:
         assert word in outcome.err
 
 
-# Help and slips of the keyboard.
+# Help and typing mistakes.
 
 
 def test_help_is_quick_and_does_not_load_torch(tmp_path: Path) -> None:
@@ -127,7 +128,7 @@ def test_help_is_quick_and_does_not_load_torch(tmp_path: Path) -> None:
         "import sys, time\n"
         "from engram.cli.main import main\n"
         "status = [main(['--help'])]\n"
-        "seconds = time.process_time()\n"  # the processor's, from the start: others may be at work on this machine
+        "seconds = time.process_time()\n"  # CPU time: other programs may be running
         "status = (*status, main(['run', '--help']))\n"
         "heavy = sorted({'torch', 'numpy', 'matplotlib', 'PIL'} & set(sys.modules))\n"
         "print(status, heavy, seconds, file=sys.stderr)\n"
@@ -156,7 +157,7 @@ def test_every_command_has_help_with_an_example(command: str, engram: Engram) ->
     assert command in engram("--help").out
 
 
-def test_what_else_was_typed_does_not_change_the_help(engram: Engram) -> None:
+def test_other_arguments_do_not_change_the_help(engram: Engram) -> None:
     beside = engram("results", "merge", "--help")
     assert beside.status == 0
     assert "WHAT OUT IN [IN ...]" in beside.out.splitlines()[0]
@@ -164,16 +165,14 @@ def test_what_else_was_typed_does_not_change_the_help(engram: Engram) -> None:
 
 
 @pytest.mark.parametrize("columns", ["80", "60", "300"])
-def test_the_prose_of_the_help_is_broken_between_words(
-    columns: str, engram: Engram, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_paragraphs_of_the_help_are_wrapped(columns: str, engram: Engram, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     for command in (["--help"], *([name, "--help"] for name in COMMANDS)):
         prose = [line for line in engram(*command).out.splitlines() if line[:1].isalpha() and "{demo," not in line]
         assert prose[0].startswith("usage: engram")
         assert all(len(line) <= min(int(columns), 100) for line in prose)
     said = " ".join(engram("run", "--help").out.split())
-    assert "Of several runs, the same command again skips what is done" in said
+    assert "With several runs, the same command again skips those that are done" in said
 
 
 @pytest.mark.parametrize(
@@ -185,15 +184,19 @@ def test_the_prose_of_the_help_is_broken_between_words(
         ("resume", "engram resume [-h] [OPTIONS] DIR\n"),
     ],
 )
-def test_the_usage_says_what_may_be_left_out_and_what_repeated(command: str, usage: str, engram: Engram) -> None:
+def test_the_usage_marks_optional_and_repeatable_arguments(command: str, usage: str, engram: Engram) -> None:
     assert engram(command, "--help").out.startswith(f"usage: {usage}")
+
+
+def test_the_help_names_the_default_method(engram: Engram) -> None:
+    assert f"(default: {DEFAULT_METHOD})" in engram("learn", "--help").out
 
 
 def test_version(engram: Engram) -> None:
     assert engram("--version").out.startswith("engram 0.")
 
 
-def test_nothing_typed_prints_the_help(engram: Engram) -> None:
+def test_no_arguments_print_the_help(engram: Engram) -> None:
     outcome = engram()
     assert (outcome.status, outcome.err) == (2, "")
     assert "usage: engram" in outcome.out
@@ -373,7 +376,7 @@ def change_config(place: Path) -> None:
     ],
     ids=["other version", "half-written", "no manifest", "flipped byte", "cut off", "edited", "other recipe", "null"],
 )
-def test_resume_refuses_a_spoilt_directory_and_leaves_it_alone(
+def test_resume_refuses_a_damaged_directory_and_does_not_change_it(
     spoil: Callable[[Path], object], words: list[str], engram: Engram, stopped_copy: Path
 ) -> None:
     spoil(stopped_copy)
@@ -382,7 +385,7 @@ def test_resume_refuses_a_spoilt_directory_and_leaves_it_alone(
     assert contents(stopped_copy) == before
 
 
-def test_resume_refuses_a_stage_that_the_run_has_not(engram: Engram, stopped_copy: Path) -> None:
+def test_resume_refuses_a_stage_that_does_not_exist(engram: Engram, stopped_copy: Path) -> None:
     before = contents(stopped_copy)
     assert_refused(engram("resume", stopped_copy, "--stop-after-stage", "3"), "the run has 3 stages, 0 (the base) to 2")
     assert contents(stopped_copy) == before
@@ -410,7 +413,7 @@ def test_a_used_directory_is_never_overwritten(
 
 @contextmanager
 def unprivileged() -> Iterator[None]:
-    """As somebody who is not root, because root may write everywhere."""
+    """Act as a user other than root, because root may write everywhere."""
     if os.geteuid() != 0:
         yield
         return
@@ -426,7 +429,7 @@ def test_no_permission_to_write(engram: Engram, tmp_path: Path, monkeypatch: pyt
     locked.mkdir(mode=0o555)
     run = ("run", "naive-mini-b10-s5", "--out", locked / "run")
     assert engram(*run, "--dry-run").status == 0
-    # Somebody else may not be allowed to read the package either: all of it is loaded by now, but for the images.
+    # That user may not be allowed to read the package either: everything but the images is loaded by now.
     store = read_mini()
     monkeypatch.setattr("engram.cli.commands.run.read_images", lambda *_, **__: store)
     with unprivileged():
@@ -465,7 +468,7 @@ def test_full_disk_loses_nothing(
         (BrokenPipeError(), 141, ""),
     ],
 )
-def test_what_fails_unexpectedly_is_said_in_one_line(
+def test_an_unexpected_error_is_one_line(
     error: BaseException,
     status: int,
     words: str,
@@ -489,7 +492,7 @@ def test_what_fails_unexpectedly_is_said_in_one_line(
 # Runs.
 
 
-def test_run_prints_stages_and_summary_and_says_what_is_next(engram: Engram, photos: Path, tmp_path: Path) -> None:
+def test_run_prints_stages_summary_and_the_next_command(engram: Engram, photos: Path, tmp_path: Path) -> None:
     outcome = engram("run", "afc-folder", "--data", photos, *SMALL, "--seed", "2", "--order", "seed:3")
     (place,) = Path("runs").iterdir()
     assert re.fullmatch(r"afc-folder-train.epochs-1-.*-[0-9a-f]{8}-orderseed-3-seed2", place.name)
@@ -512,7 +515,7 @@ def test_run_prints_stages_and_summary_and_says_what_is_next(engram: Engram, pho
 
 
 @pytest.mark.parametrize(("method", "phases"), [("geodl", {"train"}), ("gdumb", {"train", "rehearse"})])
-def test_the_batch_size_is_that_of_the_phases_a_method_has(engram: Engram, method: str, phases: set[str]) -> None:
+def test_the_batch_size_applies_to_the_phases_of_the_method(engram: Engram, method: str, phases: set[str]) -> None:
     outcome = engram("run", f"{method}-mini-b10-s5", "--batch-size", "9", "--dry-run", "--json")
     assert outcome.status == 0
     settings = json.loads(outcome.out)["config"]["settings"]
@@ -586,7 +589,7 @@ def test_flags_reach_the_configuration(engram: Engram, photos: Path) -> None:
     ],
     ids=lambda value: value or "as it is",
 )
-def test_a_changed_recipe_says_what_was_changed(
+def test_the_name_of_a_changed_recipe_lists_the_changes(
     name: str, flags: str, named: str, place: str, engram: Engram, tmp_path: Path
 ) -> None:
     (tmp_path / "photos").mkdir()
@@ -596,8 +599,8 @@ def test_a_changed_recipe_says_what_was_changed(
     assert directory_name(config) == place
 
 
-def test_runs_of_a_sweep_have_names_of_their_own() -> None:
-    """Negative numbers too, and changes that are too many for a name."""
+def test_runs_of_a_sweep_have_different_names() -> None:
+    """Also with negative numbers, and with more changes than fit into a name."""
     flags = {f"--set settings.lambda_disc={value}" for value in ("0.5", "5", "50")}
     flags |= {f"--set settings.train.lr={value}" for value in ("0.1", "0.01")}
     many = "--epochs 3 --finetune-epochs 2 --batch-size 16 --base 4 --increment 2 --lr"
@@ -628,7 +631,7 @@ def test_dry_run_shows_card_and_plan_and_writes_nothing(engram: Engram, tmp_path
 def test_dry_run_of_cifar100_needs_no_images(engram: Engram, tmp_path: Path) -> None:
     outcome = engram("run", "afc-cifar100-b50-s10", "--dry-run")
     assert outcome.status == 0, outcome
-    assert outcome.err == "engram: cifar100 is not here yet; 'engram prepare cifar100' fetches it\n"
+    assert outcome.err == "engram: cifar100 is not here yet; 'engram prepare cifar100' downloads it\n"
     assert "cifar100: 100 classes, 50000 training and 10000 test images, 32x32" in outcome.out
     assert any(line.split()[:1] == ["base"] and " 25,000 " in line for line in outcome.out.splitlines())
     plan = json.loads(engram("run", "afc-cifar100-b50-s10", "--dry-run", "--json").out)
@@ -641,7 +644,7 @@ def test_dry_run_of_cifar100_needs_no_images(engram: Engram, tmp_path: Path) -> 
     assert_refused(engram("run", "afc-cifar100-b50-s10", "--dry-run", "--data", "nowhere"), "nowhere")
 
 
-def test_a_second_run_says_what_the_first_came_to(
+def test_a_second_run_describes_the_first(
     engram: Engram, photos: Path, finished: Path, stopped: Path, tmp_path: Path
 ) -> None:
     run = ("run", "afc-folder", "--data", photos, "--base", "2", *SMALL)
@@ -651,16 +654,18 @@ def test_a_second_run_says_what_the_first_came_to(
     for orders in ((), ("--orders", "1")):
         said = engram(*run, *orders, "--dry-run").err
         assert said == f"engram: the run in {place} is finished; this one goes to {place}-2\n"
-    assert "A single run is made anew beside the first" in " ".join(engram("run", "--help").out.split())
+    assert "the same command starts a second one in a new directory; to continue the first, use" in " ".join(
+        engram("run", "--help").out.split()
+    )
     assert_refused(engram(*run, "--dry-run", "--memory", "total=1"), "a memory of 1")  # and not where it would go
     shutil.copytree(stopped, tmp_path / f"{place}-2")
-    said = f"engram: the run in {place}-2 stopped after stage 1 ('engram resume {place}-2' goes on with it); "
+    said = f"engram: the run in {place}-2 stopped after stage 1 ('engram resume {place}-2' continues it); "
     third = engram(*run)
     assert (third.status, third.err) == (0, f"{said}this one goes to {place}-3\n")
     assert (tmp_path / f"{place}-3" / "result.json").exists()
 
 
-def test_json_is_one_event_a_line(engram: Engram, photos: Path, tmp_path: Path) -> None:
+def test_json_is_one_event_per_line(engram: Engram, photos: Path, tmp_path: Path) -> None:
     outcome = engram("run", "replay-folder", "--data", photos, *SMALL, "--json", "--out", "here")
     events = outcome.events()
     assert events[0]["event"] == "run_started"
@@ -669,15 +674,15 @@ def test_json_is_one_event_a_line(engram: Engram, photos: Path, tmp_path: Path) 
     assert events[-1]["result"] == json.loads((tmp_path / "here" / "result.json").read_text())
 
 
-def test_resume_goes_on_and_then_has_nothing_to_do(engram: Engram, stopped_copy: Path, finished: Path) -> None:
+def test_resume_continues_and_then_has_nothing_to_do(engram: Engram, stopped_copy: Path, finished: Path) -> None:
     outcome = engram("resume", stopped_copy)
     assert outcome.status == 0
-    assert outcome.out.startswith("going on with afc-folder (train.epochs=1, ")
+    assert outcome.out.startswith("continuing afc-folder (train.epochs=1, ")
     assert "): base and 2 stages" in outcome.out.partition("\n")[0]
     assert "stage 2 of 2: 6 classes" in outcome.out
     assert "stage 1 of 2" not in outcome.out
     assert timeless(stopped_copy) == timeless(finished)
-    (stopped_copy / "result.json").write_text('{"stages": [')  # it is made anew from the checkpoint
+    (stopped_copy / "result.json").write_text('{"stages": [')  # it is written again from the checkpoint
     assert engram("resume", stopped_copy).status == 0
     assert timeless(stopped_copy) == timeless(finished)
     before = contents(stopped_copy)
@@ -688,14 +693,14 @@ def test_resume_goes_on_and_then_has_nothing_to_do(engram: Engram, stopped_copy:
     assert contents(stopped_copy) == before
 
 
-def test_stopping_after_a_stage_says_how_to_go_on(engram: Engram, stopped_copy: Path, photos: Path) -> None:
+def test_stopping_after_a_stage_prints_how_to_continue(engram: Engram, stopped_copy: Path, photos: Path) -> None:
     outcome = engram("run", "naive-folder", "--data", photos, "--backbone", "resnet10", "--epochs", "1", "--quiet")
     assert outcome.status == 0
     assert outcome.out.count("\n") == 1
-    assert outcome.out.startswith("naive-folder (train.epochs=1, backbone=resnet10): cnn ")
+    assert outcome.out.startswith("naive-folder (train.epochs=1, backbone=resnet10): average cnn ")
     outcome = engram("resume", stopped_copy, "--stop-after-stage", "1")
     assert outcome.status == 0
-    assert f"stopped after stage 1 of 2; to go on:\nengram resume {stopped_copy}\n" in outcome.out
+    assert f"stopped after stage 1 of 2; to continue:\nengram resume {stopped_copy}\n" in outcome.out
 
 
 def test_ctrl_c_saves_and_resume_ends_with_the_same_result(engram: Engram, photos: Path, tmp_path: Path) -> None:
@@ -718,19 +723,19 @@ def test_ctrl_c_saves_and_resume_ends_with_the_same_result(engram: Engram, photo
     assert timeless(tmp_path / "cut") == timeless(tmp_path / "whole")
 
 
-def test_a_second_ctrl_c_says_whether_something_was_saved(tmp_path: Path) -> None:
+def test_a_second_ctrl_c_reports_whether_something_was_saved(tmp_path: Path) -> None:
     def events() -> Iterator[Event]:
         yield RunStarted("afc-folder", "afc", str(tmp_path), 3, {}, False)
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
 
     def quit_twice() -> None:
-        carry_out(events(), make_console(), Interrupt(announce=False), RunningFlags(quiet=True), tmp_path)
+        follow_run(events(), make_console(), Interrupt(announce=False), RunningFlags(quiet=True), tmp_path)
 
     with pytest.raises(KeyboardInterrupt, match="quit at once; nothing was saved yet"):
         quit_twice()
     (tmp_path / "checkpoint").mkdir()
-    with pytest.raises(KeyboardInterrupt, match=f"'engram resume {tmp_path}' goes on from the last checkpoint"):
+    with pytest.raises(KeyboardInterrupt, match=f"'engram resume {tmp_path}' continues from the last checkpoint"):
         quit_twice()
 
 
@@ -775,12 +780,12 @@ def test_list_recipes_methods_datasets_backbones(engram: Engram) -> None:
     assert methods["afc"]["paper"] == "Kang, Park, Han, CVPR 2022"
     assert methods["naive"]["memory"] == "none"
     assert re.fullmatch(r"\d\d\.\d\d ± \d\.\d\d \(3\)", methods["afc"]["measured"])
-    assert all(methods[name]["embedded"] for name in SHIPPED), "a result of each, whatever a GPU had time for"
+    assert all(methods[name]["embedded"] for name in SHIPPED), "each has a result on the embedded images"
     assert "resnet32" in engram("list", "backbones").out
     assert "cifar100" in engram("list", "datasets").out
 
 
-def test_a_list_can_be_cut_down_to_a_text(engram: Engram, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_list_can_be_filtered_by_text(engram: Engram, monkeypatch: pytest.MonkeyPatch) -> None:
     every = [row["recipe"] for row in json.loads(engram("list", "recipes", "--json").out)]
     found = [row["recipe"] for row in json.loads(engram("list", "recipes", "iCaRL-cifar100", "--json").out)]
     assert found == [name for name in every if "icarl-cifar100" in name]
@@ -850,7 +855,7 @@ def test_report_takes_runs_and_their_parents(engram: Engram, finished: Path, sto
     assert (tmp_path / "page.html").read_text(encoding="utf-8").lstrip().lower().startswith("<!doctype html")
 
 
-def test_report_on_a_pattern_passes_over_what_the_last_report_left(engram: Engram, tmp_path: Path) -> None:
+def test_report_on_a_pattern_skips_the_files_of_the_last_report(engram: Engram, tmp_path: Path) -> None:
     for method in ("afc", "naive"):
         fake_run(tmp_path / "runs" / method, method=method, stage_sizes=(3, 2), images_per_class=5, epochs=1)
     first = engram("report", *sorted((tmp_path / "runs").iterdir()))
@@ -867,7 +872,7 @@ def test_report_on_a_pattern_passes_over_what_the_last_report_left(engram: Engra
     assert_refused(engram("report", *[tmp_path / "runs" / "afc"] * 2), "given twice")
 
 
-def test_report_leaves_out_what_has_nothing_to_report_and_names_it(engram: Engram, tmp_path: Path) -> None:
+def test_report_names_directories_that_it_leaves_out(engram: Engram, tmp_path: Path) -> None:
     for seed in (1, 2, 3):
         fake_run(tmp_path / f"runs/{seed}", seed=seed, stage_sizes=(3, 2), images_per_class=5, epochs=1)
     (tmp_path / "runs/2/result.json").unlink()
@@ -875,7 +880,7 @@ def test_report_leaves_out_what_has_nothing_to_report_and_names_it(engram: Engra
     outcome = engram("report", "runs/1", "runs/2", "runs/3", "runs/base")
     assert outcome.status == 0
     assert outcome.err == (
-        "engram: left out runs/base: it is not a run directory and holds none\n"
+        "engram: left out runs/base: it is not a run directory and contains none\n"
         "engram: left out runs/2: it has no finished stage yet\n"
     )
     inside = engram("report", "runs")
@@ -896,7 +901,7 @@ def test_report_on_the_runs_folder_finds_those_of_a_demo(engram: Engram, tmp_pat
     assert len(rows) >= 2
 
 
-def test_doctor_finds_this_installation_in_order(engram: Engram, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_finds_no_problem_here(engram: Engram, monkeypatch: pytest.MonkeyPatch) -> None:
     outcome = engram("doctor")
     assert outcome.status == 0
     assert "checksums match" in outcome.out
@@ -915,7 +920,7 @@ def test_doctor_finds_this_installation_in_order(engram: Engram, monkeypatch: py
         (False, (7, 5), "without bf16"),
     ],
 )
-def test_doctor_says_what_a_gpu_can(
+def test_doctor_describes_the_gpu(
     monkeypatch: pytest.MonkeyPatch, bf16: bool, capability: tuple[int, int], said: str
 ) -> None:
     properties = SimpleNamespace(name="a GPU", total_memory=16e9)
@@ -959,7 +964,7 @@ def test_commands_that_need_no_torch_do_not_load_it(tmp_path: Path) -> None:
         subprocess.run([sys.executable, "-c", code.format(name)], cwd=tmp_path, check=True)
 
 
-def test_prepare_fetches_checks_and_says_where_it_is(
+def test_prepare_downloads_checks_and_prints_the_path(
     engram: Engram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = np.random.default_rng(0)
@@ -979,7 +984,7 @@ def test_prepare_fetches_checks_and_says_where_it_is(
     assert f"ENGRAM_DATA to {tmp_path / 'there'}" in outcome.out
 
 
-def test_demo_compares_three_ways_and_ends_with_the_report(
+def test_demo_compares_three_methods_and_writes_the_report(
     engram: Engram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def quick(name: str) -> Any:
@@ -995,11 +1000,13 @@ def test_demo_compares_three_ways_and_ends_with_the_report(
     monkeypatch.setattr("engram.cli.commands.demo.recipe", quick)
     outcome = engram("demo", "--seed", "3")
     assert (outcome.status, outcome.err) == (0, "")
-    results = {method: json.loads((tmp_path / "runs/demo" / method / "result.json").read_text()) for method in WAYS}
+    results = {
+        method: json.loads((tmp_path / "runs/demo" / method / "result.json").read_text()) for method in DEMO_METHODS
+    }
     assert {(result["seed"], result["order"]) for result in results.values()} == {(3, 3)}
-    last = [f"{results[method]['final_accuracy']['cnn']:.1f}" for method in WAYS]
+    last = [f"{results[method]['final_accuracy']['cnn']:.1f}" for method in DEMO_METHODS]
     assert any(line.split() == ["5", "20", *last] for line in outcome.out.splitlines())
-    average = {method: results[method]["average_incremental_accuracy"]["cnn"] for method in WAYS}
+    average = {method: results[method]["average_incremental_accuracy"]["cnn"] for method in DEMO_METHODS}
     gap = round(average["afc"], 1) - round(average["replay"], 1)
     claim = "are level" if abs(gap) < 0.5 else f"{abs(gap):.1f} points {'ahead of' if gap > 0 else 'behind'} replay"
     assert claim in outcome.out
@@ -1010,6 +1017,3 @@ def test_demo_compares_three_ways_and_ends_with_the_report(
     assert engram("demo").err == "engram: the demo in runs/demo is finished; this one goes to runs/demo-2\n"
     (tmp_path / "runs/demo/report.html").unlink()
     assert "the demo in runs/demo was stopped; " in engram("demo").err
-
-
-WAYS = ("naive", "replay", "afc")

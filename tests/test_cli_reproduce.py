@@ -1,4 +1,4 @@
-"""`engram reproduce` and `engram results` as a user runs them: a paper in miniature, from nothing to its report."""
+"""`engram reproduce` and `engram results` as a user runs them, on a very small paper."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def asked(paper: Path, photos: Path, out: Path | str = "runs", *more: str) -> li
 
 
 def runs_of(out: Path) -> dict[tuple[str, int, str], Path]:
-    """The run directories by method, exemplars a class and class order."""
+    """The run directories by method, exemplars per class and class order."""
     found: dict[tuple[str, int, str], Path] = {}
     for file in out.glob("*/run.json"):
         config = json.loads(file.read_text())["config"]
@@ -57,9 +57,9 @@ def result(directory: Path) -> dict[str, Any]:
 
 
 def test_tables_match_a_calculation_by_hand(done: Path) -> None:
-    """From each run's accuracies after its stages, with nothing of engram's own."""
+    """Calculated from the accuracies of each run's stages, without code of engram."""
     runs = runs_of(done)
-    # Both methods with 2 kept; AFC alone with 4, since the paper has no number of Replay there.
+    # Both methods with 2 exemplars; only AFC with 4, because the paper has no number of Replay there.
     assert sorted(runs) == [(m, k, o) for m, k in (("afc", 2), ("afc", 4), ("replay", 2)) for o in ("1", "2")]
     rows = list(csv.DictReader(io.StringIO((done / "reproduction_files" / "table1.csv").read_text())))
     cells = {(row["row"], row["column"]): row for row in rows}
@@ -89,21 +89,21 @@ def test_tables_match_a_calculation_by_hand(done: Path) -> None:
     assert float(final[1]["mean"]) == pytest.approx(statistics.fmean(ends))
 
 
-def test_everything_is_written_beside_the_page(done: Path) -> None:
+def test_all_files_are_written_next_to_the_page(done: Path) -> None:
     files = {path.name for path in (done / "reproduction_files").iterdir()}
     assert files >= {"table1.md", "table1.csv", "table1_differences.svg", "figure1_2_kept.svg", "figure2.svg"}
-    assert "effects.md" not in files, "not of the paper: by name alone"
+    assert "effects.md" not in files, "not part of the paper: only written if asked for by name"
     table = (done / "reproduction_files" / "table1.md").read_text()
     assert table.startswith("## Table 1: Memory\n")
     assert "| Unheard of | not run<br>paper 1.00 | not run<br>paper 2.00 |" in table
     page = (done / "reproduction.html").read_text()
     assert "A paper in miniature" in page
     assert "not in the paper" in page
-    assert "The numbers were made up." in page, "where a number is off, what is known of it"
+    assert "The numbers were made up." in page, "a remark about a number that differs"
     assert "n = 2:" in (done / "reproduction_files" / "figure1_2_kept.svg").read_text()
 
 
-def test_again_is_the_same_and_trains_nothing(engram: Engram, paper: Path, photos: Path, done: Path) -> None:
+def test_a_second_time_gives_the_same_and_trains_nothing(engram: Engram, paper: Path, photos: Path, done: Path) -> None:
     before = contents(done)
     outcome = engram(*asked(paper, photos, done, "--no-cache"))
     assert (outcome.status, outcome.err) == (0, "")
@@ -112,14 +112,14 @@ def test_again_is_the_same_and_trains_nothing(engram: Engram, paper: Path, photo
     lines = outcome.out.splitlines()
     assert lines[0].startswith("Table 1: Memory (average incremental accuracy, %)")
     assert any(line.startswith(LEGEND_START) for line in lines)
-    # 50 is missed by less than 60, 200 and the two of 10 by more than a point; Replay's 33 is as the run has it.
+    # 50 differs by less than its std 60; 200 and both 10s by more than a point; Replay's 33 equals the run's.
     assert lines[-2].startswith("5 of 7 published numbers were measured: ")
     assert lines[-1] == str(done / "reproduction.html")
     hint = "(one of your own: import its module first, for a command by ENGRAM_METHODS=FILE.py)"
     assert f"no recipe yet: unheard-folder {hint}" in outcome.out
 
 
-def test_one_run_is_one_and_marks_are_explained_where_there_are_some(
+def test_a_single_run_and_the_legend_of_marks(
     engram: Engram, paper: Path, photos: Path, done: Path, tmp_path: Path
 ) -> None:
     some = ["reproduce", "figure1", "--paper", paper, "--data", photos, "--rows", "AFC (CNN)", "--orders", "1"]
@@ -136,7 +136,7 @@ def test_one_run_is_one_and_marks_are_explained_where_there_are_some(
     assert began.out.startswith("1 run, at most 1 at a time, in new\n"), began
 
 
-def test_dry_run_says_what_is_left_and_writes_nothing(
+def test_dry_run_prints_what_is_left_and_writes_nothing(
     engram: Engram, paper: Path, photos: Path, done: Path, tmp_path: Path
 ) -> None:
     some = tmp_path / "some"
@@ -162,7 +162,7 @@ def test_dry_run_says_what_is_left_and_writes_nothing(
     assert not (tmp_path / "nowhere").exists()
 
 
-def test_interrupted_and_resumed_it_ends_as_if_never_stopped(
+def test_interrupted_and_resumed_gives_the_same_result(
     engram: Engram, paper: Path, photos: Path, done: Path, tmp_path: Path
 ) -> None:
     command = asked(paper, photos, "cut", "--threads", "1", "--no-cache")
@@ -174,7 +174,7 @@ def test_interrupted_and_resumed_it_ends_as_if_never_stopped(
             break
     _, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (130, "engram: saving... (Ctrl-C again to quit at once)\n")
-    assert (tmp_path / "cut" / "reproduction.html").exists(), "with what there is"
+    assert (tmp_path / "cut" / "reproduction.html").exists(), "with the runs so far"
     dry = json.loads(engram(*command, "--dry-run", "--json").out)
     assert 1 <= dry["done"] < 6
     assert dry["done"] + dry["left"] == 6
@@ -188,10 +188,10 @@ def test_interrupted_and_resumed_it_ends_as_if_never_stopped(
         assert there.read_bytes() == here.read_bytes()
 
 
-def test_a_cut_run_says_how_to_go_on(engram: Engram, paper: Path, photos: Path, tmp_path: Path) -> None:
+def test_a_stopped_run_prints_how_to_continue(engram: Engram, paper: Path, photos: Path, tmp_path: Path) -> None:
     outcome = engram(*asked(paper, photos, "runs", "--rows", "Replay", "--stop-after-stage", "0"))
     assert outcome.status == 0
-    assert "2 stopped and saved; to go on, the same command again without --stop-after-stage:" in outcome.out
+    assert "2 stopped and saved; to continue, the same command again without --stop-after-stage:" in outcome.out
     assert "0 of 2 published" not in outcome.out
     assert "None of the 1 published numbers asked for was measured yet." in outcome.out
     assert "–" not in (tmp_path / "runs" / "reproduction_files" / "table1.csv").read_text()
@@ -226,7 +226,7 @@ def test_a_wrong_input_gets_one_sentence(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_runs_whose_images_are_not_here_are_left_out(engram: Engram, tmp_path: Path, photos: Path) -> None:
+def test_runs_without_images_are_left_out(engram: Engram, tmp_path: Path, photos: Path) -> None:
     """The recipe of CIFAR-100 cannot read a folder of photos; the other can, and is done."""
     mixed = experiment_on("mixed", "cifar100-b50-s5", "folder")
     paper = write_paper(tmp_path / "paper", PAPER + mixed)
@@ -249,7 +249,7 @@ def test_no_such_table(engram: Engram) -> None:
 
 
 def test_results_from_several_machines(engram: Engram, paper: Path, photos: Path, done: Path, tmp_path: Path) -> None:
-    """Half of the runs here and half there, with one in both: all tables come from the merged file alone."""
+    """Half of the runs in one place and half in another, one in both: all tables come from the merged file."""
     directories = sorted(runs_of(done).values())
     for name, some in {"here": directories[:4], "there": directories[3:]}.items():
         for directory in some:
@@ -263,7 +263,7 @@ def test_results_from_several_machines(engram: Engram, paper: Path, photos: Path
     assert (tmp_path / "all.jsonl").read_bytes() == again
     lines = [json.loads(line) for line in again.decode().splitlines()]
     assert all("path" not in line["config"]["data"] for line in lines)
-    assert str(photos).encode() not in again, "where the images lay stays here"
+    assert str(photos).encode() not in again, "the path of the images is not published"
     assert {len(line.get("importance", [])) for line in lines} == {0, 4}
     shown = engram(*asked(paper, photos, "empty", "--results", "all.jsonl", "--no-run", "--page", "p.html"))
     assert (shown.status, shown.err) == (0, "")
@@ -275,7 +275,7 @@ def test_results_from_several_machines(engram: Engram, paper: Path, photos: Path
     assert all(cell["ours"] is None for cell in cells if cell["why"])
 
 
-def test_a_strange_or_damaged_result_is_refused_by_name(
+def test_a_foreign_or_damaged_result_is_refused(
     engram: Engram, paper: Path, photos: Path, done: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "strange.jsonl").write_text('{"accuracy": 99}\n')
@@ -312,7 +312,7 @@ def test_a_conflict_leaves_the_file_as_it_was(engram: Engram, done: Path, tmp_pa
     assert (tmp_path / "all.jsonl").read_bytes() == before
 
 
-def test_an_unfinished_run_is_left_out_by_name(engram: Engram, done: Path, tmp_path: Path) -> None:
+def test_an_unfinished_run_is_left_out_and_named(engram: Engram, done: Path, tmp_path: Path) -> None:
     place = tmp_path
     for number, directory in enumerate(list(runs_of(done).values())[:2]):
         place = Path(shutil.copytree(directory, tmp_path / "runs" / directory.name))
@@ -324,7 +324,7 @@ def test_an_unfinished_run_is_left_out_by_name(engram: Engram, done: Path, tmp_p
     assert outcome.err.startswith(f"engram: left out runs/{place.name}: it is not complete")
 
 
-def test_the_page_in_words(engram: Engram, paper: Path, done: Path, tmp_path: Path) -> None:
+def test_the_markdown_page(engram: Engram, paper: Path, done: Path, tmp_path: Path) -> None:
     outcome = engram("results", "page", "page.md", done, "--paper", paper)
     assert outcome.out == "page.md: 6 runs\n"
     page = (tmp_path / "page.md").read_text()
@@ -340,7 +340,7 @@ def test_the_page_in_words(engram: Engram, paper: Path, done: Path, tmp_path: Pa
         assert only_of_afc not in page
 
 
-def test_the_paper_in_the_documentation_is_one(engram: Engram, tmp_path: Path) -> None:
+def test_the_example_paper_of_the_documentation_works(engram: Engram, tmp_path: Path) -> None:
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     for suffix in ("toml", "json"):
         (block,) = re.findall(rf"```{suffix}\n(.*?)```", text, flags=re.DOTALL)
@@ -352,16 +352,16 @@ def test_the_paper_in_the_documentation_is_one(engram: Engram, tmp_path: Path) -
     assert "paper 45.60 ± 4.00" in (tmp_path / "runs/reproduction_files/table1.md").read_text(encoding="utf-8")
 
 
-def test_a_summary_is_of_recipes_as_they_stand(engram: Engram, done: Path, tmp_path: Path) -> None:
+def test_a_summary_has_only_unchanged_recipes(engram: Engram, done: Path, tmp_path: Path) -> None:
     outcome = engram("results", "summary", "summary.json", ROOT / "results" / "mini.jsonl")
-    assert outcome.out == "summary.json: 30 recipes as they stand, of 123 runs\n"
+    assert outcome.out == "summary.json: 30 unchanged recipes, of 123 runs\n"
     before = (tmp_path / "summary.json").read_bytes()
-    assert_refused(engram("results", "summary", "summary.json", done), "no run of a recipe as it stands")
+    assert_refused(engram("results", "summary", "summary.json", done), "no run of an unchanged recipe")
     assert (tmp_path / "summary.json").read_bytes() == before
 
 
 @pytest.mark.parametrize("what", ["page", "summary"])
-def test_a_file_of_results_is_not_written_over(engram: Engram, done: Path, tmp_path: Path, what: str) -> None:
+def test_a_file_of_results_is_not_overwritten(engram: Engram, done: Path, tmp_path: Path, what: str) -> None:
     assert engram("results", "merge", "all.jsonl", done).status == 0
     before = (tmp_path / "all.jsonl").read_bytes()
     ending = {"page": ".md", "summary": ".json"}[what]
@@ -369,13 +369,15 @@ def test_a_file_of_results_is_not_written_over(engram: Engram, done: Path, tmp_p
     assert (tmp_path / "all.jsonl").read_bytes() == before
 
 
-def test_the_folder_of_results_may_be_somebody_elses(engram: Engram, tmp_path: Path, done: Path) -> None:
+def test_files_of_another_program_in_the_results_folder_are_left_out(
+    engram: Engram, tmp_path: Path, done: Path
+) -> None:
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "answers.jsonl").write_text('{"question": 1}\n')
     engram("results", "merge", "results/ours.jsonl", done)
     outcome = engram("reproduce", "table1", "--dry-run")
     assert outcome.status == 0
-    assert outcome.err.startswith("engram: left out results/answers.jsonl: it holds no results of engram")
+    assert outcome.err.startswith("engram: left out results/answers.jsonl: it has no results of engram")
     assert outcome.err.count("\n") == 1
     assert_refused(engram("reproduce", "table1", "--results", "results", "--dry-run"), "answers.jsonl, line 1,")
     ours = tmp_path / "results" / "ours.jsonl"
@@ -387,22 +389,22 @@ def test_the_folder_of_results_may_be_somebody_elses(engram: Engram, tmp_path: P
     assert_refused(engram("reproduce", "table1", "--dry-run"), "ours.jsonl")
 
 
-def test_runs_without_their_importance_are_to_do_and_said_to_be(
+def test_runs_without_importance_count_as_to_do(
     engram: Engram, paper: Path, photos: Path, done: Path, tmp_path: Path
 ) -> None:
-    """Table 1 counts them as done and Figure 2 does not, which needs what they did not keep."""
+    """Table 1 counts them as done; Figure 2 does not, because it needs what they did not save."""
     some = Path(shutil.copytree(done, tmp_path / "some"))
     for name in "1", "2":
         shutil.rmtree(runs_of(some)["afc", 2, name] / "stages")
     outcome = engram(*asked(paper, photos, some, "--dry-run"))
     assert (
-        "4 done, 2 to do\n2 of those to do were run before and kept no importance, which Figure 2 shows\n"
+        "4 done, 2 to do\n2 of those to do were run before without saving the importance that Figure 2 shows\n"
         in outcome.out
     )
     assert "kept no importance" not in engram(*asked(paper, photos, done, "--dry-run")).out
 
 
-def test_runs_that_were_measured_before_are_told_from_those_of_out(
+def test_earlier_results_are_counted_separately_from_runs_in_out(
     engram: Engram, paper: Path, photos: Path, done: Path, tmp_path: Path
 ) -> None:
     here, *before = sorted(runs_of(done).values())
@@ -410,20 +412,20 @@ def test_runs_that_were_measured_before_are_told_from_those_of_out(
     shutil.copytree(here, tmp_path / "runs" / here.name)
     assert "\ndone: 1 in runs\n" in engram(*asked(paper, photos, "runs", "--dry-run")).out
     assert engram("results", "merge", "results/ours.jsonl", *before).status == 0
-    both = "\ndone: 5 measured before (results/ours.jsonl), 1 in runs; --results none counts the latter alone\n"
+    both = "\ndone: 5 measured before (results/ours.jsonl), 1 in runs; --results none counts only the latter\n"
     dry = engram(*asked(paper, photos, "runs", "--dry-run")).out
     assert both in dry
     assert "6 done, 0 to do" in dry
-    assert both in engram(*asked(paper, photos)).out, "in what is printed at the end, too"
+    assert both in engram(*asked(paper, photos)).out, "also in the output at the end"
     alone = engram(*asked(paper, photos, "runs", "--dry-run", "--results", "none")).out
     assert "1 done, 5 to do\ndone: 1 in runs\n" in alone
     plan = json.loads(engram(*asked(paper, photos, "runs", "--dry-run", "--json")).out)
     assert plan["done_in"] == {"results/ours.jsonl": 5, "runs": 1}
 
 
-def test_a_place_for_images_that_come_with_the_package_is_refused(engram: Engram, photos: Path, tmp_path: Path) -> None:
+def test_a_path_for_embedded_images_is_refused(engram: Engram, photos: Path, tmp_path: Path) -> None:
     command = ("reproduce", "mini", "--rows", "AFC", "--data", photos)
-    assert_refused(engram(*command), "come with the package; leave --data out")
+    assert_refused(engram(*command), "are part of the package; leave --data out")
     paper = write_paper(tmp_path / "paper", PAPER + experiment_on("both", "mini-b10-s5", "folder"))
     stop = ("--stop-after-stage", "0", "--quiet")
     assert engram("reproduce", "both", "--paper", paper, "--data", photos, *stop).status == 0

@@ -58,7 +58,7 @@ def names(*seeds: int) -> list[str]:
 
 @pytest.fixture(scope="module")
 def alone(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same four runs, each by a command of its own."""
+    """The same four runs, each by a separate command."""
     from engram.cli.main import main
 
     parent = tmp_path_factory.mktemp("alone")
@@ -89,7 +89,7 @@ def done(alone: Path, photos: Path, tmp_path_factory: pytest.TempPathFactory) ->
         (["afc-mini-b10-s5", "--orders", "1,2,1"], ["order 1 is given more than once"]),
         (["afc-mini-b10-s5", "--orders", "1,01"], ["order 1 is given more than once"]),
         (["afc-mini-b10-s5", "--seeds", "3,3"], ["seed 3 is given more than once"]),
-        (["afc-mini-b10-s5", "--seeds", "1,,2"], ["--seeds takes values with commas between", "'1,,2'"]),
+        (["afc-mini-b10-s5", "--seeds", "1,,2"], ["--seeds takes values separated by commas", "'1,,2'"]),
         (["afc-mini-b10-s5", "--orders", ""], ["--orders takes values", "''"]),
         (["afc-mini-b10-s5", "--seeds", "1,two"], ["--seeds takes whole numbers", "'two'"]),
         (["afc-mini-b10-s5", "--seeds=-1,2"], ["--seeds takes whole numbers", "'-1'"]),
@@ -126,7 +126,7 @@ def test_every_combination_is_a_run() -> None:
     assert [(config.order, config.seed) for config in single] == [("2", 5)]
 
 
-def test_one_combination_is_one_run_as_ever(engram: Engram, photos: Path, tmp_path: Path) -> None:
+def test_one_combination_is_a_single_run(engram: Engram, photos: Path, tmp_path: Path) -> None:
     run = ("run", "replay-folder", "--data", photos, *SMALL, "--orders", "1", "--seeds", "3", "--stop-after-stage", "0")
     first = name_of("replay-folder", 3)
     for name in (first, f"{first}-2"):
@@ -137,7 +137,7 @@ def test_one_combination_is_one_run_as_ever(engram: Engram, photos: Path, tmp_pa
     assert_refused(engram(*run, "--out", f"runs/{name}"), "not empty", "engram resume")
 
 
-def test_runs_side_by_side_end_as_each_alone(alone: Path, done: Path) -> None:
+def test_runs_side_by_side_give_the_same_results_as_single_runs(alone: Path, done: Path) -> None:
     assert sorted(path.name for path in done.iterdir()) == names(1, 2)
     for name in names(1, 2):
         assert timeless(done / name) == timeless(alone / name)
@@ -158,10 +158,10 @@ def test_lines_and_summary_and_the_same_again(engram: Engram, photos: Path, alon
         assert said[-1].startswith(f"{name}: average cnn ")
         assert sum(" classes, cnn " in line for line in said) == 3
         assert timeless(tmp_path / "runs" / name) == timeless(alone / name), "also with shared base stages"
-    assert sum("as another run trained it" in line for line in lines) == 2
+    assert sum("base: trained by another run" in line for line in lines) == 2
     rows = [line.split(" (")[0].strip() for line in lines if " ± " in line]
-    assert rows == ["afc-folder", "replay-folder", "replay-folder"], "and replay less afc"
-    assert lines[-2] == "time: without the base stage in 2 of 4 runs, which took it over"
+    assert rows == ["afc-folder", "replay-folder", "replay-folder"], "and replay minus afc"
+    assert lines[-2] == "time: 2 of 4 runs did not train the base stage but reused it"
     assert lines[-1] == "next: engram report runs"
     before = contents(tmp_path / "runs")
     again = engram(*command)
@@ -201,7 +201,7 @@ def test_dry_run_is_a_table_of_what_is_left(engram: Engram, photos: Path, done: 
 
 
 def test_a_failing_run_is_named_at_the_end(engram: Engram, photos: Path, done: Path, tmp_path: Path) -> None:
-    """A checkpoint that is damaged is found when its run is taken up; the other three are not disturbed."""
+    """A damaged checkpoint is found when its run is continued; the other three runs are not affected."""
     parent = Path(shutil.copytree(done, tmp_path / "runs"))
     spoilt = parent / names(2)[0]
     shutil.rmtree(parent / names(2)[1])
@@ -222,7 +222,7 @@ def test_a_failing_run_is_named_at_the_end(engram: Engram, photos: Path, done: P
     assert quiet.err == outcome.err
 
 
-def test_a_run_whose_result_lost_its_metrics_is_gone_on_with(
+def test_a_run_whose_result_lost_its_metrics_is_continued(
     engram: Engram, photos: Path, done: Path, tmp_path: Path
 ) -> None:
     parent = Path(shutil.copytree(done, tmp_path / "runs"))
@@ -236,7 +236,7 @@ def test_a_run_whose_result_lost_its_metrics_is_gone_on_with(
     assert engram("resume", spoilt).out.startswith(f"{spoilt} is finished already; nothing to do\n")
 
 
-def test_another_run_in_the_way_stops_all_before_they_begin(
+def test_another_run_in_a_directory_stops_all_before_they_begin(
     engram: Engram, photos: Path, done: Path, tmp_path: Path
 ) -> None:
     parent = tmp_path / "runs"
@@ -265,7 +265,7 @@ def test_json_has_the_name_of_the_run(engram: Engram, photos: Path, tmp_path: Pa
 
 
 def cut_off(photos: Path, tmp_path: Path, number: signal.Signals, *flags: str) -> tuple[Outcome, list[str | Path]]:
-    """What comes of a signal once a run is in its second stage, and the command."""
+    """Send a signal when a run is in its second stage; return the outcome and the command."""
     command = several(photos, "--epochs", "15", "--threads", "1", "--at-once", "3", "--out", "cut")
     process = start(*command, *flags, cwd=tmp_path)
     assert process.stdout is not None
@@ -279,7 +279,7 @@ def cut_off(photos: Path, tmp_path: Path, number: signal.Signals, *flags: str) -
     return Outcome(process.returncode, "".join(seen) + out, err), command
 
 
-def test_ctrl_c_saves_every_run_and_the_same_command_goes_on(photos: Path, tmp_path: Path, engram: Engram) -> None:
+def test_ctrl_c_saves_every_run_and_the_same_command_continues(photos: Path, tmp_path: Path, engram: Engram) -> None:
     cut, command = cut_off(photos, tmp_path, signal.SIGINT, "--json")
     assert (cut.status, cut.err) == (130, "engram: saving... (Ctrl-C again to quit at once)\n")
     last = {event["run"]: event["event"] for event in cut.events()}
@@ -297,22 +297,22 @@ def test_ctrl_c_saves_every_run_and_the_same_command_goes_on(photos: Path, tmp_p
         assert timeless(tmp_path / "cut" / name) == timeless(tmp_path / "whole" / name)
 
 
-def test_a_signal_says_how_to_go_on(photos: Path, tmp_path: Path, engram: Engram) -> None:
+def test_a_signal_prints_how_to_continue(photos: Path, tmp_path: Path, engram: Engram) -> None:
     cut, command = cut_off(photos, tmp_path, signal.SIGTERM)
     assert cut.status == 143
     assert cut.err.startswith("engram: saving...")
     text = cut.out.splitlines()
-    assert text[-2] == "3 stopped and saved, 1 not begun; to go on, the same command again:"
+    assert text[-2] == "3 stopped and saved, 1 not begun; to continue, the same command again:"
     assert text[-1] == shlex.join(["engram", *map(str, command)])
     for parent, flag in (("one", ("--stop-after-stage", "0")), ("other", ("--stop_after_stage=0",))):
         stopped = engram(*several(photos), *flag, "--out", parent)
         assert stopped.status == 0
         text = stopped.out.splitlines()
-        assert text[-2] == "4 stopped and saved; to go on, the same command again without --stop-after-stage:"
+        assert text[-2] == "4 stopped and saved; to continue, the same command again without --stop-after-stage:"
         assert text[-1] == shlex.join(["engram", *map(str, several(photos)), "--out", parent])
 
 
-# Runs that never hear that they should stop.
+# Runs that ignore requests to stop.
 DEAF = """
 import sys
 from engram.cli.main import main
@@ -342,7 +342,7 @@ def test_a_second_ctrl_c_quits_at_once(photos: Path, tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     err = process.communicate(timeout=10)[1]
     assert process.returncode == 130
-    assert err == "engram: quit at once; the same command again goes on from the last checkpoints\n"
+    assert err == "engram: quit at once; the same command again continues from the last checkpoints\n"
 
 
 def test_threads_are_those_the_runs_began_with(photos: Path, tmp_path: Path, engram: Engram) -> None:
@@ -360,7 +360,7 @@ def test_threads_are_those_the_runs_began_with(photos: Path, tmp_path: Path, eng
     torch.set_num_threads(1)
 
 
-def test_given_class_orders_have_names_of_their_own() -> None:
+def test_given_class_orders_have_different_names() -> None:
     orders = ("natural", "seed:7", "2", "a,b,c", "c,b,a")
     names = [directory_name(replace(recipe("afc-folder"), order=order)) for order in orders]
     assert names[:3] == [f"afc-folder-order{order}-seed1" for order in ("natural", "seed-7", "2")]
@@ -381,7 +381,7 @@ def test_a_class_order_is_read_from_a_file(engram: Engram, tmp_path: Path) -> No
     assert [config.order for config in both] == ["fox,girl,elk", "2", "elk,fox,girl"]
 
 
-def test_a_class_order_that_is_in_no_file_is_refused(engram: Engram, tmp_path: Path) -> None:
+def test_an_unreadable_file_of_a_class_order_is_refused(engram: Engram, tmp_path: Path) -> None:
     for name, content in (("empty", b" \n,\n"), ("one", b"3\n"), ("picture", b"\x89PNG\xff"), ("wrong", b"a\nb\n")):
         Path(name).write_bytes(content)
     for name, said in (
@@ -389,10 +389,10 @@ def test_a_class_order_that_is_in_no_file_is_refused(engram: Engram, tmp_path: P
         ("", ["cannot be read"]),
         (".", ["cannot be read"]),
         ("empty", ["empty", "is empty"]),
-        ("one", ["names '3' alone"]),
+        ("one", ["names only '3'"]),
         ("picture", ["not text in UTF-8"]),
     ):
-        expected = [*said, "every class, one a line or with commas between"]
+        expected = [*said, "every class, one per line or separated by commas"]
         assert_refused(engram("run", "afc-mini-b10-s5", "--order", f"@{name}", "--dry-run"), *expected)
         assert_refused(engram("run", "afc-mini-b10-s5", "--orders", f"1,@{name}", "--dry-run"), *expected)
     assert_refused(engram("run", "afc-mini-b10-s5", "--order", "@wrong", "--dry-run"), "names 'a', which is no class")

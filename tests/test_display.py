@@ -1,4 +1,4 @@
-"""The displays, fed with events that no run produced."""
+"""The displays, with made-up events."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from rich.console import Console
 
 from engram import ImageStore, RunConfig, run
 from engram.cli.display import (
+    AnimatedDisplay,
     Display,
     JsonDisplay,
     LiveDisplay,
@@ -66,7 +67,7 @@ def finished(stage: int, stages: int = 3) -> StageFinished:
 
 
 def events(stages: int = 3) -> Iterator[Event]:
-    """What a run of so many stages would say."""
+    """Events of a run with that many stages."""
     yield RunStarted("afc-mini-b10-s5", "afc", "runs/here", stages, {}, False)
     for stage in range(stages):
         yield StageStarted(stage, stages, ["cup", "clock"], 10 + 2 * stage, 600, 100)
@@ -80,9 +81,9 @@ def events(stages: int = 3) -> Iterator[Event]:
     yield RunFinished(RESULT, "runs/here")
 
 
-def terminal(width: int) -> Console:
-    # Height is given so that rich asks no real terminal; colours are off so that the text can be compared.
-    return Console(file=io.StringIO(), force_terminal=True, width=width, height=24, color_system=None, markup=False)
+def terminal(width: int, height: int = 24) -> Console:
+    # With a height rich does not ask a real terminal; without colours the text can be compared.
+    return Console(file=io.StringIO(), force_terminal=True, width=width, height=height, color_system=None, markup=False)
 
 
 def written(console: Console) -> str:
@@ -90,9 +91,10 @@ def written(console: Console) -> str:
     return console.file.getvalue()
 
 
-def lines_of(display: LiveDisplay) -> list[str]:
-    """The moving lines as they stand, drawn apart from the live area."""
-    paper = Console(file=io.StringIO(), width=display.console.width, color_system=None)
+def lines_of(display: AnimatedDisplay) -> list[str]:
+    """Return the animated lines as they are now."""
+    console = display.console
+    paper = Console(file=io.StringIO(), width=console.width, height=console.height, color_system=None)
     paper.print(display.render())
     return written(paper).splitlines()
 
@@ -102,7 +104,7 @@ def pipe() -> Console:
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])
-def test_moving_lines_fit_and_stay_three(width: int) -> None:
+def test_there_are_always_three_animated_lines_that_fit(width: int) -> None:
     display = LiveDisplay(terminal(width), Interrupt(), refresh=False)
     with display:
         for event in events():
@@ -112,7 +114,7 @@ def test_moving_lines_fit_and_stay_three(width: int) -> None:
             assert max(map(len, lines)) <= width
 
 
-def test_moving_lines_say_where_how_far_and_how_fast() -> None:
+def test_animated_lines_show_stage_progress_and_speed() -> None:
     display = LiveDisplay(terminal(120), Interrupt(), refresh=False)
     display.show(progress(stage=1, stages=11))
     bar, where, rate = lines_of(display)
@@ -123,10 +125,10 @@ def test_moving_lines_say_where_how_far_and_how_fast() -> None:
     display.show(StageStarted(0, 11, ["a"], 1, 5, 0))
     assert lines_of(display)[1:] == ["base  1 new class", ""]
     display.show(Working(0, 11, "importance"))
-    assert lines_of(display)[1] == "base  finishing the stage (importance and the like)"
+    assert lines_of(display)[1] == "base  finishing the stage"
 
 
-def test_a_lesson_is_called_one_and_its_phases_as_people_do() -> None:
+def test_a_lesson_has_its_number_and_plain_names_of_phases() -> None:
     live = LiveDisplay(terminal(120), Interrupt(), refresh=False, lesson=3)
     live.show(StageStarted(1, 2, ["a", "b"], 4, 50, 10))
     assert lines_of(live)[1] == "lesson 3  2 new classes"
@@ -145,14 +147,14 @@ def test_the_rate_is_that_of_the_last_seconds() -> None:
     now = 0.0
     meter = StepTimer(100, lambda: now)
     shown: list[float] = []
-    for number in range(100):  # as on a GPU: of every four steps the last takes all the time
+    for number in range(100):  # as on a GPU: the last of every four steps takes all the time
         now += 0.4 if number % 4 == 3 else 0.0
         meter.step()
         now += 0.01
         shown.append(meter.images_per_second())
     assert shown[60:] == pytest.approx([400 / 0.44] * 40, rel=0.1)
     rate = 0.0
-    for _ in range(20):  # slower now: it has forgotten what was before the last seconds
+    for _ in range(20):  # slower now: only the last seconds count
         now += 0.125
         meter.step()
         now += 0.25
@@ -160,7 +162,7 @@ def test_the_rate_is_that_of_the_last_seconds() -> None:
     assert rate == pytest.approx(100 / 0.375, rel=0.1)
 
 
-def test_time_left_is_told_from_steps_that_compile_nothing_and_what_follows_a_stage(
+def test_time_left_ignores_compilation_and_includes_the_work_after_a_stage(
     store: ImageStore, config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def step(meter: StepTimer) -> float:
@@ -182,7 +184,7 @@ def test_time_left_is_told_from_steps_that_compile_nothing_and_what_follows_a_st
     after = AFTER * sum(plan.phases[0].work / plan.phases[0].epochs for plan in plans)
     none, first, *others = reports({})
     assert none.seconds_left is None
-    assert first.seconds_left == pytest.approx((total + after) / of_a_step - 2), "a second a step"
+    assert first.seconds_left == pytest.approx((total + after) / of_a_step - 2), "one second per step"
     for one, other in zip(others, reports({"train": 50.0, "importance": 3.0, "evaluate": 2.0})[2:], strict=True):
         assert one.seconds_left is not None
         assert other.seconds_left is not None
@@ -214,7 +216,7 @@ def test_an_interrupt_shows_at_once() -> None:
 def test_finished_stages_are_rows_that_stay(width: int, header: str, base: str, last: str) -> None:
     console = terminal(width)
     follow(events(51), LiveDisplay(console, Interrupt(), refresh=False))
-    # What a terminal shows of a line is what comes after its last command.
+    # A terminal shows the part of a line after its last control sequence.
     lines = [re.split(r"\x1b\[[0-9?]*[A-Za-z]|\r", line)[-1] for line in written(console).splitlines()]
     rows = [line for line in lines if re.match(r" +(base|\d+)  +\d", line)]
     assert lines.count(header) == 1
@@ -258,7 +260,7 @@ def test_plain_lines_have_no_control_characters_and_are_few() -> None:
     ]
 
 
-def test_plain_progress_comes_only_now_and_then() -> None:
+def test_plain_progress_is_printed_from_time_to_time() -> None:
     often, seldom = pipe(), pipe()
     for console, seconds in ((often, 0.0), (seldom, 30.0)):
         display = PlainDisplay(console, seconds)
@@ -277,9 +279,9 @@ def test_json_has_every_event() -> None:
     assert "progress" in {event["event"] for event in parsed}
 
 
-def test_quiet_shows_nothing_and_the_last_event_comes_back() -> None:
+def test_quiet_shows_nothing_and_follow_returns_the_last_event() -> None:
     stopped = Stopped(1, 3, "interrupted", "runs/here")
-    assert follow([Checkpointed(1, "main", 2), stopped], QuietDisplay()) is stopped
+    assert follow([Checkpointed(1, "main", 2), stopped], QuietDisplay(pipe())) is stopped
 
 
 def test_an_error_ends_the_live_area_and_closes_the_run() -> None:
@@ -296,8 +298,8 @@ def test_an_error_ends_the_live_area_and_closes_the_run() -> None:
     with pytest.raises(RuntimeError, match="no"):
         follow(failing(), LiveDisplay(console, Interrupt(), refresh=False))
     assert closed == [True]
-    assert written(console).endswith("\x1b[2K"), "the moving lines are wiped"
-    assert "\x1b[?25h" in written(console), "the cursor is back"
+    assert written(console).endswith("\x1b[2K"), "the animated lines are erased"
+    assert "\x1b[?25h" in written(console), "the cursor is visible again"
 
 
 @pytest.mark.parametrize(
@@ -317,7 +319,7 @@ def test_the_display_suits_the_console(
     assert interrupt.announce is announces
 
 
-def test_columns_give_way_in_order() -> None:
+def test_columns_are_dropped_in_order() -> None:
     cells = row_cells(finished(3, 6))
     everything = ["stage", "classes", "cnn %", "nme %", "cnn average", "nme average", "seconds"]
     assert [title for title, _ in fit_columns(cells, 120)] == everything
@@ -335,20 +337,18 @@ def test_words_and_numbers() -> None:
     assert shorten(["a name that is far too long"], 10) == "a name that is far too long"
 
 
-def test_summary_shows_a_dash_for_what_is_not_defined() -> None:
+def test_summary_shows_a_dash_for_undefined_values() -> None:
     console = pipe()
     console.print(summary_table(RESULT))
     rows = {" ".join(line.split()[:-2]): line.split()[-2:] for line in written(console).splitlines() if line.strip()}
     assert rows["average incremental accuracy"] == ["51.3", "49.0"]
     assert rows["forgetting"] == ["-", "10.0"]
     assert rows["backward transfer"] == ["-", "-9.5"]
-    line = summary_line(RESULT, "runs/here")
-    assert line == (
-        "afc-mini-b10-s5: cnn 51.3 on average, 40.0 at the end; nme 49.0 on average, 41.0 at the end; 1:15 (runs/here)"
-    )
+    line = summary_line(RunFinished(RESULT, "runs/here"))
+    assert line == ("afc-mini-b10-s5: average cnn 51.3, nme 49.0; final cnn 40.0, nme 41.0; 1:15 (runs/here)")
 
 
-def test_a_terminal_that_closed_is_no_error_and_a_full_disk_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_terminal_is_not_an_error_but_a_full_disk_is(monkeypatch: pytest.MonkeyPatch) -> None:
     class Stream(io.StringIO):
         error = errno.EIO
 

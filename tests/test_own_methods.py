@@ -1,4 +1,4 @@
-"""Methods from outside the package: what they are told when something in them is wrong, and what they may count on."""
+"""Methods from outside the package: messages about mistakes in them, and what works."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ STORE = 'learner.store("factor", torch.tensor(0.5 ** (stage.index + 1)))'
 
 
 def write(place: Path, plan: str = "pass", kept: str = 'step.buffers["factor"]', finish: str = STORE) -> Path:
-    """A file with a method."""
+    """Write a file with a method."""
     file = place / "own.py"
     file.write_text(METHOD.replace("PLAN", plan).replace("KEPT", kept).replace("FINISH", finish))
     return file
 
 
 def call(place: Path, *arguments: str, program: str = "engram") -> subprocess.CompletedProcess[str]:
-    """A command in a process of its own: what it registers is gone with it."""
+    """Run a command in a new process, so that its methods are registered only there."""
     environment = {**os.environ, "ENGRAM_METHODS": str(place / "own.py"), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     environment.pop("ENGRAM_DEBUG", None)
     command = [sys.executable, "-m", program, *arguments]
@@ -47,7 +47,7 @@ def call(place: Path, *arguments: str, program: str = "engram") -> subprocess.Co
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
-def test_what_a_stage_leaves_on_the_method_itself_is_refused(tmp_path: Path) -> None:
+def test_a_stage_must_not_change_the_method(tmp_path: Path) -> None:
     write(tmp_path, kept="1.0", finish="self.factor = 0.5")
     done = call(tmp_path, "run", *RECIPE, "--stop-after-stage", "0", "--quiet")
     assert done.returncode == 2
@@ -56,7 +56,7 @@ def test_what_a_stage_leaves_on_the_method_itself_is_refused(tmp_path: Path) -> 
     assert done.stderr.count("\n") == 1
 
 
-def test_phases_that_cannot_be_planned_are_told_why(tmp_path: Path) -> None:
+def test_phases_that_cannot_be_planned_are_explained(tmp_path: Path) -> None:
     write(tmp_path, plan='float(learner.buffers["factor"])')
     done = call(tmp_path, "run", *RECIPE, "--dry-run")
     assert done.returncode == 2
@@ -64,7 +64,7 @@ def test_phases_that_cannot_be_planned_are_told_why(tmp_path: Path) -> None:
         assert words in done.stderr
 
 
-def test_an_error_in_a_method_is_told_with_its_place_and_mended_the_run_goes_on(tmp_path: Path) -> None:
+def test_an_error_in_a_method_names_its_line_and_the_run_continues_after_a_fix(tmp_path: Path) -> None:
     file = write(tmp_path, kept='(step.buffers["factor"] if len(step.buffers) else 1.0)', finish="learner.nothing()")
     failed = call(tmp_path, "run", *RECIPE, "--out", "run", "--quiet")
     line = 1 + file.read_text().splitlines().index("        learner.nothing()")
@@ -77,15 +77,15 @@ def test_an_error_in_a_method_is_told_with_its_place_and_mended_the_run_goes_on(
     write(tmp_path, kept='(step.buffers["factor"] if len(step.buffers) else 1.0)')
     done = call(tmp_path, "resume", "run", "--threads", "1", "--stop-after-stage", "1", "--quiet")
     assert done.returncode == 0, done.stderr
-    assert not (tmp_path / "run" / "error.txt").exists(), "it is of no interest any more"
+    assert not (tmp_path / "run" / "error.txt").exists(), "it is deleted when the run continues"
     assert "stopped after stage 1" in call(tmp_path, "list", "runs", "--root", ".").stdout
     write(tmp_path, kept='(1.0 * step.buffers["factor"] if len(step.buffers) else 1.0)')
     edited = call(tmp_path, "resume", "run", "--threads", "1", "--quiet")
     assert edited.returncode == 0, edited.stderr
-    assert "the code of the method own was changed since" in edited.stderr, "quiet, but not silent"
+    assert "was not trained so far with the code that its method own has now" in edited.stderr, "also with --quiet"
 
 
-def test_the_contract_is_tested_of_a_method_from_outside(tmp_path: Path) -> None:
+def test_the_contract_tests_run_for_a_method_from_outside(tmp_path: Path) -> None:
     write(tmp_path, kept="1.0")
     flags = ["tests/test_methods_contract.py", "-o", "addopts=", "-q", "-p", "no:cacheprovider"]
     done = call(tmp_path, *flags, "-k", "own and resumes_exactly", program="pytest")

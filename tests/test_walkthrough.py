@@ -1,4 +1,4 @@
-"""The walk-through in docs/your-own-images.md, command by command; and what it is worth against naive training."""
+"""The walk-through in docs/your-own-images.md, command by command, and its accuracy compared with naive training."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LESSONS = {
 
 
 def commands() -> list[list[str]]:
-    """What the page has the reader type, without `engram`."""
+    """The commands of the page, without `engram`."""
     blocks = re.findall(r"```console\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
     typed = [shlex.split(line) for block in blocks for line in block.splitlines()]
     assert all(words[0] == "engram" for words in typed)
@@ -35,7 +35,7 @@ def commands() -> list[list[str]]:
 
 
 def unpack(archive: Path, place: Path) -> Path:
-    """photos/first, second, third and test as the page has them."""
+    """Make photos/first, second, third and test as on the page."""
     unpack_archive(archive, place)
     (train,) = [path for path in place.rglob("train") if (path / "train").is_dir()]
     for lesson, names in LESSONS.items():
@@ -47,7 +47,7 @@ def unpack(archive: Path, place: Path) -> Path:
 
 
 def run(words: list[str], epochs: int, capsys: pytest.CaptureFixture[str]) -> str:
-    """What the command prints, with so many epochs and one thread."""
+    """Run a command with that many epochs and one thread, and return what it prints."""
     if words[0] == "learn":
         words = [
             str(epochs) if before == "--epochs" else word for before, word in zip(["", *words], words, strict=False)
@@ -59,7 +59,7 @@ def run(words: list[str], epochs: int, capsys: pytest.CaptureFixture[str]) -> st
 
 
 def walk(epochs: int, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    """Follows the page in the current directory; what `evaluate` found on all ten classes."""
+    """Follow the page in the current directory and return the evaluation of all ten classes."""
     said = {words[0]: run(words, epochs, capsys) for words in commands() if words[0] != "remove"}
     assert set(said) == {"learn", "info", "predict", "evaluate", "export"}
     assert "old classes, before" in said["learn"]
@@ -77,7 +77,7 @@ def walk(epochs: int, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 
 
 def ask_onnx(capsys: pytest.CaptureFixture[str]) -> str:
-    """What the page's Python, run as it is, says of a wide picture that a camera turned."""
+    """Run the page's Python code on a wide picture with an orientation tag and return what it prints."""
     (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
     picture = next(iter(sorted(Path("photos/test/rabbit").iterdir())))
     turned = Image.Exif()
@@ -92,7 +92,7 @@ def ask_onnx(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def naive(epochs: int, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    """The same lessons without memory and distillation."""
+    """Learn the same lessons without memory and distillation."""
     for lesson in LESSONS:
         flags = ["--method", "naive", "--backbone", "resnet10"] if lesson == "first" else []
         run(["learn", "naive", f"photos/{lesson}", *flags, "--epochs", "1"], epochs, capsys)
@@ -100,7 +100,7 @@ def naive(epochs: int, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 
 
 def old_accuracy(found: dict[str, Any]) -> float:
-    """Percent over the classes of the first two lessons, after the third."""
+    """Accuracy in percent on the classes of the first two lessons, after the third."""
     old = {*LESSONS["first"], *LESSONS["second"]}
     return float(np.mean([entry["accuracy"] for entry in found["classes"] if entry["class"] in old]))
 

@@ -12,114 +12,75 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from engram.contract import Method, Phase, Step, Training, register
-    from engram.core.errors import EngramError
-    from engram.data.augment import Augmentation
-    from engram.data.memory import MemoryConfig
-    from engram.data.sources.cifar import read_cifar100
-    from engram.data.sources.folder import read_folder
-    from engram.data.sources.mini import read_mini
-    from engram.data.store import ImageStore
-    from engram.estimator import IncrementalClassifier
-    from engram.experiment.base_cache import StageCache
-    from engram.experiment.parallel import run_together
-    from engram.experiment.recipes import recipe, recipe_names
-    from engram.experiment.run_config import RunConfig
-    from engram.experiment.runner import resume, run, train
-    from engram.experiment.trained import TrainedRun, open_run
-    from engram.models.api import (
-        ModelConfig,
-        learn_into,
-        open_model,
-        read_manifest,
-        remove_class,
-        remove_images,
-        rename_class,
-        undo,
-    )
-    from engram.report.entry import write_report
-    from engram.runs.result import Result
+    from engram.contract import Method as Method
+    from engram.contract import Phase as Phase
+    from engram.contract import Step as Step
+    from engram.contract import Training as Training
+    from engram.contract import register as register
+    from engram.core.errors import EngramError as EngramError
+    from engram.data.augment import Augmentation as Augmentation
+    from engram.data.memory import MemoryConfig as MemoryConfig
+    from engram.data.sources.cifar import read_cifar100 as read_cifar100
+    from engram.data.sources.folder import read_folder as read_folder
+    from engram.data.sources.mini import read_mini as read_mini
+    from engram.data.store import ImageStore as ImageStore
+    from engram.estimator import IncrementalClassifier as IncrementalClassifier
+    from engram.experiment.base_cache import StageCache as StageCache
+    from engram.experiment.parallel import run_together as run_together
+    from engram.experiment.recipes import recipe as recipe
+    from engram.experiment.recipes import recipe_names as recipe_names
+    from engram.experiment.run_config import RunConfig as RunConfig
+    from engram.experiment.runner import resume as resume
+    from engram.experiment.runner import run as run
+    from engram.experiment.runner import train as train
+    from engram.experiment.trained import TrainedRun as TrainedRun
+    from engram.experiment.trained import open_run as open_run
+    from engram.models.api import ModelConfig as ModelConfig
+    from engram.models.api import learn_into as learn_into
+    from engram.models.api import open_model as open_model
+    from engram.models.api import read_manifest as read_manifest
+    from engram.models.api import remove_class as remove_class
+    from engram.models.api import remove_images as remove_images
+    from engram.models.api import rename_class as rename_class
+    from engram.models.api import undo as undo
+    from engram.report.entry import write_report as write_report
+    from engram.runs.result import Result as Result
 
-# Before torch is loaded. Its threads wait for each other some hundred times a step, and each does so busily for
-# long before it sleeps: beside other programs that is most of the time there is. A thirtieth of that is enough.
+# Must be set before torch is imported. Threads of torch wait for each other some hundred times per step, and keep their
+# core busy for long before they sleep, which slows everything if other programs run. A thirtieth of that is enough.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
-_HOME = {
-    "Augmentation": "engram.data.augment",
-    "EngramError": "engram.core.errors",
-    "ImageStore": "engram.data.store",
-    "IncrementalClassifier": "engram.estimator",
-    "MemoryConfig": "engram.data.memory",
-    "Method": "engram.contract",
-    "ModelConfig": "engram.models.api",
-    "Phase": "engram.contract",
-    "Result": "engram.runs.result",
-    "RunConfig": "engram.experiment.run_config",
-    "StageCache": "engram.experiment.base_cache",
-    "Step": "engram.contract",
-    "TrainedRun": "engram.experiment.trained",
-    "Training": "engram.contract",
-    "learn_into": "engram.models.api",
-    "open_model": "engram.models.api",
-    "open_run": "engram.experiment.trained",
-    "read_cifar100": "engram.data.sources.cifar",
-    "read_folder": "engram.data.sources.folder",
-    "read_manifest": "engram.models.api",
-    "read_mini": "engram.data.sources.mini",
-    "recipe": "engram.experiment.recipes",
-    "recipe_names": "engram.experiment.recipes",
-    "register": "engram.contract",
-    "remove_class": "engram.models.api",
-    "remove_images": "engram.models.api",
-    "rename_class": "engram.models.api",
-    "resume": "engram.experiment.runner",
-    "run": "engram.experiment.runner",
-    "run_together": "engram.experiment.parallel",
-    "train": "engram.experiment.runner",
-    "undo": "engram.models.api",
-    "write_report": "engram.report.entry",
+_PUBLIC = {
+    "core.errors": ["EngramError"],
+    "data.augment": ["Augmentation"],
+    "data.memory": ["MemoryConfig"],
+    "data.sources.cifar": ["read_cifar100"],
+    "data.sources.folder": ["read_folder"],
+    "data.sources.mini": ["read_mini"],
+    "data.store": ["ImageStore"],
+    "estimator": ["IncrementalClassifier"],
+    "experiment.base_cache": ["StageCache"],
+    "experiment.parallel": ["run_together"],
+    "experiment.recipes": ["recipe", "recipe_names"],
+    "experiment.run_config": ["RunConfig"],
+    "experiment.runner": ["resume", "run", "train"],
+    "experiment.trained": ["TrainedRun", "open_run"],
+    "contract": ["Method", "Phase", "Step", "Training", "register"],
+    "models.api": [
+        *("ModelConfig", "learn_into", "open_model", "read_manifest"),
+        *("remove_class", "remove_images", "rename_class", "undo"),
+    ],
+    "report.entry": ["write_report"],
+    "runs.result": ["Result"],
 }
+_MODULES = {name: f"engram.{module}" for module, names in _PUBLIC.items() for name in names}
 
-__all__ = [
-    "Augmentation",
-    "EngramError",
-    "ImageStore",
-    "IncrementalClassifier",
-    "MemoryConfig",
-    "Method",
-    "ModelConfig",
-    "Phase",
-    "Result",
-    "RunConfig",
-    "StageCache",
-    "Step",
-    "TrainedRun",
-    "Training",
-    "learn_into",
-    "open_model",
-    "open_run",
-    "read_cifar100",
-    "read_folder",
-    "read_manifest",
-    "read_mini",
-    "recipe",
-    "recipe_names",
-    "register",
-    "remove_class",
-    "remove_images",
-    "rename_class",
-    "resume",
-    "run",
-    "run_together",
-    "train",
-    "undo",
-    "write_report",
-]
+__all__ = sorted(_MODULES)  # noqa: PLE0605  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
-    # Names are imported when first used, so that `engram --help` does not wait for torch.
-    if name not in _HOME:
+    # Names are imported when they are first used, so that `engram --help` does not import torch.
+    if name not in _MODULES:
         raise AttributeError(f"module 'engram' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)

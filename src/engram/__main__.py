@@ -1,4 +1,4 @@
-"""`python -m engram`: the command line, as a program of its own."""
+"""`python -m engram`: the command line as a program."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from engram.cli.main import main
 
 
 def program() -> None:
-    """Runs the command and exits with its status."""
+    """Run the command and exit with its status."""
     status = main()
-    # All is said and written. Ctrl-C now would have Python's exit print a traceback.
+    # Everything is printed and written. With Ctrl-C during its exit, Python would print a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.exit(status)
 

@@ -1,14 +1,7 @@
-"""What several runs look like while they go: a board with a line for each on a terminal, plain lines elsewhere, JSON.
-
-Like displays of one run, boards consume events and have no way to influence the runs.
-"""
+"""Show several runs while they train: a line for each on a terminal, plain lines elsewhere, JSON, or only results."""
 
 from __future__ import annotations
 
-import json
-import sys
-import time
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,187 +10,103 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from engram.cli.display import PLAIN_SECONDS, Screen, Unsaid, moving_line
-from engram.cli.run_progress import Line, Tally
-from engram.cli.signals import SAVING, Interrupt
-from engram.cli.text import clock, duration, is_live, measures_text, percent, stage_name
-from engram.core.events import (
-    BaseAwaited,
-    BaseReused,
-    Event,
-    RunFailed,
-    RunFinished,
-    RunSkipped,
-    StageFinished,
-    Stopped,
-    Warned,
-)
+from engram.cli.display import PLAIN_SECONDS, AnimatedDisplay, Display, PlainDisplay, choose_display, cut_line
+from engram.cli.run_progress import ActiveRun, RunsProgress
+from engram.cli.signals import Interrupt
+from engram.cli.text import ENDS, clock, end_line, percent
+from engram.core.events import Event, RunFailed
 
-BAR, LONGEST_BAR = 10, 40  # columns
+MIN_BAR, MAX_BAR = 10, 40  # columns
 
 
-class Board(Screen, ABC):
-    """Shows the events of several runs; used as a context, which ends what moves."""
-
-    @abstractmethod
-    def show(self, run: str, event: Event) -> None:
-        """Takes note of an event of a run."""
-
-
-def make_board(
-    console: Console, interrupt: Interrupt, tally: Tally, *, quiet: bool = False, as_json: bool = False
-) -> Board:
-    """The board that suits the console and the flags; tells the interrupt who announces it."""
-    interrupt.announce = True
-    if as_json:
-        return JsonBoard(console)
-    if quiet:
-        return QuietBoard(console)
-    if is_live(console):
-        interrupt.announce = False
-        return LiveBoard(console, interrupt, tally)
-    return PlainBoard(console, tally)
-
-
-class JsonBoard(Board):
-    """One line of JSON for each event, with the name of its run."""
-
-    def __init__(self, console: Console) -> None:
-        self._file = console.file
-
-    def show(self, run: str, event: Event) -> None:
-        self._file.write(json.dumps({"run": run, **event.to_json()}) + "\n")
-        self._file.flush()
-
-
-class QuietBoard(Board):
-    """One line for each run that has ended well, and warnings on stderr."""
-
-    def __init__(self, console: Console) -> None:
-        self._file = console.file
-        self._warnings = Unsaid()
-
-    def show(self, run: str, event: Event) -> None:
-        if isinstance(event, Warned) and self._warnings.is_new(event.message):
-            print(f"engram: {run}: {event.message}", file=sys.stderr)
-        if isinstance(event, (RunFinished, RunSkipped)):
-            self._file.write(end_line(run, event) + "\n")
-            self._file.flush()
-
-
-class PlainBoard(Board):
-    """Lines without control characters: one for each stage and each run that has ended, and now and then the totals."""
-
-    def __init__(self, console: Console, tally: Tally, seconds: float = PLAIN_SECONDS) -> None:
-        self._file = console.file
-        self._tally = tally
-        self._seconds = seconds
-        self._said = time.monotonic()
-        self._warnings = Unsaid()
-
-    def show(self, run: str, event: Event) -> None:
-        self._tally.note(run, event)
-        if isinstance(event, (RunFinished, RunSkipped, RunFailed, Stopped)):
-            self._say(end_line(run, event))
-        elif isinstance(event, StageFinished):
-            accuracy = measures_text(event.accuracy)
-            self._say(
-                f"{run}: {stage_name(event.stage, event.stages)}: {event.classes} classes, {accuracy}; "
-                f"{duration(event.seconds)}"
-            )
-        elif isinstance(event, BaseReused):
-            self._say(f"{run}: base: as another run trained it")
-        elif isinstance(event, BaseAwaited):
-            self._say(f"{run}: {_awaiting(event.holder)}")
-        elif isinstance(event, Warned) and self._warnings.is_new(event.message):
-            self._say(f"{run}: warning: {event.message}")
-        elif time.monotonic() - self._said >= self._seconds:
-            self._say(self._tally.text())
-
-    def _say(self, line: str) -> None:
-        self._file.write(line + "\n")
-        self._file.flush()
-        self._said = time.monotonic()
-
-
-def end_line(run: str, event: RunFinished | RunSkipped | RunFailed | Stopped) -> str:
-    """How a run ended, in one line."""
-    if isinstance(event, RunFailed):
-        return f"{run}: failed: {event.message}"
-    if isinstance(event, Stopped):
-        how = "saved, interrupted in" if event.reason == "interrupted" else "stopped after"
-        return f"{run}: {how} {stage_name(event.stage, event.stages)}"
-    result = event.result
-    already = "done already; " if isinstance(event, RunSkipped) else ""
-    return (
-        f"{run}: {already}average {measures_text(result['average_incremental_accuracy'])}; "
-        f"final {measures_text(result['final_accuracy'])}; {duration(result['seconds'])}"
+def make_multi_display(
+    console: Console, interrupt: Interrupt, progress: RunsProgress, *, quiet: bool = False, as_json: bool = False
+) -> Display:
+    """Return the display of several runs that suits the console and the flags."""
+    return choose_display(
+        console,
+        interrupt,
+        quiet=quiet,
+        as_json=as_json,
+        live=lambda: LiveMultiDisplay(console, interrupt, progress),
+        plain=lambda: PlainMultiDisplay(console, progress),
     )
 
 
-class LiveBoard(Board):
-    """Runs that have ended as lines that scroll; below them a line that moves for each at work, and the totals."""
+class PlainMultiDisplay(PlainDisplay):
+    """Prints one line for each stage and each run that has ended, and from time to time the totals."""
 
-    def __init__(self, console: Console, interrupt: Interrupt, tally: Tally, refresh: bool = True) -> None:
-        self.console = console
-        self._interrupt = interrupt
-        self._tally = tally
-        self._warnings = Unsaid()
-        self.move(console, self.render, refresh, per_second=4)
+    def __init__(self, console: Console, progress: RunsProgress, seconds: float = PLAIN_SECONDS) -> None:
+        super().__init__(console, seconds)
+        self._progress = progress
 
-    def show(self, run: str, event: Event) -> None:
-        self._tally.note(run, event)
-        if isinstance(event, (RunFinished, RunSkipped, RunFailed, Stopped)):
+    def show(self, event: Event, run: str | None = None) -> None:
+        assert run is not None
+        self._progress.note(run, event)
+        if isinstance(event, ENDS):
+            self.print_line(f"{run}: {end_line(event)}")
+        super().show(event, run)
+        if self.is_due():
+            self.print_line(self._progress.summary())
+
+
+class LiveMultiDisplay(AnimatedDisplay):
+    """Runs that have ended as lines that scroll; below them an animated line for each active run, and the totals."""
+
+    def __init__(self, console: Console, interrupt: Interrupt, progress: RunsProgress, refresh: bool = True) -> None:
+        super().__init__(console, interrupt, refresh, per_second=4)
+        self._progress = progress
+
+    def show(self, event: Event, run: str | None = None) -> None:
+        assert run is not None
+        self._progress.note(run, event)
+        if isinstance(event, ENDS):
             style = "red" if isinstance(event, RunFailed) else ""
-            self.console.print(Text(end_line(run, event), style=style))
-        elif isinstance(event, Warned) and self._warnings.is_new(event.message):
+            self.console.print(Text(f"{run}: {end_line(event)}", style=style))
+        elif self.is_new_warning(event):
             self.console.print(Text(f"{run}: warning: {event.message}", style="yellow"))
 
     def render(self) -> Group:
-        """The lines that move."""
-        lines = sorted(self._tally.active(), key=lambda line: line.holder is not None)  # those that wait come last
-        room = max(1, self.console.height - 3)  # of the totals, what may be below, and the cursor
-        hidden = len(lines) - room + 1 if len(lines) > room else 0
-        shown = lines[: len(lines) - hidden]
-        waiting = [line for line in shown if line.holder is not None]
-        below = [moving_line(f"{line.member.name}: {_awaiting(line.holder or '')}", "dim") for line in waiting]
-        below += [moving_line(f"and {hidden} more at work")] if hidden else []
-        if self._interrupt():
-            below.append(moving_line(SAVING, "bold yellow"))
-        at_work = self._table([line for line in shown if line.holder is None])
-        return Group(at_work, *below, moving_line(self._tally.text(), "bold"))
+        runs = sorted(self._progress.active(), key=lambda run: run.holder is not None)  # those that wait come last
+        lines = max(1, self.console.height - 3)  # without the totals, the line that says "saving", and the cursor
+        hidden = len(runs) - lines + 1 if len(runs) > lines else 0
+        shown = runs[: len(runs) - hidden]
+        below = [
+            cut_line(f"{run.member.name}: waiting for the base stage of {Path(run.holder).name}", "dim")
+            for run in shown
+            if run.holder is not None
+        ]
+        below += [cut_line(f"and {hidden} more at work")] if hidden else []
+        training = self._table([run for run in shown if run.holder is None])
+        return Group(training, *below, *self.saving_line(), cut_line(self._progress.summary(), "bold"))
 
-    def _table(self, lines: Sequence[Line]) -> Table:
-        """A row for each run that trains."""
+    def _table(self, runs: Sequence[ActiveRun]) -> Table:
+        """Return a table with name, stage, phase, progress bar, accuracy and time left of the runs that train."""
         table = Table.grid(padding=(0, 1))
         table.add_column(no_wrap=True)
         for _ in range(5):
             table.add_column(justify="right", no_wrap=True)
-        cells = [_cells(line) for line in lines]
+        cells = [
+            (
+                "base" if run.stage == 0 else f"{run.stage}/{run.stages - 1}",
+                run.doing,
+                percent(run.accuracy),
+                clock(run.left),
+            )
+            for run in runs
+        ]
         widths = [max((len(row[i]) for row in cells), default=0) for i in range(4)]
-        room = self.console.width - sum(widths) - 5  # for the name and the bar
-        longest = max((len(line.member.name) for line in lines), default=0)
-        bar = max(BAR, min(LONGEST_BAR, room - longest))
-        for line, row in zip(lines, cells, strict=True):
-            where, doing, accuracy, left = row
-            name = shorten_name(line.member.name, room - bar)
-            table.add_row(name, where, doing, ProgressBar(1.0, line.done, width=bar), accuracy, left)
+        columns = self.console.width - sum(widths) - 5  # for the name and the bar
+        longest = max((len(run.member.name) for run in runs), default=0)
+        bar = max(MIN_BAR, min(MAX_BAR, columns - longest))
+        for run, (stage, doing, accuracy, left) in zip(runs, cells, strict=True):
+            name = shorten_name(run.member.name, columns - bar)
+            table.add_row(name, stage, doing, ProgressBar(1.0, run.done, width=bar), accuracy, left)
         return table
 
 
-def _cells(line: Line) -> tuple[str, str, str, str]:
-    """Where a run is, what it does there, its accuracy so far, and the time left."""
-    where = "base" if line.stage == 0 else f"{line.stage}/{line.stages - 1}"
-    return where, line.doing, percent(line.accuracy), clock(line.left)
-
-
-def _awaiting(holder: str) -> str:
-    """That the base stage is being trained by another run, which is named by its directory alone."""
-    return f"waiting for the base stage of {Path(holder).name}"
-
-
 def shorten_name(name: str, width: int) -> str:
-    """A run's name in so many columns: what is cut is at the end of the recipe, not order and seed."""
+    """Shorten a run's name to a number of columns: cut the end of the recipe, but keep order and seed."""
     if len(name) <= width:
         return name
     at = name.rfind("-order")

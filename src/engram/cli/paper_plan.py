@@ -1,32 +1,100 @@
-"""The plan of a paper's experiments, printed: which runs they need, how many are done, what the rest would take."""
+"""The plan of a paper's experiments: the runs that are done, where they come from, and how long the rest would take."""
 
 from __future__ import annotations
 
 import json
 import re
+import sys
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from engram.cli.completed_runs import Known, origin_line, origins
+from engram.cli.commands.run_common import DRY_RUN
 from engram.cli.options.runs import Reproduce
 from engram.cli.text import make_table, print_line, print_table
 from engram.contract import OWN_METHODS
+from engram.core.io import typed_path
 from engram.core.provenance import processor_name
 from engram.experiment.parallel import ON_CPU, ON_CUDA
 from engram.report.wording import count_runs, join
 from engram.reproduce.cell_plan import Plan
 from engram.reproduce.cost import Cost, this_hardware
 from engram.reproduce.paper_tables import caption
+from engram.reproduce.records import Record
+from engram.reproduce.results_files import SUFFIX, is_ours, merge, read_results
+from engram.runs.directory import find_runs
+
+RESULTS = Path("results")
+NO_RESULTS = "none"  # value of --results: count only the runs in --out
 
 
-def print_plan(console: Console, plan: Plan, estimates: Sequence[Cost], known: Known, options: Reproduce) -> None:
-    """Prints which runs the experiments need, how many are done, and what the rest would take."""
+@dataclass(frozen=True)
+class CompletedRuns:
+    """Every complete run that counts.
+
+    Parameters
+    ----------
+    places: the file or directory in which each record was found, by the record's source.
+    runs: the directory of --out.
+    """
+
+    records: list[Record]
+    places: dict[str, Path]
+    runs: Path
+
+
+def read_completed(results: str | None, runs: Path) -> CompletedRuns:
+    """Read the complete runs in the results and in the directory of runs.
+
+    results: the value of --results. None reads the folder "results" if it exists; files in it that are not engram's
+    are left out.
+    """
+    places = [typed_path(results)] if results not in (None, NO_RESULTS) else []
+    for file in sorted(RESULTS.glob(f"*{SUFFIX}")) if results is None else ():
+        if is_ours(file):
+            places.append(file)
+        else:
+            print(f"engram: left out {file}: it has no results of engram (--results names others)", file=sys.stderr)
+    if runs.is_dir() and find_runs(runs):
+        places.append(runs)
+    found = [(record, place) for place in places for record in read_results([place]).records]
+    places_by_source = {record.source: place for record, place in found}
+    return CompletedRuns(merge(record for record, _ in found), places_by_source, runs)
+
+
+def origins(plan: Plan, completed: CompletedRuns) -> dict[Path, int]:
+    """Count the finished runs by the place that they come from."""
+    done = {
+        wanted.name: completed.places[record.source]
+        for cell in plan.cells
+        for wanted, record in zip(cell.wanted, cell.found, strict=True)
+        if record is not None and wanted.name not in plan.left
+    }
+    return dict(Counter(done.values()))
+
+
+def origin_line(plan: Plan, completed: CompletedRuns) -> str:
+    """Return where the finished runs come from; empty if there are none."""
+    counts = origins(plan, completed)
+    here = counts.pop(completed.runs, 0)
+    if not counts:
+        return f"done: {here} in {completed.runs}" if here else ""
+    before = f"{sum(counts.values())} measured before ({', '.join(map(str, counts))})"
+    return f"done: {before}, {here} in {completed.runs}; --results none counts only the latter"
+
+
+def print_plan(
+    console: Console, plan: Plan, estimates: Sequence[Cost], completed: CompletedRuns, options: Reproduce
+) -> None:
+    """Print which runs the experiments need, how many are done, and how long the rest would take."""
     here = this_hardware(options.device)
     if options.running.json:
-        print_line(console, json.dumps(plan_json(plan, estimates, known, here)))
+        print_line(console, json.dumps(plan_json(plan, estimates, completed, here)))
         return
     table = make_table(["", "cells", "runs", "done", "no recipe yet"], ["cells", "runs", "done", "no recipe yet"])
     for experiment in plan.experiments:
@@ -37,30 +105,27 @@ def print_plan(console: Console, plan: Plan, estimates: Sequence[Cost], known: K
         table.add_row(caption(experiment), str(len(cells)), str(len(names)), str(done), str(lacking) if lacking else "")
     print_table(console, table)
     print_table(console, _runs_table(plan))
-    if missing := missing_line(plan):
-        print_line(console, missing)
     total, left = len(plan.runs), len(plan.left)
-    print_line(console, f"{count_runs(total)}, each counted once: {total - left} done, {left} to do")
-    for text in filter(None, (_bare_line(plan), origin_line(plan, known))):
-        print_line(console, text)
+    counted = f"{count_runs(total)}, each counted once: {total - left} done, {left} to do"
     at_once = options.at_once or (ON_CPU if here == processor_name() else ON_CUDA)
-    for text in cost_lines(estimates, here, left, min(at_once, left)):
+    texts = [missing_line(plan), counted, _bare_line(plan), origin_line(plan, completed)]
+    texts += cost_lines(estimates, here, left, min(at_once, left))
+    for text in filter(None, [*texts, DRY_RUN]):
         print_line(console, text)
-    print_line(console, "this was a dry run: nothing was written")
 
 
 def _bare_line(plan: Plan) -> str:
-    """Which of the runs to do count as done in other tables; empty where none does."""
+    """Return how many of the runs to do count as done in other tables; empty if none does."""
     cells = [cell for cell in plan.cells if cell.bare]
     if not cells:
         return ""
     names = {wanted.name for cell in cells for wanted in cell.bare}
     shown = join(dict.fromkeys(cell.experiment.heading for cell in cells))
-    return f"{len(names)} of those to do were run before and kept no importance, which {shown} shows"
+    return f"{len(names)} of those to do were run before without saving the importance that {shown} shows"
 
 
 def _runs_table(plan: Plan) -> Table:
-    """A line for each recipe with its changes: class orders and seeds, those done, and what needs it."""
+    """Return the number of runs, of finished runs, and the experiments that need them, by recipe and its changes."""
     table = make_table(["recipe", "runs", "done", "for"], ["runs", "done"])
     users: dict[str, dict[str, None]] = {}
     names: dict[str, list[str]] = {}
@@ -76,49 +141,47 @@ def _runs_table(plan: Plan) -> Table:
 
 
 def cost_lines(estimates: Sequence[Cost], here: str, left: int, at_once: int) -> list[str]:
-    """What the runs to do would take, on every kind of hardware that was measured, this one first.
+    """Return how long the runs to do would take on each hardware that was measured, this one first.
 
     at_once: how many this command would do at a time here.
     """
     if not left:
         return []
     ordered = sorted(estimates, key=lambda cost: cost.hardware != here)
-    lines = (
-        []
-        if any(cost.hardware == here for cost in estimates)
-        else [f"{here} (here): no measurement of such runs on this hardware"]
-    )
+    lines: list[str] = []
+    if not any(cost.hardware == here for cost in estimates):
+        lines.append(f"{here} (here): no measurement of such runs on this hardware")
     for cost in ordered:
         name = f"{cost.hardware}{' (here)' if cost.hardware == here else ''}"
         lacking = [f"{count} run{'s' if count > 1 else ''} {why}" for why, count in cost.uncounted.items()]
         if cost.seconds is None:
             lines.append(f"{name}: no estimate of {', '.join(lacking)}")
             continue
-        beside = "one at a time" if cost.at_once == 1 else f"up to {cost.at_once} side by side"
-        text = f"{name}: about {_long(cost.seconds)}, "
-        text += f"from {cost.measured} measured run{'s' if cost.measured > 1 else ''}, {beside}"
+        together = "one at a time" if cost.at_once == 1 else f"up to {cost.at_once} side by side"
+        text = f"{name}: about {_minutes(cost.seconds)}, "
+        text += f"from {cost.measured} measured run{'s' if cost.measured > 1 else ''}, {together}"
         if cost.hardware == here and at_once != cost.at_once:
             text += f" (this command would do {at_once} at a time: --at-once)"
         text += "".join(f"; without {runs}" for runs in lacking)
         if cost.unmeasured:
-            text += f"; not measured there and taken to cost the same: {', '.join(cost.unmeasured)}"
+            text += f"; not measured there and assumed to cost the same: {', '.join(cost.unmeasured)}"
         lines.append(text)
     return lines
 
 
-def _long(seconds: float) -> str:
+def _minutes(seconds: float) -> str:
     minutes = max(1, round(seconds / 60))
     return f"{minutes} min" if minutes < 120 else f"{minutes} min ({minutes / 60:.1f} h)"
 
 
-def missing_line(plan: Plan) -> str | None:
-    """Which recipes of the plan there are not, by what they begin with; None where there are all."""
+def missing_line(plan: Plan) -> str:
+    """Return the beginnings of the recipes that the plan needs and that do not exist; empty if all exist."""
     missing = list(dict.fromkeys(re.sub(r"-b\d+-s\d+$", "", cell.missing) for cell in plan.cells if cell.missing))
-    return f"no recipe yet: {', '.join(missing)} {OWN_METHODS}" if missing else None
+    return f"no recipe yet: {', '.join(missing)} {OWN_METHODS}" if missing else ""
 
 
-def plan_json(plan: Plan, estimates: Sequence[Cost], known: Known, here: str) -> dict[str, Any]:
-    """The plan for programs."""
+def plan_json(plan: Plan, estimates: Sequence[Cost], completed: CompletedRuns, here: str) -> dict[str, Any]:
+    """Return the plan as plain data."""
     return {
         "runs": [
             {"run": name, "recipe": wanted.config.recipe, "order": wanted.config.order, "seed": wanted.config.seed}
@@ -126,7 +189,7 @@ def plan_json(plan: Plan, estimates: Sequence[Cost], known: Known, here: str) ->
             for name, wanted in plan.runs.items()
         ],
         "done": len(plan.runs) - len(plan.left),
-        "done_in": {str(place): count for place, count in origins(plan, known).items()},
+        "done_in": {str(place): count for place, count in origins(plan, completed).items()},
         "left": len(plan.left),
         "no_recipe": list(dict.fromkeys(cell.missing for cell in plan.cells if cell.missing)),
         "hardware": here,

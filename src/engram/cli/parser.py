@@ -1,220 +1,170 @@
-"""From what was typed to a command's options.
+"""From the typed arguments to a command's options.
 
-tyro parses and writes the help. What it would refuse is looked for beforehand, so that a slip gets one sentence.
+tyro reads the values and prints the help. Mistakes are found before, so that each gets one sentence.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import math
 import shutil
 import sys
 import textwrap
-import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TextIO
+from typing import Annotated, Any, TextIO
 
 import tyro
-from tyro.conf import Positional
 
+from engram.cli.options.declare import ARGUMENTS, Argument
 from engram.cli.options.runs import COMMANDS
-from engram.core.errors import EngramError, suggest
+from engram.core.errors import EngramError, UnknownNameError, nearest, suggest
 
 ABOUT = """class-incremental learning you can use: a classifier that keeps learning new classes
 and forgets as little as it can.
 
 To begin:
     engram demo                      see it work, in about a minute
-    engram learn MODEL IMAGES        your own images, in a folder for each class
-    engram predict MODEL PATH        what is in an image
-    engram run afc-mini-b10-s5       one run
-    engram list                      every recipe
-    engram COMMAND --help            more on a command
-    engram --version                 the version
+    engram learn MODEL IMAGES        learn your own images, in one folder per class
+    engram predict MODEL PATH        classify an image
+    engram run afc-mini-b10-s5       train one recipe
+    engram list                      list all recipes
+    engram COMMAND --help            show the options of a command
+    engram --version                 show the version
 """
 
 _CONFIG = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes)
-NARROWEST, WIDEST = 40, 100  # columns of prose
+MIN_COLUMNS, MAX_COLUMNS = 40, 100  # of paragraphs
 _KINDS = {int: "a whole number", float: "a number"}
 
 
-@dataclass(frozen=True)
-class Argument:
-    """One thing that can be typed: its name as typed, the type of its value, and whether it must be there.
-
-    kind: bool for a flag without a value, int, float, str, or the tuple of the words that are allowed.
-    """
-
-    name: str
-    kind: type | tuple[str, ...]
-    positional: bool = False
-    required: bool = False
-    many: bool = False
-
-
-def parse(arguments: Sequence[str]) -> tuple[str, Any]:
-    """The command and its options; SystemExit(0) once help was printed."""
-    name = arguments[0]
+def parse(typed: Sequence[str]) -> tuple[str, Any]:
+    """Return the command and its options. Raise SystemExit(0) after printing help."""
+    name, *rest = typed
     if name in ("-h", "--help"):
         with _wrapped_help():
             tyro.cli(_all_commands(), prog="engram", description=ABOUT, args=["--help"])
     if name not in COMMANDS:
-        what = "flag" if name.startswith("-") else "command"
-        raise EngramError(f"no {what} {name!r}: {suggest(name, [*COMMANDS, '--help', '--version'])}")
-    rest, options = list(arguments[1:]), COMMANDS[name]
-    # Beside --help tyro would leave what else was typed out of the line of usage.
-    rest = ["--help"] if {"-h", "--help"} & set(rest) else check(name, known_arguments(options), rest)
+        raise UnknownNameError("flag" if name.startswith("-") else "command", name, [*COMMANDS, "--help", "--version"])
+    # tyro omits arguments that were typed before --help from the usage line.
+    rest = ["--help"] if {"-h", "--help"} & set(rest) else arrange(name, ARGUMENTS[COMMANDS[name]], rest)
     with _wrapped_help():
-        return name, tyro.cli(options, prog=f"engram {name}", args=rest, config=_CONFIG)
+        return name, tyro.cli(COMMANDS[name], prog=f"engram {name}", args=rest, config=_CONFIG)
 
 
-class _Help(io.StringIO):
-    """What is printed to a stream, kept until it is whole; for tyro it is as that stream is."""
+class _Buffer(io.StringIO):
+    """Collects text; to tyro it looks like the stream that the text is printed to afterwards."""
 
     encoding = "utf-8"
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
-        self.encoding, self.is_terminal = stream.encoding, stream.isatty()
+        self.encoding, self._is_terminal = stream.encoding, stream.isatty()
 
     def isatty(self) -> bool:
-        return self.is_terminal
+        return self._is_terminal
 
 
 @contextmanager
 def _wrapped_help() -> Iterator[None]:
-    """Has tyro's help printed with its prose broken between words: tyro leaves paragraphs on one line."""
-    shown = _Help(sys.stdout)
+    """Wrap the paragraphs of the help that tyro prints; tyro prints each on one line."""
+    buffer = _Buffer(sys.stdout)
     try:
-        with redirect_stdout(shown):
+        with redirect_stdout(buffer):
             yield
     finally:
-        width = min(max(shutil.get_terminal_size().columns, NARROWEST), WIDEST)
-        for line in shown.getvalue().splitlines():
-            is_prose = line[:1].isalpha()  # not a frame, nor an indented example
-            print(textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False) if is_prose else line)
+        width = min(max(shutil.get_terminal_size().columns, MIN_COLUMNS), MAX_COLUMNS)
+        for line in buffer.getvalue().splitlines():
+            is_paragraph = line[:1].isalpha()  # not a frame, nor an indented example
+            print(textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False) if is_paragraph else line)
 
 
 def _all_commands() -> Any:
-    """A type whose help lists every command."""
+    """Return a type whose help lists every command."""
     named = [
         Annotated[options, tyro.conf.subcommand(name, description=(options.__doc__ or "").partition("\n")[0])]
         for name, options in COMMANDS.items()
     ]
-    return typing.Union[tuple(named)]  # noqa: UP007  (a union of as many as there are)
+    return typing.Union[tuple(named)]  # noqa: UP007  (a union of a variable number of types)
 
 
-def known_arguments(options: type) -> list[Argument]:
-    """What a command takes, read off its dataclass."""
-    found: list[Argument] = []
-    hints = typing.get_type_hints(options, include_extras=True)
-    for field in dataclasses.fields(options):
-        hint = hints[field.name]
-        if dataclasses.is_dataclass(hint):
-            found += known_arguments(typing.cast(type, hint))
-            continue
-        markers: list[Any] = []
-        while typing.get_origin(hint) is Annotated:
-            markers += typing.get_args(hint)[1:]
-            hint = typing.get_args(hint)[0]
-        if typing.get_origin(hint) in (typing.Union, types.UnionType):
-            hint = next(part for part in typing.get_args(hint) if part is not type(None))
-        many = typing.get_origin(hint) is tuple
-        kind = typing.get_args(hint)[0] if many else hint
-        if typing.get_origin(kind) is Literal:
-            kind = typing.get_args(kind)
-        positional = any(marker in markers for marker in _markers(Positional))
-        metavar = next((m.metavar for m in markers if getattr(m, "metavar", None)), field.name)
-        name = metavar.partition(" ")[0].strip("[]") if positional else "--" + field.name.replace("_", "-")
-        required = positional and field.default is dataclasses.MISSING
-        found.append(Argument(name, kind, positional, required, many))
-    return found
+def arrange(command: str, known: Sequence[Argument], typed: Sequence[str]) -> list[str]:
+    """Return the arguments with flags first, then -- and the positional ones, which may be typed in any order.
 
-
-def _markers(annotation: Any) -> tuple[Any, ...]:
-    return typing.get_args(annotation[int])[1:]
-
-
-def check(command: str, known: Sequence[Argument], arguments: Sequence[str]) -> list[str]:
-    """The arguments, flags in front, then -- and the rest; refuses the first that would not be understood, by name.
-
-    What comes after -- is no flag, whatever it begins with.
+    Raises an error about the first one that tyro would not accept. After a typed -- everything is positional.
     """
-    flags = {argument.name: argument for argument in known if not argument.positional}
-    loose: list[str] = []
+    flags = {argument.name: argument.kind for argument in known if not argument.positional}
+    positional: list[str] = []
     flagged: list[str] = []
-    pending = list(arguments)
-    while pending:
-        text = pending.pop(0)
+    rest = list(typed)
+    while rest:
+        text = rest.pop(0)
         if text == "--":
-            loose += pending
+            positional += rest
             break
-        if text == "-" or not text.startswith("-") or _is_number(text):
-            loose.append(text)
+        if not _is_flag(text):
+            positional.append(text)
             continue
         name, equals, value = text.partition("=")
         name = name.replace("_", "-")
         if name not in flags:
-            raise EngramError(f"'engram {command}' has no flag {name!r}: {_nearest(name, flags, command)}")
-        if flags[name].kind is bool:
+            hint = _closest(name, flags, f"'engram {command} --help' lists them")
+            raise EngramError(f"'engram {command}' has no flag {name!r}: {hint}")
+        flagged.append(name)
+        if flags[name] is bool:
             if equals:
                 raise EngramError(f"{name} takes no value, got {value!r}")
-            flagged.append(name)
             continue
         if not equals:
-            if not pending or (pending[0].startswith("-") and not _is_number(pending[0])):
-                raise EngramError(f"{name} needs a value; 'engram {command} --help' says which")
-            value = pending.pop(0)
-        if value == "None":  # which would count as none given
-            raise EngramError(f"{name} cannot be 'None'; leave it out, or give what it should be")
-        _check_value(name, flags[name].kind, value)
-        flagged += [f"{name}={value}"] if equals else [name, value]
-    _check_loose(command, [argument for argument in known if argument.positional], loose)
-    return [*flagged, "--", *loose] if loose else flagged
+            if not rest or _is_flag(rest[0]):
+                raise EngramError(f"{name} needs a value; 'engram {command} --help' explains it")
+            value = rest.pop(0)
+        if value == "None":  # tyro would read it as no value
+            raise EngramError(f"{name} cannot be 'None'; leave it out, or give a value")
+        _check_value(name, flags[name], value)
+        flagged[-1] = f"{name}={value}"
+    _check_positional(command, [argument for argument in known if argument.positional], positional)
+    return [*flagged, "--", *positional] if positional else flagged
 
 
-def _nearest(name: str, flags: dict[str, Argument], command: str) -> str:
-    near = suggest(name, flags)
-    return near if near.startswith("did you mean") else f"'engram {command} --help' lists them"
-
-
-def _check_loose(command: str, positional: Sequence[Argument], given: Sequence[str]) -> None:
-    """Refuses what is missing or too much of those without a flag, in their order; the last may be many."""
-    for place, argument in enumerate(positional):
-        texts = given[place:] if argument.many else given[place : place + 1]
+def _check_positional(command: str, known: Sequence[Argument], typed: Sequence[str]) -> None:
+    """Raise an error if a positional argument is missing, empty or one too many; the last may be repeated."""
+    for place, argument in enumerate(known):
+        texts = typed[place:] if argument.many else typed[place : place + 1]
         if argument.required and not texts:
-            raise EngramError(f"'engram {command}' needs {argument.name}; 'engram {command} --help' says more")
+            raise EngramError(f"'engram {command}' needs {argument.name}; 'engram {command} --help' explains it")
         for text in texts:
             if not text:
-                raise EngramError(f"{argument.name} is empty; 'engram {command} --help' says what it should be")
+                raise EngramError(f"{argument.name} is empty; 'engram {command} --help' explains it")
             _check_value(argument.name, argument.kind, text)
-    if len(given) > len(positional) and not any(argument.many for argument in positional):
-        extra = given[len(positional)]
-        raise EngramError(f"'engram {command}' does not take {extra!r}; 'engram {command} --help' says what it takes")
+    if len(typed) > len(known) and not any(argument.many for argument in known):
+        extra = typed[len(known)]
+        raise EngramError(f"'engram {command}' does not take {extra!r}; 'engram {command} --help' lists what it takes")
 
 
 def _check_value(name: str, kind: type | tuple[str, ...], text: str) -> None:
-    if isinstance(kind, tuple):
-        if text not in kind:
-            near = suggest(text, kind)
-            hint = near if near.startswith("did you mean") else f"it is one of {', '.join(kind)}"
-            raise EngramError(f"{name} cannot be {text!r}: {hint}")
-    elif kind in _KINDS:
+    if isinstance(kind, tuple) and text not in kind:
+        hint = _closest(text, kind, f"it must be one of {', '.join(kind)}")
+        raise EngramError(f"{name} cannot be {text!r}: {hint}")
+    if kind in (int, float):
         try:
-            usable = math.isfinite(kind(text))
+            is_usable = math.isfinite(kind(text))
         except ValueError:
-            usable = False
-        if not usable:
-            raise EngramError(f"{name} should be {_KINDS[kind]}, got {text!r}")
+            is_usable = False
+        if not is_usable:
+            raise EngramError(f"{name} must be {_KINDS[kind]}, got {text!r}")
 
 
-def _is_number(text: str) -> bool:
+def _closest(name: str, valid: Iterable[str], otherwise: str) -> str:
+    """Return a question that names the closest valid names, or another hint if none is close."""
+    return suggest(name, valid) if nearest(name, valid) else otherwise
+
+
+def _is_flag(text: str) -> bool:
+    """Whether a text is a flag, not a value; a number may begin with a dash, and a single dash is a value."""
     try:
         float(text)
     except ValueError:
-        return False
-    return True
+        return text.startswith("-") and text != "-"
+    return False

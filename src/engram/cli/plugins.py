@@ -1,4 +1,4 @@
-"""Methods from outside the package: ENGRAM_METHODS names the modules and files that register them."""
+"""Import methods from outside the package: ENGRAM_METHODS names the modules and files that register them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from engram.core.io import typed_path
 VARIABLE = "ENGRAM_METHODS"
 
 
-def bring_in_methods() -> None:
-    """Imports what ENGRAM_METHODS names, with commas between: modules, and paths of .py files."""
+def import_methods() -> None:
+    """Import the modules and .py files that ENGRAM_METHODS names, separated by commas."""
     for name in filter(None, map(str.strip, os.environ.get(VARIABLE, "").split(","))):
         try:
             _import_file(name) if name.endswith(".py") else _import_module(name)
@@ -30,15 +30,17 @@ def bring_in_methods() -> None:
 def _import_module(name: str) -> None:
     try:
         found = importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # of the package that it would be in
+    except ModuleNotFoundError:  # its parent package does not exist
         found = False
     if not found:
-        raise EngramError("there is no such module; PYTHONPATH says where modules are, or give the path of a .py file")
+        raise EngramError(
+            "there is no such module; set PYTHONPATH to the folder it is in, or give the path of a .py file"
+        )
     importlib.import_module(name)
 
 
 def _import_file(text: str) -> None:
-    """Imports a file under its path as the name, which no other module has; once, as all modules."""
+    """Import a file as a module whose name is its path, unless it was imported before."""
     path = typed_path(text).resolve()
     name = str(path)
     if name in sys.modules:
@@ -49,7 +51,7 @@ def _import_file(text: str) -> None:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # where dataclasses look for it meanwhile
+    sys.modules[name] = module  # dataclasses look it up while they are made
     try:
         spec.loader.exec_module(module)
     except BaseException:

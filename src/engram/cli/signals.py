@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP: the first asks a run to save and stop, a second of the others ends it at once."""
+"""Ctrl-C, SIGTERM and SIGHUP: the first asks a run to save and stop; a second, except SIGHUP, ends it at once."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import os
 import signal
 import stat
 from contextlib import suppress
-from types import FrameType, TracebackType
+from types import FrameType
 
 HANGUP = getattr(signal, "SIGHUP", None)  # not on every system
 SAVING = "saving... (Ctrl-C again to quit at once)"
 
 
 class Interrupt:
-    """Asked by a run whether it should stop; knows which signal came.
+    """Tells a run whether to stop, and which signal arrived.
 
-    announce: say so on stderr. A live display says it itself, because what is written past it would break it.
+    announce: print a message on stderr. A live display shows the message itself; printing would break its lines.
     """
 
     def __init__(self, announce: bool = True) -> None:
@@ -28,7 +28,7 @@ class Interrupt:
 
     @property
     def status(self) -> int:
-        """The exit status that says which signal it was, as shells do."""
+        """The exit status for the signal, as shells report it."""
         return 128 + (self.signal or signal.SIGINT)
 
     def __enter__(self) -> Interrupt:
@@ -38,9 +38,7 @@ class Interrupt:
             self._before[HANGUP] = signal.signal(HANGUP, self._hang_up)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
 
@@ -54,7 +52,7 @@ class Interrupt:
                 os.write(2, f"engram: {SAVING}\n".encode())
 
     def _hang_up(self, number: int, frame: FrameType | None) -> None:
-        """Several may come of one terminal that closes; nobody is left to ask twice, or to read what is printed."""
+        """The terminal was closed, which may send several signals: nobody can ask twice or read what is printed."""
         self.signal = self.signal or number
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for output in (1, 2):

@@ -1,4 +1,4 @@
-"""Lines of standard input as they arrive, so that whoever writes them can wait for answers."""
+"""Read lines of standard input as they arrive, so that the program that writes them can wait for answers."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import os
 import select
 from collections.abc import Iterable, Iterator
 
-PAUSE = 0.01  # seconds with nothing to read; a program that is writing a long list goes on sooner
-BLOCK = 2**16  # bytes: what a pipe holds
+PAUSE = 0.01  # seconds without input; a program that writes a long list is faster
+BLOCK = 2**16  # bytes: the capacity of a pipe
 
 
 def arriving_lines(stream: Iterable[str]) -> Iterator[str | None]:
-    """The lines as they come, and None whenever the next is not there yet; of what is no stream of bytes the lines."""
+    """Yield the lines, and None each time the next one has not arrived yet. Other iterables yield only their lines."""
     if not isinstance(stream, io.TextIOWrapper):
         yield from stream
         return
@@ -20,7 +20,7 @@ def arriving_lines(stream: Iterable[str]) -> Iterator[str | None]:
     while True:
         if not select.select([stream], [], [], PAUSE)[0]:
             yield None
-        some = stream.buffer.read1(BLOCK)  # what is there
+        some = stream.buffer.read1(BLOCK)  # what has arrived
         *lines, rest = (rest + some).split(b"\n")
         yield from map(os.fsdecode, lines)
         if not some:

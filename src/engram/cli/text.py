@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
-from pathlib import Path
 from typing import Any, TextIO, cast
 
 from rich import box
@@ -18,22 +17,24 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from engram.core.events import RunFailed, RunFinished, RunSkipped, Stopped
 from engram.core.metrics import METRICS
 
-PIPE_WIDTH = 200  # a pipe has no width; tables are as wide as they need to be
-NAME_WIDTH = 12  # columns of a table that names have at least; longer ones are folded
-NARROWEST = 20  # columns; a smaller number is no width that anyone wants
+PIPE_WIDTH = 200  # columns; a pipe has no width, and tables get the width they need
+NAME_WIDTH = 12  # columns that names get at least in a table; longer names are folded
+MIN_WIDTH = 20  # columns; a smaller COLUMNS is ignored
+ENDS = (RunFinished, RunSkipped, RunFailed, Stopped)
 
 
 class _Console(Console):
-    """A console that leaves a closed pipe to whoever runs the command."""
+    """A console that raises an error if its pipe is closed, for the command line to handle."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
 
 
 class _Terminal:
-    """A terminal, which may close: what is written then is lost, and no error. SIGHUP is what says so."""
+    """A terminal stream. If the terminal was closed, writing to it does nothing; SIGHUP reports the closing."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -61,41 +62,38 @@ def _unless_closed() -> Iterator[None]:
 
 
 def make_console() -> Console:
-    """A console on stdout that prints what it is given, without markup; on a pipe as wide as COLUMNS, or wide."""
+    """Return a console on stdout without markup; on a pipe it has COLUMNS columns, or many."""
+    columns = os.environ.get("COLUMNS", "")
+    width = int(columns) if columns.isdecimal() and int(columns) >= MIN_WIDTH else PIPE_WIDTH
     file = cast("TextIO", _Terminal(sys.stdout)) if sys.stdout.isatty() else sys.stdout
     console = _Console(file=file, markup=False, highlight=False, emoji=False)
     if not console.is_terminal:
-        console = _Console(file=sys.stdout, markup=False, highlight=False, emoji=False, width=_pipe_width())
+        console = _Console(file=sys.stdout, markup=False, highlight=False, emoji=False, width=width)
     return console
 
 
-def _pipe_width() -> int:
-    columns = os.environ.get("COLUMNS", "")
-    return int(columns) if columns.isdecimal() and int(columns) >= NARROWEST else PIPE_WIDTH
-
-
 def is_live(console: Console) -> bool:
-    """Whether something can move on this console."""
+    """Whether the console can show an animation."""
     return console.is_terminal and not console.is_dumb_terminal
 
 
 def percent(value: float | None) -> str:
-    """A percentage or a difference of two, one decimal; "-" for None."""
+    """Format a percentage, or a difference of two, with one decimal; "-" for None."""
     return "-" if value is None else f"{value:.1f}"
 
 
 def measures_text(values: Mapping[str, float]) -> str:
-    """Percentages by predictor: cnn 51.3, nme 49.0."""
+    """Format percentages by predictor: cnn 51.3, nme 49.0."""
     return ", ".join(f"{name} {percent(value)}" for name, value in values.items())
 
 
 def duration(seconds: float) -> str:
-    """How long something took: 4.2 s, 1:05 or 2:03:04."""
+    """Format how long something took: 4.2 s, 1:05 or 2:03:04."""
     return f"{seconds:.1f} s" if seconds < 59.95 else clock(seconds)
 
 
 def clock(seconds: float | None) -> str:
-    """Seconds as 0:04, 1:05 or 2:03:04; "-" for None."""
+    """Format seconds as 0:04, 1:05 or 2:03:04; "-" for None."""
     if seconds is None:
         return "-"
     minutes, rest = divmod(round(seconds), 60)
@@ -104,17 +102,17 @@ def clock(seconds: float | None) -> str:
 
 
 def stage_name(stage: int, stages: int) -> str:
-    """ "base", or "stage 3 of 10": increments are counted as the papers do."""
+    """Return "base", or "stage 3 of 10": the base is not counted, as in the papers."""
     return "base" if stage == 0 else f"stage {stage} of {stages - 1}"
 
 
 def count_classes(count: int) -> str:
-    """ "1 class", "2 classes"."""
+    """Return "1 class", "2 classes"."""
     return f"{count:,} class{'' if count == 1 else 'es'}"
 
 
 def shorten(names: Sequence[str], width: int = 40) -> str:
-    """The names with commas between, cut off with how many more there are where that is too long."""
+    """Join names with commas; if that is too long, leave out the last ones and add how many."""
     shown = ", ".join(names)
     kept = len(names)
     while len(shown) > width and kept > 1:
@@ -124,12 +122,12 @@ def shorten(names: Sequence[str], width: int = 40) -> str:
 
 
 def print_line(console: Console, text: str) -> None:
-    """Prints a line as it is: a path is not broken where the terminal is narrow."""
+    """Print a line without wrapping it, so that a path stays whole on a narrow terminal."""
     console.print(text, soft_wrap=True)
 
 
 def make_table(columns: Iterable[str], right: Sequence[str] = (), title: str | None = None) -> Table:
-    """An empty table in the plain style of the whole command line; the columns named in `right` hold numbers."""
+    """Return an empty table in the style of the command line; the columns in `right` hold numbers."""
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False)
     for column in columns:
         number = column in right
@@ -138,7 +136,7 @@ def make_table(columns: Iterable[str], right: Sequence[str] = (), title: str | N
 
 
 def print_table(console: Console, table: Table) -> None:
-    """Prints a table; where it would break its names into pieces, closer together, or each row on lines of its own."""
+    """Print a table; if the console is too narrow, with less padding, or each row on separate lines."""
     if not fits(console, table):
         table.padding = (0, 1, 0, 0)
     if fits(console, table):
@@ -154,7 +152,12 @@ def print_table(console: Console, table: Table) -> None:
         console.print(number + "  ".join(filter(None, row[:leading])))
         rest = [f"{head} {cell}" for head, cell in zip(heads[leading:], row[leading:], strict=True) if cell.strip("-")]
         if rest:
-            console.print(Padding(", ".join(rest), (0, 0, 0, 4)))
+            print_indented(console, ", ".join(rest))
+
+
+def print_indented(console: Console, text: str) -> None:
+    """Print an indented paragraph."""
+    console.print(Padding(text, (0, 0, 0, 4)))
 
 
 def fits(console: Console, table: Table) -> bool:
@@ -169,7 +172,7 @@ def fits(console: Console, table: Table) -> bool:
 
 
 def card_table(card: Mapping[str, str]) -> Table:
-    """The protocol card as two columns."""
+    """Return a protocol card as a table of two columns."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -179,7 +182,7 @@ def card_table(card: Mapping[str, str]) -> Table:
 
 
 def summary_table(result: Mapping[str, Any]) -> Table:
-    """What the run came to, by predictor, in percent."""
+    """Return the metrics of a run by predictor, in percent."""
     predictors = list(result["average_incremental_accuracy"])
     columns = [f"{name} %" for name in predictors]
     table = make_table(["", *columns], right=columns)
@@ -188,17 +191,27 @@ def summary_table(result: Mapping[str, Any]) -> Table:
     return table
 
 
-def summary_line(result: Mapping[str, Any], directory: str | Path | None) -> str:
-    """The result in one line."""
-    parts = [
-        f"{name} {percent(result['average_incremental_accuracy'][name])} on average, "
-        f"{percent(result['final_accuracy'][name])} at the end"
-        for name in result["average_incremental_accuracy"]
-    ]
-    place = f" ({directory})" if directory else ""
-    return f"{result['recipe']}: {'; '.join(parts)}; {duration(result['seconds'])}{place}"
+def end_line(event: RunFinished | RunSkipped | RunFailed | Stopped) -> str:
+    """Return how a run ended, in one line."""
+    if isinstance(event, RunFailed):
+        return f"failed: {event.message}"
+    if isinstance(event, Stopped):
+        how = "saved, interrupted in" if event.reason == "interrupted" else "stopped after"
+        return f"{how} {stage_name(event.stage, event.stages)}"
+    result = event.result
+    already = "done already; " if isinstance(event, RunSkipped) else ""
+    return (
+        f"{already}average {measures_text(result['average_incremental_accuracy'])}; "
+        f"final {measures_text(result['final_accuracy'])}; {duration(result['seconds'])}"
+    )
+
+
+def summary_line(event: RunFinished) -> str:
+    """Return recipe, result and directory of a run in one line."""
+    place = f" ({event.directory})" if event.directory else ""
+    return f"{event.result['recipe']}: {end_line(event)}{place}"
 
 
 def bold(text: str) -> Text:
-    """The text in bold."""
+    """Return the text in bold."""
     return Text(text, style="bold")

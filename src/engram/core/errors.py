@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 SHOWN_NAMES = 20  # valid names to list in a message
-DETAILS = "the details are in "  # prefix of the note on an unexpected error that says where its traceback was saved
 SYNONYMS = {"gpu": "cuda"}  # 'gpu' is closer to 'cpu' than to 'cuda'
 # A message holds the names of options between these two characters, which no text of a user contains.
 _OPEN, _CLOSE = "\ue000", "\ue001"
@@ -132,6 +131,17 @@ def _suggestion(near: Sequence[str], names: Sequence[str], prefix: str) -> str:
 def same_key(name: str) -> str:
     """The name without case, spaces, hyphens and underscores."""
     return re.sub(r"[\s_-]", "", name.casefold())
+
+
+class DetailsNote(str):
+    """Note on an unexpected error: where its traceback was saved."""
+
+    __slots__ = ()
+
+
+def details_note(path: Path) -> DetailsNote:
+    """Return the note for a traceback that was saved to this file."""
+    return DetailsNote(f"the details are in {path}")
 
 
 def explain(error: BaseException) -> tuple[str, bool]:

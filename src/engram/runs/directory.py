@@ -15,7 +15,7 @@ from typing import IO, Any
 import numpy as np
 from safetensors.numpy import save
 
-from engram.core.errors import DETAILS, EngramError, explain
+from engram.core.errors import EngramError, details_note, explain
 from engram.core.events import Event
 from engram.core.io import TEMPORARY, lock, read_json, remove_temporaries, write_bytes, write_json, writing
 from engram.core.metrics import METRICS
@@ -119,7 +119,7 @@ class RunDirectory:
             return
         with suppress(EngramError):  # a full disk, say: the error itself is what matters
             write_bytes(self.path / ERROR, "".join(traceback.format_exception(error)).encode())
-            error.add_note(f"{DETAILS}{self.path / ERROR}")
+            error.add_note(details_note(self.path / ERROR))
 
     def clear_error(self) -> None:
         """Removes what an earlier attempt left of its error."""

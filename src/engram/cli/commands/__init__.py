@@ -1,1 +1,1 @@
-"""The commands, one module for each kind of work; each takes its options and returns an exit status."""
+"""The commands: each function takes its options and the typed arguments and returns the exit status."""

@@ -1,4 +1,4 @@
-"""`engram demo`: three ways of meeting new classes, side by side."""
+"""`engram demo`: compare three ways to learn new classes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from engram.cli.commands.run_common import check_threads, print_line, refuse_used, use_threads
+from engram.cli.commands.run_common import check_threads, refuse_used, use_threads
 from engram.cli.commands.run_paths import REPORT, new_directory
 from engram.cli.display import follow, make_display
 from engram.cli.options.runs import Demo
 from engram.cli.signals import Interrupt
-from engram.cli.text import bold, make_console, make_table, percent
+from engram.cli.text import bold, make_console, make_table, percent, print_line
+from engram.contract.settings import change_training, with_role
 from engram.core.errors import EngramError
 from engram.core.events import RunFinished
 from engram.core.io import typed_path
@@ -25,24 +26,20 @@ from engram.experiment.base_cache import StageCache
 from engram.experiment.recipes import recipe
 from engram.experiment.run_config import RunConfig
 from engram.experiment.runner import run
+from engram.methods.defaults import DEMO_METHODS
 from engram.report.entry import write_report
 
 EPOCHS = 12
 RECIPES = "{method}-mini-b10-s5"
-WAYS = {
-    "naive": "trains on the new images alone: no memory, no distillation",
-    "replay": "keeps {kept} images of each old class and trains on them too",
-    "afc": "keeps the same {kept}, and holds on to the features that mattered",
-}
 INTRODUCTION = (
-    "Ten classes at first, then five stages of two more. At each stage only the images of its new classes are there, "
-    "and those that were kept; the test is on every class seen so far."
+    "Ten classes at first, then five stages of two more. Each stage has only the images of its new classes and the "
+    "images kept from earlier stages; the test is on all classes seen so far."
 )
-LEVEL = 0.5  # points; a smaller difference between single runs is not worth a claim
+LEVEL = 0.5  # points; single runs that differ by less are called level
 
 
 def demo_command(options: Demo, typed: Sequence[str]) -> int:
-    """The exit status of `engram demo`."""
+    """Run `engram demo`."""
     if options.seed < 0:
         raise EngramError(f"the seed must be 0 or more, got {options.seed}")
     check_threads(options.threads)
@@ -57,22 +54,23 @@ def demo_command(options: Demo, typed: Sequence[str]) -> int:
         return results
     console.print(comparison(results))
     console.print(verdict(results))
-    path = write_report([place / method for method in WAYS], place / REPORT)
+    path = write_report([place / method for method in results], place / REPORT)
     print_line(console, f"report: {path}")
     return 0
 
 
 def _run_all(options: Demo, place: Path, console: Console, command: str) -> dict[str, dict[str, Any]] | int:
-    """The result of each way, or the exit status where it was interrupted."""
-    store = load_store(recipe(RECIPES.format(method="naive")).data)
-    cache = StageCache(place / "base")  # the three have the same base stage
+    """Return the result of each method, or the exit status if a run was interrupted."""
+    store = load_store(recipe(RECIPES.format(method=next(iter(DEMO_METHODS)))).data)
+    cache = StageCache(place / "base")  # all methods have the same base stage
     results: dict[str, dict[str, Any]] = {}
     with Interrupt() as interrupt:
-        for number, (method, explanation) in enumerate(WAYS.items(), start=1):
+        for number, (method, explanation) in enumerate(DEMO_METHODS.items(), start=1):
             config = demo_config(method, options.seed)
             if not options.quiet:
                 console.print()
-                console.print(bold(f"{number} of {len(WAYS)}  {method}: {explanation.format(kept=config.memory.size)}"))
+                explained = explanation.format(kept=config.memory.size)
+                console.print(bold(f"{number} of {len(DEMO_METHODS)}  {method}: {explained}"))
             display = make_display(console, interrupt, quiet=options.quiet)
             events = run(config, store, place / method, stop=interrupt, cache=cache, command=command)
             last = follow(events, display)
@@ -86,15 +84,17 @@ def _run_all(options: Demo, place: Path, console: Console, command: str) -> dict
 
 
 def demo_config(method: str, seed: int) -> RunConfig:
-    """The recipe with a few epochs less, so that three runs take about a minute on two cores; its name says so."""
+    """Return the recipe with fewer epochs, so that three runs take about a minute on two cores; its name says so."""
     config = recipe(RECIPES.format(method=method))
-    epochs = min(EPOCHS, config.settings.train.epochs)  # pyright: ignore[reportAttributeAccessIssue]
-    name = f"{config.recipe} (train.epochs={epochs})"
-    return replace(config.with_settings(train__epochs=epochs), seed=seed, order=str(seed), recipe=name)
+    ((setting, training),) = with_role(config.settings, "main").items()
+    epochs = min(EPOCHS, training.epochs)
+    settings = change_training(config.settings, ("main",), epochs=epochs)
+    name = f"{config.recipe} ({setting}.epochs={epochs})"
+    return replace(config, settings=settings, seed=seed, order=str(seed), recipe=name)
 
 
 def comparison(results: Mapping[str, Mapping[str, Any]]) -> Table:
-    """The three runs side by side: accuracy of the classifier after each stage, the best in bold."""
+    """Return the accuracy of each method's classifier after each stage, the best in bold."""
     columns = [f"{method} %" for method in results]
     table = make_table(["stage", "classes", *columns], right=["stage", "classes", *columns])
     stages = [result["stages"] for result in results.values()]
@@ -113,16 +113,15 @@ def _best_in_bold(values: Sequence[float]) -> list[Any]:
 
 
 def verdict(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """A verdict that says no more than the numbers of these runs do."""
+    """Return a conclusion that claims no more than the numbers of these runs show."""
     average = {method: result["average_incremental_accuracy"]["cnn"] for method, result in results.items()}
-    final = {method: result["final_accuracy"]["cnn"] for method, result in results.items()}
-    gap = round(average["afc"], 1) - round(average["replay"], 1)  # as the reader would subtract them
+    final = [f"{method} {percent(result['final_accuracy']['cnn'])}" for method, result in results.items()]
+    *_, other, best = results
+    gap = round(average[best], 1) - round(average[other], 1)  # as a reader of the table would subtract
+    compared = f"{best} is {abs(gap):.1f} points {'ahead of' if gap > 0 else 'behind'} {other}"
     if abs(gap) < LEVEL:
-        compared = "AFC and replay are level"
-    else:
-        compared = f"AFC is {abs(gap):.1f} points {'ahead of' if gap > 0 else 'behind'} replay"
+        compared = f"{best} and {other} are level"
     return (
-        f"Averaged over the stages {compared} ({percent(average['afc'])} and {percent(average['replay'])}); "
-        f"at the end naive is at {percent(final['naive'])}, replay at {percent(final['replay'])} and AFC at "
-        f"{percent(final['afc'])}. This is one seed; others differ somewhat."
+        f"Averaged over the stages {compared} ({percent(average[best])} and {percent(average[other])}). "
+        f"After the last stage: {', '.join(final)}. This is one seed; other seeds give somewhat different numbers."
     )

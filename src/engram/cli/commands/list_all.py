@@ -9,28 +9,37 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.padding import Padding
 
 from engram.cli.commands.run_paths import run_status
 from engram.cli.options.runs import List
-from engram.cli.text import make_console, make_table, percent, print_line, print_table
+from engram.cli.text import make_console, make_table, percent, print_indented, print_line, print_table
+from engram.contract.settings import with_role
 from engram.core.errors import EngramError
 from engram.core.io import read_json
 from engram.data.sources.download import data_home
+from engram.data.sources.image_cache import ImageCache
+from engram.data.sources.imagenet import CACHE
 from engram.experiment.base_cache import user_cache
+from engram.experiment.recipes import recipe, recipe_names
+from engram.methods import METHODS
+from engram.nn.backbones import BACKBONES
+from engram.reproduce.measured_summary import measured
 from engram.runs.directory import RESULT, find_runs, read_manifest
+
+Row = dict[str, Any]
 
 DATASETS = {
     "mini": "in the package: 20 classes of CIFAR-100 at 16x16 pixels, 250 training and 100 test images each",
     "cifar100": "100 classes at 32x32 pixels; 'engram prepare cifar100' downloads it, or give --data PATH",
-    "imagenet100": "the first 100 classes of ImageNet at 224x224 pixels: its train/ and val/, given with --data PATH",
-    "imagenet1000": "all of ImageNet at 224x224 pixels: its train/ and val/, given with --data PATH",
-    "folder": "your own images: a folder of class folders, given with --data PATH",
+    "imagenet100": "the first 100 classes of ImageNet at 224x224 pixels: give its train/ and val/ with --data PATH",
+    "imagenet1000": "all of ImageNet at 224x224 pixels: give its train/ and val/ with --data PATH",
+    "folder": "your own images: give a folder of class folders with --data PATH",
 }
-# The recipes whose results a method is listed with.
+# The recipes whose results are listed with a method.
 MEASURED_ON = {"measured": "{}-cifar100-b50-s10", "embedded": "{}-mini-b10-s5"}
-METHODS_WIDTH = 120  # columns that their table needs
-# Which entries of a row are shown, in order; --json gives all of them.
+MEMORY = {"needed": "exemplars", "none": "none", "all": "every image", "optional": "none, or exemplars"}
+METHODS_WIDTH = 120  # columns that the table of methods needs
+# The entries of a row that are shown, in order; --json prints all of them.
 COLUMNS: dict[str, tuple[str, ...]] = {
     "recipes": ("recipe", "base", "increment", "memory", "epochs", "predictor"),
     "methods": ("method", "title", "paper", "memory", *MEASURED_ON),
@@ -41,11 +50,11 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "decoded": ("file", "megabytes", "last used"),
 }
 NUMBERS = ("megabytes", "base", "increment", "epochs", "order", "seed", "stages", "average", *MEASURED_ON)
-TITLES: dict[str, str] = {"dataset": "data set", "description": "what it is", "average": "average %"}
+TITLES = {"dataset": "data set", "average": "average %"}
 
 
 def list_command(options: List, typed: Sequence[str]) -> int:
-    """The exit status of `engram list`."""
+    """Run `engram list`."""
     del typed
     console = make_console()
     rows = {
@@ -57,41 +66,93 @@ def list_command(options: List, typed: Sequence[str]) -> int:
         "cache": _cache,
     }[options.what]()
     if options.text is not None:
-        rows = _filtered(rows, options, options.text)
+        rows = _filter(rows, options, options.text)
     if options.json:
         print_line(console, json.dumps(rows))
-    elif options.what == "runs" and not rows:
-        print_line(console, f"there is no run in {options.root}; 'engram demo' makes some")
+    elif options.what == "runs":
+        _print_runs(console, rows, options.root)
     elif options.what == "cache":
         _print_cache(console, rows)
     elif options.what == "recipes":
         for dataset in dict.fromkeys(row["dataset"] for row in rows):
-            _print(console, options.what, [row for row in rows if row["dataset"] == dataset], DATASETS.get(dataset))
-    elif options.what == "runs":
-        _print_runs(console, rows)
+            if dataset in DATASETS:
+                print_line(console, f"{dataset}: {DATASETS[dataset]}")
+            _print_rows(console, options.what, [row for row in rows if row["dataset"] == dataset])
     elif options.what == "methods":
         _print_methods(console, rows)
-        of = "; ".join(f"{column}: of {recipe.format('METHOD')}" for column, recipe in MEASURED_ON.items())
-        console.print(f"average incremental accuracy, % (runs), {of}; - where there is none yet")
     else:
-        _print(console, options.what, rows)
+        _print_rows(console, options.what, rows)
     return 0
 
 
-def _filtered(rows: Sequence[dict[str, Any]], options: List, text: str) -> list[dict[str, Any]]:
-    """The rows with the text in one of their entries; none is refused, but for programs, which get an empty list."""
+def _filter(rows: Sequence[Row], options: List, text: str) -> list[Row]:
+    """Return the rows that contain the text; without any, raise an error, except for --json."""
     wanted = text.casefold()
     found = [row for row in rows if any(wanted in cell.casefold() for cell in row.values() if isinstance(cell, str))]
     if not found and not options.json:
-        raise EngramError(f"there is no {text!r} in the list of {options.what}; 'engram list {options.what}' has all")
+        raise EngramError(
+            f"nothing in the list of {options.what} contains {text!r}; 'engram list {options.what}' has all"
+        )
     return found
 
 
-def _cache() -> list[dict[str, Any]]:
-    """The trained base stages that runs share, then the decoded image sets, of each the longest unused first."""
-    from engram.data.sources.image_cache import ImageCache
-    from engram.data.sources.imagenet import CACHE
+def _print_rows(console: Console, what: str, rows: Sequence[Row]) -> None:
+    titles = {column: TITLES.get(column, column) for column in COLUMNS[what]}
+    table = make_table(titles.values(), right=[title for column, title in titles.items() if column in NUMBERS])
+    for row in rows:
+        cells = [row[column] for column in titles]
+        table.add_row(
+            *["-" if cell is None else percent(cell) if isinstance(cell, float) else str(cell) for cell in cells]
+        )
+    print_table(console, table)
 
+
+def _print_runs(console: Console, rows: Sequence[Row], root: str) -> None:
+    """Print the runs as a table, or each on two lines if the console is too narrow."""
+    if not rows:
+        print_line(console, f"there is no run in {root}; 'engram demo' makes some")
+        return
+    longest = [max(len(str(row[column])) for row in rows) for column in ("directory", "recipe", "status")]
+    if console.width >= sum(longest) + 50:
+        _print_rows(console, "runs", rows)
+        return
+    for row in rows:
+        print_line(console, row["directory"])
+        known = [] if row["recipe"] is None else [f"{row['recipe']}, order {row['order']}, seed {row['seed']}"]
+        known += [f"{row['stages']} stages" if row["stages"] else "", row["status"]]
+        known += [] if row["average"] is None else [f"average {percent(row['average'])} %"]
+        print_indented(console, ", ".join(filter(None, known)))
+
+
+def _print_methods(console: Console, rows: Sequence[Row]) -> None:
+    """Print the methods as a table, or each on about three lines if the table would break words."""
+    if console.width >= METHODS_WIDTH:
+        _print_rows(console, "methods", rows)
+    else:
+        for row in rows:
+            console.print(f"{row['method']}: {row['title']}")
+            numbers = [f"{column} {row[column] or '-'}" for column in MEASURED_ON]
+            for text in filter(None, (row["paper"], f"memory: {row['memory']}; {', '.join(numbers)}")):
+                print_indented(console, text)
+    recipes = "; ".join(f"{column}: of {name.format('METHOD')}" for column, name in MEASURED_ON.items())
+    console.print(f"average incremental accuracy, % (runs), {recipes}; - if not measured yet")
+
+
+def _print_cache(console: Console, rows: Sequence[Row]) -> None:
+    """Print the entries of each cache, where it is, and that they can be deleted."""
+    stages, decoded = ([row for row in rows if row["kind"] == kind] for kind in ("base stage", "decoded images"))
+    print_line(console, f"{len(stages)} trained base stages in {user_cache().folder}; you can delete any of them")
+    if stages:
+        _print_rows(console, "cache", stages)
+    if decoded:
+        sets = f"{len(decoded)} set{'s' if len(decoded) > 1 else ''} of decoded images"
+        place = Path(decoded[0]["path"]).parent
+        print_line(console, f"{sets} in {place}; you can delete any of them, a run that needs one decodes it again")
+        _print_rows(console, "decoded", decoded)
+
+
+def _cache() -> list[Row]:
+    """List the trained base stages that runs share, then the decoded image sets; the longest unused first."""
     images, cache = ImageCache(data_home() / CACHE), user_cache()
     stages = [("base stage", entry.path, entry, cache.trained_by(entry.key)) for entry in cache.entries()]
     decoded = [("decoded images", images.path(entry.key), entry, None) for entry in images.entries()]
@@ -108,135 +169,74 @@ def _cache() -> list[dict[str, Any]]:
     ]
 
 
-def _print_cache(console: Console, rows: Sequence[dict[str, Any]]) -> None:
-    """Prints what is kept of each kind, where, and that it can be deleted; decoded images only where there are some."""
-    stages, decoded = ([row for row in rows if row["kind"] == kind] for kind in ("base stage", "decoded images"))
-    print_line(console, f"{len(stages)} trained base stages in {user_cache().folder}; delete what you like")
-    if stages:
-        _print(console, "cache", stages)
-    if decoded:
-        sets = f"{len(decoded)} set{'s' if len(decoded) > 1 else ''} of decoded images"
-        place = Path(decoded[0]["path"]).parent
-        print_line(console, f"{sets} in {place}; delete what you like, it is decoded again when a run needs it")
-        _print(console, "decoded", decoded)
-
-
-def _print(console: Console, what: str, rows: Sequence[dict[str, Any]], title: str | None = None) -> None:
-    columns = COLUMNS[what]
-    titles = {column: TITLES.get(column, column) for column in columns}
-    table = make_table(titles.values(), right=[title for column, title in titles.items() if column in NUMBERS])
-    for row in rows:
-        cells = [row[column] for column in columns]
-        table.add_row(
-            *[percent(cell) if isinstance(cell, float) else "-" if cell is None else str(cell) for cell in cells]
-        )
-    if title is not None:
-        print_line(console, f"{rows[0]['dataset']}: {title}")
-    print_table(console, table)
-
-
-def _print_runs(console: Console, rows: Sequence[dict[str, Any]]) -> None:
-    """Prints the runs as a table, or where that is too wide, each on two lines."""
-    longest = {column: max(len(str(row[column])) for row in rows) for column in ("directory", "recipe", "status")}
-    if console.width >= sum(longest.values()) + 50:
-        _print(console, "runs", rows)
-        return
-    for row in rows:
-        print_line(console, row["directory"])
-        known = [] if row["recipe"] is None else [f"{row['recipe']}, order {row['order']}, seed {row['seed']}"]
-        known += [f"{row['stages']} stages" if row["stages"] else "", row["status"]]
-        known += [] if row["average"] is None else [f"average {percent(row['average'])} %"]
-        console.print(Padding(", ".join(filter(None, known)), (0, 0, 0, 4)))
-
-
-def _print_methods(console: Console, rows: Sequence[dict[str, Any]]) -> None:
-    """Prints the methods as a table, or where words would be broken in it, each on three lines or so."""
-    if console.width >= METHODS_WIDTH:
-        _print(console, "methods", rows)
-        return
-    for row in rows:
-        console.print(f"{row['method']}: {row['title']}")
-        numbers = [f"{column} {row[column] or '-'}" for column in MEASURED_ON]
-        for text in filter(None, (row["paper"], f"memory: {row['memory']}; {', '.join(numbers)}")):
-            console.print(Padding(text, (0, 0, 0, 4)))
-
-
-def _recipes() -> list[dict[str, Any]]:
-    from engram.experiment.recipes import recipe, recipe_names
-
-    rows: list[dict[str, Any]] = []
-    for name in recipe_names():
-        config = recipe(name)
-        training = getattr(config.settings, "train", None)
+def _recipes() -> list[Row]:
+    rows: list[Row] = []
+    for config in map(recipe, recipe_names()):
+        trainings = list(with_role(config.settings, "main").values())
         rows.append(
             {
-                "recipe": name,
+                "recipe": config.recipe,
                 "dataset": config.data.name,
                 "base": "half" if config.base is None else config.base,
                 "increment": config.increment,
                 "memory": str(config.memory),
-                "epochs": None if training is None else training.epochs,
+                "epochs": trainings[0].epochs if trainings else None,
                 "predictor": config.predictor,
             }
         )
     return rows
 
 
-def _methods() -> list[dict[str, Any]]:
-    from engram.methods import METHODS
-    from engram.reproduce.measured_summary import measured
-
-    needs = {"needed": "exemplars", "none": "none", "all": "every image", "optional": "none, or exemplars"}
+def _methods() -> list[Row]:
     known = measured()
     return [
         {
             "method": info.name,
             "title": info.title,
             "paper": info.paper or None,
-            "memory": needs[info.memory],
-            **{column: _measured(known.get(recipe.format(info.name))) for column, recipe in MEASURED_ON.items()},
+            "memory": MEMORY[info.memory],
+            **{column: _accuracy_text(known.get(name.format(info.name))) for column, name in MEASURED_ON.items()},
         }
         for info in sorted(METHODS.values(), key=lambda info: info.name)
     ]
 
 
-def _measured(numbers: dict[str, Any] | None) -> str | None:
-    """The accuracy, its spread and how many runs it is of; None where there is no run yet."""
+def _accuracy_text(numbers: dict[str, Any] | None) -> str | None:
+    """Return mean, standard deviation and number of runs, or None if there is no run yet."""
     if numbers is None:
         return None
     spread = "" if numbers["std"] is None else f" ± {numbers['std']:.2f}"
     return f"{numbers['mean']:.2f}{spread} ({numbers['n']})"
 
 
-def _backbones() -> list[dict[str, Any]]:
-    from engram.nn.backbones import BACKBONES
-
+def _backbones() -> list[Row]:
     return [{"backbone": name, "description": (make.__doc__ or "").strip()} for name, make in BACKBONES.items()]
 
 
-def list_runs(root: Path) -> list[dict[str, Any]]:
-    """One row for each run under the root; a damaged one has its row too, and says what is wrong."""
-    rows: list[dict[str, Any]] = []
+def list_runs(root: Path) -> list[Row]:
+    """Return one row for each run under the root; the row of a damaged run says what is wrong."""
+    rows: list[Row] = []
     for path in find_runs(root):
-        row: dict[str, Any] = {**dict.fromkeys(COLUMNS["runs"]), "directory": str(path)}
+        row: Row = {**dict.fromkeys(COLUMNS["runs"]), "directory": str(path)}
         try:
             row |= _describe_run(path)
         except EngramError as error:
             row["status"] = f"damaged: {error}"
         except (KeyError, TypeError, AttributeError, IndexError) as error:
-            row["status"] = f"damaged: its files do not hold what they should ({type(error).__name__}: {error})"
+            row["status"] = f"damaged: its files lack something ({type(error).__name__}: {error})"
         rows.append(row)
     return rows
 
 
-def _describe_run(path: Path) -> dict[str, Any]:
+def _describe_run(path: Path) -> Row:
     manifest = read_manifest(path)
     config, total = manifest["config"], len(manifest["stage_sizes"])
     done, average = 0, None
     if (path / RESULT).exists():
         result = read_json(path / RESULT)
         done = len(result["stages"])
-        average = float(result["average_incremental_accuracy"][_predictor(config, result)])
+        averages = result["average_incremental_accuracy"]
+        average = float(averages[config["predictor"] if config.get("predictor") in averages else "cnn"])
     return {
         "recipe": manifest["recipe"],
         "order": manifest["order"]["name"] if "," not in manifest["order"]["name"] else "given",
@@ -245,8 +245,3 @@ def _describe_run(path: Path) -> dict[str, Any]:
         "average": average,
         "status": run_status(path, total, done),
     }
-
-
-def _predictor(config: dict[str, Any], result: dict[str, Any]) -> str:
-    wanted = config.get("predictor", "cnn")
-    return wanted if wanted in result["average_incremental_accuracy"] else "cnn"

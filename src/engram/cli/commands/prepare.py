@@ -1,4 +1,4 @@
-"""`engram prepare`: public data sets, downloaded and checked."""
+"""`engram prepare`: download public data sets and check them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from engram.cli.options.runs import Prepare
 from engram.cli.text import is_live, make_console, print_line
-from engram.core.errors import EngramError, suggest
+from engram.core.errors import EngramError, UnknownNameError
 from engram.core.io import typed_path
 from engram.data.sources.cifar import read_cifar100
 from engram.data.sources.download import data_home, fetch_cifar100
@@ -22,32 +22,32 @@ PLAIN_SECONDS = 5.0
 
 
 def prepare_command(options: Prepare, typed: Sequence[str]) -> int:
-    """The exit status of `engram prepare`."""
+    """Run `engram prepare`."""
     del typed
     if options.dataset in ("mini", "folder"):
-        raise EngramError(f"{options.dataset} needs no preparation; 'cifar100' is what can be downloaded")
+        raise EngramError(f"{options.dataset} needs no preparation; only 'cifar100' can be downloaded")
     if options.dataset in IMAGENET:
         raise EngramError(
-            f"{options.dataset} cannot be downloaded for you: get ImageNet from https://image-net.org and give "
-            "'engram run' the folder with its train/ and val/ with --data"
+            f"{options.dataset} cannot be downloaded: get ImageNet from https://image-net.org and give 'engram run' "
+            "the folder with its train/ and val/ with --data"
         )
     if options.dataset not in PREPARED:
-        raise EngramError(f"no data set {options.dataset!r} to prepare: {suggest(options.dataset, PREPARED)}")
+        raise UnknownNameError("data set", options.dataset, PREPARED)
     folder = data_home() if options.out is None else typed_path(options.out)
     console = make_console()
     try:
         path = _fetch_live(folder, console) if is_live(console) else _fetch_plain(folder, console)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt("interrupted; what has come is kept, and the same command goes on with it") from None
+        raise KeyboardInterrupt("interrupted; what was downloaded is kept, and the same command continues") from None
     store = read_cifar100(path)
     print_line(
         console,
         f"{path}: {store.num_classes} classes, {len(store.train):,} training and {len(store.test):,} test images; "
-        "it is whole and reads well",
+        "it is complete and readable",
     )
     if options.out is not None and folder.resolve() != data_home().resolve():
         print_line(
-            console, f"it is not where engram looks by itself: give --data {path}, or set ENGRAM_DATA to {folder}"
+            console, f"engram does not look there by default: give --data {path}, or set ENGRAM_DATA to {folder}"
         )
     return 0
 
@@ -60,12 +60,12 @@ def _fetch_live(folder: Path, console: Console) -> Path:
 
 
 def _fetch_plain(folder: Path, console: Console) -> Path:
-    said = time.monotonic()
+    printed = time.monotonic()
 
     def report(done: int, total: int | None) -> None:
-        nonlocal said
-        if time.monotonic() - said >= PLAIN_SECONDS:
-            said = time.monotonic()
+        nonlocal printed
+        if time.monotonic() - printed >= PLAIN_SECONDS:
+            printed = time.monotonic()
             share = f" ({done / total:.0%})" if total else ""
             print_line(console, f"cifar100: {done / 1e6:.0f} MB{share}")
 

@@ -1,4 +1,4 @@
-"""`engram reproduce`: the paper's tables and figures, with ours beside the published numbers."""
+"""`engram reproduce`: the paper's tables and figures, our numbers next to the published ones."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from engram.cli.commands.run_common import check_last_stage, check_running, print_line, read_images, use_threads
-from engram.cli.commands.several import Last, work_through
-from engram.cli.completed_runs import Known, known_records, origin_line
-from engram.cli.options.overrides import images_at, listed, listed_seeds
+from engram.cli.commands.run_common import check_last_stage, check_running, read_images, use_threads
+from engram.cli.commands.several import train_all
+from engram.cli.options.overrides import images_at, split_seeds, split_values
 from engram.cli.options.runs import Reproduce
-from engram.cli.paper_plan import missing_line, print_plan
-from engram.cli.text import make_console, make_table
+from engram.cli.paper_plan import CompletedRuns, missing_line, origin_line, print_plan, read_completed
+from engram.cli.text import make_console, make_table, print_line
 from engram.core.errors import EngramError
 from engram.core.io import typed_path
 from engram.data.sources.load import DataConfig
@@ -34,18 +33,16 @@ from engram.reproduce.paper_page import headline, remarks, write_page
 from engram.reproduce.paper_tables import against_first, caption, grid, legend, lines
 
 PAGE = "reproduction.html"
-GAP = 3  # columns of the console between two of a table
+GAP = 3  # console columns between two columns of a table
 _STYLES = {WITHIN_STD: "green", WITHIN_POINT: "cyan", FURTHER: "yellow", NOT_RUN: "dim"}
 
 
 def reproduce_command(options: Reproduce, typed: Sequence[str]) -> int:
-    """The exit status of `engram reproduce`."""
+    """Run `engram reproduce`."""
     flags = options.running
-    check_running(flags)
+    check_running(flags, options.at_once)
     if options.dry_run and options.no_run:
-        raise EngramError("--dry-run and --no-run exclude each other; give one of them")
-    if options.at_once is not None and options.at_once < 1:
-        raise EngramError(f"--at-once must be at least 1, got {options.at_once}")
+        raise EngramError("--dry-run and --no-run exclude each other; give only one of them")
     console, runs = make_console(), typed_path(options.out)
     page = runs / PAGE if options.page is None else typed_path(options.page)
     if page.suffix.lower() not in (".html", ".htm"):
@@ -53,46 +50,41 @@ def reproduce_command(options: Reproduce, typed: Sequence[str]) -> int:
     paper = load_paper(None if options.paper is None else typed_path(options.paper))
     experiments, asked = paper.find(options.what), _asked(options)
 
-    def plan_now() -> tuple[Plan, Known]:
-        known = known_records(options.results, runs)
-        return make_plan(experiments, known.records, asked), known
+    def plan_now() -> tuple[Plan, CompletedRuns]:
+        completed = read_completed(options.results, runs)
+        return make_plan(experiments, completed.records, asked), completed
 
-    plan, known = plan_now()
-    if asked.data_path is not None and not any(w.config.data.path for w in plan.runs.values()):
-        raise EngramError("the images of these experiments come with the package; leave --data out")
+    plan, completed = plan_now()
+    if asked.data_path is not None and not any(wanted.config.data.path for wanted in plan.runs.values()):
+        raise EngramError("the images of these experiments are part of the package; leave --data out")
     if options.dry_run:
-        print_plan(console, plan, costs(plan, known.records, runs), known, options)
+        print_plan(console, plan, costs(plan, completed.records, runs), completed, options)
         return 0
 
-    def show(plan: Plan, known: Known) -> None:
+    def show(plan: Plan, completed: CompletedRuns) -> None:
         write_page(page, paper, plan)
         if not flags.json:
-            print_results(console, paper, plan, known, page, flags.quiet)
+            _print_results(console, paper, plan, completed, page, flags.quiet)
 
     if options.no_run or not plan.left:
         if flags.json:
             print_line(console, json.dumps(cells_json(plan)))
-        show(plan, known)
+        show(plan, completed)
         return 0
-
-    def tell(last: Last) -> None:
-        del last
-        show(*plan_now())
-
     refuse_edited(plan)
     use_threads(flags.threads)
     configs, stores = with_images(plan, lambda data: read_images(data, console, silent=flags.quiet or flags.json))
     members = plan_members(configs, directory=runs, read=stores.__getitem__)
     check_last_stage(flags, *[member.stages for member in members])
-    return work_through(members, runs, flags, options.at_once, typed, console, tell)
+    return train_all(members, runs, flags, options.at_once, typed, console, lambda _: show(*plan_now()))
 
 
 def with_images(
     plan: Plan, read: Callable[[DataConfig], ImageStore]
 ) -> tuple[dict[str, RunConfig], dict[DataConfig, ImageStore]]:
-    """The runs to do whose images are here, and the images; the others are left out by name of their data set.
+    """Return the runs to do whose images are available, and the images; print which data sets are left out.
 
-    Where that leaves nothing to do, the first of what was wrong is raised.
+    If no images are available, the first error is raised.
     """
     stores: dict[DataConfig, ImageStore] = {}
     refused: dict[DataConfig, EngramError] = {}
@@ -112,18 +104,20 @@ def with_images(
 
 def _asked(options: Reproduce) -> Asked:
     return Asked(
-        rows=listed("--rows", options.rows) or None,
-        columns=listed("--columns", options.columns) or None,
-        orders=listed("--orders", options.orders) or None,
-        seeds=listed_seeds(options.seeds),
+        rows=split_values("--rows", options.rows) or None,
+        columns=split_values("--columns", options.columns) or None,
+        orders=split_values("--orders", options.orders) or None,
+        seeds=split_seeds(options.seeds),
         data_path=None if options.data is None else images_at(options.data),
         device=options.device,
         precision=None if options.precision == "auto" else options.precision,
     )
 
 
-def print_results(console: Console, paper: Paper, plan: Plan, known: Known, page: Path, quiet: bool) -> None:
-    """Prints each table with ours beside the paper's, where the runs are from, and where the page is."""
+def _print_results(
+    console: Console, paper: Paper, plan: Plan, completed: CompletedRuns, page: Path, quiet: bool
+) -> None:
+    """Print each table, where the runs come from, and where the page is."""
     cells = {id(experiment): [measure(cell) for cell in plan.of(experiment)] for experiment in plan.experiments}
     if not quiet:
         for experiment in plan.experiments:
@@ -132,16 +126,16 @@ def print_results(console: Console, paper: Paper, plan: Plan, known: Known, page
             for text in filter(None, (experiment.note, *remarks(paper, cells[id(experiment)]))):
                 console.print(text, style="dim")
         console.print(legend(cell for group in cells.values() for cell in group), style="dim")
-    for text in filter(None, (missing_line(plan), origin_line(plan, known))):
+    for text in filter(None, (missing_line(plan), origin_line(plan, completed))):
         print_line(console, text)
     print_line(console, headline([cell for group in cells.values() for cell in group]))
     print_line(console, str(page))
 
 
 def results_tables(experiment: Experiment, cells: Sequence[Measured], width: int) -> list[Table]:
-    """The experiment's table: in each cell ours, the paper's, and the difference with its mark.
+    """Return the experiment's table: in each cell our number, the paper's, and the difference with its mark.
 
-    Where it is wider than the console its columns are spread over several tables, each with all rows.
+    If it is wider than the console, its columns are split into several tables, each with all rows.
     """
     found = grid(experiment, cells)
     _, firsts = found[0]
@@ -151,10 +145,10 @@ def results_tables(experiment: Experiment, cells: Sequence[Measured], width: int
         max(len(label), *(len(line) for _, row in rows for line in row[i].plain.splitlines())) + GAP
         for i, label in enumerate(labels)
     ]
-    room = width - max(len(label) for label, _ in rows) - GAP
+    available = width - max(len(label) for label, _ in rows) - GAP
     groups: list[list[int]] = [[]]
     for i, needed in enumerate(widths):
-        if groups[-1] and sum(widths[j] for j in groups[-1]) + needed > room:
+        if groups[-1] and sum(widths[j] for j in groups[-1]) + needed > available:
             groups.append([])
         groups[-1].append(i)
     tables: list[Table] = []
@@ -178,13 +172,11 @@ def _cell(measured: Measured, first: Measured) -> Text:
 
 
 def cells_json(plan: Plan) -> list[dict[str, Any]]:
-    """Every cell for programs: ours and the paper's numbers, unrounded; null where there is none."""
+    """Return every cell as plain data: our numbers and the paper's, unrounded, or None."""
     found: list[dict[str, Any]] = []
     for cell in plan.cells:
         measured = measure(cell)
-        ours, published = measured.ours, cell.published
         first = next(other for other in plan.of(cell.experiment) if other.column is cell.column)
-        against = effect_of(cell, first)
         found.append(
             {
                 "experiment": cell.experiment.name,
@@ -192,12 +184,16 @@ def cells_json(plan: Plan) -> list[dict[str, Any]]:
                 "column": cell.column.label,
                 "measure": cell.experiment.measure,
                 "predictor": cell.predictor,
-                "published": None if published is None else {"mean": published.mean, "std": published.std},
-                "ours": None if ours is None else {"mean": ours.mean, "std": ours.std, "n": ours.n},
+                "published": _numbers(cell.published, "mean", "std"),
+                "ours": _numbers(measured.ours, "mean", "std", "n"),
                 "difference": measured.difference,
-                "effect": None if against is None else {"mean": against.mean, "std": against.std, "n": against.n},
+                "effect": _numbers(effect_of(cell, first), "mean", "std", "n"),
                 "mark": measured.mark,
                 "why": measured.why or None,
             }
         )
     return found
+
+
+def _numbers(value: object, *names: str) -> dict[str, Any] | None:
+    return None if value is None else {name: getattr(value, name) for name in names}

@@ -1,4 +1,4 @@
-"""`engram results`: measured runs brought together, and what they come to."""
+"""`engram results`: collect measured runs in a file, or write a page or summary of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from engram.reproduce.results_files import SUFFIX, merge, read_file, read_result
 
 
 def results_command(options: Results, typed: Sequence[str]) -> int:
-    """The exit status of `engram results`."""
+    """Run `engram results`."""
     out, inputs = typed_path(options.out), [typed_path(name) for name in options.inputs]
     wanted = {"merge": SUFFIX, "page": ".md", "summary": ".json"}[options.what]
     if out.suffix != wanted:
@@ -37,8 +37,8 @@ def results_command(options: Results, typed: Sequence[str]) -> int:
     else:
         summary = summarise(records)
         if not summary:
-            raise EngramError("there is no run of a recipe as it stands in what was given; nothing was written")
-        text, what = as_text(summary), f"{len(summary)} recipes as they stand, of "
+            raise EngramError("no run of an unchanged recipe was given; nothing was written")
+        text, what = as_text(summary), f"{len(summary)} unchanged recipes, of "
     write_text(out, text)
     print_line(make_console(), f"{out}: {what}{count_runs(len(records))}")
     return 0
@@ -48,7 +48,7 @@ def _merge(out: Path, records: Sequence[Record]) -> int:
     known = read_file(out) if out.exists() else []
     merged = merge([*known, *records])
     if not merged:
-        raise EngramError("there is no complete run in what was given; nothing was written")
+        raise EngramError("no complete run was given; nothing was written")
     write_file(out, merged)
     before = len(merge(known))
     print_line(make_console(), f"{out}: {count_runs(len(merged))}, {len(merged) - before} of them new")

@@ -6,22 +6,20 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from engram.cli.commands.run_common import (
-    carry_out,
+    DRY_RUN,
     check_last_stage,
     check_running,
     command_line,
-    print_line,
+    follow_run,
+    print_finished,
+    print_missing,
     read_images,
     refuse_used,
     shared_stages,
-    tell_finished,
-    tell_missing,
     use_threads,
 )
 from engram.cli.commands.run_paths import new_directory
@@ -29,24 +27,21 @@ from engram.cli.commands.several import run_several
 from engram.cli.options.overrides import configure_all, images_at
 from engram.cli.options.runs import Resume, Run
 from engram.cli.signals import Interrupt
-from engram.cli.text import card_table, make_console, make_table, print_table, shorten
-from engram.core.errors import EngramError
+from engram.cli.text import card_table, make_console, make_table, print_line, print_table, shorten
 from engram.core.events import RunFinished
 from engram.core.io import typed_path
 from engram.data.sources.load import outline_store
 from engram.data.store import ImageStore
 from engram.experiment.run_config import RunConfig, directory_name
 from engram.experiment.runner import resume, run
-from engram.experiment.session import Session, StagePlan
+from engram.experiment.session import Session
 from engram.runs.directory import read_manifest, read_result
 
 
 def run_command(options: Run, typed: Sequence[str]) -> int:
-    """The exit status of `engram run`."""
+    """Run `engram run`."""
     flags = options.running
-    check_running(flags)
-    if options.at_once is not None and options.at_once < 1:
-        raise EngramError(f"--at-once must be at least 1, got {options.at_once}")
+    check_running(flags, options.at_once)
     configs = configure_all(options)
     if len(configs) > 1:
         return run_several(options, configs, typed)
@@ -64,7 +59,7 @@ def run_command(options: Run, typed: Sequence[str]) -> int:
     if options.dry_run:
         _print_plan(config, store, place, console, flags.json)
         if outline is not None:
-            tell_missing(config.data)
+            print_missing(config.data)
         return 0
     interrupt = Interrupt()
     events = run(
@@ -77,29 +72,30 @@ def run_command(options: Run, typed: Sequence[str]) -> int:
         cache=shared_stages(flags),
         command=command_line(typed, [config.method]),
     )
-    return carry_out(events, console, interrupt, flags, place)
+    return follow_run(events, console, interrupt, flags, place)
 
 
 def resume_command(options: Resume, typed: Sequence[str]) -> int:
-    """The exit status of `engram resume`."""
+    """Run `engram resume`."""
     del typed
     flags = options.running
     check_running(flags)
     place = typed_path(options.directory)
     console = make_console()
-    manifest = read_manifest(place)
-    finished = _finished(place, manifest)
-    if finished is not None:
+    manifest, result = read_manifest(place), read_result(place)
+    stages = len(manifest["stage_sizes"])
+    if len(result["stages"]) == stages:
+        finished = RunFinished(result, str(place))
         if flags.json:
             print_line(console, json.dumps(finished.to_json()))
         else:
             print_line(console, f"{place} is finished already; nothing to do")
-            tell_finished(console, finished, flags.quiet)
+            print_finished(console, finished, flags.quiet)
         return 0
-    check_last_stage(flags, len(manifest["stage_sizes"]))
+    check_last_stage(flags, stages)
     config = RunConfig.from_plain(manifest["config"])
     data = config.data if options.data is None else replace(config.data, path=images_at(options.data))
-    # The threads it began with: with another number a CPU's sums differ in their last bits.
+    # The threads it began with: with another number the last bits of sums on a CPU differ.
     use_threads(flags.threads or manifest.get("hardware", {}).get("threads"))
     store = read_images(data, console, silent=flags.quiet or flags.json)
     interrupt = Interrupt()
@@ -111,18 +107,11 @@ def resume_command(options: Resume, typed: Sequence[str]) -> int:
         checkpoint_minutes=flags.checkpoint_minutes,
         cache=shared_stages(flags),
     )
-    return carry_out(events, console, interrupt, flags, place)
-
-
-def _finished(place: Path, manifest: dict[str, Any]) -> RunFinished | None:
-    """The last event of a run all of whose stages are there already."""
-    result = read_result(place)
-    complete = len(result["stages"]) == len(manifest["stage_sizes"])
-    return RunFinished(result, str(place)) if complete else None
+    return follow_run(events, console, interrupt, flags, place)
 
 
 def _print_plan(config: RunConfig, store: ImageStore, place: Path, console: Console, as_json: bool) -> None:
-    """Prints the protocol card and what each stage would do."""
+    """Print the protocol card and what each stage would do."""
     session = Session(config, store)
     plans, card = session.plan(), session.card()
     phases = [phase for plan in plans for phase in plan.phases]
@@ -139,18 +128,13 @@ def _print_plan(config: RunConfig, store: ImageStore, place: Path, console: Cons
         print_line(console, json.dumps(plan))
         return
     console.print(card_table(card))
-    print_table(console, _plan_table(plans))
-    print_line(console, f"in all {epochs:,} epochs and {steps:,} steps")
-    print_line(console, f"into {place}")
-    print_line(console, "this was a dry run: nothing was written")
-
-
-def _plan_table(plans: Sequence[StagePlan]) -> Table:
     right = ("stage", "seen", "images", "exemplars")
     table = make_table(["stage", "new classes", "seen", "images", "exemplars", "epochs x steps"], right)
     for plan in plans:
-        phases = ", ".join(f"{phase.name} {phase.epochs} x {phase.steps}" for phase in plan.phases)
         stage = "base" if plan.stage == 0 else str(plan.stage)
-        cells = (f"{plan.num_seen:,}", f"{plan.images:,}", f"{plan.exemplars:,}")
-        table.add_row(stage, shorten(plan.new_classes), *cells, phases)
-    return table
+        numbers = (f"{number:,}" for number in (plan.num_seen, plan.images, plan.exemplars))
+        trained = ", ".join(f"{phase.name} {phase.epochs} x {phase.steps}" for phase in plan.phases)
+        table.add_row(stage, shorten(plan.new_classes), *numbers, trained)
+    print_table(console, table)
+    for line in (f"in total {epochs:,} epochs and {steps:,} steps", f"into {place}", DRY_RUN):
+        print_line(console, line)

@@ -1,4 +1,4 @@
-"""Where a run's files go, and what is said of the run that is there already."""
+"""Where the files of a new run go, and what is known about a run that exists."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from engram.core.io import read_json
 from engram.runs.directory import ERROR, LOCK, MANIFEST, RESULT, free_directory, read_manifest
 
 RUNS = Path("runs")
-REPORT = "report.html"  # of a demo, written last
+REPORT = "report.html"  # the last file that a demo writes
+NO_STAGE = "no stage finished"
 
 
 def run_status(path: Path, total: int, done: int) -> str:
-    """How far the run in a directory is, in a few words."""
-    if done < total and is_running(path):
+    """Return the state of a run in a few words. total, done: its stages."""
+    if done == total:
+        return "finished"
+    if is_running(path):
         return "running"
-    return "finished" if done == total else _ended_after(done, "failed" if (path / ERROR).exists() else "stopped")
-
-
-def _ended_after(done: int, how: str) -> str:
+    has_failed = (path / ERROR).exists()
     if not done:
-        return "not a stage yet" if how == "stopped" else f"{how} in the base"
-    return f"{how} after the base" if done == 1 else f"{how} after stage {done - 1}"
+        return "failed in the base" if has_failed else NO_STAGE
+    return f"{'failed' if has_failed else 'stopped'} after {'the base' if done == 1 else f'stage {done - 1}'}"
 
 
 def is_running(path: Path) -> bool:
@@ -41,24 +41,17 @@ def is_running(path: Path) -> bool:
 
 
 def new_directory(name: str, silent: bool) -> Path:
-    """A directory of that name under runs/, numbered where there is one; says on stderr what is in the last of them."""
+    """Return a free directory of that name under runs/, numbered if needed; print what is in the one before it."""
     place = free_directory(RUNS, name)
-    before = _last_used(name, place)
-    if before is not None and not silent:
+    if place.name != name and not silent:
+        number = int(place.name.removeprefix(f"{name}-")) - 1
+        before = RUNS / (name if number == 1 else f"{name}-{number}")
         print(f"engram: {_describe(before)}; this one goes to {place}", file=sys.stderr)
     return place
 
 
-def _last_used(name: str, free: Path) -> Path | None:
-    """The directory before the free one, in the order in which `free_directory` tries them."""
-    if free.name == name:
-        return None
-    number = int(free.name.removeprefix(f"{name}-")) - 1
-    return free.parent / (name if number == 1 else f"{name}-{number}")
-
-
 def _describe(place: Path) -> str:
-    """What is in a directory, and for a run that is not finished how to go on with it."""
+    """Return what is in a directory, and how to continue a run that is not finished."""
     if any(place.glob(f"*/{MANIFEST}")):
         return f"the demo in {place} {'is finished' if (place / REPORT).exists() else 'was stopped'}"
     try:
@@ -66,8 +59,8 @@ def _describe(place: Path) -> str:
         result: dict[str, Any] = read_json(place / RESULT) if (place / RESULT).exists() else {}
         status = run_status(place, len(manifest["stage_sizes"]), len(result.get("stages", [])))
     except (EngramError, AttributeError, TypeError):
-        return f"there is something in {place} already"
+        return f"{place} exists already"
     if status in ("finished", "running"):
         return f"the run in {place} is {status}"
-    how = "has not finished a stage" if status == "not a stage yet" else status
-    return f"the run in {place} {how} ('engram resume {place}' goes on with it)"
+    how = "has not finished a stage" if status == NO_STAGE else status
+    return f"the run in {place} {how} ('engram resume {place}' continues it)"

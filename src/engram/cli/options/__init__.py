@@ -1,1 +1,1 @@
-"""Command-line options: one frozen dataclass per command, and how they change a configuration."""
+"""Options of the command line: one frozen dataclass per command."""

@@ -1,75 +1,90 @@
-"""What can be typed about models of one's own images; see options.py."""
+"""Options of the commands that work with models of your own images. Imports neither torch nor numpy."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from tyro.conf import Positional, UseAppendAction, arg
+from tyro.conf import UseAppendAction, arg
 
-CHOSEN_ONCE = "(default: chosen by the images; recorded)"
+from engram.cli.options.declare import Shown, options
+
+CHOSEN = "chosen by the images; recorded"
+
+Device = Literal["auto", "cpu", "cuda"]
+ModelDirectory = Annotated[str, Shown("MODEL", positional=True), arg(help="The model directory.")]
+Predictor = Annotated[
+    Literal["nme", "cnn"] | None,
+    Shown("HOW", "the method's"),
+    arg(help="cnn: the network's head; nme: the nearest class mean of the exemplars."),
+]
+Threads = Annotated[
+    int | None,
+    Shown("N", "one per core"),
+    arg(help="CPU threads to use; 1 is faster if other programs keep the cores busy."),
+]
+DropLearning = Annotated[bool, arg(help="Drop a lesson that was interrupted; it could not be continued.")]
+Yes = Annotated[bool, arg(help="Do not ask for confirmation (it asks only on a terminal).")]
+Quiet = Annotated[bool, arg(help="Print only errors.")]
+Json = Annotated[bool, arg(help="Print JSON.")]
 
 
-@dataclass(frozen=True)
+@options
 class NewModelFlags:
-    """Of a new model; recorded in it, and the same for all that it learns."""
+    """For a new model; recorded in it and used for everything that it learns later."""
 
-    method: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: afc)")] = None
-    """How it learns; 'engram list methods' has them."""
-    backbone: Annotated[str | None, arg(metavar="NAME", help_behavior_hint=CHOSEN_ONCE)] = None
-    """Network; 'engram list backbones' has them."""
-    image_size: Annotated[int | None, arg(metavar="PIXELS", help_behavior_hint=CHOSEN_ONCE)] = None
-    """Side that images are brought to: the central square, resized."""
-    memory: Annotated[str | None, arg(metavar="BUDGET", help_behavior_hint="(default: per_class=20)")] = None
-    """Images of each class to keep in the model: per_class=20, total=2000, all or none."""
-    holdout: Annotated[float | None, arg(metavar="SHARE", help_behavior_hint="(default: 0.2)")] = None
-    """Share of each class's images, 50 at most, never trained on and kept to measure accuracy with."""
-    no_mirror: Annotated[bool, arg(help_behavior_hint="")] = False
-    """Do not mirror images in training: for letters, signs, and all where left and right differ."""
-    seed: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: 1)")] = None
+    method: Annotated[str | None, Shown("NAME", "afc")] = None
+    """Learning method; 'engram list methods' shows them."""
+    backbone: Annotated[str | None, Shown("NAME", CHOSEN)] = None
+    """Network; 'engram list backbones' shows them."""
+    image_size: Annotated[int | None, Shown("PIXELS", CHOSEN)] = None
+    """Side length of the images: the central square is resized to it."""
+    memory: Annotated[str | None, Shown("BUDGET", "per_class=20")] = None
+    """Exemplars (images kept in the model): per_class=20, total=2000, all or none."""
+    holdout: Annotated[float | None, Shown("SHARE", "0.2")] = None
+    """Share of each class's images (at most 50) that is not trained on but kept to measure accuracy."""
+    no_mirror: bool = False
+    """Do not mirror images in training: for letters, signs and everything else where left and right differ."""
+    seed: Annotated[int | None, Shown("N", "1")] = None
     """Seed of weights, batches and augmentation."""
-    set: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="KEY=VALUE", help_behavior_hint="(repeatable)")] = ()
+    set: Annotated[UseAppendAction[tuple[str, ...]], Shown("KEY=VALUE")] = ()
     """Any other setting of the method, such as train.lr=0.05."""
 
 
-@dataclass(frozen=True)
+@options
 class LessonFlags:
-    """Of this lesson."""
+    """For this lesson."""
 
-    more_of_known: Annotated[bool, arg(help_behavior_hint="")] = False
-    """Learn classes that the model knows again, from these images and the kept ones; else they are left out."""
-    epochs: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: by the number of images)")] = None
-    """Times that every image is trained on."""
-    minutes: Annotated[float | None, arg(metavar="M", help_behavior_hint="")] = None
-    """Instead of epochs: as many as fit, by the time of the first steps."""
-    skip_bad: Annotated[bool, arg(help_behavior_hint="")] = False
-    """Leave out images that cannot be read and classes without any other, and say which."""
-    restart: Annotated[bool, arg(help_behavior_hint="")] = False
-    """Drop learning that was interrupted, and begin anew."""
-    no_undo: Annotated[bool, arg(help_behavior_hint="")] = False
-    """Do not keep what the model was before, for 'engram undo'; that takes about as much room as its weights."""
-    checkpoint_minutes: Annotated[float, arg(metavar="M", help_behavior_hint="(default: 2)")] = 2.0
-    """Save how far it is every M minutes."""
+    more_of_known: bool = False
+    """Train known classes again, on these images and the exemplars. Without this they are left out."""
+    epochs: Annotated[int | None, Shown("N", "by the number of images")] = None
+    """How often each image is trained on."""
+    minutes: Annotated[float | None, Shown("M")] = None
+    """Instead of --epochs: as many epochs as fit, estimated from the first steps."""
+    skip_bad: bool = False
+    """Leave out unreadable images, and classes without a readable one, and name them."""
+    restart: bool = False
+    """Drop a lesson that was interrupted and start again."""
+    no_undo: bool = False
+    """Do not keep the previous state for 'engram undo'; it takes about as much disk space as the weights."""
+    checkpoint_minutes: Annotated[float, Shown("M")] = 2.0
+    """Save the progress every M minutes."""
 
 
-@dataclass(frozen=True)
+@options
 class HardwareFlags:
     """Where it is computed."""
 
-    device: Annotated[Literal["auto", "cpu", "cuda"], arg(metavar="WHERE", help_behavior_hint="(default: auto)")] = (
-        "auto"
-    )
+    device: Annotated[Device, Shown("WHERE")] = "auto"
     """auto, cpu or cuda."""
-    threads: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: one a core)")] = None
-    """CPU threads to use; 1 is quicker where other programs keep the cores busy."""
+    threads: Threads = None
 
 
-@dataclass(frozen=True)
+@options
 class Learn:
-    """Learn classes from a folder of class folders: a new model, or what a model does not know yet.
+    """Learn classes from a folder of class folders: make a new model, or teach a model new classes.
 
-    Part of the images is held out; it says the accuracy on old classes before and after, and on the new ones. Until it
-    is done the model is what it was. Ctrl-C saves, and the same command goes on, also after a kill.
+    Part of the images is held out; the result shows the accuracy on old classes before and after, and on the new
+    ones. The model changes only when the lesson is done. Ctrl-C saves; the same command continues, also after a kill.
 
     For example:
         engram learn model photos
@@ -81,23 +96,23 @@ class Learn:
     new_model: NewModelFlags
     lesson: LessonFlags
     hardware: HardwareFlags
-    model: Annotated[Positional[str], arg(metavar="MODEL", help_behavior_hint="")]
-    """The model directory; made where there is none."""
-    images: Annotated[Positional[str], arg(metavar="IMAGES", help_behavior_hint="")]
-    """A folder with a folder of images for each class, named after it."""
-    by_class: Annotated[bool, arg(help_behavior_hint="")] = False
+    model: Annotated[str, Shown("MODEL", positional=True)]
+    """The model directory; created if it does not exist."""
+    images: Annotated[str, Shown("IMAGES", positional=True)]
+    """A folder with one folder of images per class, named after the class."""
+    by_class: bool = False
     """Print accuracy before and after for each class."""
-    quiet: Annotated[bool, arg(help_behavior_hint="")] = False
+    quiet: bool = False
     """Print one line at the end; warnings and errors go to stderr."""
-    json: Annotated[bool, arg(help_behavior_hint="")] = False
-    """Print every event as one line of JSON, and nothing else; notices go to stderr."""
+    json: bool = False
+    """Print every event as one line of JSON and nothing else; notices go to stderr."""
 
 
-@dataclass(frozen=True)
+@options
 class Predict:
-    """Say what is in images: a line for each, with its path, the class and its probability, tabs between.
+    """Classify images: prints one line per image with path, class and probability, separated by tabs.
 
-    Images that cannot be read are named on stderr; the exit status is 3 then.
+    Unreadable images are named on stderr; the exit status is 3 then.
 
     For example:
         engram predict model x.jpg
@@ -107,43 +122,39 @@ class Predict:
     """
 
     hardware: HardwareFlags
-    model: Annotated[Positional[str], arg(metavar="MODEL", help_behavior_hint="")]
-    """The model directory."""
-    paths: Annotated[Positional[tuple[str, ...]], arg(metavar="PATH [PATH ...]", help_behavior_hint="")]
-    """Files, folders, patterns such as 'inbox/*.png', or - for a path a line on standard input."""
-    top: Annotated[int, arg(metavar="K", help_behavior_hint="(default: 1)")] = 1
-    """The K most probable classes of each image."""
-    by: Annotated[Literal["nme", "cnn"] | None, arg(metavar="HOW", help_behavior_hint="(default: the method's)")] = None
-    """cnn, the network's head, or nme, the nearest mean of the kept images."""
-    batch: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: by the image size)")] = None
-    """Images at a time."""
-    quiet: Annotated[bool, arg(help_behavior_hint="")] = False
-    """No progress bar."""
-    json: Annotated[bool, arg(help_behavior_hint="")] = False
+    model: ModelDirectory
+    paths: Annotated[tuple[str, ...], Shown("PATH [PATH ...]", positional=True)]
+    """Files, folders, patterns such as 'inbox/*.png', or - to read paths from standard input, one per line."""
+    top: Annotated[int, Shown("K")] = 1
+    """Print the K most probable classes of each image."""
+    by: Predictor = None
+    batch: Annotated[int | None, Shown("N", "by the image size")] = None
+    """Images per batch."""
+    quiet: bool = False
+    """Show no progress bar."""
+    json: bool = False
     """Print a line of JSON for each image."""
 
 
-@dataclass(frozen=True)
+@options
 class Info:
-    """Say what a model knows: classes, lessons, images kept, accuracy on held-out images, settings.
+    """Describe a model: classes, lessons, exemplars, accuracy on held-out images, settings.
 
     For example:
         engram info model
         engram info model --json
     """
 
-    model: Annotated[Positional[str], arg(metavar="MODEL", help_behavior_hint="")]
-    """The model directory."""
-    json: Annotated[bool, arg(help_behavior_hint="")] = False
-    """Print JSON."""
+    model: ModelDirectory
+    json: Json = False
 
 
-@dataclass(frozen=True)
+@options
 class Evaluate:
-    """Test a model on a folder of class folders: accuracy in all and by class, and what is taken for what.
+    """Test a model on a folder of class folders: accuracy overall and by class, and the most confused classes.
 
-    Classes that the model does not know are left out by name. Images that cannot be read are named on stderr; the exit
-    status is 3 then.
+    Classes that the model does not know are left out and named. Unreadable images are named on stderr; the exit status
+    is 3 then.
 
     For example:
         engram evaluate model photos/test
@@ -151,27 +162,24 @@ class Evaluate:
     """
 
     hardware: HardwareFlags
-    model: Annotated[Positional[str], arg(metavar="MODEL", help_behavior_hint="")]
-    """The model directory."""
-    images: Annotated[Positional[str], arg(metavar="IMAGES", help_behavior_hint="")]
-    """A folder with a folder of images for each class."""
-    by: Annotated[Literal["nme", "cnn"] | None, arg(metavar="HOW", help_behavior_hint="(default: the method's)")] = None
-    """cnn, the network's head, or nme, the nearest mean of the kept images."""
-    report: Annotated[str | None, arg(metavar="FILE", help_behavior_hint="")] = None
+    model: ModelDirectory
+    images: Annotated[str, Shown("IMAGES", positional=True)]
+    """A folder with one folder of images per class."""
+    by: Predictor = None
+    report: Annotated[str | None, Shown("FILE")] = None
     """Write an HTML page with the confusion matrix."""
-    quiet: Annotated[bool, arg(help_behavior_hint="")] = False
-    """Print the accuracy alone."""
-    json: Annotated[bool, arg(help_behavior_hint="")] = False
-    """Print JSON."""
+    quiet: bool = False
+    """Print only the accuracy."""
+    json: Json = False
 
 
-@dataclass(frozen=True)
+@options
 class Remove:
-    """Remove classes from a model: their rows, exemplars and held-out images are gone from its files.
+    """Remove classes from a model: their rows, exemplars and held-out images are deleted from its files.
 
-    All of them go or none does. The other classes' scores stay what they are. After -- a name may begin with a dash.
-    With --images, single images go instead: every exemplar and held-out image that is one of these files, brought to
-    the model's size. The exit status is 1 where none is found.
+    Either all of them are removed or none. The scores of the other classes do not change. Write -- before a name that
+    begins with a dash. With --images, single images are removed instead: every exemplar and held-out image that equals
+    one of these files, resized to the model's image size. The exit status is 1 if none is found.
 
     For example:
         engram remove model cat
@@ -179,90 +187,73 @@ class Remove:
         engram remove model --images photos/cat/0003.jpg withdrawn
     """
 
-    model: Annotated[Positional[str], arg(metavar="MODEL", help_behavior_hint="")]
-    """The model directory."""
-    classes: Annotated[Positional[tuple[str, ...]], arg(metavar="CLASS [CLASS ...]", help_behavior_hint="")]
+    model: ModelDirectory
+    classes: Annotated[tuple[str, ...], Shown("CLASS [CLASS ...]", positional=True)]
     """The class or classes; with --images, image files, folders or patterns."""
-    images: Annotated[bool, arg(help_behavior_hint="")] = False
-    """Remove single images, not classes."""
-    drop_learning: Annotated[bool, arg(help_behavior_hint="")] = False
-    """Drop learning that was interrupted, which could not go on."""
-    yes: Annotated[bool, arg(help_behavior_hint="")] = False
-    """Do not ask first; on a terminal it does."""
-    quiet: Annotated[bool, arg(help_behavior_hint="")] = False
-    """Print nothing but errors."""
-    json: Annotated[bool, arg(help_behavior_hint="")] = False
-    """Print JSON."""
+    images: bool = False
+    """Remove single images instead of classes."""
+    drop_learning: DropLearning = False
+    yes: Yes = False
+    quiet: Quiet = False
+    json: Json = False
 
 
-@dataclass(frozen=True)
+@options
 class Rename:
-    """Give a class of a model another name; its scores and images, and all else, stay as they are.
+    """Rename a class of a model; its scores, its images and everything else stay the same.
 
-    A name that another class has, or that is written like one (dog, Dog), is refused. After -- a name may begin with a
-    dash.
+    A name that another class has, or that differs from one only in case (dog, Dog), is refused. Write -- before a name
+    that begins with a dash.
 
     For example:
         engram rename model cat kitten
         engram rename model -- -cat cat
     """
 
-    model: Annotated[Positional[str], arg(metavar="MODEL", help_behavior_hint="")]
-    """The model directory."""
-    old: Annotated[Positional[str], arg(metavar="OLD", help_behavior_hint="")]
+    model: ModelDirectory
+    old: Annotated[str, Shown("OLD", positional=True)]
     """The class."""
-    new: Annotated[Positional[str], arg(metavar="NEW", help_behavior_hint="")]
-    """Its name from now on."""
-    drop_learning: Annotated[bool, arg(help_behavior_hint="")] = False
-    """Drop learning that was interrupted, which could not go on."""
-    quiet: Annotated[bool, arg(help_behavior_hint="")] = False
-    """Print nothing but errors."""
-    json: Annotated[bool, arg(help_behavior_hint="")] = False
-    """Print JSON."""
+    new: Annotated[str, Shown("NEW", positional=True)]
+    """Its new name."""
+    drop_learning: DropLearning = False
+    quiet: Quiet = False
+    json: Json = False
 
 
-@dataclass(frozen=True)
+@options
 class Undo:
-    """Take the last lesson back: the model is again what it was before it, all of it, and says what is gone.
+    """Take the last lesson back: restore the whole model as it was before, and print what is gone.
 
-    One lesson can be taken back, not two in a row. After 'engram remove' there is nothing to undo: nothing of what was
-    removed is kept. 'engram info' says what could be undone.
+    Only one lesson can be taken back, not two in a row. After 'engram remove' there is nothing to undo: nothing that
+    was removed is kept. 'engram info' shows what can be undone.
 
     For example:
         engram undo model
         engram undo model --yes --json
     """
 
-    model: Annotated[Positional[str], arg(metavar="MODEL", help_behavior_hint="")]
-    """The model directory."""
-    drop_learning: Annotated[bool, arg(help_behavior_hint="")] = False
-    """Drop learning that was interrupted, which could not go on."""
-    yes: Annotated[bool, arg(help_behavior_hint="")] = False
-    """Do not ask first; on a terminal it does."""
-    quiet: Annotated[bool, arg(help_behavior_hint="")] = False
-    """Print nothing but errors."""
-    json: Annotated[bool, arg(help_behavior_hint="")] = False
-    """Print JSON."""
+    model: ModelDirectory
+    drop_learning: DropLearning = False
+    yes: Yes = False
+    quiet: Quiet = False
+    json: Json = False
 
 
-@dataclass(frozen=True)
+@options
 class Export:
-    """Write a model's network as an ONNX file and check it against the model in onnxruntime.
+    """Write a model's network as an ONNX file and check the file against the model in onnxruntime.
 
-    It takes uint8 images (N, height, width, 3) and gives probabilities (N, classes); normalisation and class names are
-    in it. It needs onnx and onnxruntime: pip install '.[onnx]' in the checkout.
+    The network takes uint8 images (N, height, width, 3) and returns probabilities (N, classes); normalisation and class
+    names are included. Needs onnx and onnxruntime: pip install '.[onnx]' in the checkout.
 
     For example:
         engram export model model.onnx
     """
 
-    model: Annotated[Positional[str], arg(metavar="MODEL", help_behavior_hint="")]
-    """The model directory."""
-    out: Annotated[Positional[str], arg(metavar="OUT.onnx", help_behavior_hint="")]
+    model: ModelDirectory
+    out: Annotated[str, Shown("OUT.onnx", positional=True)]
     """The file to write."""
-    by: Annotated[Literal["nme", "cnn"] | None, arg(metavar="HOW", help_behavior_hint="(default: the method's)")] = None
-    """cnn, the network's head, or nme, the nearest mean of the kept images."""
-    overwrite: Annotated[bool, arg(help_behavior_hint="")] = False
-    """Replace the file where there is one."""
-    json: Annotated[bool, arg(help_behavior_hint="")] = False
-    """Print JSON."""
+    by: Predictor = None
+    overwrite: bool = False
+    """Replace the file if it exists."""
+    json: Json = False

@@ -1,12 +1,14 @@
-"""From a recipe's name and the flags beside it to the configuration of a run."""
+"""From recipe names and the flags of `engram run` to the configurations of runs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from engram.cli.options.runs import DataFlags, Run, StreamFlags, TrainingFlags
-from engram.core.errors import EngramError
+from engram.contract.settings import Role, with_role
+from engram.core.errors import EngramError, option
 from engram.core.io import typed_path
 from engram.data.memory import MemoryConfig
 from engram.data.sources.load import FOLDERS
@@ -15,17 +17,27 @@ from engram.experiment.recipes import recipe
 from engram.experiment.run_config import RunConfig, refuse_no_epochs
 from engram.methods import find_method
 
+# For each flag the roles of the settings that it changes (a method must have the first), and which part of them.
+_CHANGES: dict[str, tuple[tuple[Role, ...], str]] = {
+    "epochs": (("main",), ".epochs"),
+    "finetune_epochs": (("finetune",), ".epochs"),
+    "batch_size": (("main", "finetune", "later"), ".batch_size"),
+    "lr": (("main",), ".lr"),
+    "variant": (("variant",), ""),
+    "lambda_disc": (("distillation",), ""),
+}
+
 
 def configure_all(options: Run) -> list[RunConfig]:
-    """The configuration of every run that was asked for: each recipe with each class order and each seed."""
+    """Return a configuration for each run: each recipe with each class order and each seed."""
     _refuse_repeated("recipe", options.recipes)
-    orders = [read_order(order) for order in listed("--orders", options.stream.orders)]
-    seeds = [] if options.training.seeds is None else listed_seeds(options.training.seeds)
-    for flag, single, several in (("--order", options.stream.order, orders), ("--seed", options.training.seed, seeds)):
-        key = flag.removeprefix("--")
-        is_set = any(setting.partition("=")[0].strip() == key for setting in options.training.set)
-        if several and (single is not None or is_set):
-            raise EngramError(f"{f'--set {key}' if is_set else flag} and {flag}s exclude each other; give one of them")
+    orders = [read_order(order) for order in split_values("--orders", options.stream.orders)]
+    seeds = [] if options.training.seeds is None else split_seeds(options.training.seeds)
+    set_keys = [setting.partition("=")[0].strip() for setting in options.training.set]
+    for key, single, several in (("order", options.stream.order, orders), ("seed", options.training.seed, seeds)):
+        if several and (single is not None or key in set_keys):
+            given = f"--set {key}" if key in set_keys else f"--{key}"
+            raise EngramError(f"{given} and --{key}s exclude each other; give only one of them")
     configs: list[RunConfig] = []
     for name in options.recipes:
         config = configure(options, name)
@@ -34,23 +46,23 @@ def configure_all(options: Run) -> list[RunConfig]:
     return configs
 
 
-def listed_seeds(text: str) -> list[int]:
-    """The seeds with commas between."""
-    seeds = listed("--seeds", text)
+def split_seeds(text: str) -> list[int]:
+    """Split seeds at the commas."""
+    seeds = split_values("--seeds", text)
     for seed in seeds:
         if not seed.isdecimal():
-            raise EngramError(f"--seeds takes whole numbers with commas between, such as 1,2,3, got {seed!r}")
+            raise EngramError(f"--seeds takes whole numbers separated by commas, such as 1,2,3, got {seed!r}")
     return [int(seed) for seed in seeds]
 
 
-def listed(flag: str, text: str | None) -> list[str]:
-    """The values with commas between; none where the flag was not given."""
+def split_values(flag: str, text: str | None) -> list[str]:
+    """Split the value of a flag at the commas; an empty list if the flag was not given."""
     if text is None:
         return []
     values = [str(int(value)) if value.strip().isdecimal() else value.strip() for value in text.split(",")]
     if not all(values):
-        raise EngramError(f"{flag} takes values with commas between, such as 1,2,3, got {text!r}")
-    _refuse_repeated(flag.removeprefix("--").removesuffix("s"), values)
+        raise EngramError(f"{flag} takes values separated by commas, such as 1,2,3, got {text!r}")
+    _refuse_repeated(flag.strip("-").removesuffix("s"), values)
     return values
 
 
@@ -61,7 +73,7 @@ def _refuse_repeated(what: str, values: Sequence[str]) -> None:
 
 
 def configure(options: Run, name: str) -> RunConfig:
-    """The configuration of one recipe: changed where a flag says so, and named after both."""
+    """Return the configuration of one recipe with the changes that the flags ask for, which its name mentions."""
     original = recipe(name)
     config = _with_data(original, options.data)
     config = _with_stream(config, options.stream)
@@ -73,19 +85,19 @@ def configure(options: Run, name: str) -> RunConfig:
 
 
 def images_at(text: str) -> str:
-    """The path that --data names, kept whole, so that a run can be resumed from another directory."""
+    """Return the absolute path that --data names, so that a run can be resumed from another directory."""
     path = typed_path(text)
     if not path.exists():
-        raise EngramError(f"there is no file or folder {text}; --data should say where the images are")
+        raise EngramError(f"there is no file or folder {text}; give --data the path of the images")
     return str(path.resolve())
 
 
 def read_order(order: str) -> str:
-    """The class order that was typed; for @FILE the classes in the file, a line each or with commas between."""
+    """Return a typed class order; for @FILE the classes in the file, one per line or separated by commas."""
     if not order.startswith("@"):
         return order
     path = typed_path(order[1:])
-    how = "it should have every class, one a line or with commas between"
+    how = "it must name every class, one per line or separated by commas"
     try:
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
@@ -96,7 +108,7 @@ def read_order(order: str) -> str:
         raise EngramError(f"the file {path} of the class order cannot be read ({error.strerror}); {how}") from None
     classes = [name for line in text.splitlines() for name in map(str.strip, line.split(",")) if name]
     if len(classes) < 2:
-        found = f"names {classes[0]!r} alone" if classes else "is empty"
+        found = f"names only {classes[0]!r}" if classes else "is empty"
         raise EngramError(f"the file {path} of the class order {found}; {how}")
     return ",".join(classes)
 
@@ -112,9 +124,8 @@ def _with_data(config: RunConfig, flags: DataFlags) -> RunConfig:
         ("--skip-bad", flags.skip_bad, FOLDERS),
     ):
         if given and data.name not in takers:
-            raise EngramError(f"{flag} is for a folder of images, and {config.recipe} reads {data.name}; leave it out")
-    changes = {"image_size": flags.image_size, "test_fraction": flags.test_fraction, "holdout": flags.holdout}
-    data = replace(data, **{name: value for name, value in changes.items() if value is not None})
+            raise EngramError(f"{flag} is for a folder of images, but {config.recipe} reads {data.name}; leave it out")
+    data = replace(data, **_given(flags, "image_size", "test_fraction", "holdout"))
     return replace(config, data=replace(data, skip_bad=flags.skip_bad or data.skip_bad))
 
 
@@ -126,8 +137,7 @@ def _with_stream(config: RunConfig, flags: StreamFlags) -> RunConfig:
         if memory.budget in ("all", "none"):
             raise EngramError(f"--selection has nothing to choose from: the memory of {config.recipe} is {memory}")
         memory = replace(memory, selection=flags.selection)
-    changes = {"base": flags.base, "increment": flags.increment, "order": flags.order}
-    return replace(config, memory=memory, **{name: value for name, value in changes.items() if value is not None})
+    return replace(config, memory=memory, **_given(flags, "base", "increment", "order"))
 
 
 def _with_training(config: RunConfig, flags: TrainingFlags) -> RunConfig:
@@ -135,22 +145,18 @@ def _with_training(config: RunConfig, flags: TrainingFlags) -> RunConfig:
         raise EngramError(
             f"--finetune-epochs is not for {config.method}, which has no balanced fine-tuning; leave it out"
         )
-    for flag, path, value in (
-        ("--epochs", "train.epochs", flags.epochs),
-        ("--finetune-epochs", "finetune.epochs", flags.finetune_epochs),
-        ("--batch-size", "train.batch_size", flags.batch_size),
-        ("--batch-size", "finetune.batch_size", flags.batch_size),
-        ("--batch-size", "rehearse.batch_size", flags.batch_size),
-        ("--lr", "train.lr", flags.lr),
-        ("--variant", "variant", flags.variant),
-        ("--lambda-disc", "lambda_disc", flags.lambda_disc),
-    ):
-        if value is None:
-            continue
-        if not hasattr(config.settings, path.partition(".")[0]):
-            if path in ("finetune.batch_size", "rehearse.batch_size"):
-                continue  # a phase that not every method has
-            raise EngramError(f"{flag} is not a setting of {config.method}; leave it out or choose another recipe")
-        config = config.with_value(f"settings.{path}", value)
-    changes = {name: getattr(flags, name) for name in ("seed", "backbone", "device", "precision")}
-    return replace(config, **{name: value for name, value in changes.items() if value is not None})
+    for name, value in _given(flags, *_CHANGES).items():
+        roles, part = _CHANGES[name]
+        if not with_role(config.settings, roles[0]):
+            raise EngramError(
+                f"{option(name)} is not for {config.method}, which has no setting with the role "
+                f"{roles[0]!r}; leave it out or choose another recipe"
+            )
+        for setting in with_role(config.settings, *roles):
+            config = config.with_value(f"settings.{setting}{part}", value)
+    return replace(config, **_given(flags, "seed", "backbone", "device", "precision"))
+
+
+def _given(flags: object, *names: str) -> dict[str, Any]:
+    """Return those of the flags that were given, by name."""
+    return {name: value for name in names if (value := getattr(flags, name)) is not None}

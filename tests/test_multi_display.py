@@ -1,8 +1,7 @@
-"""The boards of several runs, fed with events that no run produced."""
+"""The displays of several runs, with made-up events."""
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,9 +11,11 @@ import pytest
 from rich.console import Console
 
 from conftest import make_config, make_store
-from engram.cli.commands.several import differences_table, exit_status, results_table, spread, tell_failures
-from engram.cli.multi_display import Board, JsonBoard, LiveBoard, PlainBoard, QuietBoard, make_board, shorten_name
-from engram.cli.run_progress import Tally
+from engram.cli.commands.several import exit_status, print_failures
+from engram.cli.display import Display, JsonDisplay, QuietDisplay
+from engram.cli.multi_display import LiveMultiDisplay, PlainMultiDisplay, make_multi_display, shorten_name
+from engram.cli.recipe_tables import differences_table, results_table, spread
+from engram.cli.run_progress import RunsProgress
 from engram.cli.signals import SAVING, Interrupt
 from engram.core.events import (
     BaseAwaited,
@@ -32,14 +33,9 @@ from engram.core.events import (
     Working,
 )
 from engram.experiment.parallel import Member, plan_members
+from test_display import RESULT, lines_of, pipe, terminal, written
 
 LONG = "afc-cifar100-b50-s10-changed-order{order}-seed1"
-RESULT = {
-    "recipe": "afc-mini-b10-s5",
-    "average_incremental_accuracy": {"cnn": 51.26, "nme": 49.0},
-    "final_accuracy": {"cnn": 40.04, "nme": 41.0},
-    "seconds": 75.4,
-}
 
 
 @pytest.fixture(scope="module")
@@ -77,83 +73,64 @@ def story(members: list[Member]) -> Iterator[tuple[str, Event]]:
     yield first, RunFinished(RESULT, f"runs/{first}")
 
 
-def terminal(width: int, height: int = 24) -> Console:
-    return Console(file=io.StringIO(), force_terminal=True, width=width, height=height, color_system=None, markup=False)
-
-
-def pipe() -> Console:
-    return Console(file=io.StringIO(), width=200)
-
-
-def written(console: Console) -> str:
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
-
-
-def lines_of(board: LiveBoard) -> list[str]:
-    paper = Console(file=io.StringIO(), width=board.console.width, height=board.console.height, color_system=None)
-    paper.print(board.render())
-    return written(paper).splitlines()
-
-
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_moving_lines_fit_and_there_is_one_for_each_run(width: int, members: list[Member]) -> None:
-    board = LiveBoard(terminal(width), Interrupt(), Tally(members), refresh=False)
-    with board:
+def test_animated_lines_fit_and_there_is_one_for_each_run(width: int, members: list[Member]) -> None:
+    display = LiveMultiDisplay(terminal(width), Interrupt(), RunsProgress(members), refresh=False)
+    with display:
         for run, event in story(members):
-            board.show(run, event)
-            lines = lines_of(board)
+            display.show(event, run)
+            lines = lines_of(display)
             assert max(map(len, lines)) <= width
             assert len(lines) <= 4
 
 
-def test_a_line_says_where_how_far_and_how_well(members: list[Member]) -> None:
-    board = LiveBoard(terminal(80), Interrupt(), Tally(members), refresh=False)
+def test_a_line_shows_stage_phase_accuracy_and_time(members: list[Member]) -> None:
+    display = LiveMultiDisplay(terminal(80), Interrupt(), RunsProgress(members), refresh=False)
     name = members[1].name
-    board.show(name, RunStarted("afc", "afc", None, 11, {}, False))
-    board.show(name, finished(0))
-    board.show(name, progress(0.5, stage=3))
-    first, totals = lines_of(board)
+    display.show(RunStarted("afc", "afc", None, 11, {}, False), name)
+    display.show(finished(0), name)
+    display.show(progress(0.5, stage=3), name)
+    first, totals = lines_of(display)
     start, _, rest = first.partition(" ")
     assert start.startswith("afc-cifar100-b50-s1")
     assert start.endswith("…-order2-seed1")
     assert rest.split()[:3] == ["3/10", "balance", "14/20"]
     assert rest.split()[-2:] == ["61.2", "1:12"]
     assert totals.startswith("0 of 4 done, 1 at work, 3 waiting")
-    board.show(members[2].name, RunStarted("afc", "afc", None, 11, {}, False))
-    board.show(members[2].name, BaseAwaited(0, 11, f"some/where/{name}"))
-    assert lines_of(board)[1] == f"{members[2].name}: waiting for the base stage of {name}"[:79] + "…"
+    display.show(RunStarted("afc", "afc", None, 11, {}, False), members[2].name)
+    display.show(BaseAwaited(0, 11, f"some/where/{name}"), members[2].name)
+    assert lines_of(display)[1] == f"{members[2].name}: waiting for the base stage of {name}"[:79] + "…"
 
 
 def test_more_runs_than_lines(members: list[Member]) -> None:
-    board = LiveBoard(terminal(80, height=5), Interrupt(), Tally(members), refresh=False)
+    display = LiveMultiDisplay(terminal(80, height=5), Interrupt(), RunsProgress(members), refresh=False)
     for member in members:
-        board.show(member.name, RunStarted("afc", "afc", None, 11, {}, False))
-    lines = lines_of(board)
+        display.show(RunStarted("afc", "afc", None, 11, {}, False), member.name)
+    lines = lines_of(display)
     assert len(lines) == 3
     assert lines[1:] == ["and 3 more at work", "0 of 4 done, 4 at work"]
     interrupt = Interrupt(announce=False)
     interrupt.signal = 2
-    asked = LiveBoard(terminal(80), interrupt, Tally(members), refresh=False)
+    asked = LiveMultiDisplay(terminal(80), interrupt, RunsProgress(members), refresh=False)
     assert lines_of(asked)[-2] == SAVING
 
 
 def test_time_left_is_of_all_runs_at_the_rate_so_far(members: list[Member]) -> None:
     time = [100.0]
-    tally = Tally(members, now=lambda: time[0])
+    runs_progress = RunsProgress(members, now=lambda: time[0])
     for member in members[:2]:
-        tally.note(member.name, RunStarted("afc", "afc", None, 11, {}, False))
-    assert tally.seconds_left() is None
-    tally.note(members[0].name, progress(0.0))
-    tally.note(members[1].name, progress(0.5))  # half of it another process's work
+        runs_progress.note(member.name, RunStarted("afc", "afc", None, 11, {}, False))
+    assert runs_progress.seconds_left() is None
+    runs_progress.note(members[0].name, progress(0.0))
+    runs_progress.note(members[1].name, progress(0.5))  # half of it was done by another process
     time[0] = 110.0
-    tally.note(members[0].name, progress(0.5))
-    tally.note(members[1].name, progress(1.0))
-    assert tally.seconds_left() == pytest.approx(25), "one run's work in 10 seconds, two and a half to go"
-    tally.note(members[1].name, RunFinished(RESULT, None))
-    tally.note(members[2].name, RunFailed("no", None, False, None))
-    assert tally.seconds_left() == pytest.approx(15)
-    assert tally.text() == "1 of 4 done, 1 at work, 1 waiting, 1 failed; 0:15 left"
+    runs_progress.note(members[0].name, progress(0.5))
+    runs_progress.note(members[1].name, progress(1.0))
+    assert runs_progress.seconds_left() == pytest.approx(25), "one run's work in 10 seconds, two and a half to go"
+    runs_progress.note(members[1].name, RunFinished(RESULT, None))
+    runs_progress.note(members[2].name, RunFailed("no", None, False, None))
+    assert runs_progress.seconds_left() == pytest.approx(15)
+    assert runs_progress.summary() == "1 of 4 done, 1 at work, 1 waiting, 1 failed; 0:15 left"
 
 
 def test_time_left_counts_a_shared_base_stage_once(members: list[Member]) -> None:
@@ -169,60 +146,60 @@ def test_time_left_counts_a_shared_base_stage_once(members: list[Member]) -> Non
         (own, (key,), shared),
     ):
         time = [100.0]
-        tally = Tally(runs, bases, now=lambda time=time: time[0])
-        tally.note(name, RunStarted("afc", "afc", None, 11, {}, False))
+        runs_progress = RunsProgress(runs, bases, now=lambda time=time: time[0])
+        runs_progress.note(name, RunStarted("afc", "afc", None, 11, {}, False))
         time[0] = 400.0  # kernels were compiled
-        tally.note(name, progress(0.0))
+        runs_progress.note(name, progress(0.0))
         time[0] = 410.0
-        tally.note(name, progress(0.5))
-        assert tally.seconds_left() == pytest.approx(20 * expected / whole), "half a run's work in 10 seconds"
+        runs_progress.note(name, progress(0.5))
+        assert runs_progress.seconds_left() == pytest.approx(20 * expected / whole), "half a run's work in 10 seconds"
         if bases is not None and runs is members:
-            tally.note(other, RunStarted("afc", "afc", None, 11, {}, False))
+            runs_progress.note(other, RunStarted("afc", "afc", None, 11, {}, False))
             for event in (BaseAwaited(0, 11, f"runs/{name}"), BaseReused(0, "cache")):
-                tally.note(other, event)
-                assert tally.seconds_left() == pytest.approx(20 * expected / whole)
+                runs_progress.note(other, event)
+                assert runs_progress.seconds_left() == pytest.approx(20 * expected / whole)
 
 
 def test_plain_lines(members: list[Member]) -> None:
     console = pipe()
-    board = PlainBoard(console, Tally(members))
+    display = PlainMultiDisplay(console, RunsProgress(members))
     for run, event in story(members):
-        board.show(run, event)
+        display.show(event, run)
     done, first, second, third = (member.name for member in members)
     assert written(console).splitlines() == [
         f"{done}: done already; average cnn 51.3, nme 49.0; final cnn 40.0, nme 41.0; 1:15",
         f"{first}: warning: two of the images are odd",
-        f"{second}: waiting for the base stage of {first}",
-        f"{first}: base: 50 classes, cnn 60.0, nme 58.0; 4.2 s",
-        f"{second}: base: as another run trained it",
+        f"{second}: waiting for the base stage of runs/{first}",
+        f"{first}: base: 50 classes, cnn 60.0, nme 58.0; average cnn 61.2, nme 59.0; 4.2 s",
+        f"{second}: base: trained by another run, from cache (--no-cache trains it again)",
         f"{second}: failed: the disk is full",
         f"{third}: saved, interrupted in stage 1 of 10",
         f"{first}: average cnn 51.3, nme 49.0; final cnn 40.0, nme 41.0; 1:15",
     ]
     often = pipe()
-    PlainBoard(often, Tally(members), seconds=0).show(first, progress(0.5))
+    PlainMultiDisplay(often, RunsProgress(members), seconds=0).show(progress(0.5), first)
     assert written(often) == "0 of 4 done, 4 waiting\n"
 
 
-def test_what_has_ended_stays_above_the_moving_lines(members: list[Member]) -> None:
+def test_ended_runs_stay_above_the_animated_lines(members: list[Member]) -> None:
     console = terminal(120)
-    board = LiveBoard(console, Interrupt(), Tally(members), refresh=False)
-    with board:
+    display = LiveMultiDisplay(console, Interrupt(), RunsProgress(members), refresh=False)
+    with display:
         for run, event in story(members):
-            board.show(run, event)
+            display.show(event, run)
     text = written(console)
     assert text.count("two of the images are odd") == 1
     for words in ("done already; average cnn 51.3", "failed: the disk is full", "saved, interrupted in stage 1 of 10"):
         assert text.count(words) == 1
-    assert text.endswith("\x1b[2K"), "the moving lines are wiped"
+    assert text.endswith("\x1b[2K"), "the animated lines are erased"
 
 
-def test_json_names_the_run_and_quiet_is_a_line_a_run(members: list[Member]) -> None:
+def test_json_names_the_run_and_quiet_prints_one_line_per_run(members: list[Member]) -> None:
     console, quiet = pipe(), pipe()
-    boards: list[Board] = [JsonBoard(console), QuietBoard(quiet)]
+    displays: list[Display] = [JsonDisplay(console), QuietDisplay(quiet)]
     for run, event in story(members):
-        for board in boards:
-            board.show(run, event)
+        for display in displays:
+            display.show(event, run)
     parsed = [json.loads(line) for line in written(console).splitlines()]
     assert parsed == [{"run": run, **event.to_json()} for run, event in story(members)]
     assert [line.partition(":")[0] for line in written(quiet).splitlines()] == [members[0].name, members[1].name]
@@ -231,28 +208,28 @@ def test_json_names_the_run_and_quiet_is_a_line_a_run(members: list[Member]) -> 
 @pytest.mark.parametrize(
     ("console", "flags", "kind", "announces"),
     [
-        (terminal(80), {}, LiveBoard, False),
-        (pipe(), {}, PlainBoard, True),
-        (terminal(80), {"quiet": True}, QuietBoard, True),
-        (terminal(80), {"as_json": True}, JsonBoard, True),
+        (terminal(80), {}, LiveMultiDisplay, False),
+        (pipe(), {}, PlainMultiDisplay, True),
+        (terminal(80), {"quiet": True}, QuietDisplay, True),
+        (terminal(80), {"as_json": True}, JsonDisplay, True),
     ],
 )
-def test_the_board_suits_the_console(
-    console: Console, flags: dict[str, bool], kind: type[Board], announces: bool, members: list[Member]
+def test_the_display_suits_the_console(
+    console: Console, flags: dict[str, bool], kind: type[Display], announces: bool, members: list[Member]
 ) -> None:
     interrupt = Interrupt()
-    assert type(make_board(console, interrupt, Tally(members), **flags)) is kind
+    assert type(make_multi_display(console, interrupt, RunsProgress(members), **flags)) is kind
     assert interrupt.announce is announces
 
 
-def test_names_are_cut_where_it_hurts_least() -> None:
+def test_shortened_names_keep_order_and_seed() -> None:
     assert shorten_name("afc-mini-order1-seed1", 30) == "afc-mini-order1-seed1"
     for width in range(40):
         assert len(shorten_name("afc-mini-b10-s5-changed-order12-seed34", width)) <= width
     assert shorten_name("afc-mini-b10-s5-changed-order12-seed34", 25) == "afc-mini-…-order12-seed34"
 
 
-# What they came to.
+# Results.
 
 
 def result(recipe: str, seed: int, cnn: float, **others: float) -> dict[str, object]:
@@ -269,7 +246,7 @@ def result(recipe: str, seed: int, cnn: float, **others: float) -> dict[str, obj
     }
 
 
-def test_summary_is_mean_and_sample_spread_by_recipe() -> None:
+def test_summary_is_mean_and_standard_deviation_by_recipe() -> None:
     results = [
         result("afc", 1, 40.0, nme=50.0),
         result("naive", 1, 20.0),
@@ -285,7 +262,7 @@ def test_summary_is_mean_and_sample_spread_by_recipe() -> None:
     assert spread(None) == "-"
 
 
-def test_differences_are_those_of_runs_with_the_same_order_and_seed() -> None:
+def test_differences_are_between_runs_with_the_same_order_and_seed() -> None:
     console = pipe()
     afc, replay = [40.0, 50.0, 60.0], [39.0, 47.0]
     results = [result("afc", seed, cnn) for seed, cnn in enumerate(afc)]
@@ -295,7 +272,7 @@ def test_differences_are_those_of_runs_with_the_same_order_and_seed() -> None:
     assert table is not None
     console.print(table)
     lines = [" ".join(line.split()) for line in written(console).splitlines() if line.strip()]
-    assert lines[1] == "less afc, run by run n cnn cnn"
+    assert lines[1] == "minus afc, run by run n cnn cnn"
     assert lines[3:] == ["replay 2 -2.0 ± 1.4 -1.0 ± 0.7"], "one pair, or other images: not compared"
     assert differences_table(results[:3]) is None
 
@@ -308,10 +285,10 @@ def test_summary_fits_80_columns() -> None:
     lines = written(console).splitlines()
     assert max(map(len, lines)) <= 80
     assert "64.0 ± 0.0" in written(console)
-    assert "afc-cifar100-b50-s10 " in written(console), "a name is not broken"
+    assert "afc-cifar100-b50-s10 " in written(console), "the name is not split"
 
 
-def test_exit_status_and_what_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_status_and_failures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fine = RunFinished(RESULT, None)
     expected, unexpected = RunFailed("no room", "a", False, None), RunFailed("oh", "b", True, "Traceback ...\n")
     assert exit_status({"a": fine}, 1, Interrupt()) == 0
@@ -324,7 +301,7 @@ def test_exit_status_and_what_failed(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert exit_status({"a": fine, "b": fine}, 2, interrupt) == 0, "it came too late to stop anything"
     kept = RunFailed("oh", str(tmp_path), True, "Traceback ...\n")
     (tmp_path / "error.txt").write_text("Traceback ...\n")
-    tell_failures({"a": fine, "b": expected, "c": unexpected, "d": kept}, 4)
+    print_failures({"a": fine, "b": expected, "c": unexpected, "d": kept}, 4)
     assert capsys.readouterr().err.splitlines() == [
         "engram: 3 of 4 runs failed",
         "engram: b: no room",
@@ -332,5 +309,5 @@ def test_exit_status_and_what_failed(tmp_path: Path, capsys: pytest.CaptureFixtu
         "Traceback ...",
         f"engram: d: oh; the details are in {tmp_path}/error.txt",
     ]
-    tell_failures({"a": fine}, 1)
+    print_failures({"a": fine}, 1)
     assert capsys.readouterr().err == ""
