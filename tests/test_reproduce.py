@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console
-from safetensors.numpy import save_file
 
 from engram.cli.commands.reproduce import cells_json, results_tables
 from engram.cli.paper_plan import cost_lines
@@ -28,9 +27,10 @@ from engram.reproduce.cost import ALONE, costs, work_of
 from engram.reproduce.markdown_page import COMMAND, document
 from engram.reproduce.paper import Experiment, Published, load_paper
 from engram.reproduce.paper_page import headline, remarks, write_page
-from engram.reproduce.records import Record, _importance, check_record, parse_line, protocol_key
+from engram.reproduce.records import Record, check_record, parse_line, protocol_key, sorted_importance
 from engram.reproduce.results_files import merge, read_file, read_results, write_file
-from paper_helpers import NUMBERS, PAPER, experiment_on, make_record, write_paper
+from engram.runs.reader import StageArrays, config_hash
+from paper_helpers import NUMBERS, PAPER, experiment_on, make_record, write_paper, write_run
 
 ROOT = Path(__file__).parents[1]
 AFC = load_paper()
@@ -134,7 +134,7 @@ def test_settings_of_the_tables() -> None:
         ("[[remark]]", "[remark]", ["[[remark]] should be a list of tables"]),
         ('recipe = "afc" }', 'recipe = "afc", label = 3 }', ["label of the method 'AFC' should be a text, got 3"]),
         ('name = "figure2"', 'name = "figure2"\nmethods = 3', ["the methods of figure2 should be a table"]),
-        ('"memory=per_class=2"', '"seed=2"', ["figure1 sets 'seed=2'", "'orders'", "--seeds"]),
+        ('"memory=per_class=2"', '"seed=2"', ["figure1 sets 'seed=2'", "'orders'", "seeds sets"]),
         ('"memory=per_class=2"', '" order = 4"', ["figure1 sets ' order = 4'"]),
     ],
 )
@@ -167,7 +167,7 @@ def test_a_record_is_a_line_that_reads_back() -> None:
     line = record.to_line()
     assert "\n" not in line
     assert ": " not in line
-    assert parse_line(line, "x").data == record.data
+    assert parse_line(line, "x").content == record.content
     assert record.value("average_incremental_accuracy", "nme") == 59.0
     assert record.curve("cnn")[0] == (50, 60.0)
 
@@ -181,32 +181,57 @@ def edited(change: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda d: d.update(kind="something"), "does not say"),
+        (lambda d: d.update(kind="something"), "not marked as"),
         (lambda d: d.update(format=2), "format 2"),
-        (lambda d: d.pop("hardware"), "'hardware' is missing"),
+        (lambda d: d.pop("hardware"), "hardware is missing"),
         (lambda d: d["config"].update(seed=2), "configuration was changed"),
         (lambda d: d["result"]["stages"].pop(), "5 of 6 stages"),
-        (lambda d: d["result"]["stages"][2].update(classes=71), "classes they should"),
+        (lambda d: d["result"]["stages"][2].update(classes=71), "stages[2] should be stage 2 with 70 classes"),
         (lambda d: d["result"]["stages"][1]["accuracy"].update(cnn=61.0), "average_incremental_accuracy (cnn) is 60.0"),
         (lambda d: d["result"]["final_accuracy"].update(nme=70.0), "final_accuracy (nme) is 70.0"),
         (lambda d: d["result"]["backward_transfer"].update(nme=None), "backward_transfer (nme) is None"),
-        (lambda d: d["result"]["stages"][1]["accuracy"].update(cnn=160.0), "no percentage"),
-        (lambda d: d["result"]["stages"][1]["accuracy_by_stage"].update(cnn=[60.0]), "one for each stage"),
+        (
+            lambda d: d["result"]["stages"][1]["accuracy"].update(cnn=160.0),
+            "stages[1].accuracy.cnn is 160.0, not in the range 0 to 100",
+        ),
+        (
+            lambda d: d["result"]["stages"][1]["accuracy_by_stage"].update(cnn=[60.0]),
+            "stages[1] should have a cnn accuracy for each of 2 stages",
+        ),
         (lambda d: d["result"].update(seed=4), "another run"),
-        (lambda d: d["result"].update(seconds="long"), "'long' seconds"),
-        (lambda d: d["result"].update(seconds=-1.0), "-1.0 seconds"),
-        (lambda d: d["result"].pop("stages"), "form of a result"),
+        (lambda d: d["result"].update(seconds="long"), "result.seconds should be a finite number, got 'long'"),
+        (lambda d: d["result"].update(seconds=-1.0), "result.seconds is -1.0, not in the range 0 to inf"),
+        (lambda d: d["result"].pop("stages"), "result.stages is missing"),
+        (lambda d: d["result"]["final_accuracy"].pop("nme"), "final_accuracy (nme) is None"),
+        (lambda d: d["result"].update(seconds=10**400), "result.seconds should be a finite number"),
+        (lambda d: d["result"].update(seconds=float("nan")), "result.seconds should be a finite number, got nan"),
+        (lambda d: d["config"].update(seed=float("inf")), "config.seed should be a finite number"),
+        (lambda d: d["config"].update(data=json.loads("[" * 90 + "]" * 90)), "config.data is nested too deeply"),
+        (lambda d: d["order"].update(class_ids=[0] * 100), "not an order of the classes"),
+        (lambda d: d.update(stage_sizes=[]), "stage_sizes does not fit"),
+        (lambda d: d.update(wall=[1.0]), "wall should have a start and an end"),
+        (lambda d: d.update(versions={"torch": 2}), "versions.torch should be text, got 2"),
     ],
 )
 def test_a_changed_record_is_refused(change: Any, words: str) -> None:
     with pytest.raises(EngramError) as refusal:
         check_record(edited(change), "results.jsonl, line 3,")
-    assert "results.jsonl, line 3, is not a usable result" in str(refusal.value)
+    assert "results.jsonl, line 3, cannot be used: " in str(refusal.value)
     assert words in str(refusal.value)
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"\xff\xfe", b"recipe,order\nafc,1\n", b'{"kind": "engram run"', b"[1, 2]\n", b'{"a": 1}\n']
+    "content",
+    [
+        b"",
+        b"\xff\xfe",
+        b"recipe,order\nafc,1\n",
+        b'{"kind": "engram run"',
+        b"[1, 2]\n",
+        b'{"a": 1}\n',
+        b"[" * 9999,
+        b"9" * 9999,
+    ],
 )
 def test_a_corrupt_or_foreign_file_is_refused_with_its_name(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "strange.jsonl"
@@ -230,8 +255,8 @@ def test_merging_drops_duplicates_and_keeps_other_machines(tmp_path: Path) -> No
     other = make_record(order="2", accuracy=61.0, hardware="Another GPU")
     newer = make_record(order="2", accuracy=62.0, commit="def")
     merged = merge([one, two, again, other, newer, one])
-    assert [r.order for r in merged] == ["2", "2", "2", "10"]
-    assert {(r.hardware, r.commit) for r in merged[:3]} == {
+    assert [r.order.name for r in merged] == ["2", "2", "2", "10"]
+    assert {(r.machine, r.commit) for r in merged[:3]} == {
         ("Example GPU", "abc"),
         ("Another GPU", "abc"),
         ("Example GPU", "def"),
@@ -244,7 +269,7 @@ def test_merging_drops_duplicates_and_keeps_other_machines(tmp_path: Path) -> No
 
 def test_runs_on_other_images_are_no_conflict() -> None:
     one, two = make_record(accuracy=60.0), make_record(accuracy=60.5)
-    other = check_record({**two.data, "data": {**two.data["data"], "fingerprint": "beef"}}, "by hand")
+    other = check_record({**two.content, "data": {**two.content["data"], "fingerprint": "beef"}}, "by hand")
     assert len(merge([one, other])) == 2
 
 
@@ -294,7 +319,7 @@ def test_rows_and_columns_by_name() -> None:
         make_plan(AFC.find(["table1"]), [], Asked(rows=["AFK (CNN)"]))
     with pytest.raises(EngramError, match=r"no column '7'"):
         make_plan(AFC.find(["table1"]), [], Asked(columns=["7"]))
-    with pytest.raises(EngramError, match="together"):
+    with pytest.raises(EngramError, match="both those rows"):
         make_plan(AFC.find(["table1", "table6"]), [], Asked(rows=["iCaRL"], columns=["lambda 2"]))
     with pytest.raises(EngramError, match="did you mean 'table10'"):
         AFC.find(["tabel10"])
@@ -350,8 +375,6 @@ def test_runs_of_other_images_or_code_are_not_taken_together() -> None:
 def test_a_record_of_a_method_that_is_not_here_matches_nothing() -> None:
     data = json.loads(make_record().to_line())
     data["config"]["method"] = "unheard"
-    from engram.experiment.run_config import config_hash
-
     data["config_hash"] = config_hash(data["config"])
     record = check_record(data, "x")
     assert record.key is None
@@ -423,11 +446,9 @@ def test_marks(published: Published | None, values: list[float], mark: str) -> N
         assert found.difference == pytest.approx(statistics.fmean(values) - published.mean)
 
 
-def test_importance_is_kept_from_high_to_low(tmp_path: Path) -> None:
-    file = tmp_path / "005.safetensors"
-    maps = {"importance.0": np.array([1.0, 3.0, 0.5]), "importance.1": np.array([0.25, 1.23456789])}
-    save_file({**maps, "targets": np.arange(3)}, file)
-    assert _importance(file) == [[3.0, 1.0, 0.5], [1.23457, 0.25]]
+def test_importance_is_kept_from_high_to_low() -> None:
+    maps = (np.array([1.0, 3.0, 0.5]), np.array([0.25, 1.23456789]))
+    assert sorted_importance(StageArrays(np.arange(3), {}, maps)) == [[3.0, 1.0, 0.5], [1.23457, 0.25]]
 
 
 def test_the_spread_of_importance_is_that_of_the_last_map() -> None:
@@ -546,9 +567,7 @@ def test_of_a_run_that_was_begun_what_is_left_costs(tmp_path: Path) -> None:
     measured = make_record(seconds=50.0, order="2")
     (whole,) = costs(plan, [measured], tmp_path)
     name = next(iter(plan.left))
-    (tmp_path / name).mkdir()
-    result = {**measured.result, "stages": measured.result["stages"][:2]}
-    (tmp_path / name / "result.json").write_text(json.dumps(result))
+    write_run(tmp_path / name, measured, finished=2)
     (begun,) = costs(plan, [measured], tmp_path)
     rate = 50.0 / sum(work_of(recipe("afc-cifar100-b50-s5")).stages)
     assert whole.seconds == pytest.approx(rate * (sum(first) + sum(second[1:])))
@@ -636,7 +655,7 @@ def test_the_committed_results_are_in_order() -> None:
     assert "".join(f"{record.to_line()}\n" for record in merge(records)) == file.read_text(encoding="utf-8")
     assert all(record.key is not None for record in records)
     assert all(record.commit != "unknown" for record in records)
-    assert "/" not in "".join(str(value) for record in records for value in record.data["hardware"].values())
+    assert "/" not in "".join(str(value) for record in records for value in record.hardware.values())
 
 
 def test_the_page_does_not_depend_on_what_could_be_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -795,6 +814,6 @@ def test_as_many_lines_are_drawn_as_can_be_told_apart(tmp_path: Path) -> None:
         plan = make_plan(AFC.find(["mini"]), some)
         page = write_page(tmp_path / "page.html", AFC, plan).read_text(encoding="utf-8")
         assert ("Lines are means over n runs" in page) == drawn
-        assert ("Not drawn: 13 lines would be a heap, --rows chooses up to 12." in page) != drawn
+        assert ("Not drawn: 13 lines would be too many, rows chooses up to 12." in page) != drawn
     styles = {(style["color"], style["linestyle"]) for style in (line_style(index, 6) for index in range(29))}
     assert len(styles) == 29, "rows of the largest experiment"

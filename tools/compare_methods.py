@@ -180,7 +180,7 @@ def _orders(records: Sequence[Record]) -> Iterator[str]:
     asked = Asked(rows=["AFC"], columns=[COLUMN], seeds=[SEED])
     for cell in make_plan(load_paper().find(["table1"]), records, asked).cells:
         orders, whole = cell.experiment.orders, measure(cell).ours
-        one = {run.order: run.value(AVERAGE, cell.predictor or "") for run in cell.records}.get(ORDER)
+        one = {run.order.name: run.value(AVERAGE, cell.predictor or "") for run in cell.records}.get(ORDER)
         if whole is None or whole.n < len(orders) or one is None:
             yield f"How far {cell.row.label} on order {ORDER} is from its mean is unknown: not all orders were run."
             continue
@@ -214,8 +214,8 @@ def _runs(rows: Sequence[Row], command: str) -> str:
     done = sum(bool(row.records) for row in rows)
     said = f"{done} of {len(rows)} rows were run; `{command}` runs {'them' if done == len(rows) else 'the others'}."
     if runs:
-        hardware = _listed(f"{run.hardware} ({run.precision})" for run in runs)
-        torch = _listed(str(run.data["versions"].get("torch", "unknown")) for run in runs)
+        hardware = _listed(f"{run.machine} ({run.precision})" for run in runs)
+        torch = _listed(run.versions.get("torch", "unknown") for run in runs)
         said += f"\n  {hardware}; torch {torch}; commit {_listed(run.commit for run in runs)}."
     return said
 
@@ -254,12 +254,12 @@ def _found(row: Row) -> list[str]:
     """What else the runs of a row came to, the mean of each number, or that there are none."""
     if not row.records:
         return ["not run"] * len(FOUND)
-    last = fmean(record.result[LAST][row.predictor] for record in row.records)
+    last = fmean(record.result.final_accuracy[row.predictor] for record in row.records)
     parts = [_base_and_later(record, row.predictor) for record in row.records]
     base, later = fmean(part[0] for part in parts), fmean(part[1] for part in parts)
     others = {
-        by: fmean(record.result[AVERAGE][by] for record in row.records)
-        for by in row.records[0].result[AVERAGE]
+        by: fmean(record.result.average_incremental_accuracy[by] for record in row.records)
+        for by in row.records[0].result.average_incremental_accuracy
         if by != row.predictor
     }
     beside = ", ".join(f"{decimal(value)} ({predictor_name(by)})" for by, value in others.items())
@@ -283,8 +283,8 @@ def _cells(row: Row) -> list[str]:
 
 def _base_and_later(record: Record, predictor: str) -> tuple[float, float]:
     """The accuracy after the last stage on the classes of the base stage, and on all that came after it."""
-    base, *later = record.result["stages"][-1]["accuracy_by_stage"][predictor]
-    sizes = record.data["stage_sizes"][1:]
+    base, *later = record.result.stages[-1].accuracy_by_stage[predictor]
+    sizes = record.stage_sizes[1:]
     return base, sum(size * value for size, value in zip(sizes, later, strict=True)) / sum(sizes)
 
 
@@ -293,8 +293,8 @@ def _still(rows: Sequence[Row]) -> str:
     runs = [row for row in rows if row.records]
     if not runs:
         return ""
-    base = max(fmean(run.result["stages"][0]["accuracy"][row.predictor] for run in row.records) for row in runs)
-    sizes = runs[0].records[0].data["stage_sizes"]
+    base = max(fmean(run.result.stages[0].accuracy[row.predictor] for run in row.records) for row in runs)
+    sizes = runs[0].records[0].stage_sizes
     average = fmean(base * sizes[0] / sum(sizes[: number + 1]) for number in range(len(sizes)))
     return (
         f"A network that kept the best base stage of these runs ({decimal(base)}) and never learned another class\n"

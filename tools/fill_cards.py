@@ -56,7 +56,7 @@ def table_of(methods: Sequence[str], cells: Sequence[Measured]) -> str:
 def _ours(cell: Measured) -> str:
     if cell.ours is None:
         return "not run"
-    orders = sorted({record.order for record in cell.cell.records})
+    orders = sorted({record.order.name for record in cell.cell.records})
     some = "" if len(orders) == len(cell.cell.experiment.orders) > 1 else f", class order {', '.join(orders)}"
     return f"{spread(cell.ours)} ({count(cell)}{some})"
 
@@ -68,7 +68,7 @@ def _difference(cell: Measured) -> str:
 def _where(runs: Sequence[Record]) -> str:
     if not runs:
         return ""
-    found = sorted({f"{run.hardware}, {run.precision}, commit {run.commit}" for run in runs})
+    found = sorted({f"{run.machine}, {run.precision}, commit {run.commit}" for run in runs})
     return f" Ours: {'; '.join(found)}."
 
 

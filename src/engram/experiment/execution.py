@@ -131,7 +131,7 @@ class Execution:
         """Says so where a method from outside the package was edited since the run began."""
         assert self.files is not None
         method, anew = find_method(self.session.config.method), not self.records and self.phase_at is None
-        if not self.files.goes_on_with(method.versions, anew) and not anew:
+        if not self.files.record_code(method.versions, anew) and not anew:
             yield Warned(
                 f"{self.directory} was not trained so far with the code that its method {method.name} has now, "
                 "so that it will be a run of neither; a new run would be all of one code"

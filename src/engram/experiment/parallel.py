@@ -122,7 +122,7 @@ class Workers:
         self._command = command
         self._shares = cache is not None
         # The longest first: a long one begun last would end alone.
-        unfinished = [member for member in members if member.standing.state != "done"]
+        unfinished = [member for member in members if member.progress.state != "done"]
         self._pending = sorted(unfinished, key=lambda member: -member.work)
         self._active: dict[str, threading.Thread] = {}
         self._bases: dict[str, str] = {}  # the base stages that are being trained or waited for, by run
@@ -139,8 +139,8 @@ class Workers:
         waits = True
         try:
             for member in self.members:
-                if member.standing.result is not None:
-                    yield member.name, RunSkipped(member.standing.result, str(member.directory))
+                if member.progress.result is not None:
+                    yield member.name, RunSkipped(member.progress.result, str(member.directory))
             self._start()
             while self._active:
                 member, event = self._events.get()
@@ -208,11 +208,11 @@ class Workers:
 
     def _run(self, member: Member) -> Iterator[Event]:
         """The events of one run: from its beginning, from where it stood, or that there is nothing to do."""
-        standing = member.look_again()
-        if standing.result is not None:
-            yield RunSkipped(standing.result, str(member.directory))
+        progress = member.read_progress()
+        if progress.result is not None:
+            yield RunSkipped(progress.result, str(member.directory))
             return
-        if standing.state == "incomplete":
+        if progress.state == "incomplete":
             assert member.directory is not None
             events = resume(member.directory, member.store, stop=self._stopping, **self._how)
         else:

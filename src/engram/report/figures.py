@@ -260,11 +260,14 @@ def time_spent(groups: Sequence[Group]) -> Drawing:
     by_run = sum(group.n for group in groups) <= _BARS
     rows: list[tuple[str, np.ndarray]] = []
     for group in groups:
-        spent = [[run.seconds_by.get(part, 0.0) for part in parts[:-1]] for run in group.runs]
-        full = [[*row, max(0.0, run.seconds - sum(row))] for row, run in zip(spent, group.runs, strict=True)]
+        spent = [[run.result.seconds_by.get(part, 0.0) for part in parts[:-1]] for run in group.runs]
+        full = [[*row, max(0.0, run.result.seconds - sum(row))] for row, run in zip(spent, group.runs, strict=True)]
         name = plain_label(group.label, 26)
         if by_run and group.n > 1:
-            rows += [(f"{name}, {run.order}/{run.seed}", np.array(r)) for run, r in zip(group.runs, full, strict=True)]
+            rows += [
+                (f"{name}, {run.manifest.order.name}/{run.seed}", np.array(r))
+                for run, r in zip(group.runs, full, strict=True)
+            ]
         else:
             mean = "" if group.n == 1 else f", mean of {group.n}"
             rows.append((name + mean, np.mean(full, axis=0)))

@@ -1,24 +1,25 @@
-"""Runs that repeat one another with another class order or seed, brought together, and the statistics over them."""
+"""Groups of runs that differ only in class order and seed, and the statistics over each group."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from engram.core import metrics
+from engram.core.errors import EngramError
 from engram.core.metrics import Difference, Estimate, estimate, paired
-from engram.core.provenance import METHOD_CODE
 from engram.core.serialize import dotted
-from engram.report.load import Run
 from engram.runs.directory import UNKNOWN_CODE
+from engram.runs.reader import ClassOrder, DataSummary, StoredRun, read_run
 
 # What repetitions of a run may differ in. Where the images lay is no matter: their fingerprint says which they were.
 _VARYING = ("order", "seed", "data.path")
@@ -31,12 +32,17 @@ class Group:
 
     label: str
     slug: str
-    runs: tuple[Run, ...]
+    runs: tuple[StoredRun, ...]
 
     @property
-    def first(self) -> Run:
+    def first(self) -> StoredRun:
         """The run that stands for what all runs of the group share."""
         return self.runs[0]
+
+    @property
+    def data(self) -> DataSummary:
+        """The data set."""
+        return self.first.manifest.data
 
     @property
     def n(self) -> int:
@@ -46,8 +52,9 @@ class Group:
     @property
     def predictors(self) -> tuple[str, ...]:
         """The predictors every run of the group was evaluated with, the reported one first."""
-        reported = self.first.reported
-        return (reported, *(name for name in self.first.predictors if name != reported))
+        names = self.first.manifest.predictors
+        reported = self.first.manifest.config.get("predictor")
+        return tuple(sorted(names, key=lambda name: name != reported))
 
     @property
     def classes(self) -> tuple[int, ...]:
@@ -57,7 +64,7 @@ class Group:
     @property
     def protocol(self) -> tuple[object, ...]:
         """What groups must share for their numbers to be comparable: the data, and how it was split into stages."""
-        return self.first.fingerprint, self.first.class_names, self.first.stage_sizes
+        return self.data.fingerprint, self.data.class_names, self.first.manifest.stage_sizes
 
     @property
     def rank(self) -> tuple[int, float]:
@@ -67,12 +74,13 @@ class Group:
 
     def metric(self, name: str, predictor: str) -> Estimate | None:
         """One of result.json's metrics over the runs."""
-        return estimate([run.metrics[name][predictor] for run in self.runs])
+        return estimate([run.result.metrics[name][predictor] for run in self.runs])
 
     def difference(self, other: Group, name: str) -> Difference | None:
         """A metric less the other group's, run by run of the same class order and seed, by what each group reports."""
         mine, theirs = (
-            {run.met: run.metrics[name][group.predictors[0]] for run in group.runs} for group in (self, other)
+            {pairing_key(run): run.result.metrics[name][group.predictors[0]] for run in group.runs}
+            for group in (self, other)
         )
         return paired(mine, theirs)
 
@@ -86,13 +94,13 @@ class Group:
         size = len(self.first.stages)
         matrix = np.full((size, size), np.nan)
         for t in range(size):
-            matrix[t, : t + 1] = np.mean([run.stages[t].by_stage[predictor] for run in self.runs], axis=0)
+            matrix[t, : t + 1] = np.mean([run.stages[t].accuracy_by_stage[predictor] for run in self.runs], axis=0)
         return matrix
 
     @property
     def seconds(self) -> Estimate:
         """Wall-clock seconds of a run."""
-        total = estimate([run.seconds for run in self.runs])
+        total = estimate([run.result.seconds for run in self.runs])
         assert total is not None
         return total
 
@@ -110,7 +118,7 @@ class Group:
     @property
     def class_names(self) -> tuple[str, ...]:
         """Names of `class_ids`."""
-        return tuple(self.first.class_names[i] for i in self.class_ids)
+        return tuple(self.data.class_names[i] for i in self.class_ids)
 
     def confusion(self, predictor: str) -> np.ndarray:
         """(K, K) test images of true class (row) given each class (column) after the last stage, summed over runs."""
@@ -118,15 +126,48 @@ class Group:
         counts = np.zeros((len(position), len(position)), dtype=np.int64)
         for run in self.runs:
             rows = np.array([position[i] for i in run.class_order[: run.stages[-1].classes]])
-            counts += metrics.confusion(rows[run.targets], rows[run.predictions[predictor]], len(position))
+            counts += metrics.confusion(
+                rows[run.arrays.targets], rows[run.arrays.predictions[predictor]], len(position)
+            )
         return counts
 
     def importance(self) -> list[np.ndarray]:
         """For each map (runs, C): importance after the last stage, sorted from high to low; empty if there is none."""
-        maps = [run.importance for run in self.runs]
+        maps = [run.arrays.importance for run in self.runs]
         if not maps[0] or len({tuple(len(values) for values in run) for run in maps}) > 1:
             return []
         return [np.stack([np.sort(run[m])[::-1] for run in maps]) for m in range(len(maps[0]))]
+
+
+def load_runs(directories: Sequence[Path]) -> list[StoredRun]:
+    """Read run directories, in the given order.
+
+    A class order that was given class by class has no short name: it is called "given 1", "given 2" and so on.
+    """
+    if not directories:
+        raise EngramError("no run directory was given; name at least one, such as runs/afc-mini-b10-s10")
+    seen: dict[Path, Path] = {}
+    for directory in map(Path, directories):
+        if seen.setdefault(directory.resolve(), directory) is not directory:
+            raise EngramError(f"{directory} was given twice; name each run once, or its spread would look too small")
+    numbers: dict[tuple[str, ...], int] = {}
+    runs: list[StoredRun] = []
+    for run in map(read_run, seen.values()):
+        if has_given_order(run):
+            name = f"given {numbers.setdefault(run.arrivals, len(numbers) + 1)}"
+            run = replace(run, manifest=replace(run.manifest, order=ClassOrder(name, run.class_order)))
+        runs.append(run)
+    return runs
+
+
+def has_given_order(run: StoredRun) -> bool:
+    """Whether the class order was given class by class."""
+    return "," in str(run.manifest.config.get("order"))
+
+
+def pairing_key(run: StoredRun) -> tuple[str, tuple[int, ...], str]:
+    """Class order and seed: runs of two groups that have both in common are compared with each other."""
+    return run.manifest.order.name, run.class_order, run.seed
 
 
 def row_percent(counts: np.ndarray) -> np.ndarray:
@@ -135,27 +176,29 @@ def row_percent(counts: np.ndarray) -> np.ndarray:
     return 100 * np.divide(counts, totals, out=np.full(counts.shape, np.nan), where=totals > 0)
 
 
-def without_repeats(runs: Sequence[Run]) -> tuple[list[Run], dict[Run, Run]]:
+def without_repeats(runs: Sequence[StoredRun]) -> tuple[list[StoredRun], dict[StoredRun, StoredRun]]:
     """The runs that count, and those left out, each with the run that counts in its place.
 
     Runs of one configuration, class order and seed are one measurement made again, and counting it twice would make
     the spread look smaller than it is: of them the most finished counts, and of several such the newest.
     """
-    found: dict[str, list[Run]] = {}
+    found: dict[str, list[StoredRun]] = {}
     for run in runs:
-        found.setdefault(json.dumps([*_shared(run), *run.met], sort_keys=True), []).append(run)
-    counted = {run: max(same, key=lambda r: (len(r.stages), r.created)) for same in found.values() for run in same}
+        found.setdefault(json.dumps([*_shared(run), *pairing_key(run)], sort_keys=True), []).append(run)
+    counted = {
+        run: max(same, key=lambda r: (len(r.stages), r.manifest.created)) for same in found.values() for run in same
+    }
     kept = [run for run in runs if counted[run] is run]
     return kept, {run: counts for run, counts in counted.items() if counts is not run}
 
 
-def make_groups(runs: Sequence[Run]) -> list[Group]:
+def make_groups(runs: Sequence[StoredRun]) -> list[Group]:
     """The runs grouped by all that repetitions have in common.
 
     Protocols come in the order in which they first appear; of each the best method first, with all its
     configurations, the best first. What was stopped comes after what was finished.
     """
-    found: dict[str, list[Run]] = {}
+    found: dict[str, list[StoredRun]] = {}
     for run in runs:
         # Unfinished runs stand apart: a mean over different numbers of classes would mean nothing.
         found.setdefault(json.dumps([*_shared(run), len(run.stages)], sort_keys=True), []).append(run)
@@ -167,7 +210,11 @@ def make_groups(runs: Sequence[Run]) -> list[Group]:
         slugs.append(next(s for i in count(1) if (s := slug if i == 1 else f"{slug}-{i}") not in slugs))
     return _ranked(
         [
-            Group(label, slug, tuple(sorted(group, key=lambda run: (_natural(run.order), _natural(run.seed)))))
+            Group(
+                label,
+                slug,
+                tuple(sorted(group, key=lambda run: (_natural(run.manifest.order.name), _natural(run.seed)))),
+            )
             for label, slug, group in zip(labels, slugs, members, strict=True)
         ]
     )
@@ -202,16 +249,25 @@ def rivals(groups: Sequence[Group]) -> list[list[Group]]:
 
 def met_the_same(groups: Sequence[Group]) -> bool:
     """Whether the groups have the same class orders and seeds."""
-    return len({frozenset(run.met for run in group.runs) for group in groups}) == 1
+    return len({frozenset(pairing_key(run) for run in group.runs) for group in groups}) == 1
 
 
-def _shared(run: Run) -> list[Any]:
-    """All that repetitions of a run have in common."""
+def _shared(run: StoredRun) -> list[Any]:
+    """Return everything that repetitions of a run have in common."""
+    manifest, data = run.manifest, run.manifest.data
     config = {key: value for key, value in _settings(run).items() if key not in _VARYING}
-    return [run.recipe, run.method, config, run.fingerprint, run.class_names, run.stage_sizes, run.predictors]
+    return [
+        run.recipe,
+        run.method,
+        config,
+        data.fingerprint,
+        data.class_names,
+        manifest.stage_sizes,
+        manifest.predictors,
+    ]
 
 
-def _labels(firsts: list[Run]) -> list[str]:
+def _labels(firsts: list[StoredRun]) -> list[str]:
     """The shortest telling name of each group: method, else recipe, else recipe and the settings that differ.
 
     Where every method has one recipe, changed or not, the method's name stands for the recipe's.
@@ -233,7 +289,7 @@ def _labels(firsts: list[Run]) -> list[str]:
     return [f"{name} [{next(numbers[name])}]" if name in repeated else name for name in names]
 
 
-def _short_recipe(run: Run, others: list[Run]) -> str:
+def _short_recipe(run: StoredRun, others: list[StoredRun]) -> str:
     """The recipe; of many changes to it, those that tell it from the others, and dots for the rest."""
     name, changes = _changes(run.recipe)
     if len(changes) <= _SHOWN_CHANGES:
@@ -249,7 +305,7 @@ def _changes(recipe: str) -> tuple[str, list[str]]:
     return name, changed.split(", ") if changed else []
 
 
-def _with_settings(run: Run, others: list[Run]) -> str:
+def _with_settings(run: StoredRun, others: list[StoredRun]) -> str:
     flat = [_settings(other) for other in others if other.recipe == run.recipe]
     mine = _settings(run)
     differing = [
@@ -260,14 +316,15 @@ def _with_settings(run: Run, others: list[Run]) -> str:
     return f"{_short_recipe(run, others)} {', '.join(differing[:3])}".strip()
 
 
-def _settings(run: Run) -> dict[str, str]:
+def _settings(run: StoredRun) -> dict[str, str]:
     """Every setting as text, and the code of a method from outside the package as if it were one."""
-    return {"code": run.versions.get(METHOD_CODE, UNKNOWN_CODE), **_flatten(run.config)}
+    settings = {key: as_text(value) for key, value in dotted(run.manifest.config).items()}
+    return {"code": run.manifest.method_code or UNKNOWN_CODE, **settings}
 
 
-def _flatten(config: Mapping[str, Any]) -> dict[str, str]:
-    """Every setting as text, by its dotted path."""
-    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in dotted(config).items()}
+def as_text(value: Any) -> str:
+    """Return text as it is, and other values as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _natural(text: str) -> list[tuple[int, int, str]]:

@@ -15,8 +15,7 @@ from engram.core.provenance import version
 from engram.report import figures
 from engram.report import wording as words
 from engram.report.entry import FILES
-from engram.report.groups import Group, make_groups, rivals, without_repeats
-from engram.report.load import load_runs
+from engram.report.groups import Group, as_text, has_given_order, load_runs, make_groups, rivals, without_repeats
 from engram.report.svg import SERIES, Drawing, drawing_style
 from engram.report.tables import PAIRED, confused_pairs, csv_files, duration, number, predictor_name
 from engram.report.templating import template
@@ -126,9 +125,11 @@ def _context(groups: list[Group], repeats: int) -> tuple[dict[str, Any], list[Dr
         else "in the data set's order where runs met them in different orders",
         "importance": importance,
         "seconds": seconds,
-        "reused_base": [group.label for group in groups if any(run.reused_base for run in group.runs)],
+        "reused_base": [group.label for group in groups if any(run.log.reused_base for run in group.runs)],
         "losses": losses,
-        "losses_without_base": [group.label for group in groups if group.first.main_losses and group.first.reused_base],
+        "losses_without_base": [
+            group.label for group in groups if group.first.main_losses and group.first.log.reused_base
+        ],
         "protocols": [_protocol(cell) for cell in cells],
         "version": version(),
     }
@@ -233,18 +234,24 @@ def _per_stage(cells: list[_Cell]) -> dict[str, Any]:
 
 def _protocol(cell: _Cell) -> dict[str, Any]:
     runs = cell.group.runs
-    card = _merged([run.card for run in runs])
+    card = _merged([run.manifest.card for run in runs])
     if cell.group.first.stopped:
         card.append(("Progress", cell.group.first.stopped))
     if "Recipe" not in dict(card):
         card.insert(0, ("Recipe", cell.group.first.recipe))
     made = [
-        ("Runs", words.join(f"{run.directory.name} (order {run.order}, seed {run.seed})" for run in runs)),
-        *{f"Order {run.order}": ", ".join(run.arrivals) for run in runs if run.has_given_order}.items(),
-        ("Settings hash", words.join(dict.fromkeys(run.config_hash for run in runs))),
+        (
+            "Runs",
+            words.join(f"{run.directory.name} (order {run.manifest.order.name}, seed {run.seed})" for run in runs),
+        ),
+        *{f"Order {run.manifest.order.name}": ", ".join(run.arrivals) for run in runs if has_given_order(run)}.items(),
+        ("Settings hash", words.join(dict.fromkeys(run.manifest.config_hash for run in runs))),
     ]
-    machine = [*_merged([run.versions for run in runs]), *_merged([run.hardware for run in runs])]
-    commands = list(dict.fromkeys(run.command for run in runs if run.command))
+    machine = [
+        *_merged([run.manifest.versions for run in runs]),
+        *_merged([{key: as_text(value) for key, value in run.manifest.hardware.items()} for run in runs]),
+    ]
+    commands = list(dict.fromkeys(run.manifest.command for run in runs if run.manifest.command))
     return {
         "group": cell,
         "blocks": [block for block in (card, made, machine) if block],

@@ -155,7 +155,7 @@ def _accuracy_per_stage(groups: Sequence[Group]) -> str:
 def _runs(groups: Sequence[Group]) -> str:
     header = ["group", "run", "order", "seed", "predictor", "stage", "classes", "accuracy", "seconds"]
     rows = [
-        [group.label, run.directory.name, run.order, run.seed, predictor, index, stage.classes, *measured]
+        [group.label, run.directory.name, run.manifest.order.name, run.seed, predictor, index, stage.classes, *measured]
         for group in groups
         for run in group.runs
         for predictor in group.predictors
@@ -167,7 +167,7 @@ def _runs(groups: Sequence[Group]) -> str:
 
 def time_parts(groups: Sequence[Group]) -> list[str]:
     """The parts of a run's time that any run names, in the order of the work."""
-    named = {part for group in groups for run in group.runs for part in run.seconds_by}
+    named = {part for group in groups for run in group.runs for part in run.result.seconds_by}
     return [*SECONDS, *sorted(named.difference(SECONDS))]
 
 
@@ -176,9 +176,11 @@ def _seconds(groups: Sequence[Group]) -> str:
     rows = []
     for group in groups:
         for run in group.runs:
-            spent = [run.seconds_by.get(part, 0.0) for part in parts]
-            other = max(0.0, run.seconds - sum(spent))
-            rows.append([group.label, run.directory.name, run.order, run.seed, *spent, other, run.seconds])
+            spent = [run.result.seconds_by.get(part, 0.0) for part in parts]
+            other = max(0.0, run.result.seconds - sum(spent))
+            rows.append(
+                [group.label, run.directory.name, run.manifest.order.name, run.seed, *spent, other, run.result.seconds]
+            )
     return _table(["group", "run", "order", "seed", *parts, "other", "total"], rows)
 
 

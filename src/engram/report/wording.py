@@ -6,17 +6,16 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from engram.core.metrics import Estimate
-from engram.core.provenance import METHOD_CODE
 from engram.report.groups import Group, leaders, met_the_same, rivals
-from engram.report.load import Run
 from engram.report.tables import number, predictor_name
+from engram.runs.reader import StoredRun
 
 _NAMED = 5  # groups, at most, in the title and in the headline
 
 
 def title(groups: Sequence[Group]) -> str:
     """The groups by name, or how many methods and configurations there are, and the data."""
-    data = join(dict.fromkeys(group.first.dataset for group in groups))
+    data = join(dict.fromkeys(group.data.name for group in groups))
     methods = list(dict.fromkeys(group.first.method for group in groups))
     if len(groups) <= _NAMED:
         return f"{join(group.label for group in groups)} on {data}"
@@ -52,9 +51,9 @@ def facts(groups: Sequence[Group]) -> str:
     runs = [run for group in groups for run in group.runs]
     protocols = list(dict.fromkeys(_stages_in_words(run) for run in runs))
     stages = protocols[0] if len(protocols) == 1 else f"{len(protocols)} different protocols"
-    devices = join(dict.fromkeys(run.hardware.get("device", "unknown device") for run in runs))
+    devices = join(dict.fromkeys(str(run.manifest.hardware.get("device", "unknown device")) for run in runs))
     predictors = join(dict.fromkeys(predictor_name(group.predictors[0]) for group in groups))
-    dates = sorted({run.created[:10] for run in runs})
+    dates = sorted({run.manifest.created[:10] for run in runs})
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     return (
         f"Top-1 accuracy of the {predictors} predictor over all classes seen. {stages}; "
@@ -62,8 +61,8 @@ def facts(groups: Sequence[Group]) -> str:
     )
 
 
-def _stages_in_words(run: Run) -> str:
-    base, later = run.stage_sizes[0], run.stage_sizes[1:]
+def _stages_in_words(run: StoredRun) -> str:
+    base, later = run.manifest.stage_sizes[0], run.manifest.stage_sizes[1:]
     if not later:
         return f"{base} classes in one stage"
     sizes = join(str(size) for size in dict.fromkeys(later))
@@ -79,7 +78,7 @@ def notes(groups: Sequence[Group], repeats: int) -> list[str]:
             "These runs differ in data or in how it was split into stages, so their numbers are not comparable."
         )
     found += [f"{group.first.recipe}: {group.first.stopped}." for group in groups if group.first.stopped]
-    codes = {(group.first.recipe, group.first.versions.get(METHOD_CODE)) for group in groups}
+    codes = {(group.first.recipe, group.first.manifest.method_code) for group in groups}
     found += [
         f"{recipe}: the code of the method is not the same in all runs; those of different code stand apart."
         for recipe, times in sorted(Counter(recipe for recipe, _ in codes).items())

@@ -16,7 +16,7 @@ from engram.experiment.run_config import RunConfig, directory_name
 from engram.methods import find_method
 from engram.reproduce.paper import Column, Experiment, Published, Row
 from engram.reproduce.records import Record, protocol_key
-from engram.runs.directory import method_code, read_result
+from engram.runs.reader import read_manifest, read_progress
 
 NOT_IN_PAPER, NO_RECIPE = "not in the paper", "no recipe yet"
 
@@ -31,7 +31,7 @@ class Wanted:
 
     def is_measured_by(self, record: Record, importance: bool = False) -> bool:
         """Whether a record is this run, computed as it was asked for, and with its importance where that is needed."""
-        if record.key != self.key or (importance and "importance" not in record.data):
+        if record.key != self.key or (importance and not record.importance):
             return False
         asked = self.config.precision
         return record.has_default_precision if asked == "auto" else record.precision == asked
@@ -108,8 +108,8 @@ def make_plan(experiments: Sequence[Experiment], records: Iterable[Record], aske
         for row in experiment.rows
         for column in experiment.columns
     ]
-    _refuse_others(cells, lambda record: record.data["data"].get("fingerprint"), "on different images")
-    _refuse_others(cells, lambda record: method_code(record.data), "with different code of the method")
+    _refuse_others(cells, lambda record: record.data.fingerprint, "on different images")
+    _refuse_others(cells, lambda record: record.method_code, "with different code of the method")
     _refuse_unknown_orders(planner.runs.values())
     left = {wanted.name: wanted for cell in cells for wanted in cell.left}
     return Plan(tuple(cells), planner.runs, left)
@@ -130,7 +130,7 @@ def refuse_edited(plan: Plan) -> None:
         for wanted in cell.left:
             now = find_method(wanted.config.method).versions.get(METHOD_CODE, "")
             for record in cell.records:
-                if method_code(record.data) != now:
+                if record.method_code != now:
                     raise EngramError(
                         f"{record.source} is a run of {record.recipe} with other code than the method "
                         f"{wanted.config.method} has now, and {wanted.name} would be averaged with it; leave that run "
@@ -168,7 +168,7 @@ class _Planner:
         """The run as it was measured; of several (other machines, other commits) the latest."""
         known = self._by_key.get(wanted.key, [])
         fitting = [record for record in known if wanted.is_measured_by(record, importance)]
-        return max(fitting, key=lambda record: record.data["created"], default=None)
+        return max(fitting, key=lambda record: record.created, default=None)
 
     def cell(self, experiment: Experiment, row: Row, column: Column) -> Cell:
         spec, published = experiment.spec(row, column), experiment.published(row, column)
@@ -213,8 +213,12 @@ def run_name(config: RunConfig) -> str:
 
 
 def stages_done(parent: Path, wanted: Wanted) -> int:
-    """The stages that are there of a run that was begun and not ended; 0 of one that was not begun."""
-    return len(read_result(parent / wanted.name)["stages"])
+    """Number of finished stages of a run; 0 if it was not started."""
+    directory = parent / wanted.name
+    try:
+        return read_progress(directory, read_manifest(directory)).finished
+    except EngramError:
+        return 0
 
 
 def select(

@@ -12,7 +12,6 @@ from typing import Literal
 from engram.core.metrics import Difference, Estimate, estimate, paired
 from engram.report.tables import predictor_name
 from engram.reproduce.cell_plan import NOT_IN_PAPER, Cell, Plan
-from engram.reproduce.records import Record
 
 Mark = Literal["within one standard deviation", "within one point", "further off", "not run", "nothing published"]
 WITHIN_STD: Mark = "within one standard deviation"
@@ -102,7 +101,7 @@ def effect(base: Cell, cell: Cell) -> Difference | None:
     name = cell.experiment.measure
 
     def values(one: Cell) -> dict[tuple[str, int], float | None]:
-        return {(record.order, record.seed): record.value(name, one.predictor or "") for record in one.records}
+        return {(record.order.name, record.seed): record.value(name, one.predictor or "") for record in one.records}
 
     return paired(values(cell), values(base))
 
@@ -120,12 +119,6 @@ def curve(cell: Cell) -> tuple[list[int], list[Estimate]] | None:
     columns = zip(*([value for _, value in line] for line in curves), strict=True)
     estimates = [value for column in columns if (value := estimate(column)) is not None]
     return [seen for seen, _ in curves[0]], estimates
-
-
-def last_importance(record: Record) -> list[float] | None:
-    """The channels' importance of the last map after the last stage, from high to low; None where it was not kept."""
-    maps = record.data.get("importance")
-    return maps[-1] if maps else None
 
 
 def predictor_of(measured: Measured) -> str:

@@ -59,15 +59,15 @@ def costs(plan: Plan, records: Sequence[Record], runs: Path) -> list[Cost]:
     left = list(plan.left.values())
     groups: dict[str, list[Record]] = {}
     for record in records:
-        if record.config and _images(record.config) in {_images(wanted.config) for wanted in left}:
-            groups.setdefault(record.hardware, []).append(record)
+        if record.run_config and _images(record.run_config) in {_images(wanted.config) for wanted in left}:
+            groups.setdefault(record.machine, []).append(record)
     return [_on(hardware, measured, left, runs) for hardware, measured in groups.items()]
 
 
 def _on(hardware: str, measured: Sequence[Record], left: Sequence[Wanted], runs: Path) -> Cost:
     """What can be told of the runs left from those that were measured on that hardware."""
     device = measured[0].device
-    kinds = {_kind(record.config, device) for record in measured if record.config}
+    kinds = {_kind(record.run_config, device) for record in measured if record.run_config}
     counted: list[tuple[Wanted, Work]] = []
     uncounted: Counter[str] = Counter()
     for wanted in left:
@@ -82,7 +82,7 @@ def _on(hardware: str, measured: Sequence[Record], left: Sequence[Wanted], runs:
             except EngramError:
                 uncounted["whose images are not here"] += 1
     used = {_kind(wanted.config, device) for wanted, _ in counted}
-    alike = [record for record in measured if record.config and _kind(record.config, device) in used]
+    alike = [record for record in measured if record.run_config and _kind(record.run_config, device) in used]
     if not counted:
         return Cost(hardware, None, 0, 1, (), dict(uncounted))
     return _cost(hardware, alike, counted, dict(uncounted))
@@ -120,12 +120,12 @@ def _cost(
     images = {wanted.config.data.name: wanted.config.data for wanted, _ in left}  # a record does not say where they are
     spent: dict[object, list[tuple[float, float]]] = {}
     for record in measured:
-        assert record.config is not None
-        config = replace(record.config, data=images[record.config.data.name])
-        stages = work_of(config).stages[1 if record.data["reused_base"] else 0 :]
+        assert record.run_config is not None
+        config = replace(record.run_config, data=images[record.run_config.data.name])
+        stages = work_of(config).stages[1 if record.reused_base else 0 :]
         kind = _kind(config, device)
         for key in (kind, (kind, config.method)):
-            spent.setdefault(key, []).append((record.result["seconds"], sum(stages)))
+            spent.setdefault(key, []).append((record.result.seconds, sum(stages)))
     rates = {key: _rate(pairs) for key, pairs in spent.items()}
     trained: set[object] = set()
     unmeasured: dict[str, None] = {}
@@ -150,7 +150,7 @@ def _rate(pairs: Iterable[tuple[float, float]]) -> float:
 
 def _side_by_side(records: Sequence[Record]) -> tuple[float, int]:
     """Seconds on the clock for each second of a run, and how many runs were at work at once at most."""
-    known = [(record.data["wall"], record.result["seconds"]) for record in records if record.data.get("wall")]
+    known = [(record.wall, record.result.seconds) for record in records if record.wall]
     if not known:
         return 1.0, 1
     steps = sorted([(wall[0], 1) for wall, _ in known] + [(wall[1], -1) for wall, _ in known])

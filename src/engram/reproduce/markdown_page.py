@@ -155,10 +155,10 @@ def _section(experiment: Experiment, cells: Sequence[Measured], file: str | None
 def _provenance(used: Sequence[Record], records: Sequence[Record]) -> str:
     groups: dict[tuple[str, ...], list[Record]] = {}
     for record in records:
-        versions = record.data["versions"]
+        versions = record.versions
         key = (
             record.recipe,
-            f"{record.hardware}, {record.precision}",
+            f"{record.machine}, {record.precision}",
             f"torch {versions.get('torch', '?')}",
             record.commit,
         )
@@ -168,9 +168,9 @@ def _provenance(used: Sequence[Record], records: Sequence[Record]) -> str:
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for (recipe, hardware, torch, commit), runs in groups.items():
-        seconds = [run.result["seconds"] for run in runs]
+        seconds = [run.result.seconds for run in runs]
         took = decimal(seconds[0], 0) if len(runs) == 1 else f"{decimal(min(seconds), 0)} to {decimal(max(seconds), 0)}"
-        which = ", ".join(f"{run.order}/{run.seed}" for run in runs)
+        which = ", ".join(f"{run.order.name}/{run.seed}" for run in runs)
         rows.append(f"| {recipe} | {which} | {took} | {hardware} | {torch} | {commit} |")
     others = len(records) - len(used)
     more = f" {others} of them are in no table above." if others else ""

@@ -24,16 +24,16 @@ def summarise(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
     predictor that the recipe reports. seconds: the mean, of runs that may have gone side by side.
     """
     found: dict[str, dict[tuple[str, int], Record]] = {}
-    for record in sorted(records, key=lambda record: str(record.data["created"])):
+    for record in sorted(records, key=lambda record: record.created):
         name = record.recipe.split(" ")[0]
         if record.has_default_precision and name in recipe_names() and _is_unchanged(record, name):
-            found.setdefault(name, {})[record.order, record.seed] = record
+            found.setdefault(name, {})[record.order.name, record.seed] = record
     return {name: _numbers(name, list(runs.values())) for name, runs in sorted(found.items())}
 
 
 def _is_unchanged(record: Record, name: str) -> bool:
     """Whether the run was of the recipe as it is now, class order and seed aside."""
-    plain = recipe(name).with_value("order", record.order).with_value("seed", record.seed)
+    plain = recipe(name).with_value("order", record.order.name).with_value("seed", record.seed)
     return record.key == protocol_key(plain)
 
 
@@ -46,8 +46,8 @@ def _numbers(name: str, runs: Sequence[Record]) -> dict[str, Any]:
         "n": accuracy.n,
         "mean": round(accuracy.mean, 2),
         "std": None if accuracy.std is None else round(accuracy.std, 2),
-        "seconds": round(statistics.fmean(float(run.result["seconds"]) for run in runs)),
-        "hardware": ", ".join(sorted({run.hardware for run in runs})),
+        "seconds": round(statistics.fmean(run.result.seconds for run in runs)),
+        "hardware": ", ".join(sorted({run.machine for run in runs})),
     }
 
 

@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 
 from engram.report.figures import WIDTH, colour, line_style
 from engram.report.svg import CARD, INK, MUTED, Drawing, finish, plain, plain_label
-from engram.reproduce.cells import POINT, Measured, curve, effect, last_importance, predictor_of
+from engram.reproduce.cells import POINT, Measured, curve, effect, predictor_of
 from engram.reproduce.paper import Column, Experiment
 from engram.reproduce.paper_tables import spread
 
@@ -78,7 +78,7 @@ def importance(experiment: Experiment, cells: Sequence[Measured]) -> Drawing | N
     """Importance of the last map's channels, highest first: the mean over runs, and from lowest to highest a band."""
     found: list[tuple[int, Measured, np.ndarray]] = []
     for index, cell in enumerate(cells):
-        kept = [values for record in cell.cell.records if (values := last_importance(record)) is not None]
+        kept = [record.importance[-1] for record in cell.cell.records if record.importance]
         if kept and len({len(values) for values in kept}) == 1:
             found.append((index, cell, np.array(kept)))
     if not found:

@@ -113,7 +113,7 @@ def facts(cells: Sequence[Measured]) -> str:
     records = records_of(cell.cell for cell in cells)
     if not records:
         return "Ours will be the mean and the sample standard deviation over runs that differ in class order and seed."
-    where = ", ".join(dict.fromkeys(record.hardware for record in records))
+    where = ", ".join(dict.fromkeys(record.machine for record in records))
     return (
         f"Ours: mean ± sample standard deviation over n runs, which differ in class order and seed; "
         f"{count_runs(len(records))} on {where}. A cell that was not run has no number of ours."
@@ -183,11 +183,11 @@ def _machines(records: Sequence[Record]) -> Iterable[dict[str, str]]:
     """The runs by recipe and machine, with their times."""
     groups: dict[tuple[str, str, str], list[Record]] = {}
     for record in records:
-        versions = record.data["versions"]
+        versions = record.versions
         text = f"torch {versions.get('torch', '?')}, commit {record.commit}"
-        groups.setdefault((record.recipe, f"{record.hardware}, {record.precision}", text), []).append(record)
+        groups.setdefault((record.recipe, f"{record.machine}, {record.precision}", text), []).append(record)
     for (recipe, hardware, versions), runs in groups.items():
-        seconds = [run.result["seconds"] for run in runs]
+        seconds = [run.result.seconds for run in runs]
         span = f"{min(seconds):.0f}" if len(seconds) == 1 else f"{min(seconds):.0f} to {max(seconds):.0f}"
-        orders = ", ".join(f"{run.order}/{run.seed}" for run in runs)
+        orders = ", ".join(f"{run.order.name}/{run.seed}" for run in runs)
         yield {"recipe": recipe, "orders": orders, "seconds": span, "hardware": hardware, "versions": versions}

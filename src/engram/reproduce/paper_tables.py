@@ -160,7 +160,7 @@ def _csv_row(measured: Measured) -> list[object]:
         cell.experiment.measure,
         predictor_of(measured),
         recipe,
-        " ".join(f"{record.order}/{record.seed}" for record in records),
+        " ".join(f"{record.order.name}/{record.seed}" for record in records),
         *(_or_empty(value) for value in ((paper.mean, paper.std) if paper else (None, None))),
         *(_or_empty(value) for value in ((ours.mean, ours.std) if ours else (None, None))),
         measured.n,
@@ -168,7 +168,7 @@ def _csv_row(measured: Measured) -> list[object]:
         _or_empty(measured.difference),
         "" if measured.mark == UNPUBLISHED else measured.mark,
         measured.why,
-        "; ".join(dict.fromkeys(record.hardware for record in records)),
+        "; ".join(dict.fromkeys(record.machine for record in records)),
         "; ".join(dict.fromkeys(record.commit for record in records)),
     ]
 

@@ -15,10 +15,10 @@ from engram.cli.commands.run_paths import run_status
 from engram.cli.options.runs import List
 from engram.cli.text import make_console, make_table, percent, print_line, print_table
 from engram.core.errors import EngramError
-from engram.core.io import read_json
 from engram.data.sources.download import data_home
 from engram.experiment.shared_base import user_cache
-from engram.runs.directory import RESULT, find_runs, read_manifest
+from engram.runs.directory import RESULT, find_runs
+from engram.runs.reader import read_manifest, read_result
 
 DATASETS = {
     "mini": "in the package: 20 classes of CIFAR-100 at 16x16 pixels, 250 training and 100 test images each",
@@ -223,30 +223,22 @@ def list_runs(root: Path) -> list[dict[str, Any]]:
             row |= _describe_run(path)
         except EngramError as error:
             row["status"] = f"damaged: {error}"
-        except (KeyError, TypeError, AttributeError, IndexError) as error:
-            row["status"] = f"damaged: its files do not hold what they should ({type(error).__name__}: {error})"
         rows.append(row)
     return rows
 
 
 def _describe_run(path: Path) -> dict[str, Any]:
     manifest = read_manifest(path)
-    config, total = manifest["config"], len(manifest["stage_sizes"])
-    done, average = 0, None
+    total, done, average = len(manifest.stage_sizes), 0, None
     if (path / RESULT).exists():
-        result = read_json(path / RESULT)
-        done = len(result["stages"])
-        average = float(result["average_incremental_accuracy"][_predictor(config, result)])
+        result = read_result(path)
+        done, averages = len(result.stages), result.average_incremental_accuracy
+        average = averages.get(str(manifest.config.get("predictor")), next(iter(averages.values()), None))
     return {
-        "recipe": manifest["recipe"],
-        "order": manifest["order"]["name"] if "," not in manifest["order"]["name"] else "given",
-        "seed": config["seed"],
+        "recipe": manifest.recipe,
+        "order": manifest.order.name if "," not in manifest.order.name else "given",
+        "seed": manifest.config.get("seed"),
         "stages": f"{done}/{total}",
         "average": average,
         "status": run_status(path, total, done),
     }
-
-
-def _predictor(config: dict[str, Any], result: dict[str, Any]) -> str:
-    wanted = config.get("predictor", "cnn")
-    return wanted if wanted in result["average_incremental_accuracy"] else "cnn"

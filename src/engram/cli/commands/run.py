@@ -6,7 +6,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -38,7 +37,7 @@ from engram.data.store import ImageStore
 from engram.experiment.run_config import RunConfig, directory_name
 from engram.experiment.runner import resume, run
 from engram.experiment.session import Session, StagePlan
-from engram.runs.directory import read_manifest, read_result
+from engram.runs.reader import RunManifest, read_manifest, read_progress
 
 
 def run_command(options: Run, typed: Sequence[str]) -> int:
@@ -96,11 +95,11 @@ def resume_command(options: Resume, typed: Sequence[str]) -> int:
             print_line(console, f"{place} is finished already; nothing to do")
             tell_finished(console, finished, flags.quiet)
         return 0
-    check_last_stage(flags, len(manifest["stage_sizes"]))
-    config = RunConfig.from_plain(manifest["config"])
+    check_last_stage(flags, len(manifest.stage_sizes))
+    config = RunConfig.from_plain(manifest.config)
     data = config.data if options.data is None else replace(config.data, path=images_at(options.data))
     # The threads it began with: with another number a CPU's sums differ in their last bits.
-    use_threads(flags.threads or manifest.get("hardware", {}).get("threads"))
+    use_threads(flags.threads or manifest.hardware.get("threads"))
     store = read_images(data, console, silent=flags.quiet or flags.json)
     interrupt = Interrupt()
     events = resume(
@@ -114,11 +113,10 @@ def resume_command(options: Resume, typed: Sequence[str]) -> int:
     return carry_out(events, console, interrupt, flags, place)
 
 
-def _finished(place: Path, manifest: dict[str, Any]) -> RunFinished | None:
-    """The last event of a run all of whose stages are there already."""
-    result = read_result(place)
-    complete = len(result["stages"]) == len(manifest["stage_sizes"])
-    return RunFinished(result, str(place)) if complete else None
+def _finished(place: Path, manifest: RunManifest) -> RunFinished | None:
+    """Return the last event of a run whose stages are all finished."""
+    result = read_progress(place, manifest).result
+    return None if result is None else RunFinished(result, str(place))
 
 
 def _print_plan(config: RunConfig, store: ImageStore, place: Path, console: Console, as_json: bool) -> None:

@@ -41,7 +41,8 @@ from engram.experiment.base_cache import StageCache
 from engram.experiment.parallel import Member, Workers, plan_members
 from engram.experiment.run_config import RunConfig, directory_name
 from engram.report.wording import count_runs
-from engram.runs.directory import ERROR, EVENTS, UNKNOWN_CODE, method_code, read_manifest
+from engram.runs.directory import ERROR, EVENTS, UNKNOWN_CODE
+from engram.runs.reader import read_manifest
 
 STOP = "--stop-after-stage"
 
@@ -145,8 +146,8 @@ def without_flag(typed: Sequence[str], flag: str) -> list[str]:
 
 def threads_begun_with(members: Sequence[Member]) -> int | None:
     """The CPU threads that the runs to go on with began with: with another number sums differ in their last bits."""
-    unfinished = [member for member in members if member.standing.state == "incomplete"]
-    found = {member.standing.threads for member in unfinished if member.config.device == "cpu"} - {None}
+    unfinished = [member for member in members if member.progress.state == "incomplete"]
+    found = {member.progress.threads for member in unfinished if member.config.device == "cpu"} - {None}
     if len(found) > 1:
         print(
             "engram: the runs to go on with began with different numbers of CPU threads; "
@@ -213,7 +214,7 @@ def results_of(complete: Sequence[RunFinished | RunSkipped]) -> list[dict[str, A
 def _code(event: RunFinished | RunSkipped) -> str:
     """The code of the run's method, as it is on record."""
     with suppress(EngramError):
-        return method_code(read_manifest(Path(event.directory or ""))) or UNKNOWN_CODE
+        return read_manifest(Path(event.directory or "")).method_code or UNKNOWN_CODE
     return UNKNOWN_CODE
 
 
@@ -325,7 +326,7 @@ def print_plan(console: Console, members: Sequence[Member], cache: StageCache | 
     for base in shared:
         how = "is in the cache already, for" if base["cached"] else "is trained once for"
         print_line(console, f"one base stage {how} {count_runs(len(base['runs']))}: {', '.join(base['runs'])}")
-    counts = Counter(member.standing.state for member in members)
+    counts = Counter(member.progress.state for member in members)
     parts = ", ".join(f"{counts[state]} {state}" for state in ("done", "incomplete", "new") if counts[state])
     print_line(
         console, f"{count_runs(len(members))} ({parts}), {steps:,} steps left, before what shared base stages save"
@@ -334,17 +335,17 @@ def print_plan(console: Console, members: Sequence[Member], cache: StageCache | 
 
 
 def _plan_row(member: Member) -> dict[str, Any]:
-    standing = member.standing
-    state = standing.state
+    progress = member.progress
+    state = progress.state
     if state == "incomplete":
         inside = "" if member.doing is None else f" and in {member.doing}"
-        state = f"incomplete, {standing.finished} of {member.stages} stages{inside}"
+        state = f"incomplete, {progress.finished} of {member.stages} stages{inside}"
     return {
         "run": member.name,
         "directory": member.place,
         "state": state,
         "stages": member.stages,
-        "stages_finished": standing.finished,
+        "stages_finished": progress.finished,
         "steps": member.steps,
         "config": member.config.to_plain(),
     }
