@@ -22,10 +22,11 @@ from safetensors.numpy import load_file, save_file
 
 from engram.core.errors import EngramError
 from engram.core.metrics import Estimate
-from engram.report.entry import write_report
-from engram.report.groups import Group, load_runs, make_groups
-from engram.report.tables import csv_files, duration
-from engram.report.templating import template
+from engram.report.formatting import duration
+from engram.report.groups import RunGroup, load_runs, make_groups
+from engram.report.html_page import template
+from engram.report.page import write_report
+from engram.report.tables import csv_files
 from engram.report.wording import headline, notes, title
 from fake_runs import edit_json, fake_run
 from helpers import not_text
@@ -367,7 +368,7 @@ def test_repeat_of_a_run_counts_once(tmp_path: Path) -> None:
     assert "2 runs on cpu" in text
 
 
-def in_words(groups: list[Group]) -> str:
+def in_words(groups: list[RunGroup]) -> str:
     """What the page says above its figures, which take long to draw."""
     return " ".join([title(groups), headline(groups), *notes(groups, 0)])
 
@@ -550,9 +551,9 @@ def test_hostile_names_stay_words(tmp_path: Path) -> None:
 def test_report_needs_no_torch(tmp_path: Path) -> None:
     run = fake_run(tmp_path / "run", **LIGHT)
     code = (
-        "import sys; from pathlib import Path; from engram.report.entry import write_report\n"
+        "import sys, engram\n"
         "assert 'matplotlib' not in sys.modules\n"
-        f"write_report([Path({str(run)!r})])\n"
+        f"engram.write_report({str(run)!r})\n"
         "assert not {'torch', 'matplotlib.pyplot'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=60)

@@ -20,8 +20,9 @@ from engram.experiment.recipe_changes import apply_changes, named_after_changes
 from engram.experiment.recipes import recipe, recipe_names
 from engram.methods import METHODS
 from engram.report.figures import line_style
+from engram.report.formatting import signed
 from engram.reproduce import paper_tables as text
-from engram.reproduce.cell_plan import Asked, Cell, make_plan, refuse_edited, run_name
+from engram.reproduce.cell_plan import PaperCell, PaperRequest, make_plan, refuse_edited, run_name
 from engram.reproduce.cells import curve, each_once, effect, measure, measure_all
 from engram.reproduce.cost import ALONE, costs, work_of
 from engram.reproduce.markdown_page import COMMAND, document
@@ -36,8 +37,8 @@ ROOT = Path(__file__).parents[1]
 AFC = load_paper()
 
 
-def cell_of(name: str, row: str, column: str, records: list[Record], **asked: Any) -> Cell:
-    plan = make_plan(AFC.find([name]), records, Asked(**asked))
+def cell_of(name: str, row: str, column: str, records: list[Record], **asked: Any) -> PaperCell:
+    plan = make_plan(AFC.find([name]), records, PaperRequest(**asked))
     return next(cell for cell in plan.cells if (cell.row.label, cell.column.label) == (row, column))
 
 
@@ -298,29 +299,29 @@ def test_runs_are_shared_between_tables() -> None:
 
 def test_rows_and_columns_by_name() -> None:
     plan = make_plan(
-        AFC.find(["all", "effects"]), [], Asked(rows=["afc (cnn)"], columns=["50"], orders=["2"], seeds=[4])
+        AFC.find(["all", "effects"]), [], PaperRequest(rows=["afc (cnn)"], columns=["50"], orders=["2"], seeds=[4])
     )
     assert {cell.row.label for cell in plan.cells} == {"AFC (CNN)"}
     assert {cell.column.label for cell in plan.of(plan.experiments[0])} == {"50 stages"}
     assert [e.name for e in plan.experiments if e.name.startswith("table")][-3:] == ["table8", "table9", "table10"]
     assert {(w.config.order, w.config.seed) for w in plan.runs.values()} == {("2", 4)}
-    table = make_plan(AFC.find(["table1"]), [], Asked(rows=["AFC (CNN)"], columns=["25 stages", "5"])).cells
+    table = make_plan(AFC.find(["table1"]), [], PaperRequest(rows=["AFC (CNN)"], columns=["25 stages", "5"])).cells
     assert [(cell.column.label, cell.published) for cell in table] == [
         ("25 stages", Published(63.89, 0.93)),
         ("5 stages", Published(66.49, 0.81)),
     ]
-    of_table3 = make_plan(AFC.find(["table3"]), [], Asked(rows=["AFC"])).cells
+    of_table3 = make_plan(AFC.find(["table3"]), [], PaperRequest(rows=["AFC"])).cells
     assert {cell.row.label for cell in of_table3} == {"AFC (CNN)"}, "and not what has the same recipe"
-    by_recipe = make_plan(AFC.find(["table4"]), [], Asked(rows=["uniform"])).cells
+    by_recipe = make_plan(AFC.find(["table4"]), [], PaperRequest(rows=["uniform"])).cells
     assert {cell.row.label for cell in by_recipe} == {"Uniform Importance [uniform]"}
-    effects = make_plan(AFC.find(["effects"]), [], Asked(rows=["the paper's formulas"])).cells
+    effects = make_plan(AFC.find(["effects"]), [], PaperRequest(rows=["the paper's formulas"])).cells
     assert {cell.row.label for cell in effects} == {"AFC as the recipes have it (released)", "the paper's formulas"}
     with pytest.raises(EngramError, match=r"no row 'AFK \(CNN\)': did you mean 'AFC \(CNN\)'"):
-        make_plan(AFC.find(["table1"]), [], Asked(rows=["AFK (CNN)"]))
+        make_plan(AFC.find(["table1"]), [], PaperRequest(rows=["AFK (CNN)"]))
     with pytest.raises(EngramError, match=r"no column '7'"):
-        make_plan(AFC.find(["table1"]), [], Asked(columns=["7"]))
+        make_plan(AFC.find(["table1"]), [], PaperRequest(columns=["7"]))
     with pytest.raises(EngramError, match="both those rows"):
-        make_plan(AFC.find(["table1", "table6"]), [], Asked(rows=["iCaRL"], columns=["lambda 2"]))
+        make_plan(AFC.find(["table1", "table6"]), [], PaperRequest(rows=["iCaRL"], columns=["lambda 2"]))
     with pytest.raises(EngramError, match="did you mean 'table10'"):
         AFC.find(["tabel10"])
 
@@ -354,7 +355,7 @@ def test_of_two_machines_the_latest_run_counts_once() -> None:
 def test_a_run_beside_those_of_other_code_is_refused_before_it_is_trained() -> None:
     data = json.loads(make_record(order="1").to_line())
     edited = check_record({**data, "versions": {**data["versions"], "method_code": "c0de"}}, "elsewhere")
-    asked = Asked(rows=["AFC (CNN)"], columns=["5 stages"])
+    asked = PaperRequest(rows=["AFC (CNN)"], columns=["5 stages"])
     with pytest.raises(EngramError, match=r"elsewhere is a run of afc-cifar100-b50-s5 with other code .* has now"):
         refuse_edited(make_plan(AFC.find(["table1"]), [edited], asked))
     refuse_edited(make_plan(AFC.find(["table1"]), [make_record()], asked))
@@ -472,12 +473,12 @@ def test_a_curve_is_the_mean_of_runs_with_the_same_stages() -> None:
 def test_words_of_a_cell() -> None:
     found = numbers(AFC.experiments["table1"], Published(61.0, 0.5), [60.0, 61.0])
     assert text.lines(found) == ["60.50 ± 0.71 (n = 2 of 3)", "paper 61.00 ± 0.50", "−0.50 ●"]
-    assert (text.signed(0.001), text.signed(-0.001), text.signed(1.0)) == ("0.00", "0.00", "+1.00")
+    assert (signed(0.001), signed(-0.001), signed(1.0)) == ("0.00", "0.00", "+1.00")
 
 
 @pytest.mark.parametrize(("width", "tables"), [(200, 1), (80, 2), (60, 2), (40, 4), (10, 4)])
 def test_a_narrow_console_cuts_no_number(width: int, tables: int) -> None:
-    plan = make_plan(AFC.find(["table1"]), [make_record()], Asked(rows=["AFC"]))
+    plan = make_plan(AFC.find(["table1"]), [make_record()], PaperRequest(rows=["AFC"]))
     cells = [measure(cell) for cell in plan.cells]
     made = results_tables(plan.experiments[0], cells, width)
     assert len(made) == tables
@@ -514,12 +515,14 @@ def test_cost_is_measured_seconds_of_the_same_work(tmp_path: Path) -> None:
     """Two runs that took 100 s of clock side by side, each 80 s of its own; one more like them is left."""
     wall = ([1000.0, 1080.0], [1020.0, 1100.0])
     records = [make_record(order=str(i), seconds=80.0, wall=wall[i - 1]) for i in (1, 2)]
-    plan = make_plan(AFC.find(["table1"]), records, Asked(rows=["AFC (CNN)"], columns=["5 stages"]))
+    plan = make_plan(AFC.find(["table1"]), records, PaperRequest(rows=["AFC (CNN)"], columns=["5 stages"]))
     assert list(plan.left) == ["afc-cifar100-b50-s5-order3-seed1"]
     (cost,) = costs(plan, records, tmp_path)
     assert (cost.hardware, cost.measured, cost.at_once, cost.unmeasured) == ("Example GPU", 2, 2, ())
     assert cost.seconds == pytest.approx(80.0), "alone it takes no longer than beside the other"
-    both = make_plan(AFC.find(["table1"]), records, Asked(rows=["AFC (CNN)", "PODNet (CNN)"], columns=["5 stages"]))
+    both = make_plan(
+        AFC.find(["table1"]), records, PaperRequest(rows=["AFC (CNN)", "PODNet (CNN)"], columns=["5 stages"])
+    )
     (cost,) = costs(both, records, tmp_path)
     assert cost.unmeasured == ("podnet",)
     alike = sum(work_of(both.left["podnet-cifar100-b50-s5-order1-seed1"].config).stages)
@@ -535,7 +538,7 @@ def test_a_run_that_went_beside_many_takes_less_alone(tmp_path: Path) -> None:
     """Eight runs took 800 s each, at the same time: a share of 100 s, which alone is 200 s and not 800."""
     seeds = range(2, 10)
     records = [make_record(seed=seed, seconds=800.0, wall=[0.0, 800.0]) for seed in seeds]
-    asked = Asked(rows=["AFC (CNN)"], columns=["5 stages"], orders=["1"])
+    asked = PaperRequest(rows=["AFC (CNN)"], columns=["5 stages"], orders=["1"])
     (cost,) = costs(make_plan(AFC.find(["table1"]), records, asked), records, tmp_path)
     assert (cost.at_once, cost.seconds) == (8, pytest.approx(ALONE * 100.0))
 
@@ -561,7 +564,7 @@ def test_runs_like_none_that_was_measured_are_not_counted(tmp_path: Path) -> Non
 
 def test_of_a_run_that_was_begun_what_is_left_costs(tmp_path: Path) -> None:
     """Two runs with one base stage: once the first has trained it, in whatever cache, the second is counted whole."""
-    asked = Asked(rows=["AFC (CNN)"], columns=["5 stages", "10 stages"], orders=["1"])
+    asked = PaperRequest(rows=["AFC (CNN)"], columns=["5 stages", "10 stages"], orders=["1"])
     plan = make_plan(AFC.find(["table1"]), [], asked)
     first, second = (work_of(wanted.config).stages for wanted in plan.left.values())
     measured = make_record(seconds=50.0, order="2")
@@ -586,20 +589,20 @@ def test_where_and_how_it_was_computed_is_no_part_of_a_protocol() -> None:
 def test_a_class_order_that_one_of_the_data_sets_has_is_not_refused(tmp_path: Path) -> None:
     text = PAPER + experiment_on("first", "cifar100-b50-s5", small=False)
     text += experiment_on("both", "cifar100-b50-s5", "mini-b10-s5", small=False)
-    paper, asked = load_paper(write_paper(tmp_path, text)), Asked(orders=["7"])
+    paper, asked = load_paper(write_paper(tmp_path, text)), PaperRequest(orders=["7"])
     assert len(make_plan(paper.find(["both"]), [], asked).left) == 2
     with pytest.raises(EngramError, match="published class orders 1 to 3, got 7"):
         make_plan(paper.find(["first"]), [], asked)
 
 
 def test_a_cell_that_sets_its_precision_keeps_it() -> None:
-    asked = Asked(rows=["float32 instead of bf16"], columns=["10 stages"], orders=["1"], precision="tf32")
+    asked = PaperRequest(rows=["float32 instead of bf16"], columns=["10 stages"], orders=["1"], precision="tf32")
     plan = make_plan(AFC.find(["effects"]), [], asked)
     assert [wanted.config.precision for wanted in plan.left.values()] == ["tf32", "float32"]
 
 
 def test_a_base_stage_that_was_not_trained_is_no_work_of_a_measured_run(tmp_path: Path) -> None:
-    asked = Asked(rows=["AFC (CNN)"], columns=["5 stages"], orders=["1"])
+    asked = PaperRequest(rows=["AFC (CNN)"], columns=["5 stages"], orders=["1"])
     plan = make_plan(AFC.find(["table1"]), [], asked)
     (wanted,) = plan.left.values()
     (cost,) = costs(plan, [make_record(seconds=50.0, order="2", reused_base=True)], tmp_path)
@@ -610,7 +613,7 @@ def test_a_base_stage_that_was_not_trained_is_no_work_of_a_measured_run(tmp_path
 def test_a_run_is_told_from_those_of_its_precision(tmp_path: Path) -> None:
     """Base stages are not shared by two precisions, and a processor's own precision is float32."""
     name, rows = "afc-cifar100-b50-s10", ["float32 instead of bf16"]
-    asked = Asked(rows=rows, columns=["10 stages"], orders=["1"])
+    asked = PaperRequest(rows=rows, columns=["10 stages"], orders=["1"])
     fast = make_record(name, seconds=50.0, order="2")
     plan = make_plan(AFC.find(["effects"]), [make_record(name)], asked)
     assert [wanted.config.precision for wanted in plan.left.values()] == ["float32"]
@@ -680,7 +683,7 @@ def test_a_number_that_tables_repeat_counts_once() -> None:
         "the paper's are means over 3 class orders. Some stand in several tables: 6 of 6 cells are filled."
     )
     assert {cell.mark for cell in published} == {"within one standard deviation"}, "in the other five, too"
-    (table4,) = make_plan(AFC.find(["table4"]), [record], Asked(rows=["AFC"], columns=["CNN"])).cells
+    (table4,) = make_plan(AFC.find(["table4"]), [record], PaperRequest(rows=["AFC"], columns=["CNN"])).cells
     assert text.lines(measure(table4))[1:] == ["paper 62.18", "+0.32 ●"], "by itself, and as the table has it"
 
 
@@ -698,7 +701,9 @@ def test_a_standard_deviation_is_not_repeated_where_two_tables_disagree(tmp_path
 
 def test_of_a_number_that_stands_twice_the_cell_that_was_measured_comes_first() -> None:
     places = (("table1", "AFC (CNN)", "50 stages"), ("table4", "AFC", "CNN"))
-    plans = [make_plan(AFC.find([name]), [], Asked(rows=[row], columns=[column])) for name, row, column in places]
+    plans = [
+        make_plan(AFC.find([name]), [], PaperRequest(rows=[row], columns=[column])) for name, row, column in places
+    ]
     first, second = (measure(cell) for plan in plans for cell in plan.cells)
     assert (first.mark, second.mark) == ("not run", "not run")
     assert each_once([first, second]) == [[first, second]]
@@ -716,7 +721,7 @@ def test_a_row_without_a_number_for_each_column_is_refused(tmp_path: Path) -> No
 def test_the_headline_tells_single_runs_from_means() -> None:
     single = [make_record("afc-cifar100-b50-s5", 66.0), make_record("afc-cifar100-b50-s10", 50.0)]
     whole = [make_record("afc-cifar100-b50-s25", 63.5, order=order) for order in "123"]
-    cells = measure_all(make_plan(AFC.find(["table1"]), [*single, *whole], Asked(rows=["AFC (CNN)"])))
+    cells = measure_all(make_plan(AFC.find(["table1"]), [*single, *whole], PaperRequest(rows=["AFC (CNN)"])))
     assert headline(cells) == (
         "3 of 4 published numbers were measured: 2 within the paper's standard deviation (1 from a single run), "
         "1 further off (1 from a single run); the paper's are means over 3 class orders."
@@ -737,7 +742,7 @@ def test_the_page_says_everything_once() -> None:
 def test_a_remark_stands_by_the_numbers_it_is_about() -> None:
     def said(row: str, column: str, name: str, accuracy: float) -> str:
         plan = make_plan(
-            AFC.find(["table1"]), [make_record(name, accuracy=accuracy)], Asked(rows=[row], columns=[column])
+            AFC.find(["table1"]), [make_record(name, accuracy=accuracy)], PaperRequest(rows=[row], columns=[column])
         )
         return " ".join(remarks(AFC, measure_all(plan)))
 
@@ -769,7 +774,7 @@ def test_a_table_of_effects_in_the_terminal_compares_runs_of_one_class_order() -
     original = recipe("afc-cifar100-b50-s10")
     config = named_after_changes(original, apply_changes(original, ["settings.exemplars_only=true"]))
     records = [make_record(original, 64.0), make_record(original, 68.0, order="2"), make_record(config, 65.0)]
-    plan = make_plan(AFC.find(["effects"]), records, Asked(columns=["10 stages"]))
+    plan = make_plan(AFC.find(["effects"]), records, PaperRequest(columns=["10 stages"]))
     (table,) = results_tables(plan.experiments[0], [measure(cell) for cell in plan.cells], 120)
     console = Console(width=120, file=io.StringIO(), record=True)
     console.print(table)
@@ -788,7 +793,7 @@ def test_a_remark_on_no_row_of_its_table_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_the_paper_has_no_number_of_is_said_so() -> None:
-    plan = make_plan(AFC.find(["methods"]), [make_record("gap-cifar100-b50-s10")], Asked(rows=["gap", "pod"]))
+    plan = make_plan(AFC.find(["methods"]), [make_record("gap-cifar100-b50-s10")], PaperRequest(rows=["gap", "pod"]))
     assert headline(measure_all(plan)) == "The paper has no number of these; 1 of 2 were measured."
     assert "methods" not in [experiment.name for experiment in AFC.find(["all"])], "by name alone"
 

@@ -220,12 +220,12 @@ def test_what_is_in_the_way_is_refused_before_anything_starts(tmp_path: Path) ->
     (tmp_path / "file").write_text("mine")
     refused("no run directory at .*file", {"a": make_config(), "file": make_config()})
     refused("file is a file", configs(), tmp_path / "file")
-    refused("other is a run itself", configs(), tmp_path / "other")
-    refused("two of the runs are called custom-order1-seed1 and are the same", [make_config(), make_config()])
+    refused("other is itself a run", configs(), tmp_path / "other")
+    refused("two of the runs are named custom-order1-seed1 and are the same", [make_config(), make_config()])
     refused("and differ in settings", [make_config(), make_config(base=3)])
     refused("no run to do", {})
     for name in ("", "a/b", "..", ".lock"):
-        refused("cannot be called", {name: make_config()})
+        refused("cannot be the name of a run", {name: make_config()})
     refused("1 to 6 classes", {"a": make_config(), "b": make_config(base=7)})
     with pytest.raises(EngramError, match="at least one run at a time"):
         list(run_together(configs(), make_store(), tmp_path / "new", at_once=0))
@@ -519,7 +519,7 @@ def test_many_threads_after_one_claim(tmp_path: Path) -> None:
 def test_tf32_is_not_run_beside_anything_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, other: str) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     named = {name: make_config(device="cuda", precision=name) for name in (other, "tf32")}
-    with pytest.raises(EngramError, match=f"tf32 and {other} cannot run side by side"):
+    with pytest.raises(EngramError, match=f"tf32 and {other} cannot run at the same time"):
         list(run_together(named, make_store(), tmp_path))
     assert not any(tmp_path.iterdir())
 

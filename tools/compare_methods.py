@@ -19,12 +19,11 @@ from compare_picture import Point, scatter
 from engram.core.errors import EngramError
 from engram.core.io import read_json, write_bytes
 from engram.experiment.recipes import recipe, recipe_names
+from engram.report.formatting import NOTHING, decimal, predictor_name, signed, spread
 from engram.report.svg import Drawing
-from engram.report.tables import decimal, predictor_name
-from engram.reproduce.cell_plan import Asked, make_plan
+from engram.reproduce.cell_plan import PaperRequest, make_plan
 from engram.reproduce.cells import Measured, measure, predictor_of
 from engram.reproduce.paper import load_paper
-from engram.reproduce.paper_tables import NOTHING, signed, spread
 from engram.reproduce.records import Record, protocol_key
 from engram.reproduce.results_files import merge, read_results
 from fill_cards import METHODS
@@ -114,7 +113,7 @@ def _read_time_file(file: Path) -> tuple[dict[str, Cost], dict[str, Any]]:
 
 def rows_of(records: Sequence[Record], costs: dict[str, Cost]) -> list[Row]:
     """The paper's rows with ours beside, the most accurate first, those that were not run last."""
-    asked, rows, known = Asked(orders=[ORDER], seeds=[SEED], columns=[COLUMN]), [], set(recipe_names())
+    asked, rows, known = PaperRequest(orders=[ORDER], seeds=[SEED], columns=[COLUMN]), [], set(recipe_names())
     for cell in make_plan(load_paper().find(["table1", "methods"]), records, asked).cells:
         config = cell.wanted[0].config if cell.wanted else None
         method = cell.row.recipe if config is None else config.method
@@ -126,7 +125,7 @@ def rows_of(records: Sequence[Record], costs: dict[str, Cost]) -> list[Row]:
 
 def embedded_rows(records: Sequence[Record]) -> list[Row]:
     """Every method on the embedded set, in the same order."""
-    cells = make_plan(load_paper().find(["mini"]), records, Asked(seeds=[SEED])).cells
+    cells = make_plan(load_paper().find(["mini"]), records, PaperRequest(seeds=[SEED])).cells
     return _best_first([Row(measure(cell), cell.row.recipe, None, False) for cell in cells])
 
 
@@ -177,7 +176,7 @@ the paper's numbers alone; a test checks that it is what this command gives.
 
 def _orders(records: Sequence[Record]) -> Iterator[str]:
     """How far AFC's one class order is from its mean over all of them."""
-    asked = Asked(rows=["AFC"], columns=[COLUMN], seeds=[SEED])
+    asked = PaperRequest(rows=["AFC"], columns=[COLUMN], seeds=[SEED])
     for cell in make_plan(load_paper().find(["table1"]), records, asked).cells:
         orders, whole = cell.experiment.orders, measure(cell).ours
         one = {run.order.name: run.value(AVERAGE, cell.predictor or "") for run in cell.records}.get(ORDER)

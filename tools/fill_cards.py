@@ -13,10 +13,11 @@ from pathlib import Path
 
 from engram.core.errors import EngramError
 from engram.core.io import write_bytes
+from engram.report.formatting import NOTHING, signed, spread
 from engram.reproduce.cell_plan import make_plan
 from engram.reproduce.cells import Measured, measure
 from engram.reproduce.paper import load_paper
-from engram.reproduce.paper_tables import MARKS, NOTHING, count, signed, spread
+from engram.reproduce.paper_tables import MARKS, count
 from engram.reproduce.records import Record
 from engram.reproduce.results_files import merge, read_results
 

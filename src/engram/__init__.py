@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         rename_class,
         undo,
     )
-    from engram.report.entry import write_report
+    from engram.report.page import write_report
     from engram.runs.result import Result
 
 # Before torch is loaded. Its threads wait for each other some hundred times a step, and each does so busily for
@@ -78,7 +78,7 @@ _HOME = {
     "run_together": "engram.experiment.parallel",
     "train": "engram.experiment.runner",
     "undo": "engram.models.api",
-    "write_report": "engram.report.entry",
+    "write_report": "engram.report.page",
 }
 
 __all__ = [

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engram.core.io import typed_path
-from engram.reproduce.cell_plan import Plan
+from engram.reproduce.cell_plan import PaperPlan
 from engram.reproduce.records import Record
 from engram.reproduce.results_files import SUFFIX, is_ours, merge, read_results
 from engram.runs.directory import find_runs
@@ -43,7 +43,7 @@ def known_records(results: str | None, runs: Path) -> Known:
     return Known(merge(record for record, _ in found), {record.source: place for record, place in found}, runs)
 
 
-def origins(plan: Plan, known: Known) -> dict[Path, int]:
+def origins(plan: PaperPlan, known: Known) -> dict[Path, int]:
     """How many of the runs that are done come from which place."""
     done = {
         wanted.name: known.places[record.source]
@@ -54,7 +54,7 @@ def origins(plan: Plan, known: Known) -> dict[Path, int]:
     return dict(Counter(done.values()))
 
 
-def origin_line(plan: Plan, known: Known) -> str:
+def origin_line(plan: PaperPlan, known: Known) -> str:
     """Where the runs that are done come from; empty where none is."""
     counts = origins(plan, known)
     here = counts.pop(known.runs, 0)

@@ -16,13 +16,13 @@ from engram.cli.text import make_table, print_line, print_table
 from engram.core.provenance import processor_name
 from engram.experiment.parallel import ON_CPU, ON_CUDA
 from engram.methods import OWN_METHODS
-from engram.report.wording import count_runs, join
-from engram.reproduce.cell_plan import Plan
+from engram.report.formatting import count_runs, join
+from engram.reproduce.cell_plan import PaperPlan
 from engram.reproduce.cost import Cost, this_hardware
 from engram.reproduce.paper_tables import caption
 
 
-def print_plan(console: Console, plan: Plan, estimates: Sequence[Cost], known: Known, options: Reproduce) -> None:
+def print_plan(console: Console, plan: PaperPlan, estimates: Sequence[Cost], known: Known, options: Reproduce) -> None:
     """Prints which runs the experiments need, how many are done, and what the rest would take."""
     here = this_hardware(options.device)
     if options.running.json:
@@ -49,7 +49,7 @@ def print_plan(console: Console, plan: Plan, estimates: Sequence[Cost], known: K
     print_line(console, "this was a dry run: nothing was written")
 
 
-def _bare_line(plan: Plan) -> str:
+def _bare_line(plan: PaperPlan) -> str:
     """Which of the runs to do count as done in other tables; empty where none does."""
     cells = [cell for cell in plan.cells if cell.bare]
     if not cells:
@@ -59,7 +59,7 @@ def _bare_line(plan: Plan) -> str:
     return f"{len(names)} of those to do were run before and kept no importance, which {shown} shows"
 
 
-def _runs_table(plan: Plan) -> Table:
+def _runs_table(plan: PaperPlan) -> Table:
     """A line for each recipe with its changes: class orders and seeds, those done, and what needs it."""
     table = make_table(["recipe", "runs", "done", "for"], ["runs", "done"])
     users: dict[str, dict[str, None]] = {}
@@ -111,13 +111,13 @@ def _long(seconds: float) -> str:
     return f"{minutes} min" if minutes < 120 else f"{minutes} min ({minutes / 60:.1f} h)"
 
 
-def missing_line(plan: Plan) -> str | None:
+def missing_line(plan: PaperPlan) -> str | None:
     """Which recipes of the plan there are not, by what they begin with; None where there are all."""
     missing = list(dict.fromkeys(re.sub(r"-b\d+-s\d+$", "", cell.missing) for cell in plan.cells if cell.missing))
     return f"no recipe yet: {', '.join(missing)} {OWN_METHODS}" if missing else None
 
 
-def plan_json(plan: Plan, estimates: Sequence[Cost], known: Known, here: str) -> dict[str, Any]:
+def plan_json(plan: PaperPlan, estimates: Sequence[Cost], known: Known, here: str) -> dict[str, Any]:
     """The plan for programs."""
     return {
         "runs": [

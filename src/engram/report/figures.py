@@ -12,9 +12,10 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from engram.report.groups import Group, row_percent
+from engram.report.formatting import predictor_name
+from engram.report.groups import RunGroup, row_percent
 from engram.report.svg import CARD, GRID, INK, MARKERS, MUTED, ON_STRONG, SERIES, Drawing, finish, plain, plain_label
-from engram.report.tables import predictor_name, time_parts
+from engram.report.tables import time_parts
 
 WIDTH = 5.0  # inches; at 72 units an inch the text is near its nominal size on a phone and on a desk
 NAMED_CLASSES = 25
@@ -36,7 +37,7 @@ def colour(index: int) -> str:
     return SERIES[index % len(SERIES)]
 
 
-def accuracy_curves(groups: Sequence[Group], predictor: str) -> Drawing:
+def accuracy_curves(groups: Sequence[RunGroup], predictor: str) -> Drawing:
     """Accuracy against classes seen: a line a group, its sample standard deviation as a band, and chance."""
     shown = [(i, group) for i, group in enumerate(groups) if predictor in group.predictors]
     names_fit = len(shown) <= 6 and max(len(plain(group.label)) for _, group in shown) <= 12
@@ -113,7 +114,7 @@ def _end_labels(axes: Axes, ends: list[tuple[float, str, str]]) -> None:
         )
 
 
-def accuracy_matrix(group: Group, predictor: str) -> Drawing:
+def accuracy_matrix(group: RunGroup, predictor: str) -> Drawing:
     """R[t][i]: accuracy after stage t (row) on the classes of stage i (column)."""
     matrix = group.matrix(predictor)
     size = len(matrix)
@@ -154,7 +155,7 @@ def _heat_map(axes: Axes, values: np.ndarray, label: str) -> None:
     bar.yaxis.set_label_position("right")
 
 
-def _title(group: Group, predictor: str | None = None) -> str:
+def _title(group: RunGroup, predictor: str | None = None) -> str:
     """Group, predictor and number of runs; on two lines where one would run out of the figure."""
     parts = [] if predictor is None else [predictor_name(predictor)]
     if group.n > 1:
@@ -163,7 +164,7 @@ def _title(group: Group, predictor: str | None = None) -> str:
     return (", " if len(label) <= 14 else "\n").join(filter(None, [label, ", ".join(parts)]))
 
 
-def learned_and_kept(group: Group, index: int, predictor: str) -> Drawing:
+def learned_and_kept(group: RunGroup, index: int, predictor: str) -> Drawing:
     """For the classes of each stage: accuracy when they were learned (ring) and at the end (dot)."""
     matrix = group.matrix(predictor)
     x, learned, kept = np.arange(len(matrix)), np.diag(matrix), matrix[-1]
@@ -186,7 +187,7 @@ def learned_and_kept(group: Group, index: int, predictor: str) -> Drawing:
     return finish(figure, f"learned_and_kept_{group.slug}_{predictor}", alt)
 
 
-def confusion(group: Group, predictor: str) -> Drawing:
+def confusion(group: RunGroup, predictor: str) -> Drawing:
     """Row-normalised confusion matrix after the last stage, with class names where there is room for them."""
     order = "in order of arrival" if group.has_one_order else "in the data set's order"
     title = _title(group, predictor).replace("mean of", "sum of")
@@ -225,7 +226,7 @@ def confusion_matrix(
     return finish(figure, name, alt)
 
 
-def importance(group: Group) -> Drawing:
+def importance(group: RunGroup) -> Drawing:
     """Importance of each map's channels from the highest to the lowest, against the share of channels."""
     figure = Figure(figsize=(WIDTH, 3.6), layout="constrained")
     axes = figure.add_subplot()
@@ -254,7 +255,7 @@ def importance(group: Group) -> Drawing:
     return finish(figure, f"importance_{group.slug}", alt)
 
 
-def time_spent(groups: Sequence[Group]) -> Drawing:
+def time_spent(groups: Sequence[RunGroup]) -> Drawing:
     """Stacked bars of seconds: a bar a run, or a bar a group (mean) where there are many runs."""
     parts = [*time_parts(groups), "other"]
     by_run = sum(group.n for group in groups) <= _BARS
@@ -292,7 +293,7 @@ def time_spent(groups: Sequence[Group]) -> Drawing:
     return finish(figure, "seconds", "Seconds of each run, split into the kinds of work.")
 
 
-def training_loss(group: Group) -> Drawing:
+def training_loss(group: RunGroup) -> Drawing:
     """Loss terms of the main phase of the group's first run, epoch by epoch, with a line where a stage begins."""
     points = group.first.main_losses
     figure = Figure(figsize=(WIDTH, 3.1), layout="constrained")

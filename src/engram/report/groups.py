@@ -27,7 +27,7 @@ _SHOWN_CHANGES = 3
 
 
 @dataclass(frozen=True, eq=False)
-class Group:
+class RunGroup:
     """Runs of one recipe and configuration, and of the same progress, so that their stages line up."""
 
     label: str
@@ -76,7 +76,7 @@ class Group:
         """One of result.json's metrics over the runs."""
         return estimate([run.result.metrics[name][predictor] for run in self.runs])
 
-    def difference(self, other: Group, name: str) -> Difference | None:
+    def difference(self, other: RunGroup, name: str) -> Difference | None:
         """A metric less the other group's, run by run of the same class order and seed, by what each group reports."""
         mine, theirs = (
             {pairing_key(run): run.result.metrics[name][group.predictors[0]] for run in group.runs}
@@ -192,7 +192,7 @@ def without_repeats(runs: Sequence[StoredRun]) -> tuple[list[StoredRun], dict[St
     return kept, {run: counts for run, counts in counted.items() if counts is not run}
 
 
-def make_groups(runs: Sequence[StoredRun]) -> list[Group]:
+def make_groups(runs: Sequence[StoredRun]) -> list[RunGroup]:
     """The runs grouped by all that repetitions have in common.
 
     Protocols come in the order in which they first appear; of each the best method first, with all its
@@ -210,7 +210,7 @@ def make_groups(runs: Sequence[StoredRun]) -> list[Group]:
         slugs.append(next(s for i in count(1) if (s := slug if i == 1 else f"{slug}-{i}") not in slugs))
     return _ranked(
         [
-            Group(
+            RunGroup(
                 label,
                 slug,
                 tuple(sorted(group, key=lambda run: (_natural(run.manifest.order.name), _natural(run.seed)))),
@@ -220,34 +220,34 @@ def make_groups(runs: Sequence[StoredRun]) -> list[Group]:
     )
 
 
-def _ranked(groups: list[Group]) -> list[Group]:
+def _ranked(groups: list[RunGroup]) -> list[RunGroup]:
     protocols = list(dict.fromkeys(group.protocol for group in groups))
     best: dict[tuple[object, str], tuple[int, float]] = {}
     for group in groups:
         name = group.protocol, group.first.method
         best[name] = min(best.get(name, group.rank), group.rank)
 
-    def place(group: Group) -> tuple[object, ...]:
+    def place(group: RunGroup) -> tuple[object, ...]:
         method = group.first.method
         return protocols.index(group.protocol), best[group.protocol, method], method, group.rank
 
     return sorted(groups, key=place)
 
 
-def leaders(groups: Sequence[Group]) -> list[Group]:
+def leaders(groups: Sequence[RunGroup]) -> list[RunGroup]:
     """The best configuration of each method, protocol by protocol; the groups come as `make_groups` gives them."""
     return list({(group.protocol, group.first.method): group for group in reversed(groups)}.values())[::-1]
 
 
-def rivals(groups: Sequence[Group]) -> list[list[Group]]:
+def rivals(groups: Sequence[RunGroup]) -> list[list[RunGroup]]:
     """The groups that can be set beside one another, together: those of one protocol that came equally far."""
-    found: dict[object, list[Group]] = {}
+    found: dict[object, list[RunGroup]] = {}
     for group in groups:
         found.setdefault((group.protocol, len(group.classes)), []).append(group)
     return list(found.values())
 
 
-def met_the_same(groups: Sequence[Group]) -> bool:
+def met_the_same(groups: Sequence[RunGroup]) -> bool:
     """Whether the groups have the same class orders and seeds."""
     return len({frozenset(pairing_key(run) for run in group.runs) for group in groups}) == 1
 

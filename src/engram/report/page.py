@@ -1,4 +1,4 @@
-"""The page itself: words and rows computed from the groups, the template filled in, and everything written."""
+"""Make the report about runs: one HTML page, its figures as SVG and its numbers as CSV."""
 
 from __future__ import annotations
 
@@ -6,19 +6,15 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
-from engram.core.errors import EngramError
-from engram.core.io import write_text
 from engram.core.metrics import METRICS
-from engram.core.provenance import version
 from engram.report import figures
 from engram.report import wording as words
-from engram.report.entry import FILES
-from engram.report.groups import Group, as_text, has_given_order, load_runs, make_groups, rivals, without_repeats
+from engram.report.formatting import duration, glued, join, predictor_name
+from engram.report.groups import RunGroup, as_text, has_given_order, load_runs, make_groups, rivals, without_repeats
+from engram.report.html_page import check_page_path, template, write_page_and_files
 from engram.report.svg import SERIES, Drawing, drawing_style
-from engram.report.tables import PAIRED, confused_pairs, csv_files, duration, number, predictor_name
-from engram.report.templating import template
+from engram.report.tables import PAIRED, confused_pairs, csv_files
 from engram.runs.directory import RESULT, runs_in
 
 _OPEN_CONFUSIONS = 3
@@ -29,24 +25,35 @@ _PREDICTOR_WORDS = {
 }
 
 
-def write_report(given: Sequence[Path], out: Path | None, tell: Callable[[str], None]) -> Path:
-    """The path of the HTML page made from these run directories; figures and tables stand in a folder beside it."""
+def write_report(
+    directories: str | Path | Sequence[str | Path],
+    out: str | Path | None = None,
+    tell: Callable[[str], None] = lambda _: None,
+) -> Path:
+    """Write a report about run directories, and return the path of its HTML page.
+
+    Parameters
+    ----------
+    directories: run directories, or folders of them; in a folder, runs without a finished stage are left out.
+    out: the page's file name, or a folder for it; by default `report.html` in the one directory that was given, or in
+        the common parent of several. Figures and CSV files go to a folder named like the page plus `_files`.
+    tell: called with a sentence about each run that is left out. Of runs with the same configuration, class order and
+        seed, only one counts.
+
+    Raises EngramError, with the file, if a directory is not a run, has no finished stage, or is damaged.
+    """
+    given = [Path(path) for path in ([directories] if isinstance(directories, str | Path) else directories)]
     paths = _run_directories(given, tell)
     runs, repeats = without_repeats(load_runs(paths))
     for repeat, counted in repeats.items():
         tell(f"left out {repeat.directory}: {counted.directory} has the same configuration, class order and seed")
     groups = make_groups(runs)
-    target = _target(given if len(given) == 1 else paths, out)
-    folder = target.with_name(f"{target.stem}_files")
+    page = _page_path(given if len(given) == 1 else paths, None if out is None else Path(out))
     with drawing_style():
         context, drawings = _context(groups, len(repeats))
-    page = template("report.html.jinja").render(
-        **context, folder=quote(os.fsencode(folder.name)), folder_name=folder.name
-    )
     files = {f"{drawing.name}.svg": drawing.svg for drawing in drawings} | csv_files(groups)
-    write_folder(folder, files)
-    write_text(target, page)
-    return target
+    write_page_and_files(page, template("report.html.jinja"), context, files)
+    return page
 
 
 def _run_directories(given: Sequence[Path], tell: Callable[[str], None]) -> list[Path]:
@@ -61,33 +68,20 @@ def _run_directories(given: Sequence[Path], tell: Callable[[str], None]) -> list
     return found
 
 
-def _target(directories: Sequence[Path], out: Path | None) -> Path:
+def _page_path(directories: Sequence[Path], out: Path | None) -> Path:
     if out is None:
         parents = [directory.resolve().parent for directory in directories]
         home = directories[0] if len(directories) == 1 else Path(os.path.commonpath(parents))
         return home / "report.html"
     if out.is_dir():
         return out / "report.html"
-    if out.suffix.lower() not in (".html", ".htm"):
-        raise EngramError(f"The report cannot be written to {out}: give a file name that ends in .html.")
+    check_page_path(out)
     return out
 
 
-def write_folder(folder: Path, files: dict[str, str]) -> None:
-    """Nothing; the folder then holds these files, without those of an earlier report, and what others put there."""
-    manifest = folder / FILES
-    earlier = manifest.read_text(encoding="utf-8").splitlines() if manifest.is_file() else []
-    for name, text in files.items():
-        write_text(folder / name, text)
-    write_text(manifest, "".join(f"{name}\n" for name in sorted(files)))
-    for name in set(earlier) - set(files):
-        if Path(name).name == name:
-            (folder / name).unlink(missing_ok=True)
-
-
-def _context(groups: list[Group], repeats: int) -> tuple[dict[str, Any], list[Drawing]]:
+def _context(groups: list[RunGroup], repeats: int) -> tuple[dict[str, Any], list[Drawing]]:
     """What the template needs, and all figures in it."""
-    cells = [_Cell(group, index) for index, group in enumerate(groups)]
+    cells = [_GroupView(group, index) for index, group in enumerate(groups)]
     predictors = list(dict.fromkeys(name for group in groups for name in group.predictors))
     curves = [figures.accuracy_curves(groups, predictor) for predictor in predictors]
     reported = [(cell, cell.group.predictors[0]) for cell in cells]
@@ -131,27 +125,26 @@ def _context(groups: list[Group], repeats: int) -> tuple[dict[str, Any], list[Dr
             group.label for group in groups if group.first.main_losses and group.first.log.reused_base
         ],
         "protocols": [_protocol(cell) for cell in cells],
-        "version": version(),
     }
     return context, [*curves, *(part["drawing"] for part in parts), seconds]
 
 
-class _Cell:
+class _GroupView:
     """A group as the template sees it: its label, number of runs and colour."""
 
-    def __init__(self, group: Group, index: int) -> None:
+    def __init__(self, group: RunGroup, index: int) -> None:
         self.group, self.index = group, index
         self.label, self.n, self.key = group.label, group.n, index % len(SERIES)
 
 
-def _kept(cell: _Cell, predictor: str) -> dict[str, Any]:
+def _kept(cell: _GroupView, predictor: str) -> dict[str, Any]:
     return {
         "drawing": figures.learned_and_kept(cell.group, cell.index, predictor),
         "table": f"accuracy_matrix_{cell.group.slug}_{predictor}",
     }
 
 
-def _confusion(cell: _Cell, predictor: str) -> dict[str, Any]:
+def _confusion(cell: _GroupView, predictor: str) -> dict[str, Any]:
     return {
         "group": cell,
         "predictor": predictor_name(predictor),
@@ -162,7 +155,7 @@ def _confusion(cell: _Cell, predictor: str) -> dict[str, Any]:
     }
 
 
-def _summary(cells: list[_Cell]) -> list[dict[str, Any]]:
+def _summary(cells: list[_GroupView]) -> list[dict[str, Any]]:
     rows = []
     for cell in cells:
         for position, name in enumerate(cell.group.predictors):
@@ -173,10 +166,10 @@ def _summary(cells: list[_Cell]) -> list[dict[str, Any]]:
                     "leads": position == 0,
                     "predictor": predictor_name(name),
                     "values": values,
-                    "average": number(values["average_incremental_accuracy"]),
-                    "final": number(values["final_accuracy"]),
-                    "forgetting": number(values["forgetting"]),
-                    "transfer": number(values["backward_transfer"]),
+                    "average": glued(values["average_incremental_accuracy"]),
+                    "final": glued(values["final_accuracy"]),
+                    "forgetting": glued(values["forgetting"]),
+                    "transfer": glued(values["backward_transfer"]),
                     "time": duration(cell.group.seconds),
                 }
             )
@@ -189,7 +182,7 @@ def _summary(cells: list[_Cell]) -> list[dict[str, Any]]:
     return rows
 
 
-def _differences(cells: list[_Cell]) -> list[dict[str, Any]]:
+def _differences(cells: list[_GroupView]) -> list[dict[str, Any]]:
     """A table for each protocol: every group less the best of those with the most runs, where pairs have a spread."""
     cell_of = {cell.group: cell for cell in cells}
     tables = []
@@ -202,7 +195,7 @@ def _differences(cells: list[_Cell]) -> list[dict[str, Any]]:
                     "group": cell_of[group],
                     "predictor": predictor_name(group.predictors[0]),
                     "cells": [
-                        (number(value), "no pair" if value is None else f"{value.higher} of {value.n}")
+                        (glued(value), "no pair" if value is None else f"{value.higher} of {value.n}")
                         for value in found
                     ],
                 }
@@ -212,7 +205,7 @@ def _differences(cells: list[_Cell]) -> list[dict[str, Any]]:
     return tables
 
 
-def _per_stage(cells: list[_Cell]) -> dict[str, Any]:
+def _per_stage(cells: list[_GroupView]) -> dict[str, Any]:
     columns = [(cell, name) for cell in cells for name in cell.group.predictors]
     values = [
         {
@@ -226,13 +219,13 @@ def _per_stage(cells: list[_Cell]) -> dict[str, Any]:
     return {
         "columns": [{"group": cell, "predictor": predictor_name(name)} for cell, name in columns],
         "rows": [
-            {"stage": stage, "classes": classes, "cells": [number(c.get((stage, classes)), digits) for c in values]}
+            {"stage": stage, "classes": classes, "cells": [glued(c.get((stage, classes)), digits) for c in values]}
             for stage, classes in keys
         ],
     }
 
 
-def _protocol(cell: _Cell) -> dict[str, Any]:
+def _protocol(cell: _GroupView) -> dict[str, Any]:
     runs = cell.group.runs
     card = _merged([run.manifest.card for run in runs])
     if cell.group.first.stopped:
@@ -242,10 +235,10 @@ def _protocol(cell: _Cell) -> dict[str, Any]:
     made = [
         (
             "Runs",
-            words.join(f"{run.directory.name} (order {run.manifest.order.name}, seed {run.seed})" for run in runs),
+            join(f"{run.directory.name} (order {run.manifest.order.name}, seed {run.seed})" for run in runs),
         ),
         *{f"Order {run.manifest.order.name}": ", ".join(run.arrivals) for run in runs if has_given_order(run)}.items(),
-        ("Settings hash", words.join(dict.fromkeys(run.manifest.config_hash for run in runs))),
+        ("Settings hash", join(dict.fromkeys(run.manifest.config_hash for run in runs))),
     ]
     machine = [
         *_merged([run.manifest.versions for run in runs]),

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from engram.core.metrics import Estimate
-from engram.report.groups import Group, leaders, met_the_same, rivals
-from engram.report.tables import number, predictor_name
+from engram.report.formatting import count_runs, glued, join, predictor_name
+from engram.report.groups import RunGroup, leaders, met_the_same, rivals
 from engram.runs.reader import StoredRun
 
 _NAMED = 5  # groups, at most, in the title and in the headline
 
 
-def title(groups: Sequence[Group]) -> str:
+def title(groups: Sequence[RunGroup]) -> str:
     """The groups by name, or how many methods and configurations there are, and the data."""
     data = join(dict.fromkeys(group.data.name for group in groups))
     methods = list(dict.fromkeys(group.first.method for group in groups))
@@ -24,7 +24,7 @@ def title(groups: Sequence[Group]) -> str:
     return f"{len(groups)} configurations of {methods[0] if len(methods) == 1 else f'{len(methods)} methods'} on {data}"
 
 
-def headline(groups: Sequence[Group]) -> str:
+def headline(groups: Sequence[RunGroup]) -> str:
     """What came out, in one sentence, from the final accuracy of each group's reported predictor.
 
     Methods are set beside one another, each by its best configuration; of a single method its configurations.
@@ -38,7 +38,7 @@ def headline(groups: Sequence[Group]) -> str:
     for position, (value, group) in enumerate(known[:_NAMED]):
         verb = "at" if position else "is at" if group.first.stopped else "ends at"
         over = f" over {group.classes[-1]} classes" if position == 0 or not same_classes else ""
-        clauses.append(f"{group.label} {verb} {number(value, 1)}\N{NO-BREAK SPACE}%{over}")
+        clauses.append(f"{group.label} {verb} {glued(value, 1)}\N{NO-BREAK SPACE}%{over}")
     rest = len(groups) - len(clauses)
     tail = f"; {rest} more {'is' if rest == 1 else 'are'} in the table" if rest > 0 else ""
     each = "each method" if _same_protocol(groups) else "each method in each protocol"
@@ -46,7 +46,7 @@ def headline(groups: Sequence[Group]) -> str:
     return lead + ", ".join(clauses) + tail + "."
 
 
-def facts(groups: Sequence[Group]) -> str:
+def facts(groups: Sequence[RunGroup]) -> str:
     """What the numbers are of: predictor, protocol, number of runs, devices and days."""
     runs = [run for group in groups for run in group.runs]
     protocols = list(dict.fromkeys(_stages_in_words(run) for run in runs))
@@ -70,7 +70,7 @@ def _stages_in_words(run: StoredRun) -> str:
     return f"{base} base classes, then {len(later)} stage{'s' if len(later) > 1 else ''} of {sizes} class{plural}"
 
 
-def notes(groups: Sequence[Group], repeats: int) -> list[str]:
+def notes(groups: Sequence[RunGroup], repeats: int) -> list[str]:
     """What a careful reader should know before comparing. repeats: runs that were left out as such."""
     found = []
     if not _same_protocol(groups):
@@ -104,20 +104,20 @@ def notes(groups: Sequence[Group], repeats: int) -> list[str]:
     return found
 
 
-def _same_protocol(groups: Sequence[Group]) -> bool:
+def _same_protocol(groups: Sequence[RunGroup]) -> bool:
     return len({group.protocol for group in groups}) == 1
 
 
-def _went_the_same_way(groups: Sequence[Group]) -> bool:
+def _went_the_same_way(groups: Sequence[RunGroup]) -> bool:
     return _same_protocol(groups) and not any(group.first.stopped for group in groups)
 
 
-def comparable(groups: Sequence[Group]) -> bool:
+def comparable(groups: Sequence[RunGroup]) -> bool:
     """True when all groups went the same way to its end, over the same class orders: a higher mean is a better one."""
     return _went_the_same_way(groups) and met_the_same(groups)
 
 
-def _lead(best: Sequence[Group]) -> list[str]:
+def _lead(best: Sequence[RunGroup]) -> list[str]:
     """How far the first method ends from the second, run by run, where there are differences enough for a spread."""
     if len(best) < 2:
         return []
@@ -125,7 +125,7 @@ def _lead(best: Sequence[Group]) -> list[str]:
     gap = first.difference(second, "final_accuracy")
     if gap is None or gap.std is None:
         return []
-    size = f"{number(Estimate(abs(gap.mean), gap.std, gap.n), 1)} points"
+    size = f"{glued(Estimate(abs(gap.mean), gap.std, gap.n), 1)} points"
     ends, told = f"{size} {'above' if gap.mean > 0 else 'below'}", ""
     if float(f"{gap.mean:.1f}") == 0:
         ends, told = "level with", f"{size}, "
@@ -134,14 +134,3 @@ def _lead(best: Sequence[Group]) -> list[str]:
         f"{first.label} ends {ends} {second.label} ({told}mean and standard deviation over {gap.n} pairs of runs with "
         f"the same class order and seed; higher in {gap.higher}): {verdict} the spread of these differences."
     ]
-
-
-def join(texts: Iterable[str]) -> str:
-    """'a', 'a and b', 'a, b and c'."""
-    listed = list(texts)
-    return listed[0] if len(listed) == 1 else f"{', '.join(listed[:-1])} and {listed[-1]}"
-
-
-def count_runs(count: int) -> str:
-    """ "1 run", "2 runs"."""
-    return f"{count} run{'' if count == 1 else 's'}"

@@ -14,7 +14,7 @@ from engram.experiment.recipe_changes import apply_changes, named_after_changes
 from engram.experiment.recipes import recipe, recipe_names
 from engram.experiment.run_config import RunConfig, directory_name
 from engram.methods import find_method
-from engram.reproduce.paper import Column, Experiment, Published, Row
+from engram.reproduce.paper import Experiment, PaperColumn, PaperRow, Published
 from engram.reproduce.records import Record, protocol_key
 from engram.runs.reader import read_manifest, read_progress
 
@@ -38,7 +38,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, eq=False)
-class Cell:
+class PaperCell:
     """A cell: its runs, and for each the record of it, None where it was not measured.
 
     reason: why it has no runs, where it can have none; missing: the recipe that there is not yet; bare: those of its
@@ -46,8 +46,8 @@ class Cell:
     """
 
     experiment: Experiment
-    row: Row
-    column: Column
+    row: PaperRow
+    column: PaperColumn
     predictor: str | None
     published: Published | None
     wanted: tuple[Wanted, ...] = ()
@@ -68,10 +68,10 @@ class Cell:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class PaperPlan:
     """All cells that were asked for, and the runs they need, each once. left: those that were not measured, by name."""
 
-    cells: tuple[Cell, ...]
+    cells: tuple[PaperCell, ...]
     runs: dict[str, Wanted] = field(default_factory=dict)
     left: dict[str, Wanted] = field(default_factory=dict)
 
@@ -80,13 +80,13 @@ class Plan:
         """Those of the cells, each once."""
         return list({id(cell.experiment): cell.experiment for cell in self.cells}.values())
 
-    def of(self, experiment: Experiment) -> list[Cell]:
+    def of(self, experiment: Experiment) -> list[PaperCell]:
         """The cells of an experiment, row by row."""
         return [cell for cell in self.cells if cell.experiment is experiment]
 
 
 @dataclass(frozen=True)
-class Asked:
+class PaperRequest:
     """Which part of the experiments is wanted and how it is computed; None is the experiment's or the recipe's own."""
 
     rows: Sequence[str] | None = None
@@ -98,9 +98,11 @@ class Asked:
     precision: str | None = None
 
 
-def make_plan(experiments: Sequence[Experiment], records: Iterable[Record], asked: Asked | None = None) -> Plan:
+def make_plan(
+    experiments: Sequence[Experiment], records: Iterable[Record], asked: PaperRequest | None = None
+) -> PaperPlan:
     """The cells that are asked for, with what was measured of them."""
-    asked = asked or Asked()
+    asked = asked or PaperRequest()
     planner = _Planner(records, asked)
     cells = [
         planner.cell(experiment, row, column)
@@ -112,10 +114,10 @@ def make_plan(experiments: Sequence[Experiment], records: Iterable[Record], aske
     _refuse_others(cells, lambda record: record.method_code, "with different code of the method")
     _refuse_unknown_orders(planner.runs.values())
     left = {wanted.name: wanted for cell in cells for wanted in cell.left}
-    return Plan(tuple(cells), planner.runs, left)
+    return PaperPlan(tuple(cells), planner.runs, left)
 
 
-def _refuse_others(cells: Sequence[Cell], what: Callable[[Record], str], how: str) -> None:
+def _refuse_others(cells: Sequence[PaperCell], what: Callable[[Record], str], how: str) -> None:
     """Refuses cells whose runs had different images, or code, under one name: their mean would mean nothing."""
     for cell in cells:
         first = {what(record): record for record in cell.records}
@@ -124,7 +126,7 @@ def _refuse_others(cells: Sequence[Cell], what: Callable[[Record], str], how: st
             raise EngramError(f"{one.source} and {two.source} are runs of {one.recipe} {how}; leave one of them out")
 
 
-def refuse_edited(plan: Plan) -> None:
+def refuse_edited(plan: PaperPlan) -> None:
     """Refuses, before anything is trained, runs that would be averaged with those of other code of their method."""
     for cell in plan.cells:
         for wanted in cell.left:
@@ -155,7 +157,7 @@ def _refuse_unknown_orders(runs: Iterable[Wanted]) -> None:
 class _Planner:
     """Makes cells; runs that several of them need are one."""
 
-    def __init__(self, records: Iterable[Record], asked: Asked) -> None:
+    def __init__(self, records: Iterable[Record], asked: PaperRequest) -> None:
         self.asked = asked
         self.runs: dict[str, Wanted] = {}
         self._recipes = set(recipe_names())
@@ -170,9 +172,9 @@ class _Planner:
         fitting = [record for record in known if wanted.is_measured_by(record, importance)]
         return max(fitting, key=lambda record: record.created, default=None)
 
-    def cell(self, experiment: Experiment, row: Row, column: Column) -> Cell:
+    def cell(self, experiment: Experiment, row: PaperRow, column: PaperColumn) -> PaperCell:
         spec, published = experiment.spec(row, column), experiment.published(row, column)
-        cell = Cell(experiment, row, column, spec.predictor, published)
+        cell = PaperCell(experiment, row, column, spec.predictor, published)
         if row.values is not None and published is None:
             return replace(cell, reason=NOT_IN_PAPER)
         if spec.recipe not in self._recipes:
@@ -236,14 +238,16 @@ def select(
     return kept
 
 
-def _named(names: Sequence[str] | None, what: str, things: Sequence[Row | Column]) -> set[int]:
+def _named(names: Sequence[str] | None, what: str, things: Sequence[PaperRow | PaperColumn]) -> set[int]:
     """The ids of the rows or columns of those names, None being all; a recipe names rows where nothing else does."""
     if names is None:
         return {id(thing) for thing in things}
     found: set[int] = set()
     for name in names:
         called = [thing for thing in things if _is_called(thing, name)]
-        called = called or [row for row in things if isinstance(row, Row) and row.recipe.casefold() == name.casefold()]
+        called = called or [
+            row for row in things if isinstance(row, PaperRow) and row.recipe.casefold() == name.casefold()
+        ]
         if not called:
             labels = dict.fromkeys(thing.label for thing in things)
             raise EngramError(f"there is no {what} {name!r}: {suggest(name, labels)}")
@@ -262,9 +266,9 @@ def _cut(experiment: Experiment, rows: set[int], columns: set[int]) -> Experimen
     return replace(experiment, rows=cut, columns=tuple(experiment.columns[i] for i in places))
 
 
-def _is_called(thing: Row | Column, name: str) -> bool:
+def _is_called(thing: PaperRow | PaperColumn, name: str) -> bool:
     """Whether a row or column goes by that name: its label, a row's method, a word of a column's label."""
-    if isinstance(thing, Row):
+    if isinstance(thing, PaperRow):
         names = [thing.label, thing.method, thing.label.rstrip("*")]
     else:
         names = [thing.label, *thing.label.split()]

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from engram.core.metrics import Difference, Estimate, estimate, paired
-from engram.report.tables import predictor_name
-from engram.reproduce.cell_plan import NOT_IN_PAPER, Cell, Plan
+from engram.report.formatting import predictor_name
+from engram.reproduce.cell_plan import NOT_IN_PAPER, PaperCell, PaperPlan
 
 Mark = Literal["within one standard deviation", "within one point", "further off", "not run", "nothing published"]
 WITHIN_STD: Mark = "within one standard deviation"
@@ -29,7 +29,7 @@ _SLACK = 1e-9  # of a difference of decimals that should be on the line
 class Measured:
     """A cell with its numbers. ours: None where no run was measured; difference: ours minus the paper's."""
 
-    cell: Cell
+    cell: PaperCell
     ours: Estimate | None
     difference: float | None
     mark: Mark
@@ -55,7 +55,7 @@ class Measured:
         return self.cell.reason != NOT_IN_PAPER
 
 
-def measure(cell: Cell) -> Measured:
+def measure(cell: PaperCell) -> Measured:
     """The cell with its numbers."""
     name = cell.experiment.measure
     values = [] if cell.predictor is None else [record.value(name, cell.predictor) for record in cell.records]
@@ -68,7 +68,7 @@ def measure(cell: Cell) -> Measured:
     return Measured(cell, ours, difference, _mark(abs(difference), cell.published.deviation))
 
 
-def measure_all(plan: Plan) -> list[Measured]:
+def measure_all(plan: PaperPlan) -> list[Measured]:
     """Every cell with its numbers."""
     return [measure(cell) for cell in plan.cells]
 
@@ -96,22 +96,22 @@ def each_once(cells: Sequence[Measured]) -> list[list[Measured]]:
     return [sorted(group, key=lambda measured: measured.mark == NOT_RUN) for group in groups]
 
 
-def effect(base: Cell, cell: Cell) -> Difference | None:
+def effect(base: PaperCell, cell: PaperCell) -> Difference | None:
     """The cell's measure less the base's, run by run of the same class order and seed; None where none has both."""
     name = cell.experiment.measure
 
-    def values(one: Cell) -> dict[tuple[str, int], float | None]:
+    def values(one: PaperCell) -> dict[tuple[str, int], float | None]:
         return {(record.order.name, record.seed): record.value(name, one.predictor or "") for record in one.records}
 
     return paired(values(cell), values(base))
 
 
-def effect_of(cell: Cell, first: Cell) -> Difference | None:
+def effect_of(cell: PaperCell, first: PaperCell) -> Difference | None:
     """The effect of a cell in a table of effects, first being that of the first row; None for that and elsewhere."""
     return effect(first, cell) if cell.experiment.kind == "effects" and cell is not first else None
 
 
-def curve(cell: Cell) -> tuple[list[int], list[Estimate]] | None:
+def curve(cell: PaperCell) -> tuple[list[int], list[Estimate]] | None:
     """Classes seen and accuracy after each stage over the cell's runs; None where there are none."""
     curves = [record.curve(cell.predictor or "") for record in cell.records]
     if not curves or not curves[0] or len({tuple(seen for seen, _ in line) for line in curves}) > 1:

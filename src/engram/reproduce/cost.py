@@ -23,7 +23,7 @@ from engram.data.store import ImageStore
 from engram.experiment.run_config import RunConfig
 from engram.experiment.session import Session
 from engram.methods import find_method
-from engram.reproduce.cell_plan import Plan, Wanted, stages_done
+from engram.reproduce.cell_plan import PaperPlan, Wanted, stages_done
 from engram.reproduce.records import DEFAULT_PRECISION, Record
 
 # A step alone against a step's share among many, on a GPU that these keep busy (results/benchmark-h200.json).
@@ -54,7 +54,7 @@ class Work:
     base: str | None
 
 
-def costs(plan: Plan, records: Sequence[Record], runs: Path) -> list[Cost]:
+def costs(plan: PaperPlan, records: Sequence[Record], runs: Path) -> list[Cost]:
     """What the runs that are left would take, on each kind of hardware with measured runs of the same data."""
     left = list(plan.left.values())
     groups: dict[str, list[Record]] = {}

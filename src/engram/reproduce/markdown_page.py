@@ -10,22 +10,22 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from engram.report.tables import decimal
-from engram.report.wording import count_runs, join
-from engram.reproduce.cell_plan import Asked, make_plan
+from engram.report.formatting import count_runs, join, signed
+from engram.reproduce.cell_plan import PaperRequest, make_plan
 from engram.reproduce.cells import FURTHER, MARKS, NOT_RUN, WITHIN_POINT, WITHIN_STD, Measured, each_once, measure_all
 from engram.reproduce.paper import MEASURES, Experiment, Paper
 from engram.reproduce.paper_page import headline, records_of, remarks
-from engram.reproduce.paper_tables import caption, legend, markdown, markdown_effects, signed
+from engram.reproduce.paper_tables import caption, legend, markdown, markdown_effects, markdown_rows, run_batches
 from engram.reproduce.records import Record
 
+_JUDGED = (WITHIN_STD, WITHIN_POINT, FURTHER)
 COMMAND = "engram results page docs/reproduction.md results"
 
 
 def document(paper: Paper, records: Sequence[Record], command: str = COMMAND, file: str | None = None) -> str:
     """The whole page. command: what makes it. file: the paper's, as --paper takes it; None is AFC's."""
     seeds = sorted({record.seed for record in records}) or [1]
-    plan = make_plan(list(paper.experiments.values()), records, Asked(seeds=seeds))
+    plan = make_plan(list(paper.experiments.values()), records, PaperRequest(seeds=seeds))
     cells = measure_all(plan)
     tables = [experiment for experiment in plan.experiments if experiment.kind != "effects"]
     effects = [experiment for experiment in plan.experiments if experiment.kind == "effects"]
@@ -73,20 +73,14 @@ def _reproduce(name: str, file: str | None) -> str:
 
 
 def _overview(tables: Sequence[Experiment], cells: Sequence[Measured]) -> str:
-    rows = ["| | published | ours | " + " | ".join(MARKS[mark] for mark in (WITHIN_STD, WITHIN_POINT, FURTHER)) + " |"]
-    rows.append("| --- | --- | --- | --- | --- | --- |")
+    rows: list[list[str]] = []
     for experiment in tables:
         published = [cell for cell in _of(experiment, cells) if cell.cell.published is not None]
-        if not published:
-            continue
         marks = Counter(cell.mark for cell in published)
-        counts = [
-            len(published),
-            len(published) - marks[NOT_RUN],
-            *(marks[m] for m in (WITHIN_STD, WITHIN_POINT, FURTHER)),
-        ]
-        rows.append(f"| {caption(experiment)} | {' | '.join(map(str, counts))} |")
-    return "\n".join(rows) + "\n"
+        counts = [len(published), len(published) - marks[NOT_RUN], *(marks[mark] for mark in _JUDGED)]
+        if published:
+            rows.append([caption(experiment), *map(str, counts)])
+    return markdown_rows(["", "published", "ours", *(MARKS[mark] for mark in _JUDGED)], rows)
 
 
 def _reproduces(cells: Sequence[Measured]) -> str:
@@ -153,27 +147,10 @@ def _section(experiment: Experiment, cells: Sequence[Measured], file: str | None
 
 
 def _provenance(used: Sequence[Record], records: Sequence[Record]) -> str:
-    groups: dict[tuple[str, ...], list[Record]] = {}
-    for record in records:
-        versions = record.versions
-        key = (
-            record.recipe,
-            f"{record.machine}, {record.precision}",
-            f"torch {versions.get('torch', '?')}",
-            record.commit,
-        )
-        groups.setdefault(key, []).append(record)
-    rows = [
-        "| recipe | runs (order/seed) | seconds of a run | hardware | torch | commit |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    for (recipe, hardware, torch, commit), runs in groups.items():
-        seconds = [run.result.seconds for run in runs]
-        took = decimal(seconds[0], 0) if len(runs) == 1 else f"{decimal(min(seconds), 0)} to {decimal(max(seconds), 0)}"
-        which = ", ".join(f"{run.order.name}/{run.seed}" for run in runs)
-        rows.append(f"| {recipe} | {which} | {took} | {hardware} | {torch} | {commit} |")
+    header = ["recipe", "runs (order/seed)", "seconds of a run", "hardware", "torch", "commit"]
+    rows = [[run.recipe, run.orders, run.seconds, run.hardware, run.torch, run.commit] for run in run_batches(records)]
     others = len(records) - len(used)
     more = f" {others} of them are in no table above." if others else ""
-    text = "\n".join(rows) if groups else "There are none yet."
+    text = markdown_rows(header, rows) if records else "There are none yet.\n"
     shared = "Runs share a device, so their seconds do not add up to time on the wall."
-    return f"## The runs\n\n{count_runs(len(records))}.{more} {shared}\n\n{text}\n"
+    return f"## The runs\n\n{count_runs(len(records))}.{more} {shared}\n\n{text}"

@@ -49,7 +49,7 @@ class Published:
 
 
 @dataclass(frozen=True)
-class Row:
+class PaperRow:
     """A line of a table. method: the paper's name; recipe, nme: how its recipes begin; values: None is no number."""
 
     label: str
@@ -63,7 +63,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Column:
+class PaperColumn:
     """A column of a table, and its values by name."""
 
     label: str
@@ -92,8 +92,8 @@ class Experiment:
     measure: str
     recipe: str
     set: tuple[str, ...]
-    rows: tuple[Row, ...]
-    columns: tuple[Column, ...]
+    rows: tuple[PaperRow, ...]
+    columns: tuple[PaperColumn, ...]
     orders: tuple[str, ...]
     note: str
     opening: str = ""
@@ -106,7 +106,7 @@ class Experiment:
         number = self.name[len(word) :]
         return f"{word.capitalize()} {number}".strip()
 
-    def spec(self, row: Row, column: Column) -> Spec:
+    def spec(self, row: PaperRow, column: PaperColumn) -> Spec:
         """What the cell in that row and column measures."""
         inference = row.inference or column.values.get("inference")
         begins = row.nme if inference == "NME" else row.recipe
@@ -115,11 +115,11 @@ class Experiment:
         changes = tuple(text.format(**words) for text in (*self.set, *row.set))
         return Spec(self.recipe.format(**words), changes, predictor)
 
-    def number(self, row: Row, column: Column, published: Published) -> tuple[object, ...]:
+    def number(self, row: PaperRow, column: PaperColumn, published: Published) -> tuple[object, ...]:
         """What a number has in common with itself in another table that repeats it."""
         return self.measure, row.method, row.inference or column.values.get("inference"), published.mean
 
-    def published(self, row: Row, column: Column) -> Published | None:
+    def published(self, row: PaperRow, column: PaperColumn) -> Published | None:
         """The paper's number there, if it has one."""
         return None if row.values is None else row.values[self.columns.index(column)]
 
@@ -164,10 +164,10 @@ def load_paper(path: Path | None = None) -> Paper:
         raise EngramError(f"there is no paper at {file}; {option('paper')} takes a TOML file of experiments") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise EngramError(f"{file} cannot be read as a paper: {error}") from None
-    return _Reader(file, data).paper()
+    return _PaperReader(file, data).paper()
 
 
-class _Reader:
+class _PaperReader:
     """Makes a paper of the file's data; whatever is wrong is one sentence with the file and the experiment."""
 
     def __init__(self, file: Path, data: dict[str, Any]) -> None:
@@ -266,26 +266,26 @@ class _Reader:
             self.fail(f"{name} has no published table {published!r}: {suggest(str(published), self.tables)}")
         return self.tables[published]
 
-    def _columns(self, name: str, entry: dict[str, Any], table: dict[str, Any]) -> tuple[Column, ...]:
+    def _columns(self, name: str, entry: dict[str, Any], table: dict[str, Any]) -> tuple[PaperColumn, ...]:
         given = self._list(entry.get("columns", table.get("columns", [])), "tables", f"columns of {name}")
         more = self._list(entry.get("values", [{}] * len(given)), "tables", f"values of {name}")
         if len(more) != len(given):
             self.fail(f"{name} has {len(given)} columns and values for {len(more)}")
-        columns: list[Column] = []
+        columns: list[PaperColumn] = []
         for values, extra in zip(given, more, strict=True):
             words = {key: _number_text(value) for key, value in {**values, **extra}.items()}
             try:
-                columns.append(Column(str(entry.get("column", name)).format(**words), words))
+                columns.append(PaperColumn(str(entry.get("column", name)).format(**words), words))
             except (KeyError, IndexError, ValueError) as error:
                 self.fail(f"the columns of {name} are called by {error}, which they do not have")
         return tuple(columns)
 
-    def _rows(self, name: str, entry: dict[str, Any], table: dict[str, Any]) -> tuple[Row, ...]:
+    def _rows(self, name: str, entry: dict[str, Any], table: dict[str, Any]) -> tuple[PaperRow, ...]:
         known = [part.get("methods", {}) for part in (self.data, entry)]
         if not all(isinstance(part, dict) for part in known):
             self.fail(f"the methods of {name} should be a table, [methods], got {known}")
         methods = {**known[0], **known[1]}
-        rows: list[Row] = []
+        rows: list[PaperRow] = []
         for given in self._list(entry.get("rows", table.get("rows", [])), "tables", f"rows of {name}"):
             if "values" not in given:
                 self._check_keys(given, _ROW_KEYS, name)
@@ -295,7 +295,7 @@ class _Reader:
             rows += [self._row(name, given, each) for each in (readings if isinstance(readings, list) else [readings])]
         return tuple(rows)
 
-    def _row(self, name: str, given: dict[str, Any], method: dict[str, Any]) -> Row:
+    def _row(self, name: str, given: dict[str, Any], method: dict[str, Any]) -> PaperRow:
         self._check_keys(method, _METHOD_KEYS, given["method"])
         inference = given.get("inference")
         if inference is not None and inference not in PREDICTORS:
@@ -309,7 +309,7 @@ class _Reader:
         values = given.get("values")
         values = None if values is None else self._list(values, "numbers", f"values of {label} in {name}")
         changes = [each for of in (method, given) for each in self._list(of.get("set", []), "texts", f"set of {label}")]
-        return Row(
+        return PaperRow(
             label=given.get("label", label),
             method=given["method"],
             recipe=method["recipe"],
@@ -351,8 +351,8 @@ def _with_deviations(experiments: Mapping[str, Experiment]) -> dict[str, Experim
                 if value is not None and value.std is not None:
                     known.setdefault(experiment.number(row, column, value), set()).add(value.std)
 
-    def told(experiment: Experiment, row: Row) -> Row:
-        def knowing(column: Column, value: Published | None) -> Published | None:
+    def told(experiment: Experiment, row: PaperRow) -> PaperRow:
+        def knowing(column: PaperColumn, value: Published | None) -> Published | None:
             if value is None or value.std is not None:
                 return value
             stds = known.get(experiment.number(row, column, value), set())

@@ -12,10 +12,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from engram.report.figures import WIDTH, colour, line_style
+from engram.report.formatting import spread
 from engram.report.svg import CARD, INK, MUTED, Drawing, finish, plain, plain_label
 from engram.reproduce.cells import POINT, Measured, curve, effect, predictor_of
-from engram.reproduce.paper import Column, Experiment
-from engram.reproduce.paper_tables import spread
+from engram.reproduce.paper import Experiment, PaperColumn
 
 _DARK = 0.16  # of a band
 MOST_LINES = 12  # that can be told apart in one plot
@@ -34,7 +34,7 @@ def drawings(experiment: Experiment, cells: Sequence[Measured]) -> list[Drawing]
     return [drawing for drawing in found if drawing is not None]
 
 
-def accuracy(experiment: Experiment, column: Column, cells: Sequence[Measured]) -> Drawing | None:
+def accuracy(experiment: Experiment, column: PaperColumn, cells: Sequence[Measured]) -> Drawing | None:
     """Accuracy against classes seen: a line for each row that has runs, one sample standard deviation as a band.
 
     None where there is no line, or more than can be told apart.

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
-from engram.core.errors import EngramError, option, spelled
-from engram.core.io import write_text
-from engram.core.provenance import version
-from engram.report.page import write_folder
+from engram.core.errors import option, spelled
+from engram.report.formatting import count_runs, join, signed, spread
+from engram.report.html_page import check_page_path, template, write_page_and_files
 from engram.report.svg import drawing_style
-from engram.report.templating import template
-from engram.report.wording import count_runs, join
 from engram.reproduce import paper_figures as figures
-from engram.reproduce.cell_plan import Cell, Plan
+from engram.reproduce.cell_plan import PaperCell, PaperPlan
 from engram.reproduce.cells import (
     FURTHER,
     KEPT_NOTHING,
@@ -30,7 +25,7 @@ from engram.reproduce.cells import (
     measure,
 )
 from engram.reproduce.paper import MEASURES, Experiment, Paper, Remark
-from engram.reproduce.paper_tables import against_first, count, csv_table, grid, markdown, signed, spread
+from engram.reproduce.paper_tables import against_first, count, csv_table, grid, markdown, run_batches
 from engram.reproduce.records import Record
 
 _KINDS = {WITHIN_STD: "std", WITHIN_POINT: "point", FURTHER: "far", NOT_RUN: "", UNPUBLISHED: ""}
@@ -52,32 +47,27 @@ _CAPTIONS = {
 }
 
 
-def write_page(file: Path, paper: Paper, plan: Plan) -> Path:
+def write_page(file: Path, paper: Paper, plan: PaperPlan) -> Path:
     """The page's path; tables (Markdown, CSV) and plots (SVG) stand in a folder beside it."""
-    if file.suffix.lower() not in (".html", ".htm"):
-        raise EngramError(f"the page cannot be written to {file}: give a file name that ends in .html")
-    folder = file.with_name(f"{file.stem}_files")
+    check_page_path(file)
     with drawing_style():
         parts = [
             _part(paper, experiment, [measure(cell) for cell in plan.of(experiment)]) for experiment in plan.experiments
         ]
     cells = [cell for part in parts for cell in part["measured"]]
-    text = template("reproduction.html.jinja", Path(__file__).parent / "templates").render(
-        title=paper.title,
-        headline=headline(cells),
-        facts=facts(cells),
-        words=_WORDS if any(cell.cell.published for cell in cells) else {},
-        parts=parts,
-        machines=list(_machines(records_of(plan.cells))),
-        version=version(),
-        folder=quote(os.fsencode(folder.name)),
-        folder_name=folder.name,
-    )
+    context = {
+        "title": paper.title,
+        "headline": headline(cells),
+        "facts": facts(cells),
+        "words": _WORDS if any(cell.cell.published for cell in cells) else {},
+        "parts": parts,
+        "batches": run_batches(records_of(plan.cells)),
+    }
     files = {f"{part['name']}.md": markdown(part["experiment"], part["measured"]) for part in parts}
     files |= {f"{part['name']}.csv": csv_table(part["measured"]) for part in parts}
     files |= {f"{drawing.name}.svg": drawing.svg for part in parts for drawing in part["drawings"]}
-    write_folder(folder, files)
-    write_text(file, text)
+    source = template("reproduction.html.jinja", Path(__file__).parent / "templates")
+    write_page_and_files(file, source, context, files)
     return file
 
 
@@ -126,7 +116,7 @@ def remarks(paper: Paper, cells: Sequence[Measured]) -> list[str]:
     return [remark.text for remark in paper.remarks if any(_is_about(remark, cell) for cell in off)]
 
 
-def _is_about(remark: Remark, cell: Cell) -> bool:
+def _is_about(remark: Remark, cell: PaperCell) -> bool:
     return (
         cell.experiment.name == remark.experiment
         and (not remark.rows or cell.row.label in remark.rows)
@@ -134,7 +124,7 @@ def _is_about(remark: Remark, cell: Cell) -> bool:
     )
 
 
-def records_of(cells: Iterable[Cell]) -> list[Record]:
+def records_of(cells: Iterable[PaperCell]) -> list[Record]:
     """The runs behind the cells, each once."""
     return list({id(record): record for cell in cells for record in cell.records}.values())
 
@@ -177,17 +167,3 @@ def _cell(measured: Measured, base: Measured) -> dict[str, str]:
         "mark": measured.mark,
         "kind": _KINDS[measured.mark],
     }
-
-
-def _machines(records: Sequence[Record]) -> Iterable[dict[str, str]]:
-    """The runs by recipe and machine, with their times."""
-    groups: dict[tuple[str, str, str], list[Record]] = {}
-    for record in records:
-        versions = record.versions
-        text = f"torch {versions.get('torch', '?')}, commit {record.commit}"
-        groups.setdefault((record.recipe, f"{record.machine}, {record.precision}", text), []).append(record)
-    for (recipe, hardware, versions), runs in groups.items():
-        seconds = [run.result.seconds for run in runs]
-        span = f"{min(seconds):.0f}" if len(seconds) == 1 else f"{min(seconds):.0f} to {max(seconds):.0f}"
-        orders = ", ".join(f"{run.order.name}/{run.seed}" for run in runs)
-        yield {"recipe": recipe, "orders": orders, "seconds": span, "hardware": hardware, "versions": versions}

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from engram.core.metrics import Estimate
-from engram.report.tables import MINUS, decimal
+from engram.report.formatting import csv_text, decimal, signed, spread
 from engram.reproduce.cells import (
     FURTHER,
     MARKS,
@@ -19,9 +18,9 @@ from engram.reproduce.cells import (
     effect_of,
     predictor_of,
 )
-from engram.reproduce.paper import MEASURES, Experiment, Published
+from engram.reproduce.paper import MEASURES, Experiment
+from engram.reproduce.records import Record
 
-NOTHING = "–"
 _MARKED = (
     f"{MARKS[WITHIN_STD]} {WITHIN_STD} of the paper's mean, {MARKS[WITHIN_POINT]} {WITHIN_POINT} of it, "
     f"{MARKS[FURTHER]} {FURTHER}"
@@ -32,19 +31,6 @@ _OURS = "ours is mean ± sample standard deviation over n runs (class orders and
 def legend(cells: Iterable[Measured]) -> str:
     """What the marks mean, where there is a number of the paper's to be marked, and what ours are."""
     return f"{_MARKED}; {_OURS}" if any(cell.cell.published for cell in cells) else _OURS
-
-
-def signed(value: float) -> str:
-    """A difference with its sign."""
-    text = decimal(value)
-    return text if text.startswith(MINUS) or float(text) == 0 else f"+{text}"
-
-
-def spread(value: Estimate | Published | None) -> str:
-    """'62.18 ± 0.57', '62.18' where there is no spread, or a dash."""
-    if value is None:
-        return NOTHING
-    return decimal(value.mean) if value.std is None else f"{decimal(value.mean)} ± {decimal(value.std)}"
 
 
 def count(measured: Measured) -> str:
@@ -95,7 +81,7 @@ def markdown_table(experiment: Experiment, cells: Sequence[Measured]) -> str:
         [_escape(label), *("<br>".join(map(_escape, lines(cell))) for cell in row)]
         for label, row in grid(experiment, cells)
     ]
-    return _markdown(["", *(column.label for column in experiment.columns)], rows)
+    return markdown_rows(["", *(column.label for column in experiment.columns)], rows)
 
 
 def markdown_effects(experiment: Experiment, cells: Sequence[Measured]) -> str:
@@ -105,7 +91,7 @@ def markdown_effects(experiment: Experiment, cells: Sequence[Measured]) -> str:
     for label, row in others:
         effects = [effect(base.cell, cell.cell) for base, cell in zip(bases, row, strict=True)]
         rows.append([_escape(label), *("not measured yet" if e is None else _effect(e) for e in effects)])
-    return _markdown(["", *(column.label for column in experiment.columns)], rows)
+    return markdown_rows(["", *(column.label for column in experiment.columns)], rows)
 
 
 def _absolute(cell: Measured) -> str:
@@ -117,7 +103,8 @@ def _effect(value: Estimate) -> str:
     return f"{text} points (n = {value.n})"
 
 
-def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def markdown_rows(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table; the cells of the rows are Markdown."""
     bar = ["---"] * len(header)
     return "".join(f"| {' | '.join(row)} |\n" for row in [list(map(_escape, header)), bar, *rows])
 
@@ -142,11 +129,7 @@ CSV_COLUMNS = (
 
 def csv_table(cells: Sequence[Measured]) -> str:
     """Every cell as a line, numbers unrounded."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(CSV_COLUMNS)
-    writer.writerows(_csv_row(cell) for cell in cells)
-    return text.getvalue()
+    return csv_text(CSV_COLUMNS, (_csv_row(cell) for cell in cells))
 
 
 def _csv_row(measured: Measured) -> list[object]:
@@ -161,11 +144,11 @@ def _csv_row(measured: Measured) -> list[object]:
         predictor_of(measured),
         recipe,
         " ".join(f"{record.order.name}/{record.seed}" for record in records),
-        *(_or_empty(value) for value in ((paper.mean, paper.std) if paper else (None, None))),
-        *(_or_empty(value) for value in ((ours.mean, ours.std) if ours else (None, None))),
+        *((paper.mean, paper.std) if paper else (None, None)),
+        *((ours.mean, ours.std) if ours else (None, None)),
         measured.n,
         len(cell.wanted),
-        _or_empty(measured.difference),
+        measured.difference,
         "" if measured.mark == UNPUBLISHED else measured.mark,
         measured.why,
         "; ".join(dict.fromkeys(record.machine for record in records)),
@@ -173,5 +156,30 @@ def _csv_row(measured: Measured) -> list[object]:
     ]
 
 
-def _or_empty(value: float | None) -> object:
-    return "" if value is None else value
+@dataclass(frozen=True)
+class RunBatch:
+    """Runs of one recipe on one machine with the same versions. orders: class orders and seeds; seconds: of a run."""
+
+    recipe: str
+    hardware: str
+    torch: str
+    commit: str
+    orders: str
+    seconds: str
+
+
+def run_batches(records: Sequence[Record]) -> list[RunBatch]:
+    """Group runs by recipe, machine and versions."""
+    groups: dict[tuple[str, str, str, str], list[Record]] = {}
+    for record in records:
+        hardware = f"{record.machine}, {record.precision}"
+        key = (record.recipe, hardware, f"torch {record.versions.get('torch', '?')}", record.commit)
+        groups.setdefault(key, []).append(record)
+    batches: list[RunBatch] = []
+    for (recipe, hardware, torch, commit), runs in groups.items():
+        seconds = [run.result.seconds for run in runs]
+        shortest, longest = decimal(min(seconds), 0), decimal(max(seconds), 0)
+        text = shortest if len(runs) == 1 else f"{shortest} to {longest}"
+        orders = ", ".join(f"{run.order.name}/{run.seed}" for run in runs)
+        batches.append(RunBatch(recipe, hardware, torch, commit, orders, text))
+    return batches

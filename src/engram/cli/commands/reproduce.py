@@ -25,8 +25,9 @@ from engram.data.sources.load import DataConfig
 from engram.data.store import ImageStore
 from engram.experiment.parallel import plan_members
 from engram.experiment.run_config import RunConfig
-from engram.report.wording import count_runs
-from engram.reproduce.cell_plan import Asked, Plan, make_plan, refuse_edited
+from engram.report.formatting import count_runs
+from engram.report.html_page import check_page_path
+from engram.reproduce.cell_plan import PaperPlan, PaperRequest, make_plan, refuse_edited
 from engram.reproduce.cells import FURTHER, NOT_RUN, WITHIN_POINT, WITHIN_STD, Measured, effect_of, measure
 from engram.reproduce.cost import costs
 from engram.reproduce.paper import MEASURES, Experiment, Paper, load_paper
@@ -48,12 +49,11 @@ def reproduce_command(options: Reproduce, typed: Sequence[str]) -> int:
         raise EngramError(f"--at-once must be at least 1, got {options.at_once}")
     console, runs = make_console(), typed_path(options.out)
     page = runs / PAGE if options.page is None else typed_path(options.page)
-    if page.suffix.lower() not in (".html", ".htm"):
-        raise EngramError(f"the page cannot be written to {page}: give --page a file name that ends in .html")
+    check_page_path(page)
     paper = load_paper(None if options.paper is None else typed_path(options.paper))
     experiments, asked = paper.find(options.what), _asked(options)
 
-    def plan_now() -> tuple[Plan, Known]:
+    def plan_now() -> tuple[PaperPlan, Known]:
         known = known_records(options.results, runs)
         return make_plan(experiments, known.records, asked), known
 
@@ -64,7 +64,7 @@ def reproduce_command(options: Reproduce, typed: Sequence[str]) -> int:
         print_plan(console, plan, costs(plan, known.records, runs), known, options)
         return 0
 
-    def show(plan: Plan, known: Known) -> None:
+    def show(plan: PaperPlan, known: Known) -> None:
         write_page(page, paper, plan)
         if not flags.json:
             print_results(console, paper, plan, known, page, flags.quiet)
@@ -88,7 +88,7 @@ def reproduce_command(options: Reproduce, typed: Sequence[str]) -> int:
 
 
 def with_images(
-    plan: Plan, read: Callable[[DataConfig], ImageStore]
+    plan: PaperPlan, read: Callable[[DataConfig], ImageStore]
 ) -> tuple[dict[str, RunConfig], dict[DataConfig, ImageStore]]:
     """The runs to do whose images are here, and the images; the others are left out by name of their data set.
 
@@ -110,8 +110,8 @@ def with_images(
     return configs, stores
 
 
-def _asked(options: Reproduce) -> Asked:
-    return Asked(
+def _asked(options: Reproduce) -> PaperRequest:
+    return PaperRequest(
         rows=listed("--rows", options.rows) or None,
         columns=listed("--columns", options.columns) or None,
         orders=listed("--orders", options.orders) or None,
@@ -122,7 +122,7 @@ def _asked(options: Reproduce) -> Asked:
     )
 
 
-def print_results(console: Console, paper: Paper, plan: Plan, known: Known, page: Path, quiet: bool) -> None:
+def print_results(console: Console, paper: Paper, plan: PaperPlan, known: Known, page: Path, quiet: bool) -> None:
     """Prints each table with ours beside the paper's, where the runs are from, and where the page is."""
     cells = {id(experiment): [measure(cell) for cell in plan.of(experiment)] for experiment in plan.experiments}
     if not quiet:
@@ -177,7 +177,7 @@ def _cell(measured: Measured, first: Measured) -> Text:
     return Text("\n".join(texts), style=_STYLES.get(measured.mark, ""))
 
 
-def cells_json(plan: Plan) -> list[dict[str, Any]]:
+def cells_json(plan: PaperPlan) -> list[dict[str, Any]]:
     """Every cell for programs: ours and the paper's numbers, unrounded; null where there is none."""
     found: list[dict[str, Any]] = []
     for cell in plan.cells:

@@ -40,7 +40,7 @@ from engram.data.store import ImageStore
 from engram.experiment.base_cache import StageCache
 from engram.experiment.parallel import Member, Workers, plan_members
 from engram.experiment.run_config import RunConfig, directory_name
-from engram.report.wording import count_runs
+from engram.report.formatting import count_runs
 from engram.runs.directory import ERROR, EVENTS, UNKNOWN_CODE
 from engram.runs.reader import read_manifest
 
