@@ -193,7 +193,7 @@ def test_a_cut_run_says_how_to_go_on(engram: Engram, paper: Path, photos: Path, 
     assert outcome.status == 0
     assert "2 stopped and saved; to go on, the same command again without --stop-after-stage:" in outcome.out
     assert "0 of 2 published" not in outcome.out
-    assert "None of the 1 published numbers asked for was measured yet." in outcome.out
+    assert "None of the 1 requested published numbers was measured yet." in outcome.out
     assert "–" not in (tmp_path / "runs" / "reproduction_files" / "table1.csv").read_text()
 
 

@@ -265,8 +265,8 @@ def test_run_of_one_stage_has_nothing_to_forget(tmp_path: Path) -> None:
 
 def test_reused_base_stage_is_admitted(compared: tuple[list[Path], Path], tmp_path: Path) -> None:
     text = Page(compared[1]).text
-    assert "took over a base stage" not in text
-    assert "time is without the base stage" not in text
+    assert "reused a base stage" not in text
+    assert "does not include the base stage" not in text
     directories = [fake_run(tmp_path / method, method=method, **LIGHT) for method in ("replay", "afc")]
     events = tmp_path / "afc" / "events.jsonl"
     kept = [line for line in events.read_text().splitlines() if '"stage": 0' not in line]
@@ -274,10 +274,10 @@ def test_reused_base_stage_is_admitted(compared: tuple[list[Path], Path], tmp_pa
     events.write_text("\n".join(kept))
     page = write_report(directories)
     text = Page(page).text
-    assert "afc took over a base stage" in text
-    assert "replay, afc took over" not in text
+    assert "afc reused a base stage" in text
+    assert "replay, afc reused" not in text
     assert "Not shown of afc: the base stage, which another run had trained." in text
-    assert "The time is without the base stage where a run took it over from another" in text
+    assert "If a run reused the base stage of another run, its time does not include the base stage" in text
     axis = {
         m: (page.with_name("report_files") / f"loss_{m}.svg").read_text(encoding="utf-8") for m in ("replay", "afc")
     }
@@ -456,7 +456,7 @@ def test_differences_are_of_runs_with_the_same_class_order_and_seed(tmp_path: Pa
     (row,) = (r for r in rows if r["less"] == "afc" and r["group"] == "replay" and r["metric"].startswith("average"))
     assert float(row["mean"]) == pytest.approx(expected)
     text = Page(page).text
-    assert "Less afc (CNN), run by run" in text
+    assert "Difference to afc (CNN), run by run" in text
     assert "\N{MINUS SIGN}1.00 ± 2.83 1 of 2 1 of 2" in text, "beside the number, and below it on a phone"
     assert "\N{MINUS SIGN}51.00 0 of 1" in text
     alone = write_report([runs[0], runs[3]], tmp_path / "alone.html")

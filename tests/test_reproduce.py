@@ -30,7 +30,8 @@ from engram.reproduce.paper import Experiment, Published, load_paper
 from engram.reproduce.paper_page import headline, remarks, write_page
 from engram.reproduce.records import Record, check_record, parse_line, protocol_key, sorted_importance
 from engram.reproduce.results_files import merge, read_file, read_results, write_file
-from engram.runs.reader import StageArrays, config_hash
+from engram.runs.reader import config_hash
+from engram.runs.stored_run import StageArrays
 from paper_helpers import NUMBERS, PAPER, experiment_on, make_record, write_paper, write_run
 
 ROOT = Path(__file__).parents[1]
@@ -680,7 +681,7 @@ def test_a_number_that_tables_repeat_counts_once() -> None:
     assert len(published) == 6
     assert headline(published) == (
         "1 of 1 published numbers were measured: 1 within the paper's standard deviation (1 from a single run); "
-        "the paper's are means over 3 class orders. Some stand in several tables: 6 of 6 cells are filled."
+        "the paper's are means over 3 class orders. Some are in several tables: 6 of 6 cells are filled."
     )
     assert {cell.mark for cell in published} == {"within one standard deviation"}, "in the other five, too"
     (table4,) = make_plan(AFC.find(["table4"]), [record], PaperRequest(rows=["AFC"], columns=["CNN"])).cells
@@ -794,7 +795,7 @@ def test_a_remark_on_no_row_of_its_table_is_refused(tmp_path: Path) -> None:
 
 def test_what_the_paper_has_no_number_of_is_said_so() -> None:
     plan = make_plan(AFC.find(["methods"]), [make_record("gap-cifar100-b50-s10")], PaperRequest(rows=["gap", "pod"]))
-    assert headline(measure_all(plan)) == "The paper has no number of these; 1 of 2 were measured."
+    assert headline(measure_all(plan)) == "The paper has no numbers for these; 1 of 2 were measured."
     assert "methods" not in [experiment.name for experiment in AFC.find(["all"])], "by name alone"
 
 

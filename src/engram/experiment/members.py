@@ -20,7 +20,8 @@ from engram.experiment.session import Session
 from engram.methods import find_method
 from engram.runs.checked import Source, checked
 from engram.runs.directory import CHECKPOINT, MANIFEST, is_used
-from engram.runs.reader import RunProgress, StagePosition, read_manifest, read_progress
+from engram.runs.reader import read_manifest, read_progress
+from engram.runs.stored_run import RunProgress, StagePosition
 
 SHOWN_DIFFERENCES = 3
 

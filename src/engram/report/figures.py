@@ -22,14 +22,14 @@ NAMED_CLASSES = 25
 NUMBERED_STAGES = 12
 _BARS = 18
 
-# From nearly clear to dark blue: it blends with the page, and the page inverts it in the dark.
+# From nearly transparent to dark blue; the page inverts it in dark mode.
 _RAMP = LinearSegmentedColormap.from_list(
     "engram",
     [(0.33, 0.62, 0.86, 0.07), (0.20, 0.52, 0.80, 0.55), (0.06, 0.33, 0.62, 0.88), (0.02, 0.13, 0.33, 1.0)],
 ).with_extremes(bad=(0, 0, 0, 0))
 
 
-DASHES = ("-", (0, (5, 1.5)), (0, (2, 1.2)), (0, (6, 1.5, 1.5, 1.5)))  # by how often all colours were taken
+DASHES = ("-", (0, (5, 1.5)), (0, (2, 1.2)), (0, (6, 1.5, 1.5, 1.5)))  # changes each time all colours are used
 
 
 def colour(index: int) -> str:
@@ -38,7 +38,7 @@ def colour(index: int) -> str:
 
 
 def accuracy_curves(groups: Sequence[RunGroup], predictor: str) -> Drawing:
-    """Accuracy against classes seen: a line a group, its sample standard deviation as a band, and chance."""
+    """Accuracy against classes seen: a line per group, its sample standard deviation as a band, and chance."""
     shown = [(i, group) for i, group in enumerate(groups) if predictor in group.predictors]
     names_fit = len(shown) <= 6 and max(len(plain(group.label)) for _, group in shown) <= 12
     height = 3.4 if names_fit else 3.2 + 0.22 * len(shown)
@@ -68,12 +68,12 @@ def accuracy_curves(groups: Sequence[RunGroup], predictor: str) -> Drawing:
         _end_labels(axes, ends)
     else:
         figure.legend(loc="outside lower left", ncols=1)
-    alt = f"Accuracy in percent against classes seen, {predictor_name(predictor)} predictor, one line a group."
+    alt = f"Accuracy in percent against classes seen, {predictor_name(predictor)} predictor, one line per group."
     return finish(figure, f"accuracy_per_stage_{predictor}", alt)
 
 
 def line_style(index: int, points: int, markers: int = 18) -> dict[str, Any]:
-    """How the line at this index is drawn; of its points so many at most have a marker."""
+    """Return the style of the line at this index. markers: number of points with a marker, at most."""
     return {
         "color": colour(index),
         "linestyle": DASHES[index // len(SERIES) % len(DASHES)],
@@ -93,7 +93,7 @@ def _percent_axis(axes: Axes, highest: float) -> None:
 
 
 def _end_labels(axes: Axes, ends: list[tuple[float, str, str]]) -> None:
-    """Names beside the ends of their lines, moved apart where lines end close together."""
+    """Write names next to the ends of their lines, moved apart if lines end close together."""
     low, high = axes.get_ylim()
     gap = (high - low) * 0.062
     placed: list[float] = []
@@ -156,7 +156,7 @@ def _heat_map(axes: Axes, values: np.ndarray, label: str) -> None:
 
 
 def _title(group: RunGroup, predictor: str | None = None) -> str:
-    """Group, predictor and number of runs; on two lines where one would run out of the figure."""
+    """Group, predictor and number of runs; on two lines if one would be too long."""
     parts = [] if predictor is None else [predictor_name(predictor)]
     if group.n > 1:
         parts.append(f"mean of {group.n} runs")
@@ -188,7 +188,7 @@ def learned_and_kept(group: RunGroup, index: int, predictor: str) -> Drawing:
 
 
 def confusion(group: RunGroup, predictor: str) -> Drawing:
-    """Row-normalised confusion matrix after the last stage, with class names where there is room for them."""
+    """Row-normalised confusion matrix after the last stage, with class names if they fit."""
     order = "in order of arrival" if group.has_one_order else "in the data set's order"
     title = _title(group, predictor).replace("mean of", "sum of")
     alt = f"Confusion matrix of {plain(group.label)} after the last stage: rows true classes, columns predicted."
@@ -197,14 +197,14 @@ def confusion(group: RunGroup, predictor: str) -> Drawing:
 
 
 def needs_width(classes: int) -> bool:
-    """Whether a confusion matrix of so many classes has names that would be too small on a phone."""
+    """Whether the names in a confusion matrix with this many classes would be too small on a phone."""
     return NUMBERED_STAGES < classes <= NAMED_CLASSES
 
 
 def confusion_matrix(
     counts: np.ndarray, class_names: Sequence[str], order: str, title: str, name: str, alt: str
 ) -> Drawing:
-    """Counts of true class by predicted class as percent of the true one. order: what the classes are sorted by."""
+    """Confusion matrix in percent of the true class. order: how the classes are sorted, in words."""
     percent = row_percent(counts)
     size = len(percent)
     side = 6.4 if needs_width(size) else WIDTH
@@ -251,12 +251,12 @@ def importance(group: RunGroup) -> Drawing:
     axes.set_ylabel("importance (map mean = 1)")
     axes.set_title(_title(group))
     figure.legend(loc="outside lower left", ncols=2, columnspacing=1.2)
-    alt = f"Sorted channel importance of {plain(group.label)} after its last stage, one curve a map."
+    alt = f"Sorted channel importance of {plain(group.label)} after its last stage, one curve per map."
     return finish(figure, f"importance_{group.slug}", alt)
 
 
 def time_spent(groups: Sequence[RunGroup]) -> Drawing:
-    """Stacked bars of seconds: a bar a run, or a bar a group (mean) where there are many runs."""
+    """Stacked bars of seconds: one per run, or one per group (mean) if there are many runs."""
     parts = [*time_parts(groups), "other"]
     by_run = sum(group.n for group in groups) <= _BARS
     rows: list[tuple[str, np.ndarray]] = []
@@ -294,7 +294,7 @@ def time_spent(groups: Sequence[RunGroup]) -> Drawing:
 
 
 def training_loss(group: RunGroup) -> Drawing:
-    """Loss terms of the main phase of the group's first run, epoch by epoch, with a line where a stage begins."""
+    """Loss terms of the main phase of the group's first run, per epoch, with a vertical line at each new stage."""
     points = group.first.main_losses
     figure = Figure(figsize=(WIDTH, 3.1), layout="constrained")
     axes = figure.add_subplot()
@@ -315,10 +315,10 @@ def training_loss(group: RunGroup) -> Drawing:
     axes.margins(x=0.01)
     axes.grid(False, axis="x")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
-    first = points[0].stage  # above 0 where the base stage was trained by another run
+    first = points[0].stage  # above 0 if another run trained the base stage
     axes.set_xlabel(f"epochs of the main phase, {f'from stage {first} on' if first else 'all stages'}")
     axes.set_ylabel("mean loss of the epoch")
     axes.set_title(plain_label(group.label, 40))
     figure.legend(loc="outside lower left", ncols=2, columnspacing=1.2)
-    alt = f"Training loss of {plain(group.label)}, epoch by epoch; upright lines mark the stages."
+    alt = f"Training loss of {plain(group.label)}, per epoch; vertical lines mark the stages."
     return finish(figure, f"loss_{group.slug}", alt)

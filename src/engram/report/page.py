@@ -11,14 +11,22 @@ from engram.core.metrics import METRICS
 from engram.report import figures
 from engram.report import wording as words
 from engram.report.formatting import duration, glued, join, predictor_name
-from engram.report.groups import RunGroup, as_text, has_given_order, load_runs, make_groups, rivals, without_repeats
+from engram.report.groups import (
+    RunGroup,
+    as_text,
+    comparable_groups,
+    has_given_order,
+    load_runs,
+    make_groups,
+    without_repeats,
+)
 from engram.report.html_page import check_page_path, template, write_page_and_files
 from engram.report.svg import SERIES, Drawing, drawing_style
 from engram.report.tables import PAIRED, confused_pairs, csv_files
 from engram.runs.directory import RESULT, runs_in
 
 _OPEN_CONFUSIONS = 3
-_EXACT_COLUMNS = 6  # of the table of stages; where there are more, they get one digit, so that all are in sight
+_EXACT_COLUMNS = 6  # a wider table of stages has one digit instead of two, to fit the page
 _PREDICTOR_WORDS = {
     "cnn": "CNN: the class with the highest score of the classifier.",
     "nme": "NME: the class whose mean exemplar is nearest.",
@@ -57,14 +65,14 @@ def write_report(
 
 
 def _run_directories(given: Sequence[Path], tell: Callable[[str], None]) -> list[Path]:
-    """What was given, with the runs in it that have a finished stage in place of a folder of runs."""
+    """Replace each folder of runs by the runs in it that have a finished stage."""
     found: list[Path] = []
     for path in given:
         runs = runs_in(path)
         finished = [run for run in runs if run == path or (run / RESULT).exists()]
         for run in [run for run in runs if finished and run not in finished]:
             tell(f"left out {run}: it has no finished stage yet")
-        found += finished or runs or [path]  # of what cannot be used, reading it says why
+        found += finished or runs or [path]  # reading them reports what is wrong
     return found
 
 
@@ -80,7 +88,7 @@ def _page_path(directories: Sequence[Path], out: Path | None) -> Path:
 
 
 def _context(groups: list[RunGroup], repeats: int) -> tuple[dict[str, Any], list[Drawing]]:
-    """What the template needs, and all figures in it."""
+    """Return the variables of the template, and all figures."""
     cells = [_GroupView(group, index) for index, group in enumerate(groups)]
     predictors = list(dict.fromkeys(name for group in groups for name in group.predictors))
     curves = [figures.accuracy_curves(groups, predictor) for predictor in predictors]
@@ -114,9 +122,7 @@ def _context(groups: list[RunGroup], repeats: int) -> tuple[dict[str, Any], list
         "kept": kept,
         "confusions": confusions,
         "named_classes": any(len(group.class_ids) <= figures.NAMED_CLASSES for group in groups),
-        "confusion_order": "in order of arrival"
-        if one_order
-        else "in the data set's order where runs met them in different orders",
+        "confusion_order": "in order of arrival" if one_order else "in the data set's order if the class orders differ",
         "importance": importance,
         "seconds": seconds,
         "reused_base": [group.label for group in groups if any(run.log.reused_base for run in group.runs)],
@@ -130,7 +136,7 @@ def _context(groups: list[RunGroup], repeats: int) -> tuple[dict[str, Any], list
 
 
 class _GroupView:
-    """A group as the template sees it: its label, number of runs and colour."""
+    """A group for the template: label, number of runs and colour."""
 
     def __init__(self, group: RunGroup, index: int) -> None:
         self.group, self.index = group, index
@@ -183,12 +189,12 @@ def _summary(cells: list[_GroupView]) -> list[dict[str, Any]]:
 
 
 def _differences(cells: list[_GroupView]) -> list[dict[str, Any]]:
-    """A table for each protocol: every group less the best of those with the most runs, where pairs have a spread."""
+    """For each protocol, the difference of every group to the best of those with the most runs."""
     cell_of = {cell.group: cell for cell in cells}
     tables = []
-    for beside in rivals([cell.group for cell in cells]):
-        best = max(beside, key=lambda group: group.n)  # of several the first, which is the best
-        values = {g: [g.difference(best, metric) for metric in PAIRED] for g in beside if g is not best}
+    for peers in comparable_groups([cell.group for cell in cells]):
+        best = max(peers, key=lambda group: group.n)  # the first of several, which is the best
+        values = {g: [g.difference(best, metric) for metric in PAIRED] for g in peers if g is not best}
         if any(value is not None and value.n > 1 for found in values.values() for value in found):
             rows = [
                 {
@@ -253,6 +259,6 @@ def _protocol(cell: _GroupView) -> dict[str, Any]:
 
 
 def _merged(texts: list[Any]) -> list[tuple[str, str]]:
-    """Label and text of each line, with all texts named where the runs differ."""
+    """Return label and text of each line; if the runs differ, all texts."""
     labels = dict.fromkeys(label for text in texts for label in text)
     return [(label, ", ".join(dict.fromkeys(t[label] for t in texts if label in t))) for label in labels]

@@ -1,4 +1,4 @@
-"""The report's numbers: rows for the page (rounded, with spread) and CSV files (unrounded)."""
+"""The numbers of the report: the most confused classes, and CSV files (unrounded)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from engram.core.metrics import METRICS, Estimate
 from engram.report.formatting import csv_text
-from engram.report.groups import RunGroup, rivals, row_percent
+from engram.report.groups import RunGroup, comparable_groups, row_percent
 from engram.runs.result import SECONDS
 
 PAIRED = ("average_incremental_accuracy", "final_accuracy")  # the metrics whose differences are shown
@@ -19,7 +19,7 @@ _CONFUSED_PAIRS = 10
 
 @dataclass(frozen=True)
 class ConfusedPair:
-    """A pair of classes taken for one another: `percent` of the images of `true` were called `predicted`."""
+    """A frequent mistake: `percent` of the images of class `true` were predicted as `predicted`."""
 
     true: str
     predicted: str
@@ -28,12 +28,12 @@ class ConfusedPair:
 
 
 def confused_pairs(group: RunGroup, predictor: str) -> list[ConfusedPair]:
-    """The most frequent mistakes after the last stage, by share of the true class's test images."""
+    """Return the most frequent mistakes after the last stage, by share of the true class's test images."""
     return most_confused(group.confusion(predictor), group.class_names)
 
 
 def most_confused(counts: np.ndarray, names: Sequence[str]) -> list[ConfusedPair]:
-    """The most frequent mistakes in counts of true class by predicted class."""
+    """Return the most frequent mistakes. counts: by true class (row) and predicted class (column)."""
     percent = row_percent(counts)
     mistakes = np.argwhere((counts > 0) & ~np.eye(len(counts), dtype=bool))
     ranked = sorted(mistakes.tolist(), key=lambda cell: (-percent[cell[0], cell[1]], cell))
@@ -44,7 +44,7 @@ def most_confused(counts: np.ndarray, names: Sequence[str]) -> list[ConfusedPair
 
 
 def csv_files(groups: Sequence[RunGroup]) -> dict[str, str]:
-    """File name -> CSV text of every table of the report; one header line, numbers unrounded."""
+    """Return the CSV text of every table by file name."""
     files = {
         "summary.csv": _summary(groups),
         "accuracy_per_stage.csv": _accuracy_per_stage(groups),
@@ -83,11 +83,11 @@ def _summary(groups: Sequence[RunGroup]) -> str:
 
 
 def _differences(groups: Sequence[RunGroup]) -> str:
-    """Every two groups that can be set beside one another; empty where no two have a class order and seed in common."""
+    """Every pair of comparable groups; empty if no two have a class order and seed in common."""
     rows = [
         [one.label, one.predictors[0], other.label, other.predictors[0], metric, value.n, *_cells(value), value.higher]
-        for beside in rivals(groups)
-        for other, one in itertools.combinations(beside, 2)
+        for peers in comparable_groups(groups)
+        for other, one in itertools.combinations(peers, 2)
         for metric in PAIRED
         if (value := one.difference(other, metric)) is not None
     ]
@@ -120,7 +120,7 @@ def _runs(groups: Sequence[RunGroup]) -> str:
 
 
 def time_parts(groups: Sequence[RunGroup]) -> list[str]:
-    """The parts of a run's time that any run names, in the order of the work."""
+    """The kinds of work in `seconds_by` of any run, in the order of the work."""
     named = {part for group in groups for run in group.runs for part in run.result.seconds_by}
     return [*SECONDS, *sorted(named.difference(SECONDS))]
 

@@ -1,4 +1,4 @@
-"""What the page says in words: its title, what came out, what it came from, and what a careful reader should know."""
+"""The sentences of the report: title, headline, facts and notes."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 from engram.core.metrics import Estimate
 from engram.report.formatting import count_runs, glued, join, predictor_name
-from engram.report.groups import RunGroup, leaders, met_the_same, rivals
-from engram.runs.reader import StoredRun
+from engram.report.groups import RunGroup, comparable_groups, have_same_orders, leaders
+from engram.runs.stored_run import StoredRun
 
-_NAMED = 5  # groups, at most, in the title and in the headline
+_NAMED = 5  # groups in the title and the headline, at most
 
 
 def title(groups: Sequence[RunGroup]) -> str:
-    """The groups by name, or how many methods and configurations there are, and the data."""
+    """The names of the groups (or how many there are), and the data set."""
     data = join(dict.fromkeys(group.data.name for group in groups))
     methods = list(dict.fromkeys(group.first.method for group in groups))
     if len(groups) <= _NAMED:
@@ -25,9 +25,9 @@ def title(groups: Sequence[RunGroup]) -> str:
 
 
 def headline(groups: Sequence[RunGroup]) -> str:
-    """What came out, in one sentence, from the final accuracy of each group's reported predictor.
+    """The result in one sentence: the final accuracy of the best configuration of each method.
 
-    Methods are set beside one another, each by its best configuration; of a single method its configurations.
+    If there is only one method, of each configuration.
     """
     one_method = len({group.first.method for group in groups}) == 1
     chosen = list(groups) if one_method else leaders(groups)
@@ -47,7 +47,7 @@ def headline(groups: Sequence[RunGroup]) -> str:
 
 
 def facts(groups: Sequence[RunGroup]) -> str:
-    """What the numbers are of: predictor, protocol, number of runs, devices and days."""
+    """Predictor, protocol, number of runs, devices and dates."""
     runs = [run for group in groups for run in group.runs]
     protocols = list(dict.fromkeys(_stages_in_words(run) for run in runs))
     stages = protocols[0] if len(protocols) == 1 else f"{len(protocols)} different protocols"
@@ -71,7 +71,7 @@ def _stages_in_words(run: StoredRun) -> str:
 
 
 def notes(groups: Sequence[RunGroup], repeats: int) -> list[str]:
-    """What a careful reader should know before comparing. repeats: runs that were left out as such."""
+    """Warnings about comparing the numbers. repeats: number of repeated runs that were left out."""
     found = []
     if not _same_protocol(groups):
         found.append(
@@ -80,7 +80,7 @@ def notes(groups: Sequence[RunGroup], repeats: int) -> list[str]:
     found += [f"{group.first.recipe}: {group.first.stopped}." for group in groups if group.first.stopped]
     codes = {(group.first.recipe, group.first.manifest.method_code) for group in groups}
     found += [
-        f"{recipe}: the code of the method is not the same in all runs; those of different code stand apart."
+        f"{recipe}: the method's code differs between runs; runs with different code are separate groups."
         for recipe, times in sorted(Counter(recipe for recipe, _ in codes).items())
         if times > 1
     ]
@@ -89,16 +89,14 @@ def notes(groups: Sequence[RunGroup], repeats: int) -> list[str]:
             f"{repeats} run{' repeats' if repeats == 1 else 's repeat'} the configuration, class order and seed of "
             f"another and {'is' if repeats == 1 else 'are'} left out: the newest complete one counts, once."
         )
-    if not all(met_the_same(beside) for beside in rivals(groups)):
+    if not all(have_same_orders(peers) for peers in comparable_groups(groups)):
         found.append(
-            "Not every group has the same class orders and seeds, which alone make a difference: "
-            "only runs that have both in common can be held against each other."
+            "Not every group has the same class orders and seeds, which change the results: "
+            "compare only runs with the same class order and seed."
         )
-    if len(groups) > 1 and _went_the_same_way(groups):
+    if len(groups) > 1 and _all_complete(groups):
         if all(group.n == 1 for group in groups):
-            found.append(
-                "One run each: a difference of a point or two may be chance. More orders and seeds would tell."
-            )
+            found.append("One run each: a difference of a point or two may be chance. Run more class orders and seeds.")
         else:
             found += _lead(leaders(groups))
     return found
@@ -108,17 +106,17 @@ def _same_protocol(groups: Sequence[RunGroup]) -> bool:
     return len({group.protocol for group in groups}) == 1
 
 
-def _went_the_same_way(groups: Sequence[RunGroup]) -> bool:
+def _all_complete(groups: Sequence[RunGroup]) -> bool:
     return _same_protocol(groups) and not any(group.first.stopped for group in groups)
 
 
 def comparable(groups: Sequence[RunGroup]) -> bool:
-    """True when all groups went the same way to its end, over the same class orders: a higher mean is a better one."""
-    return _went_the_same_way(groups) and met_the_same(groups)
+    """Whether all groups are complete, with the same protocol, class orders and seeds: then means can be ranked."""
+    return _all_complete(groups) and have_same_orders(groups)
 
 
 def _lead(best: Sequence[RunGroup]) -> list[str]:
-    """How far the first method ends from the second, run by run, where there are differences enough for a spread."""
+    """The difference between the two best methods over pairs of runs, if there are at least two pairs."""
     if len(best) < 2:
         return []
     first, second = best[:2]
@@ -126,11 +124,11 @@ def _lead(best: Sequence[RunGroup]) -> list[str]:
     if gap is None or gap.std is None:
         return []
     size = f"{glued(Estimate(abs(gap.mean), gap.std, gap.n), 1)} points"
-    ends, told = f"{size} {'above' if gap.mean > 0 else 'below'}", ""
+    ends, detail = f"{size} {'above' if gap.mean > 0 else 'below'}", ""
     if float(f"{gap.mean:.1f}") == 0:
-        ends, told = "level with", f"{size}, "
+        ends, detail = "level with", f"{size}, "
     verdict = "more than" if abs(gap.mean) > gap.std else "within"
     return [
-        f"{first.label} ends {ends} {second.label} ({told}mean and standard deviation over {gap.n} pairs of runs with "
-        f"the same class order and seed; higher in {gap.higher}): {verdict} the spread of these differences."
+        f"{first.label} ends {ends} {second.label} ({detail}mean and standard deviation over {gap.n} pairs of runs "
+        f"with the same class order and seed; higher in {gap.higher}): {verdict} the spread of these differences."
     ]

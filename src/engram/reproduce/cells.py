@@ -1,6 +1,6 @@
-"""The numbers of a cell: ours over its runs, the paper's, their difference, and how near they are.
+"""The numbers of a cell: ours over its runs, the paper's, and their difference.
 
-A cell without runs has no numbers; the paper's is never put in their place.
+A cell without runs has no number of ours; the paper's number is never used instead.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ UNPUBLISHED: Mark = "nothing published"
 MARKS: dict[Mark, str] = {WITHIN_STD: "●", WITHIN_POINT: "◐", FURTHER: "○", NOT_RUN: "–", UNPUBLISHED: " "}
 KEPT_NOTHING = "run, but no importance was kept"
 POINT = 1.0
-_SLACK = 1e-9  # of a difference of decimals that should be on the line
+_SLACK = 1e-9  # rounding of a difference that is exactly on the limit
 
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """A cell with its numbers. ours: None where no run was measured; difference: ours minus the paper's."""
+    """A cell with its numbers. ours: None without runs. difference: ours minus the paper's."""
 
     cell: PaperCell
     ours: Estimate | None
@@ -36,27 +36,27 @@ class Measured:
 
     @property
     def n(self) -> int:
-        """How many runs were measured."""
+        """Number of runs."""
         return 0 if self.ours is None else self.ours.n
 
     @property
     def why(self) -> str:
-        """Why there is no number; empty where there is one."""
+        """Why there is no number of ours; empty if there is one."""
         return "" if self.ours is not None else self.cell.reason or self.lacking
 
     @property
     def lacking(self) -> str:
-        """What a cell without a number lacks, whatever this version could run."""
+        """What is missing, independent of what this version could run."""
         return KEPT_NOTHING if self.cell.bare else NOT_RUN
 
     @property
     def in_paper(self) -> bool:
-        """Whether the paper has this cell at all."""
+        """Whether the paper has a number in this cell."""
         return self.cell.reason != NOT_IN_PAPER
 
 
 def measure(cell: PaperCell) -> Measured:
-    """The cell with its numbers."""
+    """Compute the numbers of a cell."""
     name = cell.experiment.measure
     values = [] if cell.predictor is None else [record.value(name, cell.predictor) for record in cell.records]
     ours = estimate(values) if values else None
@@ -69,7 +69,7 @@ def measure(cell: PaperCell) -> Measured:
 
 
 def measure_all(plan: PaperPlan) -> list[Measured]:
-    """Every cell with its numbers."""
+    """Compute the numbers of every cell."""
     return [measure(cell) for cell in plan.cells]
 
 
@@ -80,11 +80,11 @@ def _mark(difference: float, std: float | None) -> Mark:
 
 
 def each_once(cells: Sequence[Measured]) -> list[list[Measured]]:
-    """The cells by the paper's numbers of them: those that give the same one, the first that was measured before all.
+    """Group the cells that repeat the same published number, measured cells first.
 
-    Equal numbers in two columns of one table are two. Cells without a published number are in none.
+    Equal numbers in two columns of one table are different numbers. Cells without a published number are left out.
     """
-    found: dict[object, dict[str, list[Measured]]] = {}  # by number, then by the column where it stands first
+    found: dict[object, dict[str, list[Measured]]] = {}  # by number, then by the column of its first cell
     for measured in cells:
         cell = measured.cell
         if cell.published is None:
@@ -97,7 +97,7 @@ def each_once(cells: Sequence[Measured]) -> list[list[Measured]]:
 
 
 def effect(base: PaperCell, cell: PaperCell) -> Difference | None:
-    """The cell's measure less the base's, run by run of the same class order and seed; None where none has both."""
+    """Difference to a base cell, over pairs of runs with the same class order and seed; None without pairs."""
     name = cell.experiment.measure
 
     def values(one: PaperCell) -> dict[tuple[str, int], float | None]:
@@ -107,12 +107,12 @@ def effect(base: PaperCell, cell: PaperCell) -> Difference | None:
 
 
 def effect_of(cell: PaperCell, first: PaperCell) -> Difference | None:
-    """The effect of a cell in a table of effects, first being that of the first row; None for that and elsewhere."""
+    """Difference to the first row in a table of effects; None for the first row and in other tables."""
     return effect(first, cell) if cell.experiment.kind == "effects" and cell is not first else None
 
 
 def curve(cell: PaperCell) -> tuple[list[int], list[Estimate]] | None:
-    """Classes seen and accuracy after each stage over the cell's runs; None where there are none."""
+    """Classes seen and accuracy after each stage over the cell's runs; None without runs."""
     curves = [record.curve(cell.predictor or "") for record in cell.records]
     if not curves or not curves[0] or len({tuple(seen for seen, _ in line) for line in curves}) > 1:
         return None
@@ -122,5 +122,5 @@ def curve(cell: PaperCell) -> tuple[list[int], list[Estimate]] | None:
 
 
 def predictor_of(measured: Measured) -> str:
-    """The predictor as people write it; empty where the cell has none."""
+    """Name of the predictor as papers write it; empty if the cell has none."""
     return "" if measured.cell.predictor is None else predictor_name(measured.cell.predictor)

@@ -1,4 +1,4 @@
-"""What was measured of each recipe, in a few numbers: the package carries them, for `engram list methods`."""
+"""A few measured numbers of each recipe, included in the package for `engram list methods`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ AVERAGE = "average_incremental_accuracy"
 
 
 def summarise(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
-    """By recipe: n, mean and standard deviation (None for one run) of the average accuracy, and seconds of a run.
+    """By recipe: n, mean and standard deviation (None for one run) of the average accuracy, and mean seconds of a run.
 
-    Of each order and seed the latest run counts, in the default precision of its device. accuracy: percent, by the
-    predictor that the recipe reports. seconds: the mean, of runs that may have gone side by side.
+    The latest run of each class order and seed counts, in the default precision of its device. Accuracy is in percent,
+    with the predictor that the recipe reports. Runs may have shared a device.
     """
     found: dict[str, dict[tuple[str, int], Record]] = {}
     for record in sorted(records, key=lambda record: record.created):
@@ -32,7 +32,7 @@ def summarise(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
 
 
 def _is_unchanged(record: Record, name: str) -> bool:
-    """Whether the run was of the recipe as it is now, class order and seed aside."""
+    """Whether the run has the recipe's current settings, apart from class order and seed."""
     plain = recipe(name).with_value("order", record.order.name).with_value("seed", record.seed)
     return record.key == protocol_key(plain)
 
@@ -52,11 +52,11 @@ def _numbers(name: str, runs: Sequence[Record]) -> dict[str, Any]:
 
 
 def as_text(summary: dict[str, dict[str, Any]]) -> str:
-    """The summary as it is kept in the package, a recipe a line."""
+    """Return the summary as JSON, one recipe per line."""
     lines = [f" {json.dumps(name)}: {json.dumps(numbers)}" for name, numbers in summary.items()]
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def measured() -> dict[str, dict[str, Any]]:
-    """What this version of the package knows to have been measured, by recipe."""
+    """Return the summary in this package, by recipe."""
     return json.loads((files("engram.reproduce") / "papers" / FILE).read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""The page of the report on a paper: its tables with ours beside the published numbers, and the plots."""
+"""The HTML page about a paper: its tables with our numbers and the published ones, and plots."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _WORDS = {
     "point": "within one point of it",
     "far": "further off",
 }
-_NEAR = {  # in the order that a sentence counts them
+_NEAR = {  # in the order of the headline
     WITHIN_STD: "within the paper's standard deviation",
     WITHIN_POINT: "within one point",
     FURTHER: "further off",
@@ -48,7 +48,7 @@ _CAPTIONS = {
 
 
 def write_page(file: Path, paper: Paper, plan: PaperPlan) -> Path:
-    """The page's path; tables (Markdown, CSV) and plots (SVG) stand in a folder beside it."""
+    """Write the page, and a folder of tables (Markdown, CSV) and plots (SVG) next to it; return the page's path."""
     check_page_path(file)
     with drawing_style():
         parts = [
@@ -72,14 +72,14 @@ def write_page(file: Path, paper: Paper, plan: PaperPlan) -> Path:
 
 
 def headline(cells: Sequence[Measured]) -> str:
-    """How many of the paper's numbers were measured, and how near they came; a number that it repeats counts once."""
+    """How many published numbers were measured, and how close they are; a repeated number counts once."""
     in_tables = [cell for cell in cells if cell.cell.published is not None]
     published = [group[0] for group in each_once(cells)]
     measured = [cell for cell in published if cell.mark != NOT_RUN]
     if not published:
-        return f"The paper has no number of these; {sum(cell.n > 0 for cell in cells)} of {len(cells)} were measured."
+        return f"The paper has no numbers for these; {sum(cell.n > 0 for cell in cells)} of {len(cells)} were measured."
     if not measured:
-        return f"None of the {len(published)} published numbers asked for was measured yet."
+        return f"None of the {len(published)} requested published numbers was measured yet."
     marks = Counter(cell.mark for cell in measured)
     single = [cell for cell in measured if cell.n == 1 and len(cell.cell.experiment.orders) > 1]
     alone = Counter(cell.mark for cell in single)
@@ -94,24 +94,24 @@ def headline(cells: Sequence[Measured]) -> str:
         text += f"; the paper's are means over {orders} class orders"
     if len(in_tables) > len(published):
         filled = sum(cell.mark != NOT_RUN for cell in in_tables)
-        text += f". Some stand in several tables: {filled} of {len(in_tables)} cells are filled"
+        text += f". Some are in several tables: {filled} of {len(in_tables)} cells are filled"
     return f"{text}."
 
 
 def facts(cells: Sequence[Measured]) -> str:
-    """What the numbers are of."""
+    """How many runs are behind the numbers, and on which hardware."""
     records = records_of(cell.cell for cell in cells)
     if not records:
         return "Ours will be the mean and the sample standard deviation over runs that differ in class order and seed."
     where = ", ".join(dict.fromkeys(record.machine for record in records))
     return (
         f"Ours: mean ± sample standard deviation over n runs, which differ in class order and seed; "
-        f"{count_runs(len(records))} on {where}. A cell that was not run has no number of ours."
+        f"{count_runs(len(records))} on {where}. Cells without runs have no number of ours."
     )
 
 
 def remarks(paper: Paper, cells: Sequence[Measured]) -> list[str]:
-    """What is known of why an experiment's numbers are off, of those that are, or of numbers the paper has not."""
+    """Return the known reasons for differences, for cells that differ from the paper or have no published number."""
     off = [cell.cell for cell in cells if cell.mark in (FURTHER, WITHIN_POINT) or (cell.n and not cell.cell.published)]
     return [remark.text for remark in paper.remarks if any(_is_about(remark, cell) for cell in off)]
 
@@ -125,7 +125,7 @@ def _is_about(remark: Remark, cell: PaperCell) -> bool:
 
 
 def records_of(cells: Iterable[PaperCell]) -> list[Record]:
-    """The runs behind the cells, each once."""
+    """Return the runs behind the cells, each once."""
     return list({id(record): record for cell in cells for record in cell.records}.values())
 
 

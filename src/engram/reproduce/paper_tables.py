@@ -1,4 +1,4 @@
-"""The tables as Markdown and CSV, and the words that every form of them shares."""
+"""The tables of a paper as Markdown and CSV, and text that all output formats have in common."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ _OURS = "ours is mean ± sample standard deviation over n runs (class orders and
 
 
 def legend(cells: Iterable[Measured]) -> str:
-    """What the marks mean, where there is a number of the paper's to be marked, and what ours are."""
+    """Explain the marks (if there are published numbers) and our numbers."""
     return f"{_MARKED}; {_OURS}" if any(cell.cell.published for cell in cells) else _OURS
 
 
 def count(measured: Measured) -> str:
-    """'n = 3', or 'n = 2 of 3' where there are fewer runs than the experiment has class orders."""
+    """'n = 3', or 'n = 2 of 3' if there are fewer runs than class orders in the experiment."""
     orders = len(measured.cell.experiment.orders)
     return f"n = {measured.n}" if measured.n >= orders else f"n = {measured.n} of {orders}"
 
 
 def lines(measured: Measured) -> list[str]:
-    """What a cell says: ours and n, the paper's, the difference and its mark; or why there is nothing."""
+    """Return the lines of a cell: ours and n, the paper's, the difference and its mark; or why there is no number."""
     if not measured.in_paper:
         return [measured.why]
     paper = [] if measured.cell.published is None else [f"paper {spread(measured.cell.published)}"]
@@ -53,7 +53,7 @@ def lines(measured: Measured) -> list[str]:
 
 
 def against_first(measured: Measured, first: Measured) -> str:
-    """'−1.41 against the first row' of a table of effects; empty elsewhere, and where no run of the two goes together.
+    """'−1.41 against the first row' in a table of effects; empty in other tables, or without pairs of runs.
 
     first: the cell of the first row in the same column.
     """
@@ -65,7 +65,7 @@ def against_first(measured: Measured, first: Measured) -> str:
 
 
 def grid(experiment: Experiment, cells: Sequence[Measured]) -> list[tuple[str, list[Measured]]]:
-    """The cells of an experiment, row by row, each row with its label."""
+    """Return the cells of an experiment row by row, with the label of each row."""
     width = len(experiment.columns)
     return [(row.label, list(cells[i * width : (i + 1) * width])) for i, row in enumerate(experiment.rows)]
 
@@ -76,7 +76,7 @@ def caption(experiment: Experiment) -> str:
 
 
 def markdown_table(experiment: Experiment, cells: Sequence[Measured]) -> str:
-    """The experiment's table, with ours, the paper's and the difference in every cell."""
+    """Return the experiment's table, with ours, the paper's and the difference in every cell."""
     rows = [
         [_escape(label), *("<br>".join(map(_escape, lines(cell))) for cell in row)]
         for label, row in grid(experiment, cells)
@@ -85,7 +85,7 @@ def markdown_table(experiment: Experiment, cells: Sequence[Measured]) -> str:
 
 
 def markdown_effects(experiment: Experiment, cells: Sequence[Measured]) -> str:
-    """The experiment's rows against its first: the mean difference over runs of the same class order and seed."""
+    """Return the difference of each row to the first, over pairs of runs with the same class order and seed."""
     (_, bases), *others = grid(experiment, cells)
     rows = [[_escape(experiment.rows[0].label), *(_absolute(cell) for cell in bases)]]
     for label, row in others:
@@ -110,12 +110,12 @@ def markdown_rows(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _escape(text: str) -> str:
-    """The text as Markdown takes it literally; the star of a re-run is no emphasis."""
+    """Escape characters that Markdown would interpret."""
     return text.replace("|", "\\|").replace("*", "\\*")
 
 
 def markdown(experiment: Experiment, cells: Sequence[Measured]) -> str:
-    """A section of a document on one experiment."""
+    """Return a Markdown section about one experiment."""
     table = (markdown_effects if experiment.kind == "effects" else markdown_table)(experiment, cells)
     note = f"\n{experiment.note}\n" if experiment.note else ""
     return f"## {caption(experiment)}\n\n{MEASURES[experiment.measure].capitalize()}.\n\n{table}{note}"
@@ -128,7 +128,7 @@ CSV_COLUMNS = (
 
 
 def csv_table(cells: Sequence[Measured]) -> str:
-    """Every cell as a line, numbers unrounded."""
+    """Return one CSV row per cell, numbers unrounded."""
     return csv_text(CSV_COLUMNS, (_csv_row(cell) for cell in cells))
 
 

@@ -17,18 +17,8 @@ from engram.core import metrics
 from engram.core.errors import EngramError
 from engram.experiment.run_config import RunConfig
 from engram.runs.checked import Source, checked, load_json
-from engram.runs.reader import (
-    RunIdentity,
-    RunManifest,
-    RunResult,
-    StageArrays,
-    check_identity,
-    check_result,
-    read_log,
-    read_result,
-    read_stage,
-    stage_file,
-)
+from engram.runs.reader import check_identity, check_result, read_log, read_result, read_stage, stage_file
+from engram.runs.stored_run import RunIdentity, RunManifest, RunResult, StageArrays
 
 KIND, FORMAT = "engram run", 1
 DEFAULT_PRECISION = {"cuda": "bf16", "cpu": "float32"}

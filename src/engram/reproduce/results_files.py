@@ -16,7 +16,8 @@ from engram.core.errors import EngramError
 from engram.core.io import write_text
 from engram.reproduce.records import KIND, Record, parse_line, read_record
 from engram.runs.directory import MANIFEST, runs_in
-from engram.runs.reader import RunManifest, read_manifest, read_result
+from engram.runs.reader import read_manifest, read_result
+from engram.runs.stored_run import RunManifest
 
 SUFFIX = ".jsonl"
 _SHOWN = 3

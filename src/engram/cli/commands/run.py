@@ -37,7 +37,8 @@ from engram.data.store import ImageStore
 from engram.experiment.run_config import RunConfig, directory_name
 from engram.experiment.runner import resume, run
 from engram.experiment.session import Session, StagePlan
-from engram.runs.reader import RunManifest, read_manifest, read_progress
+from engram.runs.reader import read_manifest, read_progress
+from engram.runs.stored_run import RunManifest
 
 
 def run_command(options: Run, typed: Sequence[str]) -> int:
