@@ -32,6 +32,12 @@ _RAMP = LinearSegmentedColormap.from_list(
 DASHES = ("-", (0, (5, 1.5)), (0, (2, 1.2)), (0, (6, 1.5, 1.5, 1.5)))  # changes each time all colours are used
 
 
+def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
+    """Return an empty figure and its axes. Sizes are in inches."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.add_subplot()
+
+
 def colour(index: int) -> str:
     """The colour of the series at this index."""
     return SERIES[index % len(SERIES)]
@@ -42,8 +48,7 @@ def accuracy_curves(groups: Sequence[RunGroup], predictor: str) -> Drawing:
     shown = [(i, group) for i, group in enumerate(groups) if predictor in group.predictors]
     names_fit = len(shown) <= 6 and max(len(plain(group.label)) for _, group in shown) <= 12
     height = 3.4 if names_fit else 3.2 + 0.22 * len(shown)
-    figure = Figure(figsize=(WIDTH, height), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = new_figure(WIDTH, height)
     ends: list[tuple[float, str, str]] = []
     for index, group in shown:
         values = group.accuracy(predictor)
@@ -118,8 +123,7 @@ def accuracy_matrix(group: RunGroup, predictor: str) -> Drawing:
     """R[t][i]: accuracy after stage t (row) on the classes of stage i (column)."""
     matrix = group.matrix(predictor)
     size = len(matrix)
-    figure = Figure(figsize=(4.2, 3.9), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = new_figure(4.2, 3.9)
     _heat_map(axes, matrix, "accuracy, %")
     if size <= NUMBERED_STAGES:
         for t in range(size):
@@ -168,8 +172,7 @@ def learned_and_kept(group: RunGroup, index: int, predictor: str) -> Drawing:
     """For the classes of each stage: accuracy when they were learned (ring) and at the end (dot)."""
     matrix = group.matrix(predictor)
     x, learned, kept = np.arange(len(matrix)), np.diag(matrix), matrix[-1]
-    figure = Figure(figsize=(4.2, 3.1), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = new_figure(4.2, 3.1)
     size = 5.5 if len(x) <= 20 else 3.6
     axes.vlines(x, learned, kept, color=colour(index), alpha=0.4, linewidth=2, zorder=2)
     ring = {"markerfacecolor": CARD, "markeredgecolor": colour(index), "markersize": size}
@@ -208,8 +211,7 @@ def confusion_matrix(
     percent = row_percent(counts)
     size = len(percent)
     side = 6.4 if needs_width(size) else WIDTH
-    figure = Figure(figsize=(side, side - 0.2), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = new_figure(side, side - 0.2)
     _heat_map(axes, percent, "share of the true class's test images, %")
     if size <= NAMED_CLASSES:
         names = [plain(name, 18) for name in class_names]
@@ -228,8 +230,7 @@ def confusion_matrix(
 
 def importance(group: RunGroup) -> Drawing:
     """Importance of each map's channels from the highest to the lowest, against the share of channels."""
-    figure = Figure(figsize=(WIDTH, 3.6), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = new_figure(WIDTH, 3.6)
     maps = group.importance()
     means = [values.mean(axis=0) for values in maps]
     low, high = min(float(m.min()) for m in means), max(float(m.max()) for m in means)
@@ -272,8 +273,7 @@ def time_spent(groups: Sequence[RunGroup]) -> Drawing:
         else:
             mean = "" if group.n == 1 else f", mean of {group.n}"
             rows.append((name + mean, np.mean(full, axis=0)))
-    figure = Figure(figsize=(WIDTH, 1.55 + 0.3 * len(rows)), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = new_figure(WIDTH, 1.55 + 0.3 * len(rows))
     left = np.zeros(len(rows))
     for index, part in enumerate(parts):
         widths = np.array([row[index] for _, row in rows])
@@ -296,8 +296,7 @@ def time_spent(groups: Sequence[RunGroup]) -> Drawing:
 def training_loss(group: RunGroup) -> Drawing:
     """Loss terms of the main phase of the group's first run, per epoch, with a vertical line at each new stage."""
     points = group.first.main_losses
-    figure = Figure(figsize=(WIDTH, 3.1), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = new_figure(WIDTH, 3.1)
     x = np.arange(1, len(points) + 1)
     for index, term in enumerate(dict.fromkeys(name for point in points for name in point.terms)):
         values = np.array([point.terms.get(term, np.nan) for point in points])

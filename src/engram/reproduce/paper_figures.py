@@ -7,10 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from engram.report.figures import WIDTH, colour, line_style
+from engram.report.figures import WIDTH, colour, line_style, new_figure
 from engram.report.formatting import spread
 from engram.report.svg import CARD, INK, MUTED, Drawing, finish, plain, plain_label
 from engram.reproduce.cells import POINT, Measured, curve, effect, predictor_of
@@ -42,8 +41,7 @@ def accuracy(experiment: Experiment, column: PaperColumn, cells: Sequence[Measur
     found = [(i, cell, line) for i, cell in enumerate(of_column) if (line := curve(cell.cell)) is not None]
     if not 0 < len(found) <= MOST_LINES:
         return None
-    figure = Figure(figsize=(WIDTH, 3.4 + 0.2 * len(found)), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = new_figure(WIDTH, 3.4 + 0.2 * len(found))
     bounds: list[float] = []
     for index, cell, (seen, values) in found:
         mean = np.array([value.mean for value in values])
@@ -82,8 +80,7 @@ def importance(experiment: Experiment, cells: Sequence[Measured]) -> Drawing | N
             found.append((index, cell, np.array(kept)))
     if not found:
         return None
-    figure = Figure(figsize=(WIDTH, 3.4 + 0.2 * len(found)), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = new_figure(WIDTH, 3.4 + 0.2 * len(found))
     for index, cell, values in found:
         mean, ranks = values.mean(axis=0), np.arange(1, values.shape[1] + 1)
         label = f"{plain_label(cell.cell.column.label, 34)}, n = {len(values)}, std over channels {mean.std():.2f}"
@@ -107,8 +104,7 @@ def differences(experiment: Experiment, cells: Sequence[Measured]) -> Drawing | 
     found = [cell for cell in cells if cell.difference is not None]
     if not found:
         return None
-    figure = Figure(figsize=(WIDTH, 1.1 + 0.26 * len(found)), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = new_figure(WIDTH, 1.1 + 0.26 * len(found))
     labels: list[str] = []
     for place, cell in enumerate(found):
         assert cell.difference is not None
@@ -143,8 +139,7 @@ def effects(experiment: Experiment, cells: Sequence[Measured]) -> Drawing | None
     ]
     if not found:
         return None
-    figure = Figure(figsize=(WIDTH, 1.1 + 0.26 * len(found)), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = new_figure(WIDTH, 1.1 + 0.26 * len(found))
     for place, (cell, value) in enumerate(found):
         shade = colour(experiment.columns.index(cell.column))
         axes.plot([0, value.mean], [place, place], color=shade, linewidth=1.4, alpha=0.5)
