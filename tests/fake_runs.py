@@ -1,7 +1,6 @@
 """Synthetic run directories for the tests of the report: consistent numbers from a seeded generator, no training.
 
-Predictions are drawn first and every accuracy is computed from them, so the files of a run agree with one another
-as those of a real run do.
+Predictions are drawn first and every accuracy is computed from them, so the files of a run are consistent.
 """
 
 from __future__ import annotations
@@ -13,6 +12,8 @@ from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
+
+from engram.runs.reader import config_hash
 
 CHANNELS = (8, 16, 32, 32)
 
@@ -37,15 +38,20 @@ def fake_run(
     reported: str = "cnn",
     path: str | None = None,
     command: str | None = None,
+    final: float | None = None,
 ) -> Path:
-    """The directory of a run whose classes lose the factor `keep` of their accuracy in every later stage."""
+    """Write a run whose classes lose the factor `keep` of their accuracy in every later stage.
+
+    final: accuracy of the last stage in percent, of all predictors.
+    """
     rng = np.random.default_rng([order, seed, len(method), sum(map(ord, method))])
     names = list(class_names or [f"class {i:02d}" for i in range(sum(stage_sizes))])
     class_ids = np.random.default_rng(order).permutation(len(names)) if shuffled else np.arange(len(names))
     (directory / "stages").mkdir(parents=True)
     stages = []
     for stage in range(len(stage_sizes) if finished is None else finished):
-        tensors, entry = _stage(rng, stage, stage_sizes, predictors, images_per_class, keep)
+        exact = final if stage == len(stage_sizes) - 1 else None
+        tensors, entry = _stage(rng, stage, stage_sizes, predictors, images_per_class, keep, exact)
         tensors |= _importance(rng) if importance else {}
         save_file(tensors, directory / "stages" / f"{stage:03d}.safetensors")
         stages.append(entry)
@@ -54,7 +60,6 @@ def fake_run(
         "recipe": recipe or f"{method}-mini-b{stage_sizes[0]}-s{len(stage_sizes) - 1}",
         "config": {"method": method, "base": stage_sizes[0], "order": str(order), "seed": seed}
         | {"data": {"name": "mini", "path": path}, "predictor": reported, "settings": settings or {"epochs": epochs}},
-        "config_hash": "0123456789abcdef",
         "card": _card(method, stage_sizes, len(names), order, seed),
         "data": {"name": "mini", "class_names": names, "image_size": [16, 16], "train_images": 250 * len(names)}
         | {"test_images": images_per_class * len(names), "fingerprint": "feedc0de"},
@@ -62,6 +67,7 @@ def fake_run(
         "stage_sizes": list(stage_sizes),
         "predictors": list(predictors),
     }
+    info["config_hash"] = config_hash(info["config"])
     if command is not None:
         info["command"] = command
     write_json(directory / "run.json", info)
@@ -72,7 +78,7 @@ def fake_run(
 
 
 def _made_with() -> dict[str, Any]:
-    """What run.json says of programs and machine."""
+    """The part of run.json about programs and machine."""
     return {
         "engram": "0.1.0",
         "format": 1,
@@ -121,13 +127,15 @@ def _importance(rng: np.random.Generator) -> dict[str, np.ndarray]:
 
 
 def write_json(file: Path, data: Any) -> None:
-    """Nothing; the file then holds `data`."""
+    """Write `data` to a file."""
     file.write_text(json.dumps(data), encoding="utf-8")
 
 
 def edit_json(file: Path, **changes: Any) -> None:
-    """Nothing; the file's top-level keys are then changed (`...` removes the key)."""
+    """Change top-level keys of a file (`...` removes the key); a new configuration gets its hash."""
     data = json.loads(file.read_text(encoding="utf-8"))
+    if isinstance(changes.get("config"), dict):
+        changes = {"config_hash": config_hash(changes["config"]), **changes}
     for key, value in changes.items():
         if value is ...:
             del data[key]
@@ -143,6 +151,7 @@ def _stage(
     predictors: Sequence[str],
     images: int,
     keep: float,
+    exact: float | None,
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     seen = sum(sizes[: stage + 1])
     born = np.repeat(np.arange(stage + 1), sizes[: stage + 1])
@@ -156,6 +165,10 @@ def _stage(
         newest = seen - 1 - rng.integers(0, sizes[stage], size=len(targets))
         wrong = np.where(rng.random(len(targets)) < 0.5, alike, newest)
         labels = np.where(rng.random(len(targets)) < right, targets, wrong)
+        if exact is not None:
+            wrong = np.where(wrong == targets, (targets + 1) % seen, wrong)
+            chosen = rng.permutation(len(targets)) < round(exact / 100 * len(targets))
+            labels = np.where(chosen, targets, wrong)
         tensors[f"predictions.{predictor}"] = labels.astype(np.int16)
         hits = labels == targets
         accuracy[predictor] = 100 * float(hits.mean())
@@ -196,5 +209,5 @@ def _write_events(file: Path, rng: np.random.Generator, stages: int, epochs: int
                 terms["discrepancy"] = 0.6 * 0.9**epoch
             event = {"event": "epoch_finished", "time": 1.0, "stage": stage, "phase": "main", "epoch": epoch}
             lines.append(json.dumps(event | {"terms": terms}))
-    # The torn line a killed run leaves.
+    # A killed run leaves a line that is cut off.
     file.write_text("\n".join(lines) + '\n{"event": "epoch_fin', encoding="utf-8")

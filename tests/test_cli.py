@@ -372,7 +372,10 @@ def change_config(place: Path) -> None:
         (cut_checkpoint, ["checkpoint", "damaged"]),
         (change_config, ["changed after the run began"]),
         (lambda place: edit_manifest(place, config_hash="0" * 16), ["configuration"]),
-        (lambda place: edit_manifest(place, stage_sizes=None), ["run.json has no usable stage_sizes", "damaged"]),
+        (
+            lambda place: edit_manifest(place, stage_sizes=None),
+            ["run.json cannot be used: stage_sizes should be a list, got None"],
+        ),
     ],
     ids=["other version", "half-written", "no manifest", "flipped byte", "cut off", "edited", "other recipe", "null"],
 )

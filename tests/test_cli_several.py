@@ -252,7 +252,7 @@ def test_another_run_in_a_directory_stops_all_before_they_begin(
         "--out",
     )
     assert contents(parent) == before
-    assert_refused(engram(*several(photos, "--out", parent / names(1)[0])), "is a run itself")
+    assert_refused(engram(*several(photos, "--out", parent / names(1)[0])), "is itself a run")
 
 
 def test_json_has_the_name_of_the_run(engram: Engram, photos: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,8 @@ def test_what_was_kept_and_what_was_learned_stand_apart(tmp_path: Path) -> None:
     still = sum(80 * 50 / seen for seen in range(50, 101, 5)) / 11
     assert "the best base stage of these runs (80.00) and never learned another class" in page
     assert f"would have an average of {still:.2f}.\n" in page
-    record.result["stages"][-1]["accuracy_by_stage"]["cnn"] = [70.0, *[5.0] * 9, 25.0]
+    last = replace(record.result.stages[-1], accuracy_by_stage={"cnn": (70.0, *[5.0] * 9, 25.0)})
+    record = replace(record, result=replace(record.result, stages=(*record.result.stages[:-1], last)))
     assert TOOL._base_and_later(record, "cnn") == (70.0, 7.0)
 
 

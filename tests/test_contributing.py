@@ -144,7 +144,7 @@ def test_runs_of_edited_code_stand_apart(engram: Engram, own: Path, photos: Path
         assert name in outcome.out.partition("recipe")[2], "a row of its own"
     assert engram("report", "runs").status == 0
     page = Path("runs/report.html").read_text()
-    for text in (f"code={code}", "steady-folder", "those of different code stand apart"):
+    for text in (f"code={code}", "steady-folder", "runs with different code are separate groups"):
         assert text in page
 
 

@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
@@ -21,11 +22,11 @@ from safetensors.numpy import load_file, save_file
 
 from engram.core.errors import EngramError
 from engram.core.metrics import Estimate
-from engram.report.entry import write_report
-from engram.report.groups import Group, make_groups
-from engram.report.load import load_runs
-from engram.report.tables import csv_files, duration
-from engram.report.templating import template
+from engram.report.formatting import duration
+from engram.report.groups import RunGroup, load_runs, make_groups
+from engram.report.html_page import template
+from engram.report.page import write_report
+from engram.report.tables import csv_files
 from engram.report.wording import headline, notes, title
 from fake_runs import edit_json, fake_run
 from helpers import not_text
@@ -264,8 +265,8 @@ def test_run_of_one_stage_has_nothing_to_forget(tmp_path: Path) -> None:
 
 def test_reused_base_stage_is_admitted(compared: tuple[list[Path], Path], tmp_path: Path) -> None:
     text = Page(compared[1]).text
-    assert "took over a base stage" not in text
-    assert "time is without the base stage" not in text
+    assert "reused a base stage" not in text
+    assert "does not include the base stage" not in text
     directories = [fake_run(tmp_path / method, method=method, **LIGHT) for method in ("replay", "afc")]
     events = tmp_path / "afc" / "events.jsonl"
     kept = [line for line in events.read_text().splitlines() if '"stage": 0' not in line]
@@ -273,10 +274,10 @@ def test_reused_base_stage_is_admitted(compared: tuple[list[Path], Path], tmp_pa
     events.write_text("\n".join(kept))
     page = write_report(directories)
     text = Page(page).text
-    assert "afc took over a base stage" in text
-    assert "replay, afc took over" not in text
+    assert "afc reused a base stage" in text
+    assert "replay, afc reused" not in text
     assert "Not shown of afc: the base stage, which another run had trained." in text
-    assert "The time is without the base stage where a run took it over from another" in text
+    assert "If a run reused the base stage of another run, its time does not include the base stage" in text
     axis = {
         m: (page.with_name("report_files") / f"loss_{m}.svg").read_text(encoding="utf-8") for m in ("replay", "afc")
     }
@@ -367,7 +368,7 @@ def test_repeat_of_a_run_counts_once(tmp_path: Path) -> None:
     assert "2 runs on cpu" in text
 
 
-def in_words(groups: list[Group]) -> str:
+def in_words(groups: list[RunGroup]) -> str:
     """What the page says above its figures, which take long to draw."""
     return " ".join([title(groups), headline(groups), *notes(groups, 0)])
 
@@ -380,9 +381,12 @@ def test_configurations_of_a_method_stand_together_and_methods_are_compared(tmp_
         for m, k in kept.items()
         for s in (1, 2)
     ]
-    for run in runs[8:10]:  # afc at 12 epochs, a little worse than afc, is second of all
-        edit_json(run / "result.json", final_accuracy={"cnn": result_of(run)["final_accuracy"]["cnn"] - 0.1})
-    groups = make_groups(load_runs(runs))
+    loaded = load_runs(runs)
+    for i in (8, 9):  # afc at 12 epochs, a little worse than afc, is second of all
+        result = loaded[i].result
+        worse = {"cnn": result.final_accuracy["cnn"] - 0.1}
+        loaded[i] = replace(loaded[i], result=replace(result, final_accuracy=worse))
+    groups = make_groups(loaded)
     rows = list(csv.DictReader(io.StringIO(csv_files(groups)["summary.csv"])))
     assert [row["method"] for row in rows] == ["afc", "afc", "replay", "replay", "naive", "naive"]
     assert [row["group"] for row in rows][:2] == ["afc", "afc (train.epochs=12)"]
@@ -419,8 +423,9 @@ def test_a_lead_is_judged_by_pairs_of_runs(
     runs = []
     for method, finals in (("afc", afc), ("replay", replay)):
         for seed, final in enumerate(finals, start=1):
-            runs.append(fake_run(tmp_path / f"{method}{seed}", method=method, order=seed, seed=seed, **LIGHT))
-            edit_json(runs[-1] / "result.json", final_accuracy={"cnn": final})
+            place = tmp_path / f"{method}{seed}"
+            shape = {**LIGHT, "images_per_class": 2500, "final": final}
+            runs.append(fake_run(place, method=method, order=seed, seed=seed, **shape))
     said = " ".join(notes(make_groups(load_runs(runs)), 0)).replace("\N{NO-BREAK SPACE}", " ")
     assert all(part in said for part in verdict.split("|")) if verdict else "spread" not in said
 
@@ -430,23 +435,28 @@ def test_differences_are_of_runs_with_the_same_class_order_and_seed(tmp_path: Pa
     runs = []
     for method, values in finals.items():
         for seed, final in enumerate(values, start=1):
-            runs.append(fake_run(tmp_path / f"{method}{seed}", method=method, seed=seed, **LIGHT))
-            edit_json(runs[-1] / "result.json", final_accuracy={"cnn": final})
+            shape = {**LIGHT, "images_per_class": 25, "final": final}
+            runs.append(fake_run(tmp_path / f"{method}{seed}", method=method, seed=seed, **shape))
     runs.append(fake_run(tmp_path / "other", method="gap", **{**LIGHT, "stage_sizes": (4, 4)}))
     page = write_report(runs)
     rows = read_csv(page.with_name("report_files") / "differences.csv")
     found = {(r["group"], r["less"]): r for r in rows if r["metric"] == "final_accuracy"}
     assert set(found) == {("replay", "afc"), ("naive", "afc"), ("naive", "replay")}, "no other protocol"
     replay, naive = found["replay", "afc"], found["naive", "afc"]
-    assert (replay["pairs"], replay["pairs_above_zero"], float(replay["mean"])) == ("2", "1", -1.0)
+    assert (replay["pairs"], replay["pairs_above_zero"], float(replay["mean"])) == ("2", "1", pytest.approx(-1.0))
     assert float(replay["std"]) == pytest.approx(statistics.stdev([-3.0, 1.0]))
-    assert (naive["pairs"], naive["pairs_above_zero"], float(naive["mean"]), naive["std"]) == ("1", "0", -51.0, "")
+    assert (naive["pairs"], naive["pairs_above_zero"], float(naive["mean"]), naive["std"]) == (
+        "1",
+        "0",
+        pytest.approx(-51.0),
+        "",
+    )
     average = {m: [result_of(r)["average_incremental_accuracy"]["cnn"] for r in runs if m in r.name] for m in finals}
     expected = statistics.mean(b - a for a, b in zip(average["afc"], average["replay"], strict=False))
     (row,) = (r for r in rows if r["less"] == "afc" and r["group"] == "replay" and r["metric"].startswith("average"))
     assert float(row["mean"]) == pytest.approx(expected)
     text = Page(page).text
-    assert "Less afc (CNN), run by run" in text
+    assert "Difference to afc (CNN), run by run" in text
     assert "\N{MINUS SIGN}1.00 ± 2.83 1 of 2 1 of 2" in text, "beside the number, and below it on a phone"
     assert "\N{MINUS SIGN}51.00 0 of 1" in text
     alone = write_report([runs[0], runs[3]], tmp_path / "alone.html")
@@ -541,9 +551,9 @@ def test_hostile_names_stay_words(tmp_path: Path) -> None:
 def test_report_needs_no_torch(tmp_path: Path) -> None:
     run = fake_run(tmp_path / "run", **LIGHT)
     code = (
-        "import sys; from pathlib import Path; from engram.report.entry import write_report\n"
+        "import sys, engram\n"
         "assert 'matplotlib' not in sys.modules\n"
-        f"write_report([Path({str(run)!r})])\n"
+        f"engram.write_report({str(run)!r})\n"
         "assert not {'torch', 'matplotlib.pyplot'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=60)
@@ -570,43 +580,68 @@ BROKEN = {
     "no run.json": (lambda run: (run / "run.json").unlink(), "is not a run directory"),
     "no result.json": (lambda run: (run / "result.json").unlink(), "no finished stage yet"),
     "no stage": (lambda run: edit_json(run / "result.json", stages=[]), "no finished stage yet"),
-    "torn run.json": (lambda run: _truncate(run / "run.json"), "; run it again, or leave it out"),
+    "torn run.json": (lambda run: _truncate(run / "run.json"), "; run it again, or leave this run out"),
     "torn result.json": (
         lambda run: _truncate(run / "result.json"),
-        "; resume the run, which writes it anew, or",
+        "; resume the run, which writes it again, or",
     ),
     "binary result.json": (lambda run: (run / "result.json").write_bytes(b"\xff\xfe\x00"), "not valid JSON"),
-    "list": (lambda run: (run / "result.json").write_text("[1]"), "should be a JSON object"),
-    "other format": (lambda run: edit_json(run / "run.json", format=2), "has run format 2"),
+    "list": (lambda run: (run / "result.json").write_text("[1]"), "should be a JSON object, got [1]"),
+    "other format": (lambda run: edit_json(run / "run.json", format=2), "in format 2"),
     "missing key": (
         lambda run: edit_json(run / "run.json", stage_sizes=...),
-        "the key 'stage_sizes' is missing",
+        "stage_sizes is missing",
     ),
     "wrong type": (
         lambda run: edit_json(run / "result.json", seconds="long"),
-        "'seconds' should be float, not str",
+        "seconds should be a finite number, got 'long'",
     ),
-    "other recipe": (lambda run: edit_json(run / "result.json", recipe="other"), "its recipe is 'other'"),
-    "no tensors": (lambda run: (run / "stages/002.safetensors").unlink(), "002.safetensors is missing"),
-    "torn tensors": (lambda run: _truncate(run / "stages/002.safetensors"), "002.safetensors cannot be read"),
+    "other recipe": (lambda run: edit_json(run / "result.json", recipe="other"), "of another run: recipe 'other'"),
+    "no tensors": (
+        lambda run: (run / "stages/002.safetensors").unlink(),
+        "002.safetensors cannot be used: it is missing",
+    ),
+    "torn tensors": (
+        lambda run: _truncate(run / "stages/002.safetensors"),
+        "002.safetensors cannot be used: it cannot",
+    ),
     "empty tensors": (lambda run: (run / "stages/002.safetensors").write_bytes(b""), "cannot be read"),
-    "foreign tensors": (_swap_predictions, "but result.json says"),
-    "too many stages": (lambda run: edit_json(run / "run.json", stage_sizes=[4, 2]), "holds 3 stages"),
+    "foreign tensors": (_swap_predictions, "right, result.json has"),
+    "too many stages": (lambda run: edit_json(run / "run.json", stage_sizes=[4, 2]), "has 3 stages"),
     "not a percentage": (
         lambda run: _edit_stage(run, accuracy={"cnn": 140.0, "nme": 1.0}),
-        "not a percentage",
+        "stages[1].accuracy.cnn is 140.0, not in the range 0 to 100",
     ),
     "not a number": (
         lambda run: _edit_stage(run, accuracy={"cnn": float("nan"), "nme": 1.0}),
-        "'cnn' is nan",
+        "stages[1].accuracy.cnn should be a finite number, got nan",
     ),
     "short row": (
         lambda run: _edit_stage(run, accuracy_by_stage={"cnn": [1.0], "nme": [1.0]}),
-        "should hold 2",
+        "for each of 2 stages",
     ),
     "bad order": (
         lambda run: edit_json(run / "run.json", order={"name": "1", "class_ids": [0, 0]}),
         "not an order",
+    ),
+    "changed settings": (
+        lambda run: edit_json(run / "run.json", config_hash="0" * 16),
+        "its configuration was changed after the run began",
+    ),
+    "other metric": (
+        lambda run: edit_json(run / "result.json", final_accuracy={"cnn": 99.0, "nme": 1.0}),
+        "its final_accuracy (cnn) is 99.0 and its stages give",
+    ),
+    "other seed": (lambda run: edit_json(run / "result.json", seed=9), "of another run: seed 9, not 1"),
+    "deep result.json": (lambda run: (run / "result.json").write_text("[" * 9999), "half-written or damaged"),
+    "huge number": (lambda run: (run / "result.json").write_text("9" * 9999), "half-written or damaged"),
+    "huge seconds": (
+        lambda run: edit_json(run / "result.json", seconds=10**400),
+        "seconds should be a finite number",
+    ),
+    "not a number in settings": (
+        lambda run: edit_json(run / "run.json", config={"seed": float("nan")}),
+        "config.seed should be a finite number, got nan",
     ),
 }
 
@@ -625,14 +660,14 @@ def test_damaged_run_is_refused_in_one_sentence(tmp_path: Path, name: str) -> No
 
 def test_wrong_requests(tmp_path: Path) -> None:
     run = fake_run(tmp_path / "run", **SHAPE)
-    with pytest.raises(EngramError, match="No run directory"):
+    with pytest.raises(EngramError, match="no run directory was given"):
         write_report([])
-    with pytest.raises(EngramError, match="is not a directory"):
+    with pytest.raises(EngramError, match="there is no run directory at"):
         write_report([tmp_path / "nowhere"])
     with pytest.raises(EngramError, match="was given twice"):
         write_report([run, tmp_path / "x" / ".." / "run"])
     (tmp_path / "empty").mkdir()
-    with pytest.raises(EngramError, match=r"empty is not a run directory: it has no run\.json; give another one"):
+    with pytest.raises(EngramError, match=r"empty is not a run directory: it has no run\.json"):
         write_report([run, tmp_path / "empty"])
     with pytest.raises(EngramError, match=r"ends in \.html"):
         write_report([run], run / "run.json")

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console
-from safetensors.numpy import save_file
 
 from engram.cli.commands.reproduce import cells_json, results_tables
 from engram.cli.paper_plan import cost_lines
@@ -21,23 +20,26 @@ from engram.experiment.recipe_changes import apply_changes, named_after_changes
 from engram.experiment.recipes import recipe, recipe_names
 from engram.methods import METHODS
 from engram.report.figures import line_style
+from engram.report.formatting import signed
 from engram.reproduce import paper_tables as text
-from engram.reproduce.cell_plan import Asked, Cell, make_plan, refuse_edited, run_name
+from engram.reproduce.cell_plan import PaperCell, PaperRequest, make_plan, refuse_edited, run_name
 from engram.reproduce.cells import curve, each_once, effect, measure, measure_all
 from engram.reproduce.cost import ALONE, costs, work_of
 from engram.reproduce.markdown_page import COMMAND, document
 from engram.reproduce.paper import Experiment, Published, load_paper
 from engram.reproduce.paper_page import headline, remarks, write_page
-from engram.reproduce.records import Record, _importance, check_record, parse_line, protocol_key
+from engram.reproduce.records import Record, check_record, parse_line, protocol_key, sorted_importance
 from engram.reproduce.results_files import merge, read_file, read_results, write_file
-from paper_helpers import NUMBERS, PAPER, experiment_on, make_record, write_paper
+from engram.runs.reader import config_hash
+from engram.runs.stored_run import StageArrays
+from paper_helpers import NUMBERS, PAPER, experiment_on, make_record, write_paper, write_run
 
 ROOT = Path(__file__).parents[1]
 AFC = load_paper()
 
 
-def cell_of(name: str, row: str, column: str, records: list[Record], **asked: Any) -> Cell:
-    plan = make_plan(AFC.find([name]), records, Asked(**asked))
+def cell_of(name: str, row: str, column: str, records: list[Record], **asked: Any) -> PaperCell:
+    plan = make_plan(AFC.find([name]), records, PaperRequest(**asked))
     return next(cell for cell in plan.cells if (cell.row.label, cell.column.label) == (row, column))
 
 
@@ -134,7 +136,7 @@ def test_settings_of_the_tables() -> None:
         ("[[remark]]", "[remark]", ["[[remark]] should be a list of tables"]),
         ('recipe = "afc" }', 'recipe = "afc", label = 3 }', ["label of the method 'AFC' should be a text, got 3"]),
         ('name = "figure2"', 'name = "figure2"\nmethods = 3', ["the methods of figure2 should be a table"]),
-        ('"memory=per_class=2"', '"seed=2"', ["figure1 sets 'seed=2'", "'orders'", "--seeds"]),
+        ('"memory=per_class=2"', '"seed=2"', ["figure1 sets 'seed=2'", "'orders'", "seeds sets"]),
         ('"memory=per_class=2"', '" order = 4"', ["figure1 sets ' order = 4'"]),
     ],
 )
@@ -167,7 +169,7 @@ def test_a_record_is_a_line_that_reads_back() -> None:
     line = record.to_line()
     assert "\n" not in line
     assert ": " not in line
-    assert parse_line(line, "x").data == record.data
+    assert parse_line(line, "x").content == record.content
     assert record.value("average_incremental_accuracy", "nme") == 59.0
     assert record.curve("cnn")[0] == (50, 60.0)
 
@@ -181,32 +183,57 @@ def edited(change: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda d: d.update(kind="something"), "does not say"),
+        (lambda d: d.update(kind="something"), "not marked as"),
         (lambda d: d.update(format=2), "format 2"),
-        (lambda d: d.pop("hardware"), "'hardware' is missing"),
+        (lambda d: d.pop("hardware"), "hardware is missing"),
         (lambda d: d["config"].update(seed=2), "configuration was changed"),
         (lambda d: d["result"]["stages"].pop(), "5 of 6 stages"),
-        (lambda d: d["result"]["stages"][2].update(classes=71), "classes they should"),
+        (lambda d: d["result"]["stages"][2].update(classes=71), "stages[2] should be stage 2 with 70 classes"),
         (lambda d: d["result"]["stages"][1]["accuracy"].update(cnn=61.0), "average_incremental_accuracy (cnn) is 60.0"),
         (lambda d: d["result"]["final_accuracy"].update(nme=70.0), "final_accuracy (nme) is 70.0"),
         (lambda d: d["result"]["backward_transfer"].update(nme=None), "backward_transfer (nme) is None"),
-        (lambda d: d["result"]["stages"][1]["accuracy"].update(cnn=160.0), "no percentage"),
-        (lambda d: d["result"]["stages"][1]["accuracy_by_stage"].update(cnn=[60.0]), "one for each stage"),
+        (
+            lambda d: d["result"]["stages"][1]["accuracy"].update(cnn=160.0),
+            "stages[1].accuracy.cnn is 160.0, not in the range 0 to 100",
+        ),
+        (
+            lambda d: d["result"]["stages"][1]["accuracy_by_stage"].update(cnn=[60.0]),
+            "stages[1] should have a cnn accuracy for each of 2 stages",
+        ),
         (lambda d: d["result"].update(seed=4), "another run"),
-        (lambda d: d["result"].update(seconds="long"), "'long' seconds"),
-        (lambda d: d["result"].update(seconds=-1.0), "-1.0 seconds"),
-        (lambda d: d["result"].pop("stages"), "form of a result"),
+        (lambda d: d["result"].update(seconds="long"), "result.seconds should be a finite number, got 'long'"),
+        (lambda d: d["result"].update(seconds=-1.0), "result.seconds is -1.0, not in the range 0 to inf"),
+        (lambda d: d["result"].pop("stages"), "result.stages is missing"),
+        (lambda d: d["result"]["final_accuracy"].pop("nme"), "final_accuracy (nme) is None"),
+        (lambda d: d["result"].update(seconds=10**400), "result.seconds should be a finite number"),
+        (lambda d: d["result"].update(seconds=float("nan")), "result.seconds should be a finite number, got nan"),
+        (lambda d: d["config"].update(seed=float("inf")), "config.seed should be a finite number"),
+        (lambda d: d["config"].update(data=json.loads("[" * 90 + "]" * 90)), "config.data is nested too deeply"),
+        (lambda d: d["order"].update(class_ids=[0] * 100), "not an order of the classes"),
+        (lambda d: d.update(stage_sizes=[]), "stage_sizes does not fit"),
+        (lambda d: d.update(wall=[1.0]), "wall should have a start and an end"),
+        (lambda d: d.update(versions={"torch": 2}), "versions.torch should be text, got 2"),
     ],
 )
 def test_a_changed_record_is_refused(change: Any, words: str) -> None:
     with pytest.raises(EngramError) as refusal:
         check_record(edited(change), "results.jsonl, line 3,")
-    assert "results.jsonl, line 3, is not a usable result" in str(refusal.value)
+    assert "results.jsonl, line 3, cannot be used: " in str(refusal.value)
     assert words in str(refusal.value)
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"\xff\xfe", b"recipe,order\nafc,1\n", b'{"kind": "engram run"', b"[1, 2]\n", b'{"a": 1}\n']
+    "content",
+    [
+        b"",
+        b"\xff\xfe",
+        b"recipe,order\nafc,1\n",
+        b'{"kind": "engram run"',
+        b"[1, 2]\n",
+        b'{"a": 1}\n',
+        b"[" * 9999,
+        b"9" * 9999,
+    ],
 )
 def test_a_corrupt_or_foreign_file_is_refused_with_its_name(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "strange.jsonl"
@@ -230,8 +257,8 @@ def test_merging_drops_duplicates_and_keeps_other_machines(tmp_path: Path) -> No
     other = make_record(order="2", accuracy=61.0, hardware="Another GPU")
     newer = make_record(order="2", accuracy=62.0, commit="def")
     merged = merge([one, two, again, other, newer, one])
-    assert [r.order for r in merged] == ["2", "2", "2", "10"]
-    assert {(r.hardware, r.commit) for r in merged[:3]} == {
+    assert [r.order.name for r in merged] == ["2", "2", "2", "10"]
+    assert {(r.machine, r.commit) for r in merged[:3]} == {
         ("Example GPU", "abc"),
         ("Another GPU", "abc"),
         ("Example GPU", "def"),
@@ -244,7 +271,7 @@ def test_merging_drops_duplicates_and_keeps_other_machines(tmp_path: Path) -> No
 
 def test_runs_on_other_images_are_no_conflict() -> None:
     one, two = make_record(accuracy=60.0), make_record(accuracy=60.5)
-    other = check_record({**two.data, "data": {**two.data["data"], "fingerprint": "beef"}}, "by hand")
+    other = check_record({**two.content, "data": {**two.content["data"], "fingerprint": "beef"}}, "by hand")
     assert len(merge([one, other])) == 2
 
 
@@ -273,29 +300,29 @@ def test_runs_are_shared_between_tables() -> None:
 
 def test_rows_and_columns_by_name() -> None:
     plan = make_plan(
-        AFC.find(["all", "effects"]), [], Asked(rows=["afc (cnn)"], columns=["50"], orders=["2"], seeds=[4])
+        AFC.find(["all", "effects"]), [], PaperRequest(rows=["afc (cnn)"], columns=["50"], orders=["2"], seeds=[4])
     )
     assert {cell.row.label for cell in plan.cells} == {"AFC (CNN)"}
     assert {cell.column.label for cell in plan.of(plan.experiments[0])} == {"50 stages"}
     assert [e.name for e in plan.experiments if e.name.startswith("table")][-3:] == ["table8", "table9", "table10"]
     assert {(w.config.order, w.config.seed) for w in plan.runs.values()} == {("2", 4)}
-    table = make_plan(AFC.find(["table1"]), [], Asked(rows=["AFC (CNN)"], columns=["25 stages", "5"])).cells
+    table = make_plan(AFC.find(["table1"]), [], PaperRequest(rows=["AFC (CNN)"], columns=["25 stages", "5"])).cells
     assert [(cell.column.label, cell.published) for cell in table] == [
         ("25 stages", Published(63.89, 0.93)),
         ("5 stages", Published(66.49, 0.81)),
     ]
-    of_table3 = make_plan(AFC.find(["table3"]), [], Asked(rows=["AFC"])).cells
+    of_table3 = make_plan(AFC.find(["table3"]), [], PaperRequest(rows=["AFC"])).cells
     assert {cell.row.label for cell in of_table3} == {"AFC (CNN)"}, "and not what has the same recipe"
-    by_recipe = make_plan(AFC.find(["table4"]), [], Asked(rows=["uniform"])).cells
+    by_recipe = make_plan(AFC.find(["table4"]), [], PaperRequest(rows=["uniform"])).cells
     assert {cell.row.label for cell in by_recipe} == {"Uniform Importance [uniform]"}
-    effects = make_plan(AFC.find(["effects"]), [], Asked(rows=["the paper's formulas"])).cells
+    effects = make_plan(AFC.find(["effects"]), [], PaperRequest(rows=["the paper's formulas"])).cells
     assert {cell.row.label for cell in effects} == {"AFC as the recipes have it (released)", "the paper's formulas"}
     with pytest.raises(EngramError, match=r"no row 'AFK \(CNN\)': did you mean 'AFC \(CNN\)'"):
-        make_plan(AFC.find(["table1"]), [], Asked(rows=["AFK (CNN)"]))
+        make_plan(AFC.find(["table1"]), [], PaperRequest(rows=["AFK (CNN)"]))
     with pytest.raises(EngramError, match=r"no column '7'"):
-        make_plan(AFC.find(["table1"]), [], Asked(columns=["7"]))
-    with pytest.raises(EngramError, match="together"):
-        make_plan(AFC.find(["table1", "table6"]), [], Asked(rows=["iCaRL"], columns=["lambda 2"]))
+        make_plan(AFC.find(["table1"]), [], PaperRequest(columns=["7"]))
+    with pytest.raises(EngramError, match="both those rows"):
+        make_plan(AFC.find(["table1", "table6"]), [], PaperRequest(rows=["iCaRL"], columns=["lambda 2"]))
     with pytest.raises(EngramError, match="did you mean 'table10'"):
         AFC.find(["tabel10"])
 
@@ -329,7 +356,7 @@ def test_of_two_machines_the_latest_run_counts_once() -> None:
 def test_a_run_beside_those_of_other_code_is_refused_before_it_is_trained() -> None:
     data = json.loads(make_record(order="1").to_line())
     edited = check_record({**data, "versions": {**data["versions"], "method_code": "c0de"}}, "elsewhere")
-    asked = Asked(rows=["AFC (CNN)"], columns=["5 stages"])
+    asked = PaperRequest(rows=["AFC (CNN)"], columns=["5 stages"])
     with pytest.raises(EngramError, match=r"elsewhere is a run of afc-cifar100-b50-s5 with other code .* has now"):
         refuse_edited(make_plan(AFC.find(["table1"]), [edited], asked))
     refuse_edited(make_plan(AFC.find(["table1"]), [make_record()], asked))
@@ -350,8 +377,6 @@ def test_runs_of_other_images_or_code_are_not_taken_together() -> None:
 def test_a_record_of_a_method_that_is_not_here_matches_nothing() -> None:
     data = json.loads(make_record().to_line())
     data["config"]["method"] = "unheard"
-    from engram.experiment.run_config import config_hash
-
     data["config_hash"] = config_hash(data["config"])
     record = check_record(data, "x")
     assert record.key is None
@@ -423,11 +448,9 @@ def test_marks(published: Published | None, values: list[float], mark: str) -> N
         assert found.difference == pytest.approx(statistics.fmean(values) - published.mean)
 
 
-def test_importance_is_kept_from_high_to_low(tmp_path: Path) -> None:
-    file = tmp_path / "005.safetensors"
-    maps = {"importance.0": np.array([1.0, 3.0, 0.5]), "importance.1": np.array([0.25, 1.23456789])}
-    save_file({**maps, "targets": np.arange(3)}, file)
-    assert _importance(file) == [[3.0, 1.0, 0.5], [1.23457, 0.25]]
+def test_importance_is_kept_from_high_to_low() -> None:
+    maps = (np.array([1.0, 3.0, 0.5]), np.array([0.25, 1.23456789]))
+    assert sorted_importance(StageArrays(np.arange(3), {}, maps)) == [[3.0, 1.0, 0.5], [1.23457, 0.25]]
 
 
 def test_the_spread_of_importance_is_that_of_the_last_map() -> None:
@@ -451,12 +474,12 @@ def test_a_curve_is_the_mean_of_runs_with_the_same_stages() -> None:
 def test_words_of_a_cell() -> None:
     found = numbers(AFC.experiments["table1"], Published(61.0, 0.5), [60.0, 61.0])
     assert text.lines(found) == ["60.50 ± 0.71 (n = 2 of 3)", "paper 61.00 ± 0.50", "−0.50 ●"]
-    assert (text.signed(0.001), text.signed(-0.001), text.signed(1.0)) == ("0.00", "0.00", "+1.00")
+    assert (signed(0.001), signed(-0.001), signed(1.0)) == ("0.00", "0.00", "+1.00")
 
 
 @pytest.mark.parametrize(("width", "tables"), [(200, 1), (80, 2), (60, 2), (40, 4), (10, 4)])
 def test_a_narrow_console_cuts_no_number(width: int, tables: int) -> None:
-    plan = make_plan(AFC.find(["table1"]), [make_record()], Asked(rows=["AFC"]))
+    plan = make_plan(AFC.find(["table1"]), [make_record()], PaperRequest(rows=["AFC"]))
     cells = [measure(cell) for cell in plan.cells]
     made = results_tables(plan.experiments[0], cells, width)
     assert len(made) == tables
@@ -493,12 +516,14 @@ def test_cost_is_measured_seconds_of_the_same_work(tmp_path: Path) -> None:
     """Two runs that took 100 s of clock side by side, each 80 s of its own; one more like them is left."""
     wall = ([1000.0, 1080.0], [1020.0, 1100.0])
     records = [make_record(order=str(i), seconds=80.0, wall=wall[i - 1]) for i in (1, 2)]
-    plan = make_plan(AFC.find(["table1"]), records, Asked(rows=["AFC (CNN)"], columns=["5 stages"]))
+    plan = make_plan(AFC.find(["table1"]), records, PaperRequest(rows=["AFC (CNN)"], columns=["5 stages"]))
     assert list(plan.left) == ["afc-cifar100-b50-s5-order3-seed1"]
     (cost,) = costs(plan, records, tmp_path)
     assert (cost.hardware, cost.measured, cost.at_once, cost.unmeasured) == ("Example GPU", 2, 2, ())
     assert cost.seconds == pytest.approx(80.0), "alone it takes no longer than beside the other"
-    both = make_plan(AFC.find(["table1"]), records, Asked(rows=["AFC (CNN)", "PODNet (CNN)"], columns=["5 stages"]))
+    both = make_plan(
+        AFC.find(["table1"]), records, PaperRequest(rows=["AFC (CNN)", "PODNet (CNN)"], columns=["5 stages"])
+    )
     (cost,) = costs(both, records, tmp_path)
     assert cost.unmeasured == ("podnet",)
     alike = sum(work_of(both.left["podnet-cifar100-b50-s5-order1-seed1"].config).stages)
@@ -514,7 +539,7 @@ def test_a_run_that_went_beside_many_takes_less_alone(tmp_path: Path) -> None:
     """Eight runs took 800 s each, at the same time: a share of 100 s, which alone is 200 s and not 800."""
     seeds = range(2, 10)
     records = [make_record(seed=seed, seconds=800.0, wall=[0.0, 800.0]) for seed in seeds]
-    asked = Asked(rows=["AFC (CNN)"], columns=["5 stages"], orders=["1"])
+    asked = PaperRequest(rows=["AFC (CNN)"], columns=["5 stages"], orders=["1"])
     (cost,) = costs(make_plan(AFC.find(["table1"]), records, asked), records, tmp_path)
     assert (cost.at_once, cost.seconds) == (8, pytest.approx(ALONE * 100.0))
 
@@ -540,15 +565,13 @@ def test_runs_like_none_that_was_measured_are_not_counted(tmp_path: Path) -> Non
 
 def test_of_a_run_that_was_begun_what_is_left_costs(tmp_path: Path) -> None:
     """Two runs with one base stage: once the first has trained it, in whatever cache, the second is counted whole."""
-    asked = Asked(rows=["AFC (CNN)"], columns=["5 stages", "10 stages"], orders=["1"])
+    asked = PaperRequest(rows=["AFC (CNN)"], columns=["5 stages", "10 stages"], orders=["1"])
     plan = make_plan(AFC.find(["table1"]), [], asked)
     first, second = (work_of(wanted.config).stages for wanted in plan.left.values())
     measured = make_record(seconds=50.0, order="2")
     (whole,) = costs(plan, [measured], tmp_path)
     name = next(iter(plan.left))
-    (tmp_path / name).mkdir()
-    result = {**measured.result, "stages": measured.result["stages"][:2]}
-    (tmp_path / name / "result.json").write_text(json.dumps(result))
+    write_run(tmp_path / name, measured, finished=2)
     (begun,) = costs(plan, [measured], tmp_path)
     rate = 50.0 / sum(work_of(recipe("afc-cifar100-b50-s5")).stages)
     assert whole.seconds == pytest.approx(rate * (sum(first) + sum(second[1:])))
@@ -567,20 +590,20 @@ def test_where_and_how_it_was_computed_is_no_part_of_a_protocol() -> None:
 def test_a_class_order_that_one_of_the_data_sets_has_is_not_refused(tmp_path: Path) -> None:
     text = PAPER + experiment_on("first", "cifar100-b50-s5", small=False)
     text += experiment_on("both", "cifar100-b50-s5", "mini-b10-s5", small=False)
-    paper, asked = load_paper(write_paper(tmp_path, text)), Asked(orders=["7"])
+    paper, asked = load_paper(write_paper(tmp_path, text)), PaperRequest(orders=["7"])
     assert len(make_plan(paper.find(["both"]), [], asked).left) == 2
     with pytest.raises(EngramError, match="published class orders 1 to 3, got 7"):
         make_plan(paper.find(["first"]), [], asked)
 
 
 def test_a_cell_that_sets_its_precision_keeps_it() -> None:
-    asked = Asked(rows=["float32 instead of bf16"], columns=["10 stages"], orders=["1"], precision="tf32")
+    asked = PaperRequest(rows=["float32 instead of bf16"], columns=["10 stages"], orders=["1"], precision="tf32")
     plan = make_plan(AFC.find(["effects"]), [], asked)
     assert [wanted.config.precision for wanted in plan.left.values()] == ["tf32", "float32"]
 
 
 def test_a_base_stage_that_was_not_trained_is_no_work_of_a_measured_run(tmp_path: Path) -> None:
-    asked = Asked(rows=["AFC (CNN)"], columns=["5 stages"], orders=["1"])
+    asked = PaperRequest(rows=["AFC (CNN)"], columns=["5 stages"], orders=["1"])
     plan = make_plan(AFC.find(["table1"]), [], asked)
     (wanted,) = plan.left.values()
     (cost,) = costs(plan, [make_record(seconds=50.0, order="2", reused_base=True)], tmp_path)
@@ -591,7 +614,7 @@ def test_a_base_stage_that_was_not_trained_is_no_work_of_a_measured_run(tmp_path
 def test_a_run_is_told_from_those_of_its_precision(tmp_path: Path) -> None:
     """Base stages are not shared by two precisions, and a processor's own precision is float32."""
     name, rows = "afc-cifar100-b50-s10", ["float32 instead of bf16"]
-    asked = Asked(rows=rows, columns=["10 stages"], orders=["1"])
+    asked = PaperRequest(rows=rows, columns=["10 stages"], orders=["1"])
     fast = make_record(name, seconds=50.0, order="2")
     plan = make_plan(AFC.find(["effects"]), [make_record(name)], asked)
     assert [wanted.config.precision for wanted in plan.left.values()] == ["float32"]
@@ -636,7 +659,7 @@ def test_the_committed_results_are_in_order() -> None:
     assert "".join(f"{record.to_line()}\n" for record in merge(records)) == file.read_text(encoding="utf-8")
     assert all(record.key is not None for record in records)
     assert all(record.commit != "unknown" for record in records)
-    assert "/" not in "".join(str(value) for record in records for value in record.data["hardware"].values())
+    assert "/" not in "".join(str(value) for record in records for value in record.hardware.values())
 
 
 def test_the_page_does_not_depend_on_what_could_be_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -658,10 +681,10 @@ def test_a_number_that_tables_repeat_counts_once() -> None:
     assert len(published) == 6
     assert headline(published) == (
         "1 of 1 published numbers were measured: 1 within the paper's standard deviation (1 from a single run); "
-        "the paper's are means over 3 class orders. Some stand in several tables: 6 of 6 cells are filled."
+        "the paper's are means over 3 class orders. Some are in several tables: 6 of 6 cells are filled."
     )
     assert {cell.mark for cell in published} == {"within one standard deviation"}, "in the other five, too"
-    (table4,) = make_plan(AFC.find(["table4"]), [record], Asked(rows=["AFC"], columns=["CNN"])).cells
+    (table4,) = make_plan(AFC.find(["table4"]), [record], PaperRequest(rows=["AFC"], columns=["CNN"])).cells
     assert text.lines(measure(table4))[1:] == ["paper 62.18", "+0.32 ●"], "by itself, and as the table has it"
 
 
@@ -679,7 +702,9 @@ def test_a_standard_deviation_is_not_repeated_where_two_tables_disagree(tmp_path
 
 def test_of_a_number_that_stands_twice_the_cell_that_was_measured_comes_first() -> None:
     places = (("table1", "AFC (CNN)", "50 stages"), ("table4", "AFC", "CNN"))
-    plans = [make_plan(AFC.find([name]), [], Asked(rows=[row], columns=[column])) for name, row, column in places]
+    plans = [
+        make_plan(AFC.find([name]), [], PaperRequest(rows=[row], columns=[column])) for name, row, column in places
+    ]
     first, second = (measure(cell) for plan in plans for cell in plan.cells)
     assert (first.mark, second.mark) == ("not run", "not run")
     assert each_once([first, second]) == [[first, second]]
@@ -697,7 +722,7 @@ def test_a_row_without_a_number_for_each_column_is_refused(tmp_path: Path) -> No
 def test_the_headline_tells_single_runs_from_means() -> None:
     single = [make_record("afc-cifar100-b50-s5", 66.0), make_record("afc-cifar100-b50-s10", 50.0)]
     whole = [make_record("afc-cifar100-b50-s25", 63.5, order=order) for order in "123"]
-    cells = measure_all(make_plan(AFC.find(["table1"]), [*single, *whole], Asked(rows=["AFC (CNN)"])))
+    cells = measure_all(make_plan(AFC.find(["table1"]), [*single, *whole], PaperRequest(rows=["AFC (CNN)"])))
     assert headline(cells) == (
         "3 of 4 published numbers were measured: 2 within the paper's standard deviation (1 from a single run), "
         "1 further off (1 from a single run); the paper's are means over 3 class orders."
@@ -718,7 +743,7 @@ def test_the_page_says_everything_once() -> None:
 def test_a_remark_stands_by_the_numbers_it_is_about() -> None:
     def said(row: str, column: str, name: str, accuracy: float) -> str:
         plan = make_plan(
-            AFC.find(["table1"]), [make_record(name, accuracy=accuracy)], Asked(rows=[row], columns=[column])
+            AFC.find(["table1"]), [make_record(name, accuracy=accuracy)], PaperRequest(rows=[row], columns=[column])
         )
         return " ".join(remarks(AFC, measure_all(plan)))
 
@@ -750,7 +775,7 @@ def test_a_table_of_effects_in_the_terminal_compares_runs_of_one_class_order() -
     original = recipe("afc-cifar100-b50-s10")
     config = named_after_changes(original, apply_changes(original, ["settings.exemplars_only=true"]))
     records = [make_record(original, 64.0), make_record(original, 68.0, order="2"), make_record(config, 65.0)]
-    plan = make_plan(AFC.find(["effects"]), records, Asked(columns=["10 stages"]))
+    plan = make_plan(AFC.find(["effects"]), records, PaperRequest(columns=["10 stages"]))
     (table,) = results_tables(plan.experiments[0], [measure(cell) for cell in plan.cells], 120)
     console = Console(width=120, file=io.StringIO(), record=True)
     console.print(table)
@@ -769,8 +794,8 @@ def test_a_remark_on_no_row_of_its_table_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_the_paper_has_no_number_of_is_said_so() -> None:
-    plan = make_plan(AFC.find(["methods"]), [make_record("gap-cifar100-b50-s10")], Asked(rows=["gap", "pod"]))
-    assert headline(measure_all(plan)) == "The paper has no number of these; 1 of 2 were measured."
+    plan = make_plan(AFC.find(["methods"]), [make_record("gap-cifar100-b50-s10")], PaperRequest(rows=["gap", "pod"]))
+    assert headline(measure_all(plan)) == "The paper has no numbers for these; 1 of 2 were measured."
     assert "methods" not in [experiment.name for experiment in AFC.find(["all"])], "by name alone"
 
 
@@ -795,6 +820,6 @@ def test_as_many_lines_are_drawn_as_can_be_told_apart(tmp_path: Path) -> None:
         plan = make_plan(AFC.find(["mini"]), some)
         page = write_page(tmp_path / "page.html", AFC, plan).read_text(encoding="utf-8")
         assert ("Lines are means over n runs" in page) == drawn
-        assert ("Not drawn: 13 lines would be a heap, --rows chooses up to 12." in page) != drawn
+        assert ("Not drawn: 13 lines would be too many, rows chooses up to 12." in page) != drawn
     styles = {(style["color"], style["linestyle"]) for style in (line_style(index, 6) for index in range(29))}
     assert len(styles) == 29, "rows of the largest experiment"

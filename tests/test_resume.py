@@ -24,11 +24,11 @@ from engram.core.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from engram.core.events import RunFinished, Stopped, Warned
 from engram.core.io import TEMPORARY, lock, remove_temporaries, write_bytes
 from engram.engine.loop import Epoch, PhaseLoop
-from engram.experiment.members import standing
-from engram.experiment.run_config import config_hash
+from engram.experiment.members import progress_of
 from engram.experiment.runner import settle
 from engram.runs import directory as rundir
-from engram.runs.directory import RunDirectory, read_result
+from engram.runs.directory import RunDirectory
+from engram.runs.reader import config_hash, read_manifest, read_progress
 from helpers import timeless
 
 # A run that checkpoints after every step, and kills itself without warning at the given event, or never.
@@ -153,21 +153,20 @@ def test_a_damaged_result_is_written_anew_from_the_checkpoint(
     directory = tmp_path / "run"
     shutil.copytree(uninterrupted, directory)
     (directory / "result.json").write_text(content)
-    assert read_result(directory) == {"stages": []}
-    assert standing(directory, settle(make_config(), make_store()), make_store().fingerprint()).state == "incomplete"
+    assert read_progress(directory, read_manifest(directory)).finished == 0
+    assert progress_of(directory, settle(make_config(), make_store()), make_store().fingerprint()).state == "incomplete"
     assert finish(directory) == timeless(uninterrupted)
-    assert standing(directory, settle(make_config(), make_store()), make_store().fingerprint()).state == "done"
+    assert progress_of(directory, settle(make_config(), make_store()), make_store().fingerprint()).state == "done"
 
 
 @pytest.mark.parametrize("key", ["average_incremental_accuracy", "final_accuracy", "forgetting", "seconds", "recipe"])
 def test_so_is_a_result_that_lacks_something(uninterrupted: Path, tmp_path: Path, key: str) -> None:
     result = json.loads((uninterrupted / "result.json").read_text())
     empty = {} if isinstance(result[key], dict) else None
-    for damaged in ({name: value for name, value in result.items() if name != key}, result | {key: empty}):
-        (tmp_path / "result.json").write_text(json.dumps(damaged))
-        assert read_result(tmp_path) == {"stages": []}
     directory = Path(shutil.copytree(uninterrupted, tmp_path / "run"))
-    shutil.copy(tmp_path / "result.json", directory)
+    for damaged in ({name: value for name, value in result.items() if name != key}, result | {key: empty}):
+        (directory / "result.json").write_text(json.dumps(damaged))
+        assert read_progress(directory, read_manifest(directory)).finished == 0
     assert finish(directory) == timeless(uninterrupted)
 
 
@@ -258,21 +257,25 @@ class TestRefusals:
     )
     def test_manifest_of_another_form(self, stopped: Path, key: str, value: Any) -> None:
         self.edit_manifest(stopped, **{key: value})
-        self.refused(stopped, rf"stopped/run\.json has no usable {key}: it is damaged")
+        self.refused(stopped, rf"stopped/run\.json cannot be used: {key} should be ")
 
     def test_images_without_a_fingerprint(self, stopped: Path) -> None:
-        self.edit_manifest(stopped, data={})
+        data = json.loads((stopped / "run.json").read_text())["data"]
+        self.edit_manifest(stopped, data={**data, "fingerprint": ""})
         self.refused(stopped, "not those that the run")
+        del data["fingerprint"]
+        self.edit_manifest(stopped, data=data)
+        self.refused(stopped, r"run\.json cannot be used: data\.fingerprint is missing")
 
     def test_half_written_manifest(self, stopped: Path) -> None:
         path = stopped / "run.json"
         path.write_bytes(path.read_bytes()[:100])
-        self.refused(stopped, r"run\.json cannot be read")
+        self.refused(stopped, r"run\.json cannot be used: it is half-written or damaged")
 
     def test_misspelt_setting_in_manifest(self, stopped: Path) -> None:
         plain = make_config().to_plain()
         plain["settings"]["lambda_dics"] = plain["settings"].pop("lambda_disc")
-        self.edit_manifest(stopped, config=plain)
+        self.edit_manifest(stopped, config=plain, config_hash=config_hash(plain))
         self.refused(stopped, "did you mean 'settings.lambda_disc'")
 
     @pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "foreign"])
@@ -376,7 +379,7 @@ def test_a_directory_that_another_process_took_meanwhile_is_left_to_it(
         return lock(path)
 
     monkeypatch.setattr(rundir, "lock", lock_late)
-    with pytest.raises(EngramError, match="another process has begun a run in"):
+    with pytest.raises(EngramError, match="another process has started a run in"):
         RunDirectory.create(tmp_path / "run", {})
     assert (tmp_path / "run" / "run.json").read_text() == "of another process"
     handle = lock(tmp_path / "run" / rundir.LOCK)

@@ -147,9 +147,9 @@ def test_the_same_again_skips_what_is_done_and_goes_on_with_the_rest(alone: Path
         if isinstance(event, StageFinished):
             stopping.set()
     members = plan_members(configs(), make_store(), parent)
-    states = {member.name: member.standing.state for member in members}
+    states = {member.name: member.progress.state for member in members}
     assert states == {"afc": "incomplete", "replay": "done", "other": "new"}
-    assert 0 < members[0].standing.finished < 3
+    assert 0 < members[0].progress.finished < 3
     assert members[0].work < members[2].work == members[2].total_work
     assert members[1].work == members[1].steps == 0
     second = list(run_together(configs(), make_store(), parent, at_once=2))
@@ -170,7 +170,7 @@ def test_what_was_trained_of_a_stage_is_not_left(steps: int, tmp_path: Path) -> 
     asked = iter(range(steps))
     list(run(configs()["afc"], make_store(), tmp_path / "afc", stop=lambda: next(asked) == steps - 1))
     (left,) = plan_members({"afc": configs()["afc"]}, make_store(), tmp_path)
-    assert (left.standing.state, left.standing.finished) == ("incomplete", 0)
+    assert (left.progress.state, left.progress.finished) == ("incomplete", 0)
     assert left.steps == whole.steps - steps
     assert 0 < whole.work - left.work < whole.base_work
     assert left.doing is not None
@@ -198,7 +198,7 @@ def test_a_place_that_is_none_in_the_plan_counts_as_none(change: dict[str, objec
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  (no mapping)
     save_file(tensors, file, {"engram": json.dumps(read_data(file) | change)})
     (left,) = plan_members({"afc": configs()["afc"]}, make_store(), tmp_path)
-    assert (left.standing.state, left.doing, left.steps, left.work) == ("incomplete", None, whole.steps, whole.work)
+    assert (left.progress.state, left.doing, left.steps, left.work) == ("incomplete", None, whole.steps, whole.work)
 
 
 def test_what_is_in_the_way_is_refused_before_anything_starts(tmp_path: Path) -> None:
@@ -219,12 +219,12 @@ def test_what_is_in_the_way_is_refused_before_anything_starts(tmp_path: Path) ->
     (tmp_path / "file").write_text("mine")
     refused("no run directory at .*file", {"a": make_config(), "file": make_config()})
     refused("file is a file", configs(), tmp_path / "file")
-    refused("other is a run itself", configs(), tmp_path / "other")
-    refused("two of the runs are called custom-order1-seed1 and are the same", [make_config(), make_config()])
+    refused("other is itself a run", configs(), tmp_path / "other")
+    refused("two of the runs are named custom-order1-seed1 and are the same", [make_config(), make_config()])
     refused("and differ in settings", [make_config(), make_config(base=3)])
     refused("no run to do", {})
     for name in ("", "a/b", "..", ".lock"):
-        refused("cannot be called", {name: make_config()})
+        refused("cannot be the name of a run", {name: make_config()})
     refused("1 to 6 classes", {"a": make_config(), "b": make_config(base=7)})
     with pytest.raises(EngramError, match="runs at a time must be at least 1"):
         list(run_together(configs(), make_store(), tmp_path / "new", at_once=0))
@@ -282,7 +282,7 @@ def test_a_failing_run_leaves_the_others_alone(alone: Path, tmp_path: Path, monk
 
 def test_a_directory_in_use_fails_that_run_alone(alone: Path, tmp_path: Path) -> None:
     list(run(configs()["afc"], make_store(), tmp_path / "afc", stop_after_stage=0))
-    held = RunDirectory.open(tmp_path / "afc")
+    held = RunDirectory.open(tmp_path / "afc", {})
     events = list(run_together(configs(), make_store(), tmp_path, at_once=2))
     failed = of(events, "afc")
     assert [event.name for event in failed] == ["run_failed"]
@@ -518,7 +518,7 @@ def test_many_threads_after_one_claim(tmp_path: Path) -> None:
 def test_tf32_is_not_run_beside_anything_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, other: str) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     named = {name: make_config(device="cuda", precision=name) for name in (other, "tf32")}
-    with pytest.raises(EngramError, match=f"tf32 and {other} cannot run side by side"):
+    with pytest.raises(EngramError, match=f"tf32 and {other} cannot run at the same time"):
         list(run_together(named, make_store(), tmp_path))
     assert not any(tmp_path.iterdir())
 

@@ -19,12 +19,11 @@ from compare_picture import Point, scatter
 from engram.core.errors import EngramError
 from engram.core.io import read_json, write_bytes
 from engram.experiment.recipes import recipe, recipe_names
+from engram.report.formatting import NOTHING, decimal, predictor_name, signed, spread
 from engram.report.svg import Drawing
-from engram.report.tables import decimal, predictor_name
-from engram.reproduce.cell_plan import Asked, make_plan
+from engram.reproduce.cell_plan import PaperRequest, make_plan
 from engram.reproduce.cells import Measured, measure, predictor_of
 from engram.reproduce.paper import load_paper
-from engram.reproduce.paper_tables import NOTHING, signed, spread
 from engram.reproduce.records import Record, protocol_key
 from engram.reproduce.results_files import merge, read_results
 from fill_cards import METHODS
@@ -114,7 +113,7 @@ def _read_time_file(file: Path) -> tuple[dict[str, Cost], dict[str, Any]]:
 
 def rows_of(records: Sequence[Record], costs: dict[str, Cost]) -> list[Row]:
     """The paper's rows with ours beside, the most accurate first, those that were not run last."""
-    asked, rows, known = Asked(orders=[ORDER], seeds=[SEED], columns=[COLUMN]), [], set(recipe_names())
+    asked, rows, known = PaperRequest(orders=[ORDER], seeds=[SEED], columns=[COLUMN]), [], set(recipe_names())
     for cell in make_plan(load_paper().find(["table1", "methods"]), records, asked).cells:
         config = cell.wanted[0].config if cell.wanted else None
         method = cell.row.recipe if config is None else config.method
@@ -126,7 +125,7 @@ def rows_of(records: Sequence[Record], costs: dict[str, Cost]) -> list[Row]:
 
 def embedded_rows(records: Sequence[Record]) -> list[Row]:
     """Every method on the embedded set, in the same order."""
-    cells = make_plan(load_paper().find(["mini"]), records, Asked(seeds=[SEED])).cells
+    cells = make_plan(load_paper().find(["mini"]), records, PaperRequest(seeds=[SEED])).cells
     return _best_first([Row(measure(cell), cell.row.recipe, None, False) for cell in cells])
 
 
@@ -177,10 +176,10 @@ the paper's numbers alone; a test checks that it is what this command gives.
 
 def _orders(records: Sequence[Record]) -> Iterator[str]:
     """How far AFC's one class order is from its mean over all of them."""
-    asked = Asked(rows=["AFC"], columns=[COLUMN], seeds=[SEED])
+    asked = PaperRequest(rows=["AFC"], columns=[COLUMN], seeds=[SEED])
     for cell in make_plan(load_paper().find(["table1"]), records, asked).cells:
         orders, whole = cell.experiment.orders, measure(cell).ours
-        one = {run.order: run.value(AVERAGE, cell.predictor or "") for run in cell.records}.get(ORDER)
+        one = {run.order.name: run.value(AVERAGE, cell.predictor or "") for run in cell.records}.get(ORDER)
         if whole is None or whole.n < len(orders) or one is None:
             yield f"How far {cell.row.label} on order {ORDER} is from its mean is unknown: not all orders were run."
             continue
@@ -214,8 +213,8 @@ def _runs(rows: Sequence[Row], command: str) -> str:
     done = sum(bool(row.records) for row in rows)
     said = f"{done} of {len(rows)} rows were run; `{command}` runs {'them' if done == len(rows) else 'the others'}."
     if runs:
-        hardware = _listed(f"{run.hardware} ({run.precision})" for run in runs)
-        torch = _listed(str(run.data["versions"].get("torch", "unknown")) for run in runs)
+        hardware = _listed(f"{run.machine} ({run.precision})" for run in runs)
+        torch = _listed(run.versions.get("torch", "unknown") for run in runs)
         said += f"\n  {hardware}; torch {torch}; commit {_listed(run.commit for run in runs)}."
     return said
 
@@ -254,12 +253,12 @@ def _found(row: Row) -> list[str]:
     """What else the runs of a row came to, the mean of each number, or that there are none."""
     if not row.records:
         return ["not run"] * len(FOUND)
-    last = fmean(record.result[LAST][row.predictor] for record in row.records)
+    last = fmean(record.result.final_accuracy[row.predictor] for record in row.records)
     parts = [_base_and_later(record, row.predictor) for record in row.records]
     base, later = fmean(part[0] for part in parts), fmean(part[1] for part in parts)
     others = {
-        by: fmean(record.result[AVERAGE][by] for record in row.records)
-        for by in row.records[0].result[AVERAGE]
+        by: fmean(record.result.average_incremental_accuracy[by] for record in row.records)
+        for by in row.records[0].result.average_incremental_accuracy
         if by != row.predictor
     }
     beside = ", ".join(f"{decimal(value)} ({predictor_name(by)})" for by, value in others.items())
@@ -283,8 +282,8 @@ def _cells(row: Row) -> list[str]:
 
 def _base_and_later(record: Record, predictor: str) -> tuple[float, float]:
     """The accuracy after the last stage on the classes of the base stage, and on all that came after it."""
-    base, *later = record.result["stages"][-1]["accuracy_by_stage"][predictor]
-    sizes = record.data["stage_sizes"][1:]
+    base, *later = record.result.stages[-1].accuracy_by_stage[predictor]
+    sizes = record.stage_sizes[1:]
     return base, sum(size * value for size, value in zip(sizes, later, strict=True)) / sum(sizes)
 
 
@@ -293,8 +292,8 @@ def _still(rows: Sequence[Row]) -> str:
     runs = [row for row in rows if row.records]
     if not runs:
         return ""
-    base = max(fmean(run.result["stages"][0]["accuracy"][row.predictor] for run in row.records) for row in runs)
-    sizes = runs[0].records[0].data["stage_sizes"]
+    base = max(fmean(run.result.stages[0].accuracy[row.predictor] for run in row.records) for row in runs)
+    sizes = runs[0].records[0].stage_sizes
     average = fmean(base * sizes[0] / sum(sizes[: number + 1]) for number in range(len(sizes)))
     return (
         f"A network that kept the best base stage of these runs ({decimal(base)}) and never learned another class\n"

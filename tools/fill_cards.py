@@ -13,10 +13,11 @@ from pathlib import Path
 
 from engram.core.errors import EngramError
 from engram.core.io import write_bytes
+from engram.report.formatting import NOTHING, signed, spread
 from engram.reproduce.cell_plan import make_plan
 from engram.reproduce.cells import Measured, measure
 from engram.reproduce.paper import load_paper
-from engram.reproduce.paper_tables import MARKS, NOTHING, count, signed, spread
+from engram.reproduce.paper_tables import MARKS, count
 from engram.reproduce.records import Record
 from engram.reproduce.results_files import merge, read_results
 
@@ -56,7 +57,7 @@ def table_of(methods: Sequence[str], cells: Sequence[Measured]) -> str:
 def _ours(cell: Measured) -> str:
     if cell.ours is None:
         return "not run"
-    orders = sorted({record.order for record in cell.cell.records})
+    orders = sorted({record.order.name for record in cell.cell.records})
     some = "" if len(orders) == len(cell.cell.experiment.orders) > 1 else f", class order {', '.join(orders)}"
     return f"{spread(cell.ours)} ({count(cell)}{some})"
 
@@ -68,7 +69,7 @@ def _difference(cell: Measured) -> str:
 def _where(runs: Sequence[Record]) -> str:
     if not runs:
         return ""
-    found = sorted({f"{run.hardware}, {run.precision}, commit {run.commit}" for run in runs})
+    found = sorted({f"{run.machine}, {run.precision}, commit {run.commit}" for run in runs})
     return f" Ours: {'; '.join(found)}."
 
 

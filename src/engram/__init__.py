@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from engram.models.api import remove_images as remove_images
     from engram.models.api import rename_class as rename_class
     from engram.models.api import undo as undo
-    from engram.report.entry import write_report as write_report
+    from engram.report.page import write_report as write_report
     from engram.runs.result import Result as Result
 
 # Must be set before torch is imported. Threads of torch wait for each other some hundred times per step, and keep their
@@ -71,7 +71,7 @@ _PUBLIC = {
         *("ModelConfig", "learn_into", "open_model", "read_manifest"),
         *("remove_class", "remove_images", "rename_class", "undo"),
     ],
-    "report.entry": ["write_report"],
+    "report.page": ["write_report"],
     "runs.result": ["Result"],
 }
 _MODULES = {name: f"engram.{module}" for module, names in _PUBLIC.items() for name in names}

@@ -21,8 +21,8 @@ from engram.contract import OWN_METHODS
 from engram.core.io import typed_path
 from engram.core.provenance import processor_name
 from engram.experiment.parallel import ON_CPU, ON_CUDA
-from engram.report.wording import count_runs, join
-from engram.reproduce.cell_plan import Plan
+from engram.report.formatting import count_runs, join
+from engram.reproduce.cell_plan import PaperPlan
 from engram.reproduce.cost import Cost, this_hardware
 from engram.reproduce.paper_tables import caption
 from engram.reproduce.records import Record
@@ -67,7 +67,7 @@ def read_completed(results: str | None, runs: Path) -> CompletedRuns:
     return CompletedRuns(merge(record for record, _ in found), places_by_source, runs)
 
 
-def origins(plan: Plan, completed: CompletedRuns) -> dict[Path, int]:
+def origins(plan: PaperPlan, completed: CompletedRuns) -> dict[Path, int]:
     """Count the finished runs by the place that they come from."""
     done = {
         wanted.name: completed.places[record.source]
@@ -78,7 +78,7 @@ def origins(plan: Plan, completed: CompletedRuns) -> dict[Path, int]:
     return dict(Counter(done.values()))
 
 
-def origin_line(plan: Plan, completed: CompletedRuns) -> str:
+def origin_line(plan: PaperPlan, completed: CompletedRuns) -> str:
     """Return where the finished runs come from; empty if there are none."""
     counts = origins(plan, completed)
     here = counts.pop(completed.runs, 0)
@@ -89,7 +89,7 @@ def origin_line(plan: Plan, completed: CompletedRuns) -> str:
 
 
 def print_plan(
-    console: Console, plan: Plan, estimates: Sequence[Cost], completed: CompletedRuns, options: Reproduce
+    console: Console, plan: PaperPlan, estimates: Sequence[Cost], completed: CompletedRuns, options: Reproduce
 ) -> None:
     """Print which runs the experiments need, how many are done, and how long the rest would take."""
     here = this_hardware(options.device)
@@ -114,7 +114,7 @@ def print_plan(
         print_line(console, text)
 
 
-def _bare_line(plan: Plan) -> str:
+def _bare_line(plan: PaperPlan) -> str:
     """Return how many of the runs to do count as done in other tables; empty if none does."""
     cells = [cell for cell in plan.cells if cell.bare]
     if not cells:
@@ -124,7 +124,7 @@ def _bare_line(plan: Plan) -> str:
     return f"{len(names)} of those to do were run before without saving the importance that {shown} shows"
 
 
-def _runs_table(plan: Plan) -> Table:
+def _runs_table(plan: PaperPlan) -> Table:
     """Return the number of runs, of finished runs, and the experiments that need them, by recipe and its changes."""
     table = make_table(["recipe", "runs", "done", "for"], ["runs", "done"])
     users: dict[str, dict[str, None]] = {}
@@ -174,13 +174,13 @@ def _minutes(seconds: float) -> str:
     return f"{minutes} min" if minutes < 120 else f"{minutes} min ({minutes / 60:.1f} h)"
 
 
-def missing_line(plan: Plan) -> str:
+def missing_line(plan: PaperPlan) -> str:
     """Return the beginnings of the recipes that the plan needs and that do not exist; empty if all exist."""
     missing = list(dict.fromkeys(re.sub(r"-b\d+-s\d+$", "", cell.missing) for cell in plan.cells if cell.missing))
     return f"no recipe yet: {', '.join(missing)} {OWN_METHODS}" if missing else ""
 
 
-def plan_json(plan: Plan, estimates: Sequence[Cost], completed: CompletedRuns, here: str) -> dict[str, Any]:
+def plan_json(plan: PaperPlan, estimates: Sequence[Cost], completed: CompletedRuns, here: str) -> dict[str, Any]:
     """Return the plan as plain data."""
     return {
         "runs": [

@@ -16,7 +16,8 @@ from engram.cli.text import clock, make_table, percent, print_line, print_table
 from engram.core.errors import EngramError
 from engram.core.events import Event, RunFinished, RunSkipped, read_events
 from engram.core.metrics import Estimate, estimate, paired
-from engram.runs.directory import EVENTS, UNKNOWN_CODE, method_code, read_manifest
+from engram.runs.directory import EVENTS, UNKNOWN_CODE
+from engram.runs.reader import read_manifest
 
 EndedRuns = dict[str, Event]  # the last event of each run that began, by its name
 RunResult = Mapping[str, Any]
@@ -50,7 +51,7 @@ def results_of(complete: Sequence[RunFinished | RunSkipped]) -> list[dict[str, A
 def _code(event: RunFinished | RunSkipped) -> str:
     """Return the recorded code of the run's method."""
     with suppress(EngramError):
-        return method_code(read_manifest(Path(event.directory or ""))) or UNKNOWN_CODE
+        return read_manifest(Path(event.directory or "")).method_code or UNKNOWN_CODE
     return UNKNOWN_CODE
 
 

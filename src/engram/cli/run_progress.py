@@ -141,7 +141,7 @@ class RunsProgress:
         for member in list(self._waiting.values()):
             work += member.work
             if known is not None and member.base_key is not None:
-                begun = member.standing.inside is not None  # then it trains its own base stage to the end
+                begun = member.progress.position is not None  # then it trains its own base stage to the end
                 work -= member.base_work if member.base_key in known and not begun else 0.0
                 known.add(member.base_key)
         return work

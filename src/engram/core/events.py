@@ -18,7 +18,7 @@ def read_events(file: Path) -> Iterator[dict[str, Any]]:
         for line in lines:
             try:
                 event = json.loads(line)
-            except json.JSONDecodeError:
+            except (ValueError, RecursionError):
                 continue  # a killed run may leave an incomplete last line
             if isinstance(event, dict):
                 yield event

@@ -130,7 +130,7 @@ class RunExecution:
         """Warn if a method from outside the package was edited since the run started."""
         assert self.files is not None
         method, from_start = find_method(self.session.config.method), not self.records and self.phase_at is None
-        if not self.files.goes_on_with(method.versions, from_start) and not from_start:
+        if not self.files.record_code(method.versions, from_start) and not from_start:
             yield Warned(
                 f"the code of the method {method.name} was changed since {self.directory} was trained, so the result "
                 "will mix both versions; start a new run to use only one"

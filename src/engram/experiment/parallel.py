@@ -127,7 +127,7 @@ class Workers:
         self._command = command
         self._shares = cache is not None
         # The longest first: if a long run started last, it would still run when all others have ended.
-        unfinished = [member for member in members if member.standing.state != "done"]
+        unfinished = [member for member in members if member.progress.state != "done"]
         self._pending = sorted(unfinished, key=lambda member: -member.work)
         self._active: dict[str, threading.Thread] = {}
         self._bases: dict[str, str] = {}  # the keys of base stages that are being trained or waited for, by run
@@ -144,8 +144,8 @@ class Workers:
         waits = True
         try:
             for member in self.members:
-                if member.standing.result is not None:
-                    yield member.name, RunSkipped(member.standing.result, str(member.directory))
+                if member.progress.result is not None:
+                    yield member.name, RunSkipped(member.progress.result, str(member.directory))
             self._start()
             while self._active:
                 member, event = self._events.get()
@@ -213,11 +213,11 @@ class Workers:
 
     def _run(self, member: Member) -> Iterator[Event]:
         """The events of one run: started, resumed, or skipped if it is complete."""
-        standing = member.look_again()
-        if standing.result is not None:
-            yield RunSkipped(standing.result, str(member.directory))
+        progress = member.read_progress()
+        if progress.result is not None:
+            yield RunSkipped(progress.result, str(member.directory))
             return
-        if standing.state == "incomplete":
+        if progress.state == "incomplete":
             assert member.directory is not None
             events = resume(member.directory, member.store, stop=self._stopping, **self._options)
         else:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
@@ -20,6 +20,7 @@ from engram.data.store import ImageStore
 from engram.data.stream import Stream, class_order, describe_order, order_text
 from engram.methods import METHODS, find_method
 from engram.nn.backbones import BACKBONES
+from engram.runs.reader import config_hash
 
 Device = Literal["auto", "cpu", "cuda"]
 Precision = Literal["auto", "float32", "tf32", "bf16"]
@@ -120,9 +121,9 @@ class RunConfig:
         return to_plain(self)
 
     @classmethod
-    def from_plain(cls, data: dict[str, Any]) -> RunConfig:
+    def from_plain(cls, data: Mapping[str, Any]) -> RunConfig:
         """The configuration that plain data describes."""
-        if not isinstance(data, dict) or not isinstance(data.get("method"), str):
+        if not isinstance(data, Mapping) or not isinstance(data.get("method"), str):
             raise EngramError("a run's configuration must name its method")
         settings = from_plain(find_method(data["method"]).settings, data.get("settings", {}), "settings")
         return from_plain(cls, {**data, "settings": settings})
@@ -203,16 +204,6 @@ def refuse_no_epochs(settings: Settings, where: str = "") -> None:
             raise EngramError(
                 f"{where}{phase}.epochs must be at least 1, got {training.epochs}: it would learn nothing"
             )
-
-
-def config_hash(plain: dict[str, Any]) -> str:
-    """A short digest of a configuration as plain data, without the recipe's name and the images' place.
-
-    Taken of the data as it was saved, it stays the same when a later version knows more settings.
-    """
-    data = {key: value for key, value in plain.items() if key != "recipe"}
-    data["data"] = {key: value for key, value in plain.get("data", {}).items() if key != "path"}
-    return hashlib.blake2b(json.dumps(data, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 def directory_name(config: RunConfig) -> str:

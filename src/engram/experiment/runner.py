@@ -18,10 +18,11 @@ from engram.data.store import ImageStore
 from engram.experiment.base_cache import StageCache, which_cache
 from engram.experiment.execution import RunExecution
 from engram.experiment.recipe_changes import named_by_recipe
-from engram.experiment.run_config import RunConfig, config_hash
+from engram.experiment.run_config import RunConfig
 from engram.experiment.session import Session
 from engram.methods import find_method
-from engram.runs.directory import RunDirectory, read_manifest
+from engram.runs.directory import RunDirectory
+from engram.runs.reader import read_manifest
 from engram.runs.result import Result
 
 
@@ -71,26 +72,24 @@ def resume(
     """
     path = Path(directory)
     manifest = read_manifest(path)
-    config = RunConfig.from_plain(manifest["config"])
-    if config_hash(manifest["config"]) != manifest["config_hash"]:
-        raise EngramError(f"the configuration in {path / 'run.json'} was changed after the run began; start a new run")
+    config = RunConfig.from_plain(manifest.config)
     if store is None:
         store = load_store(config.data)
-    files = RunDirectory.open(path)
+    files = RunDirectory.open(path, manifest.content)
     try:
         checkpoint = None
         if files.checkpoint.exists() or files.has_results():
             checkpoint = load_checkpoint(files.checkpoint)
-        if checkpoint is not None and checkpoint.data.get("config_hash") != manifest["config_hash"]:
+        if checkpoint is not None and checkpoint.data.get("config_hash") != manifest.config_hash:
             raise EngramError(f"the checkpoint in {path} belongs to another configuration than that in its run.json")
-        if store.fingerprint() != manifest["data"].get("fingerprint"):
+        if store.fingerprint() != manifest.data.fingerprint:
             raise EngramError(
                 f"the images are not those that the run in {path} started with; give the same data with "
                 f"{option('data')}"
             )
         session = Session(config, store)
-        recorded = (manifest["order"].get("class_ids"), manifest["stage_sizes"])
-        if (list(session.stream.order), list(session.stream.sizes)) != recorded:
+        recorded = (manifest.order.class_ids, manifest.stage_sizes)
+        if (tuple(session.stream.order), tuple(session.stream.sizes)) != recorded:
             raise EngramError(f"the class order or the stages of the run in {path} do not match its configuration")
         execution = RunExecution(session, files, stop, stop_after_stage, checkpoint_minutes, which_cache(cache))
         if checkpoint is not None:

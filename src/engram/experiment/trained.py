@@ -18,7 +18,8 @@ from engram.experiment.run_config import RunConfig
 from engram.experiment.session import make_network
 from engram.methods import find_method
 from engram.nn.network import Network, Output
-from engram.runs.directory import CHECKPOINT, read_manifest
+from engram.runs.directory import CHECKPOINT
+from engram.runs.reader import read_manifest
 
 BATCH = 256  # images at a time
 
@@ -65,14 +66,14 @@ def open_run(directory: str | Path, device: str | torch.device = "cpu") -> Train
     """Open the trained network of the run in a directory, from its last checkpoint. The images are not needed."""
     path = Path(directory)
     manifest = read_manifest(path)
-    config, names = RunConfig.from_plain(manifest["config"]), manifest["data"]["class_names"]
+    config, names = RunConfig.from_plain(manifest.config), manifest.data.class_names
     checkpoint = load_checkpoint(path / CHECKPOINT)
     method = find_method(config.method).make(config.settings)
     network = make_network(config, method, len(names), (0.0,) * 3, (1.0,) * 3)  # mean and std are loaded below
     load_network(network, checkpoint.tensors)
     means = checkpoint.tensors.get("class_means")
-    order = manifest["order"]["class_ids"][: network.head.num_classes]
-    height, width = manifest["data"]["image_size"]
+    order = manifest.order.class_ids[: network.head.num_classes]
+    height, width = manifest.data.image_size
     return TrainedRun(
         config=config,
         network=network.to(device),

@@ -1,34 +1,25 @@
-"""One HTML page on how a model did on a folder of images; it gets numbers and needs neither the model nor torch."""
+"""The HTML page about a model's accuracy on a folder of images, made from numbers: it needs neither model nor torch."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from engram.core.io import write_text
+import numpy as np
 
-_NAMED = 20  # classes, at most, of those left out
+from engram.core.io import write_text
+from engram.core.provenance import version
+from engram.report.figures import confusion_matrix, needs_width
+from engram.report.formatting import predictor_name
+from engram.report.html_page import template
+from engram.report.svg import drawing_style
+from engram.report.tables import most_confused
+
+_NAMED = 20  # classes that are left out, listed at most
 
 
 def write_evaluation(found: dict[str, Any], out: Path) -> Path:
-    """The path of the page; all of it, the figure included, is in the one file.
-
-    found: what `engram evaluate --json` prints.
-    """
-    write_text(out, render(found))
-    return out
-
-
-def render(found: dict[str, Any]) -> str:
-    """The page."""
-    import numpy as np  # these take a second to import, and most commands do not need them
-
-    from engram.core.provenance import version
-    from engram.report.figures import confusion_matrix, needs_width
-    from engram.report.svg import drawing_style
-    from engram.report.tables import most_confused, predictor_name
-    from engram.report.templating import template
-
+    """Write the page, with its figure inside, and return its path. found: the output of `engram evaluate --json`."""
     tested = [entry for entry in found["classes"] if entry["images"]]
     names = [str(entry["class"]) for entry in found["classes"]]
     counts = np.array(found["confusion"])
@@ -37,7 +28,7 @@ def render(found: dict[str, Any]) -> str:
         title = f"{by}, {found['images']} images"
         alt = "Confusion matrix: rows true classes, columns predicted."
         drawing = confusion_matrix(counts, names, "in order of arrival", title, "confusion", alt)
-    return template("evaluation.html.jinja").render(
+    text = template("evaluation.html.jinja").render(
         found=found,
         named=_NAMED,
         tested=sorted(tested, key=lambda entry: entry["accuracy"]),
@@ -47,3 +38,5 @@ def render(found: dict[str, Any]) -> str:
         pairs=most_confused(counts, names),
         version=version(),
     )
+    write_text(out, text)
+    return out

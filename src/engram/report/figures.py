@@ -12,23 +12,30 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from engram.report.groups import Group, row_percent
+from engram.report.formatting import predictor_name
+from engram.report.groups import RunGroup, row_percent
 from engram.report.svg import CARD, GRID, INK, MARKERS, MUTED, ON_STRONG, SERIES, Drawing, finish, plain, plain_label
-from engram.report.tables import predictor_name, time_parts
+from engram.report.tables import time_parts
 
 WIDTH = 5.0  # inches; at 72 units an inch the text is near its nominal size on a phone and on a desk
 NAMED_CLASSES = 25
 NUMBERED_STAGES = 12
 _BARS = 18
 
-# From nearly clear to dark blue: it blends with the page, and the page inverts it in the dark.
+# From nearly transparent to dark blue; the page inverts it in dark mode.
 _RAMP = LinearSegmentedColormap.from_list(
     "engram",
     [(0.33, 0.62, 0.86, 0.07), (0.20, 0.52, 0.80, 0.55), (0.06, 0.33, 0.62, 0.88), (0.02, 0.13, 0.33, 1.0)],
 ).with_extremes(bad=(0, 0, 0, 0))
 
 
-DASHES = ("-", (0, (5, 1.5)), (0, (2, 1.2)), (0, (6, 1.5, 1.5, 1.5)))  # by how often all colours were taken
+DASHES = ("-", (0, (5, 1.5)), (0, (2, 1.2)), (0, (6, 1.5, 1.5, 1.5)))  # changes each time all colours are used
+
+
+def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
+    """Return an empty figure and its axes. Sizes are in inches."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.add_subplot()
 
 
 def colour(index: int) -> str:
@@ -36,13 +43,12 @@ def colour(index: int) -> str:
     return SERIES[index % len(SERIES)]
 
 
-def accuracy_curves(groups: Sequence[Group], predictor: str) -> Drawing:
-    """Accuracy against classes seen: a line a group, its sample standard deviation as a band, and chance."""
+def accuracy_curves(groups: Sequence[RunGroup], predictor: str) -> Drawing:
+    """Accuracy against classes seen: a line per group, its sample standard deviation as a band, and chance."""
     shown = [(i, group) for i, group in enumerate(groups) if predictor in group.predictors]
     names_fit = len(shown) <= 6 and max(len(plain(group.label)) for _, group in shown) <= 12
     height = 3.4 if names_fit else 3.2 + 0.22 * len(shown)
-    figure = Figure(figsize=(WIDTH, height), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = new_figure(WIDTH, height)
     ends: list[tuple[float, str, str]] = []
     for index, group in shown:
         values = group.accuracy(predictor)
@@ -67,12 +73,12 @@ def accuracy_curves(groups: Sequence[Group], predictor: str) -> Drawing:
         _end_labels(axes, ends)
     else:
         figure.legend(loc="outside lower left", ncols=1)
-    alt = f"Accuracy in percent against classes seen, {predictor_name(predictor)} predictor, one line a group."
+    alt = f"Accuracy in percent against classes seen, {predictor_name(predictor)} predictor, one line per group."
     return finish(figure, f"accuracy_per_stage_{predictor}", alt)
 
 
 def line_style(index: int, points: int, markers: int = 18) -> dict[str, Any]:
-    """How the line at this index is drawn; of its points so many at most have a marker."""
+    """Return the style of the line at this index. markers: number of points with a marker, at most."""
     return {
         "color": colour(index),
         "linestyle": DASHES[index // len(SERIES) % len(DASHES)],
@@ -92,7 +98,7 @@ def _percent_axis(axes: Axes, highest: float) -> None:
 
 
 def _end_labels(axes: Axes, ends: list[tuple[float, str, str]]) -> None:
-    """Names beside the ends of their lines, moved apart where lines end close together."""
+    """Write names next to the ends of their lines, moved apart if lines end close together."""
     low, high = axes.get_ylim()
     gap = (high - low) * 0.062
     placed: list[float] = []
@@ -113,12 +119,11 @@ def _end_labels(axes: Axes, ends: list[tuple[float, str, str]]) -> None:
         )
 
 
-def accuracy_matrix(group: Group, predictor: str) -> Drawing:
+def accuracy_matrix(group: RunGroup, predictor: str) -> Drawing:
     """R[t][i]: accuracy after stage t (row) on the classes of stage i (column)."""
     matrix = group.matrix(predictor)
     size = len(matrix)
-    figure = Figure(figsize=(4.2, 3.9), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = new_figure(4.2, 3.9)
     _heat_map(axes, matrix, "accuracy, %")
     if size <= NUMBERED_STAGES:
         for t in range(size):
@@ -154,8 +159,8 @@ def _heat_map(axes: Axes, values: np.ndarray, label: str) -> None:
     bar.yaxis.set_label_position("right")
 
 
-def _title(group: Group, predictor: str | None = None) -> str:
-    """Group, predictor and number of runs; on two lines where one would run out of the figure."""
+def _title(group: RunGroup, predictor: str | None = None) -> str:
+    """Group, predictor and number of runs; on two lines if one would be too long."""
     parts = [] if predictor is None else [predictor_name(predictor)]
     if group.n > 1:
         parts.append(f"mean of {group.n} runs")
@@ -163,12 +168,11 @@ def _title(group: Group, predictor: str | None = None) -> str:
     return (", " if len(label) <= 14 else "\n").join(filter(None, [label, ", ".join(parts)]))
 
 
-def learned_and_kept(group: Group, index: int, predictor: str) -> Drawing:
+def learned_and_kept(group: RunGroup, index: int, predictor: str) -> Drawing:
     """For the classes of each stage: accuracy when they were learned (ring) and at the end (dot)."""
     matrix = group.matrix(predictor)
     x, learned, kept = np.arange(len(matrix)), np.diag(matrix), matrix[-1]
-    figure = Figure(figsize=(4.2, 3.1), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = new_figure(4.2, 3.1)
     size = 5.5 if len(x) <= 20 else 3.6
     axes.vlines(x, learned, kept, color=colour(index), alpha=0.4, linewidth=2, zorder=2)
     ring = {"markerfacecolor": CARD, "markeredgecolor": colour(index), "markersize": size}
@@ -186,8 +190,8 @@ def learned_and_kept(group: Group, index: int, predictor: str) -> Drawing:
     return finish(figure, f"learned_and_kept_{group.slug}_{predictor}", alt)
 
 
-def confusion(group: Group, predictor: str) -> Drawing:
-    """Row-normalised confusion matrix after the last stage, with class names where there is room for them."""
+def confusion(group: RunGroup, predictor: str) -> Drawing:
+    """Row-normalised confusion matrix after the last stage, with class names if they fit."""
     order = "in order of arrival" if group.has_one_order else "in the data set's order"
     title = _title(group, predictor).replace("mean of", "sum of")
     alt = f"Confusion matrix of {plain(group.label)} after the last stage: rows true classes, columns predicted."
@@ -196,19 +200,18 @@ def confusion(group: Group, predictor: str) -> Drawing:
 
 
 def needs_width(classes: int) -> bool:
-    """Whether a confusion matrix of so many classes has names that would be too small on a phone."""
+    """Whether the names in a confusion matrix with this many classes would be too small on a phone."""
     return NUMBERED_STAGES < classes <= NAMED_CLASSES
 
 
 def confusion_matrix(
     counts: np.ndarray, class_names: Sequence[str], order: str, title: str, name: str, alt: str
 ) -> Drawing:
-    """Counts of true class by predicted class as percent of the true one. order: what the classes are sorted by."""
+    """Confusion matrix in percent of the true class. order: how the classes are sorted, in words."""
     percent = row_percent(counts)
     size = len(percent)
     side = 6.4 if needs_width(size) else WIDTH
-    figure = Figure(figsize=(side, side - 0.2), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = new_figure(side, side - 0.2)
     _heat_map(axes, percent, "share of the true class's test images, %")
     if size <= NAMED_CLASSES:
         names = [plain(name, 18) for name in class_names]
@@ -225,10 +228,9 @@ def confusion_matrix(
     return finish(figure, name, alt)
 
 
-def importance(group: Group) -> Drawing:
+def importance(group: RunGroup) -> Drawing:
     """Importance of each map's channels from the highest to the lowest, against the share of channels."""
-    figure = Figure(figsize=(WIDTH, 3.6), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = new_figure(WIDTH, 3.6)
     maps = group.importance()
     means = [values.mean(axis=0) for values in maps]
     low, high = min(float(m.min()) for m in means), max(float(m.max()) for m in means)
@@ -250,26 +252,28 @@ def importance(group: Group) -> Drawing:
     axes.set_ylabel("importance (map mean = 1)")
     axes.set_title(_title(group))
     figure.legend(loc="outside lower left", ncols=2, columnspacing=1.2)
-    alt = f"Sorted channel importance of {plain(group.label)} after its last stage, one curve a map."
+    alt = f"Sorted channel importance of {plain(group.label)} after its last stage, one curve per map."
     return finish(figure, f"importance_{group.slug}", alt)
 
 
-def time_spent(groups: Sequence[Group]) -> Drawing:
-    """Stacked bars of seconds: a bar a run, or a bar a group (mean) where there are many runs."""
+def time_spent(groups: Sequence[RunGroup]) -> Drawing:
+    """Stacked bars of seconds: one per run, or one per group (mean) if there are many runs."""
     parts = [*time_parts(groups), "other"]
     by_run = sum(group.n for group in groups) <= _BARS
     rows: list[tuple[str, np.ndarray]] = []
     for group in groups:
-        spent = [[run.seconds_by.get(part, 0.0) for part in parts[:-1]] for run in group.runs]
-        full = [[*row, max(0.0, run.seconds - sum(row))] for row, run in zip(spent, group.runs, strict=True)]
+        spent = [[run.result.seconds_by.get(part, 0.0) for part in parts[:-1]] for run in group.runs]
+        full = [[*row, max(0.0, run.result.seconds - sum(row))] for row, run in zip(spent, group.runs, strict=True)]
         name = plain_label(group.label, 26)
         if by_run and group.n > 1:
-            rows += [(f"{name}, {run.order}/{run.seed}", np.array(r)) for run, r in zip(group.runs, full, strict=True)]
+            rows += [
+                (f"{name}, {run.manifest.order.name}/{run.seed}", np.array(r))
+                for run, r in zip(group.runs, full, strict=True)
+            ]
         else:
             mean = "" if group.n == 1 else f", mean of {group.n}"
             rows.append((name + mean, np.mean(full, axis=0)))
-    figure = Figure(figsize=(WIDTH, 1.55 + 0.3 * len(rows)), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = new_figure(WIDTH, 1.55 + 0.3 * len(rows))
     left = np.zeros(len(rows))
     for index, part in enumerate(parts):
         widths = np.array([row[index] for _, row in rows])
@@ -289,11 +293,10 @@ def time_spent(groups: Sequence[Group]) -> Drawing:
     return finish(figure, "seconds", "Seconds of each run, split into the kinds of work.")
 
 
-def training_loss(group: Group) -> Drawing:
-    """Loss terms of the main phase of the group's first run, epoch by epoch, with a line where a stage begins."""
+def training_loss(group: RunGroup) -> Drawing:
+    """Loss terms of the main phase of the group's first run, per epoch, with a vertical line at each new stage."""
     points = group.first.main_losses
-    figure = Figure(figsize=(WIDTH, 3.1), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = new_figure(WIDTH, 3.1)
     x = np.arange(1, len(points) + 1)
     for index, term in enumerate(dict.fromkeys(name for point in points for name in point.terms)):
         values = np.array([point.terms.get(term, np.nan) for point in points])
@@ -311,10 +314,10 @@ def training_loss(group: Group) -> Drawing:
     axes.margins(x=0.01)
     axes.grid(False, axis="x")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
-    first = points[0].stage  # above 0 where the base stage was trained by another run
+    first = points[0].stage  # above 0 if another run trained the base stage
     axes.set_xlabel(f"epochs of the main phase, {f'from stage {first} on' if first else 'all stages'}")
     axes.set_ylabel("mean loss of the epoch")
     axes.set_title(plain_label(group.label, 40))
     figure.legend(loc="outside lower left", ncols=2, columnspacing=1.2)
-    alt = f"Training loss of {plain(group.label)}, epoch by epoch; upright lines mark the stages."
+    alt = f"Training loss of {plain(group.label)}, per epoch; vertical lines mark the stages."
     return finish(figure, f"loss_{group.slug}", alt)

@@ -1,53 +1,61 @@
-"""Runs that repeat one another with another class order or seed, brought together, and the statistics over them."""
+"""Groups of runs that differ only in class order and seed, and the statistics over each group."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from engram.core import metrics
+from engram.core.errors import EngramError
 from engram.core.metrics import Difference, Estimate, estimate, paired
-from engram.core.provenance import METHOD_CODE
 from engram.core.serialize import flatten
-from engram.report.load import Run
 from engram.runs.directory import UNKNOWN_CODE
+from engram.runs.reader import read_run
+from engram.runs.stored_run import ClassOrder, DataSummary, StoredRun
 
-# What repetitions of a run may differ in. Where the images lay is no matter: their fingerprint says which they were.
+# Settings in which repetitions of a run may differ. The fingerprint identifies the images, wherever they are.
 _VARYING = ("order", "seed", "data.path")
 _SHOWN_CHANGES = 3
 
 
 @dataclass(frozen=True, eq=False)
-class Group:
-    """Runs of one recipe and configuration, and of the same progress, so that their stages line up."""
+class RunGroup:
+    """Runs of one recipe and configuration with the same number of finished stages."""
 
     label: str
     slug: str
-    runs: tuple[Run, ...]
+    runs: tuple[StoredRun, ...]
 
     @property
-    def first(self) -> Run:
-        """The run that stands for what all runs of the group share."""
+    def first(self) -> StoredRun:
+        """A run of the group, for everything that its runs have in common."""
         return self.runs[0]
 
     @property
+    def data(self) -> DataSummary:
+        """The data set."""
+        return self.first.manifest.data
+
+    @property
     def n(self) -> int:
-        """How many runs the group has."""
+        """Number of runs."""
         return len(self.runs)
 
     @property
     def predictors(self) -> tuple[str, ...]:
-        """The predictors every run of the group was evaluated with, the reported one first."""
-        reported = self.first.reported
-        return (reported, *(name for name in self.first.predictors if name != reported))
+        """The predictors, the one that the recipe reports first."""
+        names = self.first.manifest.predictors
+        reported = self.first.manifest.config.get("predictor")
+        return tuple(sorted(names, key=lambda name: name != reported))
 
     @property
     def classes(self) -> tuple[int, ...]:
@@ -56,23 +64,24 @@ class Group:
 
     @property
     def protocol(self) -> tuple[object, ...]:
-        """What groups must share for their numbers to be comparable: the data, and how it was split into stages."""
-        return self.first.fingerprint, self.first.class_names, self.first.stage_sizes
+        """Data and stages: groups must have them in common for their numbers to be comparable."""
+        return self.data.fingerprint, self.data.class_names, self.first.manifest.stage_sizes
 
     @property
     def rank(self) -> tuple[int, float]:
-        """A sort key: the furthest first, and of those the one with the highest final accuracy."""
+        """Sort key: most finished stages first, then highest final accuracy."""
         final = self.metric("final_accuracy", self.predictors[0])
         return -len(self.classes), 0.0 if final is None else -final.mean
 
     def metric(self, name: str, predictor: str) -> Estimate | None:
-        """One of result.json's metrics over the runs."""
-        return estimate([run.metrics[name][predictor] for run in self.runs])
+        """A metric of result.json over the runs."""
+        return estimate([run.result.metrics[name][predictor] for run in self.runs])
 
-    def difference(self, other: Group, name: str) -> Difference | None:
-        """A metric less the other group's, run by run of the same class order and seed, by what each group reports."""
+    def difference(self, other: RunGroup, name: str) -> Difference | None:
+        """Difference of a metric to another group, over pairs of runs with the same class order and seed."""
         mine, theirs = (
-            {run.met: run.metrics[name][group.predictors[0]] for run in group.runs} for group in (self, other)
+            {pairing_key(run): run.result.metrics[name][group.predictors[0]] for run in group.runs}
+            for group in (self, other)
         )
         return paired(mine, theirs)
 
@@ -82,82 +91,117 @@ class Group:
         return [value for column in columns if (value := estimate(column)) is not None]
 
     def matrix(self, predictor: str) -> np.ndarray:
-        """(T, T) mean R[t][i] over the runs; NaN where stage i had not come yet."""
+        """(T, T) mean accuracy matrix R[t][i] over the runs; NaN for i > t."""
         size = len(self.first.stages)
         matrix = np.full((size, size), np.nan)
         for t in range(size):
-            matrix[t, : t + 1] = np.mean([run.stages[t].by_stage[predictor] for run in self.runs], axis=0)
+            matrix[t, : t + 1] = np.mean([run.stages[t].accuracy_by_stage[predictor] for run in self.runs], axis=0)
         return matrix
 
     @property
     def seconds(self) -> Estimate:
         """Wall-clock seconds of a run."""
-        total = estimate([run.seconds for run in self.runs])
+        total = estimate([run.result.seconds for run in self.runs])
         assert total is not None
         return total
 
     @cached_property
     def class_ids(self) -> tuple[int, ...]:
-        """Classes seen by any run: in order of arrival if the runs agree on it, else in the data set's order."""
+        """Classes seen by any run: in order of arrival if all runs have the same, otherwise in the data set's order."""
         seen = [run.class_order[: run.stages[-1].classes] for run in self.runs]
         return seen[0] if self.has_one_order else tuple(sorted(set().union(*seen)))
 
     @property
     def has_one_order(self) -> bool:
-        """True when every run met the classes in the same order."""
+        """Whether all runs have the same class order."""
         return len({run.class_order[: run.stages[-1].classes] for run in self.runs}) == 1
 
     @property
     def class_names(self) -> tuple[str, ...]:
         """Names of `class_ids`."""
-        return tuple(self.first.class_names[i] for i in self.class_ids)
+        return tuple(self.data.class_names[i] for i in self.class_ids)
 
     def confusion(self, predictor: str) -> np.ndarray:
-        """(K, K) test images of true class (row) given each class (column) after the last stage, summed over runs."""
+        """(K, K) test images by true class (row) and predicted class (column) after the last stage, over all runs."""
         position = {class_id: row for row, class_id in enumerate(self.class_ids)}
         counts = np.zeros((len(position), len(position)), dtype=np.int64)
         for run in self.runs:
             rows = np.array([position[i] for i in run.class_order[: run.stages[-1].classes]])
-            counts += metrics.confusion(rows[run.targets], rows[run.predictions[predictor]], len(position))
+            counts += metrics.confusion(
+                rows[run.arrays.targets], rows[run.arrays.predictions[predictor]], len(position)
+            )
         return counts
 
     def importance(self) -> list[np.ndarray]:
-        """For each map (runs, C): importance after the last stage, sorted from high to low; empty if there is none."""
-        maps = [run.importance for run in self.runs]
+        """For each feature map (runs, C): importance after the last stage, from high to low; may be empty."""
+        maps = [run.arrays.importance for run in self.runs]
         if not maps[0] or len({tuple(len(values) for values in run) for run in maps}) > 1:
             return []
         return [np.stack([np.sort(run[m])[::-1] for run in maps]) for m in range(len(maps[0]))]
 
 
+def load_runs(directories: Sequence[Path]) -> list[StoredRun]:
+    """Read run directories, in the given order.
+
+    A class order that was given class by class has no short name: it is called "given 1", "given 2" and so on.
+    """
+    if not directories:
+        raise EngramError("no run directory was given; name at least one, such as runs/demo")
+    seen: dict[Path, Path] = {}
+    for directory in map(Path, directories):
+        if seen.setdefault(directory.resolve(), directory) is not directory:
+            raise EngramError(f"{directory} was given twice; name each run once, or its spread would look too small")
+    numbers: dict[tuple[str, ...], int] = {}
+    runs: list[StoredRun] = []
+    for run in map(read_run, seen.values()):
+        if has_given_order(run):
+            name = f"given {numbers.setdefault(run.arrivals, len(numbers) + 1)}"
+            run = replace(run, manifest=replace(run.manifest, order=ClassOrder(name, run.class_order)))
+        runs.append(run)
+    return runs
+
+
+def has_given_order(run: StoredRun) -> bool:
+    """Whether the class order was given class by class."""
+    return "," in str(run.manifest.config.get("order"))
+
+
+def pairing_key(run: StoredRun) -> tuple[str, tuple[int, ...], str]:
+    """Class order and seed: runs of two groups that have both in common are compared with each other."""
+    return run.manifest.order.name, run.class_order, run.seed
+
+
 def row_percent(counts: np.ndarray) -> np.ndarray:
-    """Each row as percent of its sum; a class without test images gives a row of NaN."""
+    """Return each row as percent of its sum; a class without test images gives a row of NaN."""
     totals = counts.sum(axis=1, keepdims=True).astype(np.float64)
     return 100 * np.divide(counts, totals, out=np.full(counts.shape, np.nan), where=totals > 0)
 
 
-def without_repeats(runs: Sequence[Run]) -> tuple[list[Run], dict[Run, Run]]:
-    """The runs that count, and those left out, each with the run that counts in its place.
+def without_repeats(runs: Sequence[StoredRun]) -> tuple[list[StoredRun], dict[StoredRun, StoredRun]]:
+    """Return the runs that count, and for each other run the one that counts instead.
 
-    Runs of one configuration, class order and seed are one measurement made again, and counting it twice would make
-    the spread look smaller than it is: of them the most finished counts, and of several such the newest.
+    Runs with the same configuration, class order and seed are the same measurement; counting it twice would make the
+    spread look too small. The run with the most stages counts; of several, the newest.
     """
-    found: dict[str, list[Run]] = {}
+    found: dict[str, list[StoredRun]] = {}
     for run in runs:
-        found.setdefault(json.dumps([*_shared(run), *run.met], sort_keys=True), []).append(run)
-    counted = {run: max(same, key=lambda r: (len(r.stages), r.created)) for same in found.values() for run in same}
+        found.setdefault(json.dumps([*_shared(run), *pairing_key(run)], sort_keys=True), []).append(run)
+    counted = {
+        run: max(same, key=lambda r: (len(r.stages), r.manifest.created)) for same in found.values() for run in same
+    }
     kept = [run for run in runs if counted[run] is run]
     return kept, {run: counts for run, counts in counted.items() if counts is not run}
 
 
-def make_groups(runs: Sequence[Run]) -> list[Group]:
-    """The runs grouped by all that repetitions have in common.
+def make_groups(runs: Sequence[StoredRun]) -> list[RunGroup]:
+    """Group the runs by everything that repetitions have in common.
 
-    Protocols come in the order in which they first appear; of each the best method first, with all its
-    configurations, the best first. What was stopped comes after what was finished.
+    Sorted by protocol (in order of appearance), then by method and by configuration, the best first. Incomplete runs
+    come after complete ones.
     """
-    found: dict[str, list[Run]] = {}
+    found: dict[str, list[StoredRun]] = {}
     for run in runs:
-        # Unfinished runs stand apart: a mean over different numbers of classes would mean nothing.
+        # Incomplete runs get their own group: a mean over different numbers of classes is meaningless.
         found.setdefault(json.dumps([*_shared(run), len(run.stages)], sort_keys=True), []).append(run)
     members = list(found.values())
     labels = _labels([group[0] for group in members])
@@ -167,54 +211,67 @@ def make_groups(runs: Sequence[Run]) -> list[Group]:
         slugs.append(next(s for i in count(1) if (s := slug if i == 1 else f"{slug}-{i}") not in slugs))
     return _ranked(
         [
-            Group(label, slug, tuple(sorted(group, key=lambda run: (_natural(run.order), _natural(run.seed)))))
+            RunGroup(
+                label,
+                slug,
+                tuple(sorted(group, key=lambda run: (_natural(run.manifest.order.name), _natural(run.seed)))),
+            )
             for label, slug, group in zip(labels, slugs, members, strict=True)
         ]
     )
 
 
-def _ranked(groups: list[Group]) -> list[Group]:
+def _ranked(groups: list[RunGroup]) -> list[RunGroup]:
     protocols = list(dict.fromkeys(group.protocol for group in groups))
     best: dict[tuple[object, str], tuple[int, float]] = {}
     for group in groups:
         name = group.protocol, group.first.method
         best[name] = min(best.get(name, group.rank), group.rank)
 
-    def place(group: Group) -> tuple[object, ...]:
+    def place(group: RunGroup) -> tuple[object, ...]:
         method = group.first.method
         return protocols.index(group.protocol), best[group.protocol, method], method, group.rank
 
     return sorted(groups, key=place)
 
 
-def leaders(groups: Sequence[Group]) -> list[Group]:
-    """The best configuration of each method, protocol by protocol; the groups come as `make_groups` gives them."""
+def leaders(groups: Sequence[RunGroup]) -> list[RunGroup]:
+    """Return the best configuration of each method and protocol. groups: sorted as by `make_groups`."""
     return list({(group.protocol, group.first.method): group for group in reversed(groups)}.values())[::-1]
 
 
-def rivals(groups: Sequence[Group]) -> list[list[Group]]:
-    """The groups that can be set beside one another, together: those of one protocol that came equally far."""
-    found: dict[object, list[Group]] = {}
+def comparable_groups(groups: Sequence[RunGroup]) -> list[list[RunGroup]]:
+    """Return lists of groups that can be compared: same protocol, same number of stages."""
+    found: dict[object, list[RunGroup]] = {}
     for group in groups:
         found.setdefault((group.protocol, len(group.classes)), []).append(group)
     return list(found.values())
 
 
-def met_the_same(groups: Sequence[Group]) -> bool:
-    """Whether the groups have the same class orders and seeds."""
-    return len({frozenset(run.met for run in group.runs) for group in groups}) == 1
+def have_same_orders(groups: Sequence[RunGroup]) -> bool:
+    """Whether all groups have the same class orders and seeds."""
+    return len({frozenset(pairing_key(run) for run in group.runs) for group in groups}) == 1
 
 
-def _shared(run: Run) -> list[Any]:
-    """All that repetitions of a run have in common."""
+def _shared(run: StoredRun) -> list[Any]:
+    """Return everything that repetitions of a run have in common."""
+    manifest, data = run.manifest, run.manifest.data
     config = {key: value for key, value in _settings(run).items() if key not in _VARYING}
-    return [run.recipe, run.method, config, run.fingerprint, run.class_names, run.stage_sizes, run.predictors]
+    return [
+        run.recipe,
+        run.method,
+        config,
+        data.fingerprint,
+        data.class_names,
+        manifest.stage_sizes,
+        manifest.predictors,
+    ]
 
 
-def _labels(firsts: list[Run]) -> list[str]:
-    """The shortest telling name of each group: method, else recipe, else recipe and the settings that differ.
+def _labels(firsts: list[StoredRun]) -> list[str]:
+    """Return the shortest distinct name of each group: method, or recipe, or recipe and the settings that differ.
 
-    Where every method has one recipe, changed or not, the method's name stands for the recipe's.
+    If every method has only one recipe (with or without changes), the method's name replaces the recipe's.
     """
     names = [run.method for run in firsts]
     if len(set(names)) < len(names):
@@ -233,23 +290,23 @@ def _labels(firsts: list[Run]) -> list[str]:
     return [f"{name} [{next(numbers[name])}]" if name in repeated else name for name in names]
 
 
-def _short_recipe(run: Run, others: list[Run]) -> str:
-    """The recipe; of many changes to it, those that tell it from the others, and dots for the rest."""
+def _short_recipe(run: StoredRun, others: list[StoredRun]) -> str:
+    """Return the recipe's name; of many changes, only those that distinguish it from the others."""
     name, changes = _changes(run.recipe)
     if len(changes) <= _SHOWN_CHANGES:
         return run.recipe
     peers = [theirs for other, theirs in (_changes(other.recipe) for other in others) if other == name]
-    telling = [change for change in changes if any(change not in theirs for theirs in peers)]
-    return f"{name} ({', '.join([*telling[:_SHOWN_CHANGES], '…'])})"
+    distinct = [change for change in changes if any(change not in theirs for theirs in peers)]
+    return f"{name} ({', '.join([*distinct[:_SHOWN_CHANGES], '…'])})"
 
 
 def _changes(recipe: str) -> tuple[str, list[str]]:
-    """A recipe's plain name, and what was changed: "name (key=value, key=value)"."""
+    """Split "name (key=value, key=value)" into the recipe's name and its changes."""
     name, _, changed = recipe.removesuffix(")").partition(" (")
     return name, changed.split(", ") if changed else []
 
 
-def _with_settings(run: Run, others: list[Run]) -> str:
+def _with_settings(run: StoredRun, others: list[StoredRun]) -> str:
     flat = [_settings(other) for other in others if other.recipe == run.recipe]
     mine = _settings(run)
     differing = [
@@ -260,16 +317,17 @@ def _with_settings(run: Run, others: list[Run]) -> str:
     return f"{_short_recipe(run, others)} {', '.join(differing[:3])}".strip()
 
 
-def _settings(run: Run) -> dict[str, str]:
-    """Every setting as text, and the code of a method from outside the package as if it were one."""
-    return {"code": run.versions.get(METHOD_CODE, UNKNOWN_CODE), **_flatten(run.config)}
+def _settings(run: StoredRun) -> dict[str, str]:
+    """Return every setting as text, and the code of a method from outside the package as one more setting."""
+    settings = {key: as_text(value) for key, value in flatten(run.manifest.config).items()}
+    return {"code": run.manifest.method_code or UNKNOWN_CODE, **settings}
 
 
-def _flatten(config: Mapping[str, Any]) -> dict[str, str]:
-    """Every setting as text, by its dotted path."""
-    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in flatten(config).items()}
+def as_text(value: Any) -> str:
+    """Return text as it is, and other values as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _natural(text: str) -> list[tuple[int, int, str]]:
-    """A sort key by which '10' comes after '9'."""
+    """Sort key: '10' comes after '9'."""
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.findall(r"\d+|\D+", text)]

@@ -1,7 +1,7 @@
-"""Matplotlib figures as SVG text: the same bytes every time, in colours of their own or in those of the page.
+"""Matplotlib figures as reproducible SVG text.
 
 A figure is drawn once with the hex colours below. On the page each of them becomes a CSS variable, so the figure
-follows the reader's light or dark setting; the file beside the page keeps the hex colours and stands on its own.
+follows the reader's light or dark setting; the file next to the page keeps the hex colours.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _VARIABLES = {INK: "ink", MUTED: "muted", GRID: "line", CARD: "card", ON_STRONG:
     colour: f"s{i}" for i, colour in enumerate(SERIES)
 }
 _STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",  # real text: it takes the reader's font, can be searched, and stays small
+    "svg.fonttype": "none",  # real text: it uses the reader's font, can be searched, and is small
     "text.parse_math": False,  # a class may be called "$5"
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],  # ships with matplotlib, so the layout is the same everywhere
@@ -69,7 +69,7 @@ _STYLE: dict[Any, Any] = {
 
 @dataclass(frozen=True)
 class Drawing:
-    """A finished figure: file name without suffix, SVG text, and what it shows in one sentence."""
+    """A finished figure: file name without suffix, SVG text, and a description."""
 
     name: str
     svg: str
@@ -89,7 +89,7 @@ class Drawing:
 
 @contextmanager
 def drawing_style() -> Iterator[None]:
-    """A context in which figures take the report's look, and names in any script are drawn without a warning."""
+    """Context in which figures have the style of the report, and names in any script are drawn without a warning."""
     with warnings.catch_warnings(), mpl.rc_context():
         mpl.rcdefaults()  # a reader's own matplotlibrc must not change the report
         mpl.rcParams.update(_STYLE)
@@ -100,7 +100,7 @@ def drawing_style() -> Iterator[None]:
 
 
 def finish(figure: Figure, name: str, alt: str) -> Drawing:
-    """The figure as SVG text that depends on nothing but what was drawn."""
+    """Return the figure as SVG text that depends only on what was drawn."""
     text = io.StringIO()
     # Ids inside the file are hashes; the salt makes them differ between figures that share a page.
     with mpl.rc_context({"svg.hashsalt": name}):
@@ -113,13 +113,13 @@ def finish(figure: Figure, name: str, alt: str) -> Drawing:
 
 
 def plain(text: str, limit: int = 10_000) -> str:
-    """The text on one line without control characters (XML has no way to write them), cut to `limit`."""
+    """Return the text on one line without control characters (XML cannot hold them), cut to `limit` characters."""
     clean = "".join(c if c.isprintable() else " " for c in text).strip() or "(no name)"
     return clean if len(clean) <= limit else clean[: limit - 1].rstrip() + "…"
 
 
 def plain_label(text: str, limit: int) -> str:
-    """The text as `plain`, but cut in its middle: labels of groups often begin alike and differ at their end."""
+    """Return the text as `plain`, but cut in the middle: labels of groups often differ only at their end."""
     clean = plain(text)
     head = (limit - 1) // 3
     return clean if len(clean) <= limit else f"{clean[:head].rstrip()}…{clean[head + 1 - limit :].lstrip()}"

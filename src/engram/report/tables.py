@@ -1,29 +1,25 @@
-"""The report's numbers: rows for the page (rounded, with spread) and CSV files (unrounded)."""
+"""The numbers of the report: the most confused classes, and CSV files (unrounded)."""
 
 from __future__ import annotations
 
-import csv
-import io
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from engram.core.metrics import METRICS, Estimate
-from engram.report.groups import Group, rivals, row_percent
+from engram.report.formatting import csv_text
+from engram.report.groups import RunGroup, comparable_groups, row_percent
 from engram.runs.result import SECONDS
 
 PAIRED = ("average_incremental_accuracy", "final_accuracy")  # the metrics whose differences are shown
-PREDICTOR_NAMES = {"cnn": "CNN", "nme": "NME"}
-MINUS = "\N{MINUS SIGN}"
 _CONFUSED_PAIRS = 10
-_GLUE = "\N{NO-BREAK SPACE}"
 
 
 @dataclass(frozen=True)
-class Confused:
-    """A pair of classes taken for one another: `percent` of the images of `true` were called `predicted`."""
+class ConfusedPair:
+    """A frequent mistake: `percent` of the images of class `true` were predicted as `predicted`."""
 
     true: str
     predicted: str
@@ -31,58 +27,24 @@ class Confused:
     percent: float
 
 
-def predictor_name(predictor: str) -> str:
-    """The predictor as people write it."""
-    return PREDICTOR_NAMES.get(predictor, predictor)
-
-
-def number(value: Estimate | None, digits: int = 2) -> str:
-    """'43.21 ± 0.40', '43.21' for a single run, or a dash where there is no such number."""
-    if value is None:
-        return "–"
-    text = decimal(value.mean, digits)
-    return text if value.std is None else f"{text}{_GLUE}±{_GLUE}{value.std:.{digits}f}"
-
-
-def decimal(value: float, digits: int = 2) -> str:
-    """A number with a proper minus; a rounded zero has no sign."""
-    text = f"{value:.{digits}f}"
-    return text.lstrip("-") if float(text) == 0 else text.replace("-", MINUS)
-
-
-def duration(value: Estimate) -> str:
-    """Seconds as people say them: '42.0 s', '3 min 05 s', '2 h 07 min'; with the spread where there is one."""
-    text = _clock(value.mean)
-    return text if value.std is None else f"{text}{_GLUE}±{_GLUE}{_clock(value.std)}"
-
-
-def _clock(seconds: float) -> str:
-    if seconds < 99.5:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-
-
-def confused_pairs(group: Group, predictor: str) -> list[Confused]:
-    """The most frequent mistakes after the last stage, by share of the true class's test images."""
+def confused_pairs(group: RunGroup, predictor: str) -> list[ConfusedPair]:
+    """Return the most frequent mistakes after the last stage, by share of the true class's test images."""
     return most_confused(group.confusion(predictor), group.class_names)
 
 
-def most_confused(counts: np.ndarray, names: Sequence[str]) -> list[Confused]:
-    """The most frequent mistakes in counts of true class by predicted class."""
+def most_confused(counts: np.ndarray, names: Sequence[str]) -> list[ConfusedPair]:
+    """Return the most frequent mistakes. counts: by true class (row) and predicted class (column)."""
     percent = row_percent(counts)
     mistakes = np.argwhere((counts > 0) & ~np.eye(len(counts), dtype=bool))
     ranked = sorted(mistakes.tolist(), key=lambda cell: (-percent[cell[0], cell[1]], cell))
     return [
-        Confused(names[row], names[column], int(counts[row, column]), float(percent[row, column]))
+        ConfusedPair(names[row], names[column], int(counts[row, column]), float(percent[row, column]))
         for row, column in ranked[:_CONFUSED_PAIRS]
     ]
 
 
-def csv_files(groups: Sequence[Group]) -> dict[str, str]:
-    """File name -> CSV text of every table of the report; one header line, numbers unrounded."""
+def csv_files(groups: Sequence[RunGroup]) -> dict[str, str]:
+    """Return the CSV text of every table by file name."""
     files = {
         "summary.csv": _summary(groups),
         "accuracy_per_stage.csv": _accuracy_per_stage(groups),
@@ -102,19 +64,11 @@ def csv_files(groups: Sequence[Group]) -> dict[str, str]:
     return files
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(header)
-    writer.writerows(rows)
-    return text.getvalue()
-
-
 def _cells(value: Estimate | None) -> list[object]:
-    return ["", ""] if value is None else [value.mean, "" if value.std is None else value.std]
+    return [None, None] if value is None else [value.mean, value.std]
 
 
-def _summary(groups: Sequence[Group]) -> str:
+def _summary(groups: Sequence[RunGroup]) -> str:
     names = [*METRICS, "seconds"]
     header = ["group", "recipe", "method", "predictor", "n", "stages", "classes"]
     header += [f"{name}_{part}" for name in names for part in ("mean", "std")]
@@ -125,23 +79,23 @@ def _summary(groups: Sequence[Group]) -> str:
             cells = [cell for value in [*values, group.seconds] for cell in _cells(value)]
             lead = [group.label, group.first.recipe, group.first.method, predictor, group.n]
             rows.append([*lead, len(group.classes) - 1, group.classes[-1], *cells])
-    return _table(header, rows)
+    return csv_text(header, rows)
 
 
-def _differences(groups: Sequence[Group]) -> str:
-    """Every two groups that can be set beside one another; empty where no two have a class order and seed in common."""
+def _differences(groups: Sequence[RunGroup]) -> str:
+    """Every pair of comparable groups; empty if no two have a class order and seed in common."""
     rows = [
         [one.label, one.predictors[0], other.label, other.predictors[0], metric, value.n, *_cells(value), value.higher]
-        for beside in rivals(groups)
-        for other, one in itertools.combinations(beside, 2)
+        for peers in comparable_groups(groups)
+        for other, one in itertools.combinations(peers, 2)
         for metric in PAIRED
         if (value := one.difference(other, metric)) is not None
     ]
     header = ["group", "predictor", "less", "less_predictor", "metric", "pairs", "mean", "std", "pairs_above_zero"]
-    return _table(header, rows) if rows else ""
+    return csv_text(header, rows) if rows else ""
 
 
-def _accuracy_per_stage(groups: Sequence[Group]) -> str:
+def _accuracy_per_stage(groups: Sequence[RunGroup]) -> str:
     header = ["group", "predictor", "stage", "classes", "n", "accuracy_mean", "accuracy_std"]
     rows = [
         [group.label, predictor, stage, classes, group.n, *_cells(value)]
@@ -149,63 +103,65 @@ def _accuracy_per_stage(groups: Sequence[Group]) -> str:
         for predictor in group.predictors
         for stage, (classes, value) in enumerate(zip(group.classes, group.accuracy(predictor), strict=True))
     ]
-    return _table(header, rows)
+    return csv_text(header, rows)
 
 
-def _runs(groups: Sequence[Group]) -> str:
+def _runs(groups: Sequence[RunGroup]) -> str:
     header = ["group", "run", "order", "seed", "predictor", "stage", "classes", "accuracy", "seconds"]
     rows = [
-        [group.label, run.directory.name, run.order, run.seed, predictor, index, stage.classes, *measured]
+        [group.label, run.directory.name, run.manifest.order.name, run.seed, predictor, index, stage.classes, *measured]
         for group in groups
         for run in group.runs
         for predictor in group.predictors
         for index, stage in enumerate(run.stages)
         for measured in [(stage.accuracy[predictor], stage.seconds)]
     ]
-    return _table(header, rows)
+    return csv_text(header, rows)
 
 
-def time_parts(groups: Sequence[Group]) -> list[str]:
-    """The parts of a run's time that any run names, in the order of the work."""
-    named = {part for group in groups for run in group.runs for part in run.seconds_by}
+def time_parts(groups: Sequence[RunGroup]) -> list[str]:
+    """The kinds of work in `seconds_by` of any run, in the order of the work."""
+    named = {part for group in groups for run in group.runs for part in run.result.seconds_by}
     return [*SECONDS, *sorted(named.difference(SECONDS))]
 
 
-def _seconds(groups: Sequence[Group]) -> str:
+def _seconds(groups: Sequence[RunGroup]) -> str:
     parts = time_parts(groups)
     rows = []
     for group in groups:
         for run in group.runs:
-            spent = [run.seconds_by.get(part, 0.0) for part in parts]
-            other = max(0.0, run.seconds - sum(spent))
-            rows.append([group.label, run.directory.name, run.order, run.seed, *spent, other, run.seconds])
-    return _table(["group", "run", "order", "seed", *parts, "other", "total"], rows)
+            spent = [run.result.seconds_by.get(part, 0.0) for part in parts]
+            other = max(0.0, run.result.seconds - sum(spent))
+            rows.append(
+                [group.label, run.directory.name, run.manifest.order.name, run.seed, *spent, other, run.result.seconds]
+            )
+    return csv_text(["group", "run", "order", "seed", *parts, "other", "total"], rows)
 
 
-def _matrix(group: Group, predictor: str) -> str:
+def _matrix(group: RunGroup, predictor: str) -> str:
     matrix = group.matrix(predictor)
     header = ["after_stage", *(f"classes_of_stage_{i}" for i in range(len(matrix)))]
-    rows = ([t, *("" if np.isnan(value) else float(value) for value in row)] for t, row in enumerate(matrix))
-    return _table(header, rows)
+    rows = ([t, *(None if np.isnan(value) else float(value) for value in row)] for t, row in enumerate(matrix))
+    return csv_text(header, rows)
 
 
-def _confusion(group: Group, predictor: str) -> str:
+def _confusion(group: RunGroup, predictor: str) -> str:
     names = group.class_names
     counts = group.confusion(predictor).tolist()
-    return _table(["true_class", *names], ([name, *row] for name, row in zip(names, counts, strict=True)))
+    return csv_text(["true_class", *names], ([name, *row] for name, row in zip(names, counts, strict=True)))
 
 
-def _importance(group: Group) -> str:
+def _importance(group: RunGroup) -> str:
     rows = []
     for m, values in enumerate(group.importance(), start=1):
-        spread = values.std(axis=0, ddof=1) if group.n > 1 else [""] * values.shape[1]
-        for rank, (mean, std) in enumerate(zip(values.mean(axis=0), spread, strict=True), start=1):
-            rows.append([f"Z_{m}", rank, group.n, float(mean), std if std == "" else float(std)])
-    return _table(["map", "rank", "n", "importance_mean", "importance_std"], rows)
+        stds = values.std(axis=0, ddof=1).tolist() if group.n > 1 else [None] * values.shape[1]
+        for rank, (mean, std) in enumerate(zip(values.mean(axis=0).tolist(), stds, strict=True), start=1):
+            rows.append([f"Z_{m}", rank, group.n, mean, std])
+    return csv_text(["map", "rank", "n", "importance_mean", "importance_std"], rows)
 
 
-def _loss(group: Group) -> str:
+def _loss(group: RunGroup) -> str:
     run = group.first
     terms = list(dict.fromkeys(term for point in run.losses for term in point.terms))
-    rows = ([p.stage, p.phase, p.epoch, *(p.terms.get(term, "") for term in terms)] for p in run.losses)
-    return _table(["stage", "phase", "epoch", *terms], rows)
+    rows = ([p.stage, p.phase, p.epoch, *(p.terms.get(term) for term in terms)] for p in run.losses)
+    return csv_text(["stage", "phase", "epoch", *terms], rows)

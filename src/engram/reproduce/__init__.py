@@ -1,5 +1,6 @@
-"""A paper's tables and figures by name: which runs they need, which are there, and ours beside the published numbers.
+"""Reproduce the tables and figures of a paper: the runs they need, the runs that exist, our numbers and the paper's.
 
-The order of things: `paper` (experiments as data), `records` and `store` (measured runs), `plan` (what each cell needs
-and has), `cost` (what the rest would take), `cells` (the numbers), and what shows them: `text`, `page`, `document`.
+`paper` (experiments as data), `records` and `results_files` (measured runs), `cell_plan` (the runs of each cell),
+`cost` (time that the missing runs would take), `cells` (the numbers), and the output: `paper_tables`,
+`paper_figures`, `paper_page` (HTML), `markdown_page`, `measured_summary`.
 """

@@ -1,4 +1,4 @@
-"""What each cell of a paper needs and has: its runs, those that were measured, and why there can be none."""
+"""The runs that each cell of a paper needs, and those that were measured."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from engram.experiment.recipe_changes import apply_changes, named_after_changes
 from engram.experiment.recipes import recipe, recipe_names
 from engram.experiment.run_config import RunConfig, directory_name
 from engram.methods import find_method
-from engram.reproduce.paper import Column, Experiment, Published, Row
+from engram.reproduce.paper import Experiment, PaperColumn, PaperRow, Published
 from engram.reproduce.records import Record, protocol_key
-from engram.runs.directory import method_code, read_result
+from engram.runs.reader import read_manifest, read_progress
 
 NOT_IN_PAPER, NO_RECIPE = "not in the paper", "no recipe yet"
 
@@ -30,24 +30,24 @@ class Wanted:
     key: str
 
     def is_measured_by(self, record: Record, importance: bool = False) -> bool:
-        """Whether a record is this run, computed as it was asked for, and with its importance where that is needed."""
-        if record.key != self.key or (importance and "importance" not in record.data):
+        """Whether a record is this run, in the wanted precision. importance: whether the record must have it."""
+        if record.key != self.key or (importance and not record.importance):
             return False
         asked = self.config.precision
         return record.has_default_precision if asked == "auto" else record.precision == asked
 
 
 @dataclass(frozen=True, eq=False)
-class Cell:
-    """A cell: its runs, and for each the record of it, None where it was not measured.
+class PaperCell:
+    """A cell of a table: the runs that it needs, and the record of each (None if not measured).
 
-    reason: why it has no runs, where it can have none; missing: the recipe that there is not yet; bare: those of its
-    runs that were measured and do not count, for they kept no importance and the cell is about it.
+    reason: why it cannot have runs. missing: the recipe that does not exist. bare: runs that were measured without the
+    importance that the cell needs.
     """
 
     experiment: Experiment
-    row: Row
-    column: Column
+    row: PaperRow
+    column: PaperColumn
     predictor: str | None
     published: Published | None
     wanted: tuple[Wanted, ...] = ()
@@ -58,36 +58,36 @@ class Cell:
 
     @property
     def records(self) -> tuple[Record, ...]:
-        """Its runs that were measured."""
+        """The runs that were measured."""
         return tuple(record for record in self.found if record is not None)
 
     @property
     def left(self) -> tuple[Wanted, ...]:
-        """Its runs that were not measured."""
+        """The runs that were not measured."""
         return tuple(wanted for wanted, record in zip(self.wanted, self.found, strict=True) if record is None)
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
-    """All cells that were asked for, and the runs they need, each once. left: those that were not measured, by name."""
+class PaperPlan:
+    """The requested cells, and the runs that they need, by name. left: runs that were not measured."""
 
-    cells: tuple[Cell, ...]
+    cells: tuple[PaperCell, ...]
     runs: dict[str, Wanted] = field(default_factory=dict)
     left: dict[str, Wanted] = field(default_factory=dict)
 
     @property
     def experiments(self) -> list[Experiment]:
-        """Those of the cells, each once."""
+        """The experiments of the cells."""
         return list({id(cell.experiment): cell.experiment for cell in self.cells}.values())
 
-    def of(self, experiment: Experiment) -> list[Cell]:
-        """The cells of an experiment, row by row."""
+    def of(self, experiment: Experiment) -> list[PaperCell]:
+        """Return the cells of an experiment, row by row."""
         return [cell for cell in self.cells if cell.experiment is experiment]
 
 
 @dataclass(frozen=True)
-class Asked:
-    """Which part of the experiments is wanted and how it is computed; None is the experiment's or the recipe's own."""
+class PaperRequest:
+    """Which cells to reproduce and how to compute them; None is the default of the experiment or recipe."""
 
     rows: Sequence[str] | None = None
     columns: Sequence[str] | None = None
@@ -98,9 +98,11 @@ class Asked:
     precision: str | None = None
 
 
-def make_plan(experiments: Sequence[Experiment], records: Iterable[Record], asked: Asked | None = None) -> Plan:
-    """The cells that are asked for, with what was measured of them."""
-    asked = asked or Asked()
+def make_plan(
+    experiments: Sequence[Experiment], records: Iterable[Record], asked: PaperRequest | None = None
+) -> PaperPlan:
+    """Return the requested cells with the runs that were measured."""
+    asked = asked or PaperRequest()
     planner = _Planner(records, asked)
     cells = [
         planner.cell(experiment, row, column)
@@ -108,15 +110,15 @@ def make_plan(experiments: Sequence[Experiment], records: Iterable[Record], aske
         for row in experiment.rows
         for column in experiment.columns
     ]
-    _refuse_others(cells, lambda record: record.data["data"].get("fingerprint"), "on different images")
-    _refuse_others(cells, lambda record: method_code(record.data), "with different code of the method")
+    _refuse_others(cells, lambda record: record.data.fingerprint, "on different images")
+    _refuse_others(cells, lambda record: record.method_code, "with different code of the method")
     _refuse_unknown_orders(planner.runs.values())
     left = {wanted.name: wanted for cell in cells for wanted in cell.left}
-    return Plan(tuple(cells), planner.runs, left)
+    return PaperPlan(tuple(cells), planner.runs, left)
 
 
-def _refuse_others(cells: Sequence[Cell], what: Callable[[Record], str], how: str) -> None:
-    """Refuses cells whose runs had different images, or code, under one name: their mean would mean nothing."""
+def _refuse_others(cells: Sequence[PaperCell], what: Callable[[Record], str], how: str) -> None:
+    """Refuse cells whose runs have different images or code: their mean would be meaningless."""
     for cell in cells:
         first = {what(record): record for record in cell.records}
         if len(first) > 1:
@@ -124,22 +126,22 @@ def _refuse_others(cells: Sequence[Cell], what: Callable[[Record], str], how: st
             raise EngramError(f"{one.source} and {two.source} are runs of {one.recipe} {how}; leave one of them out")
 
 
-def refuse_edited(plan: Plan) -> None:
-    """Refuses, before anything is trained, runs that would be averaged with those of other code of their method."""
+def refuse_edited(plan: PaperPlan) -> None:
+    """Refuse, before training, runs that would be averaged with runs of other code of the method."""
     for cell in plan.cells:
         for wanted in cell.left:
             now = find_method(wanted.config.method).versions.get(METHOD_CODE, "")
             for record in cell.records:
-                if method_code(record.data) != now:
+                if record.method_code != now:
                     raise EngramError(
                         f"{record.source} is a run of {record.recipe} with other code than the method "
                         f"{wanted.config.method} has now, and {wanted.name} would be averaged with it; leave that run "
-                        f"out ({option('directory')}, {option('results')}), or bring its code back"
+                        f"out ({option('directory')}, {option('results')}), or restore its code"
                     )
 
 
 def _refuse_unknown_orders(runs: Iterable[Wanted]) -> None:
-    """Refuses a class order that no data set of the runs has; one that some of them have is wanted of those."""
+    """Refuse a class order that none of the data sets has."""
     errors: dict[str, list[EngramError | None]] = {}
     for order, dataset in dict.fromkeys((run.config.order, run.config.data.name) for run in runs):
         try:
@@ -153,9 +155,9 @@ def _refuse_unknown_orders(runs: Iterable[Wanted]) -> None:
 
 
 class _Planner:
-    """Makes cells; runs that several of them need are one."""
+    """Makes the cells; a run that several cells need is planned once."""
 
-    def __init__(self, records: Iterable[Record], asked: Asked) -> None:
+    def __init__(self, records: Iterable[Record], asked: PaperRequest) -> None:
         self.asked = asked
         self.runs: dict[str, Wanted] = {}
         self._recipes = set(recipe_names())
@@ -165,14 +167,14 @@ class _Planner:
                 self._by_key.setdefault(record.key, []).append(record)
 
     def found(self, wanted: Wanted, importance: bool) -> Record | None:
-        """The run as it was measured; of several (other machines, other commits) the latest."""
+        """Return the record of a run; of several (other machines or commits), the latest."""
         known = self._by_key.get(wanted.key, [])
         fitting = [record for record in known if wanted.is_measured_by(record, importance)]
-        return max(fitting, key=lambda record: record.data["created"], default=None)
+        return max(fitting, key=lambda record: record.created, default=None)
 
-    def cell(self, experiment: Experiment, row: Row, column: Column) -> Cell:
+    def cell(self, experiment: Experiment, row: PaperRow, column: PaperColumn) -> PaperCell:
         spec, published = experiment.spec(row, column), experiment.published(row, column)
-        cell = Cell(experiment, row, column, spec.predictor, published)
+        cell = PaperCell(experiment, row, column, spec.predictor, published)
         if row.values is not None and published is None:
             return replace(cell, reason=NOT_IN_PAPER)
         if spec.recipe not in self._recipes:
@@ -187,12 +189,12 @@ class _Planner:
         return replace(cell, predictor=spec.predictor or config.predictor, wanted=wanted, found=found, bare=bare)
 
     def _here(self, config: RunConfig) -> RunConfig:
-        """The configuration with the images, device and precision that were asked for."""
+        """Return the configuration with the requested images, device and precision."""
         if self.asked.data_path is not None and config.data.name in PLACED:
             config = config.with_value("data.path", self.asked.data_path)
         if self.asked.device is not None:
             config = config.with_value("device", self.asked.device)
-        # A cell that is about a precision keeps its own.
+        # A cell that sets its precision keeps it.
         if self.asked.precision is not None and config.precision == "auto":
             config = config.with_value("precision", self.asked.precision)
         return config
@@ -202,25 +204,29 @@ class _Planner:
         name = run_name(config)
         other = self.runs.setdefault(name, Wanted(name, config, key))
         if other.key != key:
-            raise EngramError(f"two runs would both be called {name}; give the changes of their recipes other names")
+            raise EngramError(f"two runs would both be named {name}; change the settings of one of them")
         return other
 
 
 def run_name(config: RunConfig) -> str:
-    """The run's directory: as `engram run` calls it, and the precision where it is not the device's own."""
+    """Return the name of the run's directory, as in `engram run`, plus the precision if it is set."""
     name = directory_name(config)
     return name if config.precision == "auto" else f"{name}-{config.precision}"
 
 
 def stages_done(parent: Path, wanted: Wanted) -> int:
-    """The stages that are there of a run that was begun and not ended; 0 of one that was not begun."""
-    return len(read_result(parent / wanted.name)["stages"])
+    """Number of finished stages of a run; 0 if it was not started."""
+    directory = parent / wanted.name
+    try:
+        return read_progress(directory, read_manifest(directory)).finished
+    except EngramError:
+        return 0
 
 
 def select(
     experiments: Sequence[Experiment], rows: Sequence[str] | None, columns: Sequence[str] | None
 ) -> list[Experiment]:
-    """The experiments cut down to the rows and columns of those names; refuses a name that none of them has."""
+    """Return the experiments with only these rows and columns; refuse a name that none of them has."""
     kept_rows = _named(rows, "row", [row for experiment in experiments for row in experiment.rows])
     kept_columns = _named(columns, "column", [column for experiment in experiments for column in experiment.columns])
     chosen = [_cut(experiment, kept_rows, kept_columns) for experiment in experiments]
@@ -232,14 +238,16 @@ def select(
     return kept
 
 
-def _named(names: Sequence[str] | None, what: str, things: Sequence[Row | Column]) -> set[int]:
-    """The ids of the rows or columns of those names, None being all; a recipe names rows where nothing else does."""
+def _named(names: Sequence[str] | None, what: str, things: Sequence[PaperRow | PaperColumn]) -> set[int]:
+    """Return the ids of the rows or columns with these names (None: all). Rows can also be named by recipe."""
     if names is None:
         return {id(thing) for thing in things}
     found: set[int] = set()
     for name in names:
-        called = [thing for thing in things if _is_called(thing, name)]
-        called = called or [row for row in things if isinstance(row, Row) and row.recipe.casefold() == name.casefold()]
+        called = [thing for thing in things if _has_name(thing, name)]
+        called = called or [
+            row for row in things if isinstance(row, PaperRow) and row.recipe.casefold() == name.casefold()
+        ]
         if not called:
             labels = dict.fromkeys(thing.label for thing in things)
             raise EngramError(f"there is no {what} {name!r}: {suggest(name, labels)}")
@@ -251,16 +259,16 @@ def _cut(experiment: Experiment, rows: set[int], columns: set[int]) -> Experimen
     places = [i for i, column in enumerate(experiment.columns) if id(column) in columns]
     kept = [row for row in experiment.rows if id(row) in rows]
     if experiment.kind == "effects" and kept and kept[0] is not experiment.rows[0]:
-        kept.insert(0, experiment.rows[0])  # what the others are against
+        kept.insert(0, experiment.rows[0])  # the others are compared with it
     cut = tuple(
         row if row.values is None else replace(row, values=tuple(row.values[i] for i in places)) for row in kept
     )
     return replace(experiment, rows=cut, columns=tuple(experiment.columns[i] for i in places))
 
 
-def _is_called(thing: Row | Column, name: str) -> bool:
-    """Whether a row or column goes by that name: its label, a row's method, a word of a column's label."""
-    if isinstance(thing, Row):
+def _has_name(thing: PaperRow | PaperColumn, name: str) -> bool:
+    """Whether a row or column has this name: its label, a row's method, or a word of a column's label."""
+    if isinstance(thing, PaperRow):
         names = [thing.label, thing.method, thing.label.rstrip("*")]
     else:
         names = [thing.label, *thing.label.split()]

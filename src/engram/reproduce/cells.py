@@ -1,6 +1,6 @@
-"""The numbers of a cell: ours over its runs, the paper's, their difference, and how near they are.
+"""The numbers of a cell: ours over its runs, the paper's, and their difference.
 
-A cell without runs has no numbers; the paper's is never put in their place.
+A cell without runs has no number of ours; the paper's number is never used instead.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from engram.core.metrics import Difference, Estimate, estimate, paired
-from engram.report.tables import predictor_name
-from engram.reproduce.cell_plan import NOT_IN_PAPER, Cell, Plan
-from engram.reproduce.records import Record
+from engram.report.formatting import predictor_name
+from engram.reproduce.cell_plan import NOT_IN_PAPER, PaperCell, PaperPlan
 
 Mark = Literal["within one standard deviation", "within one point", "further off", "not run", "nothing published"]
 WITHIN_STD: Mark = "within one standard deviation"
@@ -23,41 +22,41 @@ UNPUBLISHED: Mark = "nothing published"
 MARKS: dict[Mark, str] = {WITHIN_STD: "●", WITHIN_POINT: "◐", FURTHER: "○", NOT_RUN: "–", UNPUBLISHED: " "}
 KEPT_NOTHING = "run, but no importance was kept"
 POINT = 1.0
-_SLACK = 1e-9  # of a difference of decimals that should be on the line
+_SLACK = 1e-9  # rounding of a difference that is exactly on the limit
 
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """A cell with its numbers. ours: None where no run was measured; difference: ours minus the paper's."""
+    """A cell with its numbers. ours: None without runs. difference: ours minus the paper's."""
 
-    cell: Cell
+    cell: PaperCell
     ours: Estimate | None
     difference: float | None
     mark: Mark
 
     @property
     def n(self) -> int:
-        """How many runs were measured."""
+        """Number of runs."""
         return 0 if self.ours is None else self.ours.n
 
     @property
     def why(self) -> str:
-        """Why there is no number; empty where there is one."""
+        """Why there is no number of ours; empty if there is one."""
         return "" if self.ours is not None else self.cell.reason or self.lacking
 
     @property
     def lacking(self) -> str:
-        """What a cell without a number lacks, whatever this version could run."""
+        """What is missing, independent of what this version could run."""
         return KEPT_NOTHING if self.cell.bare else NOT_RUN
 
     @property
     def in_paper(self) -> bool:
-        """Whether the paper has this cell at all."""
+        """Whether the paper has a number in this cell."""
         return self.cell.reason != NOT_IN_PAPER
 
 
-def measure(cell: Cell) -> Measured:
-    """The cell with its numbers."""
+def measure(cell: PaperCell) -> Measured:
+    """Compute the numbers of a cell."""
     name = cell.experiment.measure
     values = [] if cell.predictor is None else [record.value(name, cell.predictor) for record in cell.records]
     ours = estimate(values) if values else None
@@ -69,8 +68,8 @@ def measure(cell: Cell) -> Measured:
     return Measured(cell, ours, difference, _mark(abs(difference), cell.published.deviation))
 
 
-def measure_all(plan: Plan) -> list[Measured]:
-    """Every cell with its numbers."""
+def measure_all(plan: PaperPlan) -> list[Measured]:
+    """Compute the numbers of every cell."""
     return [measure(cell) for cell in plan.cells]
 
 
@@ -81,11 +80,11 @@ def _mark(difference: float, std: float | None) -> Mark:
 
 
 def each_once(cells: Sequence[Measured]) -> list[list[Measured]]:
-    """The cells by the paper's numbers of them: those that give the same one, the first that was measured before all.
+    """Group the cells that repeat the same published number, measured cells first.
 
-    Equal numbers in two columns of one table are two. Cells without a published number are in none.
+    Equal numbers in two columns of one table are different numbers. Cells without a published number are left out.
     """
-    found: dict[object, dict[str, list[Measured]]] = {}  # by number, then by the column where it stands first
+    found: dict[object, dict[str, list[Measured]]] = {}  # by number, then by the column of its first cell
     for measured in cells:
         cell = measured.cell
         if cell.published is None:
@@ -97,23 +96,23 @@ def each_once(cells: Sequence[Measured]) -> list[list[Measured]]:
     return [sorted(group, key=lambda measured: measured.mark == NOT_RUN) for group in groups]
 
 
-def effect(base: Cell, cell: Cell) -> Difference | None:
-    """The cell's measure less the base's, run by run of the same class order and seed; None where none has both."""
+def effect(base: PaperCell, cell: PaperCell) -> Difference | None:
+    """Difference to a base cell, over pairs of runs with the same class order and seed; None without pairs."""
     name = cell.experiment.measure
 
-    def values(one: Cell) -> dict[tuple[str, int], float | None]:
-        return {(record.order, record.seed): record.value(name, one.predictor or "") for record in one.records}
+    def values(one: PaperCell) -> dict[tuple[str, int], float | None]:
+        return {(record.order.name, record.seed): record.value(name, one.predictor or "") for record in one.records}
 
     return paired(values(cell), values(base))
 
 
-def effect_of(cell: Cell, first: Cell) -> Difference | None:
-    """The effect of a cell in a table of effects, first being that of the first row; None for that and elsewhere."""
+def effect_of(cell: PaperCell, first: PaperCell) -> Difference | None:
+    """Difference to the first row in a table of effects; None for the first row and in other tables."""
     return effect(first, cell) if cell.experiment.kind == "effects" and cell is not first else None
 
 
-def curve(cell: Cell) -> tuple[list[int], list[Estimate]] | None:
-    """Classes seen and accuracy after each stage over the cell's runs; None where there are none."""
+def curve(cell: PaperCell) -> tuple[list[int], list[Estimate]] | None:
+    """Classes seen and accuracy after each stage over the cell's runs; None without runs."""
     curves = [record.curve(cell.predictor or "") for record in cell.records]
     if not curves or not curves[0] or len({tuple(seen for seen, _ in line) for line in curves}) > 1:
         return None
@@ -122,12 +121,6 @@ def curve(cell: Cell) -> tuple[list[int], list[Estimate]] | None:
     return [seen for seen, _ in curves[0]], estimates
 
 
-def last_importance(record: Record) -> list[float] | None:
-    """The channels' importance of the last map after the last stage, from high to low; None where it was not kept."""
-    maps = record.data.get("importance")
-    return maps[-1] if maps else None
-
-
 def predictor_of(measured: Measured) -> str:
-    """The predictor as people write it; empty where the cell has none."""
+    """Name of the predictor as papers write it; empty if the cell has none."""
     return "" if measured.cell.predictor is None else predictor_name(measured.cell.predictor)

@@ -1,8 +1,7 @@
-"""What the runs that are left would take, from runs that were measured on the same hardware.
+"""Estimate the time of the missing runs from runs that were measured on the same hardware.
 
-A run's work is counted in steps and images trained, as its own estimate of the time left does; a measured run gives
-the seconds of a unit of it. Runs side by side share a device: how much they gain by it is taken from when measured runs
-began and ended.
+The work of a run is counted in steps and images; a measured run gives the seconds per unit of work. Runs that share a
+device run in parallel: the start and end times of measured runs give the speed-up.
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ from engram.data.store import ImageStore
 from engram.experiment.run_config import RunConfig
 from engram.experiment.session import Session
 from engram.methods import find_method
-from engram.reproduce.cell_plan import Plan, Wanted, stages_done
+from engram.reproduce.cell_plan import PaperPlan, Wanted, stages_done
 from engram.reproduce.records import DEFAULT_PRECISION, Record
 
-# A step alone against a step's share among many, on a GPU that these keep busy (results/benchmark-h200.json).
+# Time of a step alone, relative to its share among many runs on a busy GPU (results/benchmark-h200.json).
 ALONE = 2.0
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What is left on one kind of hardware. measured: the runs it was taken from; at_once: how many went side by side.
+    """Estimated time of the missing runs on one kind of hardware; None if no run can be estimated.
 
-    unmeasured: the methods that have no run there, and are taken to cost what the others do. uncounted: how many of the
-    runs left are not in the seconds, by why; where no run is, the seconds are None.
+    measured: number of runs behind the estimate. at_once: how many of them ran at the same time. unmeasured: methods
+    without a measured run, assumed to cost as much as the others. uncounted: runs without an estimate, by reason.
     """
 
     hardware: str
@@ -48,26 +47,26 @@ class Cost:
 
 @dataclass(frozen=True)
 class Work:
-    """The work of each stage, and a name for the base stage that equals that of every run that shares it."""
+    """The work of each stage, and a key of the base stage: runs with the same key share it."""
 
     stages: tuple[float, ...]
     base: str | None
 
 
-def costs(plan: Plan, records: Sequence[Record], runs: Path) -> list[Cost]:
-    """What the runs that are left would take, on each kind of hardware with measured runs of the same data."""
+def costs(plan: PaperPlan, records: Sequence[Record], runs: Path) -> list[Cost]:
+    """Estimate the time of the missing runs on each kind of hardware with measured runs of the same data."""
     left = list(plan.left.values())
     groups: dict[str, list[Record]] = {}
     for record in records:
-        if record.config and _images(record.config) in {_images(wanted.config) for wanted in left}:
-            groups.setdefault(record.hardware, []).append(record)
+        if record.run_config and _images(record.run_config) in {_images(wanted.config) for wanted in left}:
+            groups.setdefault(record.machine, []).append(record)
     return [_on(hardware, measured, left, runs) for hardware, measured in groups.items()]
 
 
 def _on(hardware: str, measured: Sequence[Record], left: Sequence[Wanted], runs: Path) -> Cost:
-    """What can be told of the runs left from those that were measured on that hardware."""
+    """Estimate the missing runs on one kind of hardware."""
     device = measured[0].device
-    kinds = {_kind(record.config, device) for record in measured if record.config}
+    kinds = {_kind(record.run_config, device) for record in measured if record.run_config}
     counted: list[tuple[Wanted, Work]] = []
     uncounted: Counter[str] = Counter()
     for wanted in left:
@@ -82,7 +81,7 @@ def _on(hardware: str, measured: Sequence[Record], left: Sequence[Wanted], runs:
             except EngramError:
                 uncounted["whose images are not here"] += 1
     used = {_kind(wanted.config, device) for wanted, _ in counted}
-    alike = [record for record in measured if record.config and _kind(record.config, device) in used]
+    alike = [record for record in measured if record.run_config and _kind(record.run_config, device) in used]
     if not counted:
         return Cost(hardware, None, 0, 1, (), dict(uncounted))
     return _cost(hardware, alike, counted, dict(uncounted))
@@ -94,13 +93,13 @@ def _images(config: RunConfig) -> tuple[str, str]:
 
 
 def _kind(config: RunConfig, device: str) -> tuple[str, str, str]:
-    """What a run on such a device must have in common with a measured one for its time to be told from it."""
+    """Data, network and precision: a measured run must have them in common with the run to estimate."""
     precision = DEFAULT_PRECISION.get(device, "auto") if config.precision == "auto" else config.precision
     return *_images(config), precision
 
 
 def this_hardware(device: str | None = None) -> str:
-    """The processor or graphics card that a run would take here, as it calls itself."""
+    """Name of the processor or graphics card that a run would use here."""
     import torch
 
     if device != "cpu" and torch.cuda.is_available():
@@ -117,15 +116,15 @@ def _cost(
     hardware: str, measured: Sequence[Record], left: Sequence[tuple[Wanted, Work]], uncounted: dict[str, int]
 ) -> Cost:
     device = measured[0].device
-    images = {wanted.config.data.name: wanted.config.data for wanted, _ in left}  # a record does not say where they are
+    images = {wanted.config.data.name: wanted.config.data for wanted, _ in left}  # records have no paths
     spent: dict[object, list[tuple[float, float]]] = {}
     for record in measured:
-        assert record.config is not None
-        config = replace(record.config, data=images[record.config.data.name])
-        stages = work_of(config).stages[1 if record.data["reused_base"] else 0 :]
+        assert record.run_config is not None
+        config = replace(record.run_config, data=images[record.run_config.data.name])
+        stages = work_of(config).stages[1 if record.reused_base else 0 :]
         kind = _kind(config, device)
         for key in (kind, (kind, config.method)):
-            spent.setdefault(key, []).append((record.result["seconds"], sum(stages)))
+            spent.setdefault(key, []).append((record.result.seconds, sum(stages)))
     rates = {key: _rate(pairs) for key, pairs in spent.items()}
     trained: set[object] = set()
     unmeasured: dict[str, None] = {}
@@ -139,7 +138,7 @@ def _cost(
         total, longest = total + seconds, max(longest, seconds)
         trained.add((kind, work.base))
     share, at_once = _side_by_side(measured)
-    alone = min(longest, longest * share * ALONE)  # the longest run cannot be shared out
+    alone = min(longest, longest * share * ALONE)  # the longest run cannot be split
     return Cost(hardware, max(total * share, alone), len(measured), at_once, tuple(unmeasured), uncounted)
 
 
@@ -149,8 +148,8 @@ def _rate(pairs: Iterable[tuple[float, float]]) -> float:
 
 
 def _side_by_side(records: Sequence[Record]) -> tuple[float, int]:
-    """Seconds on the clock for each second of a run, and how many runs were at work at once at most."""
-    known = [(record.data["wall"], record.result["seconds"]) for record in records if record.data.get("wall")]
+    """Wall-clock seconds per second of a run, and the largest number of runs at the same time."""
+    known = [(record.wall, record.result.seconds) for record in records if record.wall]
     if not known:
         return 1.0, 1
     steps = sorted([(wall[0], 1) for wall, _ in known] + [(wall[1], -1) for wall, _ in known])
@@ -164,14 +163,14 @@ def _side_by_side(records: Sequence[Record]) -> tuple[float, int]:
 
 
 def work_of(config: RunConfig) -> Work:
-    """The work of a run; no image is read of a set whose numbers are known."""
+    """Return the work of a run, without reading images if the size of the data set is known."""
     config = replace(config, device="cpu", precision="float32", recipe="custom")
-    # Images are counted, so a small network will do, and neither order nor seed plays a part.
+    # Only images are counted, so network, order and seed do not matter.
     return Work(_stage_work(replace(config, order="natural", seed=1, backbone="resnet10")), _base(config))
 
 
 def _base(config: RunConfig) -> str | None:
-    """What runs that share a base stage have in common, of all that a session knows: images and machine aside."""
+    """Key that is the same for runs that share a base stage, apart from images and machine."""
     info = find_method(config.method)
     method = info.base_key(info.make(config.settings))
     if method is None:
@@ -190,7 +189,7 @@ def _stage_work(config: RunConfig) -> tuple[float, ...]:
 
 @cache
 def _outline(data: DataConfig) -> ImageStore:
-    """The data set; of CIFAR-100 its numbers alone, so that a plan can be made where it is not."""
+    """Load the data set; for CIFAR-100 only its sizes, so it need not be downloaded."""
     if data.name != "cifar100":
         return load_store(data)
     store = outline_cifar100()

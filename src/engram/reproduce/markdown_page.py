@@ -1,6 +1,6 @@
-"""docs/reproduction.md, or another paper's: what reproduces and what does not, made from the results and nothing else.
+"""docs/reproduction.md: which numbers of a paper were reproduced, made only from the results.
 
-What this version could run plays no part, so the page changes when a result comes and not when a method does.
+The page does not depend on which methods this version has, only on the results.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from engram.report.tables import decimal
-from engram.report.wording import count_runs, join
-from engram.reproduce.cell_plan import Asked, make_plan
+from engram.report.formatting import count_runs, join, signed
+from engram.reproduce.cell_plan import PaperRequest, make_plan
 from engram.reproduce.cells import FURTHER, MARKS, NOT_RUN, WITHIN_POINT, WITHIN_STD, Measured, each_once, measure_all
 from engram.reproduce.paper import MEASURES, Experiment, Paper
 from engram.reproduce.paper_page import headline, records_of, remarks
-from engram.reproduce.paper_tables import caption, legend, markdown, markdown_effects, signed
+from engram.reproduce.paper_tables import caption, legend, markdown, markdown_effects, markdown_rows, run_batches
 from engram.reproduce.records import Record
 
+_JUDGED = (WITHIN_STD, WITHIN_POINT, FURTHER)
 COMMAND = "engram results page docs/reproduction.md results"
 
 
 def document(paper: Paper, records: Sequence[Record], command: str = COMMAND, file: str | None = None) -> str:
-    """The whole page. command: what makes it. file: the paper's, as --paper takes it; None is AFC's."""
+    """Return the page. command: what makes it. file: path of the paper; None is the paper in this package."""
     seeds = sorted({record.seed for record in records}) or [1]
-    plan = make_plan(list(paper.experiments.values()), records, Asked(seeds=seeds))
+    plan = make_plan(list(paper.experiments.values()), records, PaperRequest(seeds=seeds))
     cells = measure_all(plan)
     tables = [experiment for experiment in plan.experiments if experiment.kind != "effects"]
     effects = [experiment for experiment in plan.experiments if experiment.kind == "effects"]
@@ -50,8 +50,8 @@ def _opening(paper: Paper, cells: Sequence[Measured], command: str, file: str | 
     place = "[`results/`](../results/README.md)" if command == COMMAND else "a file of results"
     starred = any(cell.cell.row.label.endswith("*") for cell in cells)
     star = "A star marks rows for which the paper's authors ran other people's code again. " if starred else ""
-    repeated = """If a table repeats a number without its standard deviation, that of the other table is used;
-if there is none, a number is judged by one point alone.
+    repeated = """If a table repeats a number without its standard deviation, the one in the other table is used;
+without any, only the limit of one point counts.
 """
     if not any(cell.cell.published for cell in cells):
         repeated = ""
@@ -60,37 +60,31 @@ if there is none, a number is judged by one point alone.
 {paper.title}. {headline(cells)}
 
 Made by `{command}`{checked}.
-{_reproduce(next(iter(paper.experiments)), file)} runs what is not there yet; `engram results merge` adds it to {place}.
-Our numbers stand beside the paper's and never replace them. What was not run is marked "not run".
+{_reproduce(next(iter(paper.experiments)), file)} runs what is missing; `engram results merge` adds it to {place}.
+The paper's numbers never replace ours: cells without runs are marked "not run".
 
 {legend(cells)}.
 {star}{repeated}"""
 
 
 def _reproduce(name: str, file: str | None) -> str:
-    """The command that runs what an experiment lacks."""
+    """The command that runs the missing runs of an experiment."""
     return f"`engram reproduce {name}{'' if file is None else f' --paper {shlex.quote(file)}'}`"
 
 
 def _overview(tables: Sequence[Experiment], cells: Sequence[Measured]) -> str:
-    rows = ["| | published | ours | " + " | ".join(MARKS[mark] for mark in (WITHIN_STD, WITHIN_POINT, FURTHER)) + " |"]
-    rows.append("| --- | --- | --- | --- | --- | --- |")
+    rows: list[list[str]] = []
     for experiment in tables:
         published = [cell for cell in _of(experiment, cells) if cell.cell.published is not None]
-        if not published:
-            continue
         marks = Counter(cell.mark for cell in published)
-        counts = [
-            len(published),
-            len(published) - marks[NOT_RUN],
-            *(marks[m] for m in (WITHIN_STD, WITHIN_POINT, FURTHER)),
-        ]
-        rows.append(f"| {caption(experiment)} | {' | '.join(map(str, counts))} |")
-    return "\n".join(rows) + "\n"
+        counts = [len(published), len(published) - marks[NOT_RUN], *(marks[mark] for mark in _JUDGED)]
+        if published:
+            rows.append([caption(experiment), *map(str, counts)])
+    return markdown_rows(["", "published", "ours", *(MARKS[mark] for mark in _JUDGED)], rows)
 
 
 def _reproduces(cells: Sequence[Measured]) -> str:
-    text = "\n".join(_named(cells, (WITHIN_STD, WITHIN_POINT))) or "Nothing was measured that is."
+    text = "\n".join(_named(cells, (WITHIN_STD, WITHIN_POINT))) or "Nothing yet."
     return f"## What reproduces\n\nWithin the paper's standard deviation, or one point:\n\n{text}\n"
 
 
@@ -104,10 +98,10 @@ def _does_not(paper: Paper, tables: Sequence[Experiment], cells: Sequence[Measur
 
 
 def _named(cells: Sequence[Measured], marks: Sequence[str]) -> list[str]:
-    """A line for each row of a table that has cells so marked; a number that other tables repeat stands once."""
+    """Return a line for each row of a table with such marks; a number that several tables repeat is listed once."""
     found: dict[tuple[str, str], list[str]] = {}
     for group in each_once(cells):
-        results: dict[str, list[Measured]] = {}  # one, unless the tables have other runs beside the number
+        results: dict[str, list[Measured]] = {}  # one, unless the tables have different runs
         for measured in group:
             if measured.difference is not None and measured.mark in marks:
                 results.setdefault(signed(measured.difference), []).append(measured)
@@ -134,13 +128,13 @@ def _effects(paper: Paper, experiment: Experiment, cells: Sequence[Measured], fi
     return f"""## {caption(experiment)}
 
 {opening}The first row is {MEASURES[experiment.measure]}; the others are the mean difference to it over runs
-of the same class order and seed. {_reproduce(experiment.name, file)} measures what is missing.
+of the same class order and seed. {_reproduce(experiment.name, file)} runs what is missing.
 
 {table}{note}"""
 
 
 def _section(experiment: Experiment, cells: Sequence[Measured], file: str | None) -> str:
-    """The rows that something was measured of; the others by name."""
+    """The table of the rows with runs; other rows are listed by name."""
     rows = [
         row for row in experiment.rows if any(c.n or c.cell.bare for c in _of(experiment, cells) if c.cell.row is row)
     ]
@@ -153,27 +147,10 @@ def _section(experiment: Experiment, cells: Sequence[Measured], file: str | None
 
 
 def _provenance(used: Sequence[Record], records: Sequence[Record]) -> str:
-    groups: dict[tuple[str, ...], list[Record]] = {}
-    for record in records:
-        versions = record.data["versions"]
-        key = (
-            record.recipe,
-            f"{record.hardware}, {record.precision}",
-            f"torch {versions.get('torch', '?')}",
-            record.commit,
-        )
-        groups.setdefault(key, []).append(record)
-    rows = [
-        "| recipe | runs (order/seed) | seconds of a run | hardware | torch | commit |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    for (recipe, hardware, torch, commit), runs in groups.items():
-        seconds = [run.result["seconds"] for run in runs]
-        took = decimal(seconds[0], 0) if len(runs) == 1 else f"{decimal(min(seconds), 0)} to {decimal(max(seconds), 0)}"
-        which = ", ".join(f"{run.order}/{run.seed}" for run in runs)
-        rows.append(f"| {recipe} | {which} | {took} | {hardware} | {torch} | {commit} |")
+    header = ["recipe", "runs (order/seed)", "seconds of a run", "hardware", "torch", "commit"]
+    rows = [[run.recipe, run.orders, run.seconds, run.hardware, run.torch, run.commit] for run in run_batches(records)]
     others = len(records) - len(used)
     more = f" {others} of them are in no table above." if others else ""
-    text = "\n".join(rows) if groups else "There are none yet."
-    shared = "Runs share a device, so their seconds do not add up to time on the wall."
-    return f"## The runs\n\n{count_runs(len(records))}.{more} {shared}\n\n{text}\n"
+    text = markdown_rows(header, rows) if records else "There are none yet.\n"
+    shared = "Runs share a device, so the sum of their seconds is not wall-clock time."
+    return f"## The runs\n\n{count_runs(len(records))}.{more} {shared}\n\n{text}"

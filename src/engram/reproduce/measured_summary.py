@@ -1,4 +1,4 @@
-"""What was measured of each recipe, in a few numbers: the package carries them, for `engram list methods`."""
+"""A few measured numbers of each recipe, included in the package for `engram list methods`."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ AVERAGE = "average_incremental_accuracy"
 
 
 def summarise(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
-    """By recipe: n, mean and standard deviation (None for one run) of the average accuracy, and seconds of a run.
+    """By recipe: n, mean and standard deviation (None for one run) of the average accuracy, and mean seconds of a run.
 
-    Of each order and seed the latest run counts, in the default precision of its device. accuracy: percent, by the
-    predictor that the recipe reports. seconds: the mean, of runs that may have gone side by side.
+    The latest run of each class order and seed counts, in the default precision of its device. Accuracy is in percent,
+    with the predictor that the recipe reports. Runs may have shared a device.
     """
     found: dict[str, dict[tuple[str, int], Record]] = {}
-    for record in sorted(records, key=lambda record: str(record.data["created"])):
+    for record in sorted(records, key=lambda record: record.created):
         name = record.recipe.split(" ")[0]
         if record.has_default_precision and name in recipe_names() and _is_unchanged(record, name):
-            found.setdefault(name, {})[record.order, record.seed] = record
+            found.setdefault(name, {})[record.order.name, record.seed] = record
     return {name: _numbers(name, list(runs.values())) for name, runs in sorted(found.items())}
 
 
 def _is_unchanged(record: Record, name: str) -> bool:
-    """Whether the run was of the recipe as it is now, class order and seed aside."""
-    plain = recipe(name).with_value("order", record.order).with_value("seed", record.seed)
+    """Whether the run has the recipe's current settings, apart from class order and seed."""
+    plain = recipe(name).with_value("order", record.order.name).with_value("seed", record.seed)
     return record.key == protocol_key(plain)
 
 
@@ -46,17 +46,17 @@ def _numbers(name: str, runs: Sequence[Record]) -> dict[str, Any]:
         "n": accuracy.n,
         "mean": round(accuracy.mean, 2),
         "std": None if accuracy.std is None else round(accuracy.std, 2),
-        "seconds": round(statistics.fmean(float(run.result["seconds"]) for run in runs)),
-        "hardware": ", ".join(sorted({run.hardware for run in runs})),
+        "seconds": round(statistics.fmean(run.result.seconds for run in runs)),
+        "hardware": ", ".join(sorted({run.machine for run in runs})),
     }
 
 
 def as_text(summary: dict[str, dict[str, Any]]) -> str:
-    """The summary as it is kept in the package, a recipe a line."""
+    """Return the summary as JSON, one recipe per line."""
     lines = [f" {json.dumps(name)}: {json.dumps(numbers)}" for name, numbers in summary.items()]
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def measured() -> dict[str, dict[str, Any]]:
-    """What this version of the package knows to have been measured, by recipe."""
+    """Return the summary in this package, by recipe."""
     return json.loads((files("engram.reproduce") / "papers" / FILE).read_text(encoding="utf-8"))

@@ -1,6 +1,6 @@
-"""A paper as data: its experiments, each a grid of rows and columns, and the numbers it published.
+"""A paper as data: its experiments, each a table of rows and columns, and the published numbers.
 
-`papers/afc.toml` says how such a file is written; a file of one's own has the same form.
+`papers/afc.toml` explains the format; your own file has the same format.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from engram.core.io import read_json
 
 PAPERS = Path(__file__).parent / "papers"
 KINDS = ("table", "curves", "importance", "effects")
-MEASURES = {  # result.json's metrics, and what its matrix of accuracies gives beside
+MEASURES = {  # the metrics of result.json, and more that are computed from its accuracy matrix
     "average_incremental_accuracy": "average incremental accuracy, %",
     "final_accuracy": "accuracy after the last stage, %",
     "backward_transfer": "backward transfer, points",
@@ -25,18 +25,18 @@ MEASURES = {  # result.json's metrics, and what its matrix of accuracies gives b
     "forgetting": "forgetting, points",
     "importance_spread": "standard deviation of the importance over the channels of the last map, whose mean is 1",
 }
-_DEFAULT_MEASURES = {"importance": "importance_spread"}  # of a kind
+_DEFAULT_MEASURES = {"importance": "importance_spread"}  # by kind
 PREDICTORS = {"CNN": "cnn", "NME": "nme"}
 _COMMON_KEYS = ("name", "title", "kind", "published", "recipe", "set", "measure", "orders", "note", "opening", "beside")
 _KEYS = frozenset((*_COMMON_KEYS, "column", "values", "columns", "rows", "methods"))
 _ROW_KEYS = frozenset(("method", "inference", "label", "set"))
 _METHOD_KEYS = frozenset(("recipe", "nme", "predictor", "set", "label"))
-_LISTED = {"texts": str, "class orders": str | int, "tables": dict, "numbers": object}  # what a list may hold
+_LISTED = {"texts": str, "class orders": str | int, "tables": dict, "numbers": object}  # types of the items of a list
 
 
 @dataclass(frozen=True)
 class Published:
-    """A number of the paper; std is None where it gives none. repeated: that of the same number in another table."""
+    """A published number. std: None if the table has none; repeated: the std of the same number in another table."""
 
     mean: float
     std: float | None = None
@@ -44,13 +44,16 @@ class Published:
 
     @property
     def deviation(self) -> float | None:
-        """The standard deviation that the paper gives of the number, here or in another table."""
+        """The published standard deviation of the number, from this table or another."""
         return self.repeated if self.std is None else self.std
 
 
 @dataclass(frozen=True)
-class Row:
-    """A line of a table. method: the paper's name; recipe, nme: how its recipes begin; values: None is no number."""
+class PaperRow:
+    """A row of a table.
+
+    method: its name in the paper. recipe, nme: the start of its recipes' names (nme: for NME). values: as published.
+    """
 
     label: str
     method: str
@@ -63,8 +66,8 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Column:
-    """A column of a table, and its values by name."""
+class PaperColumn:
+    """A column of a table. values: by name, for the templates of recipes and settings."""
 
     label: str
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -72,7 +75,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Spec:
-    """What a cell measures: a recipe and what is changed of it; predictor None is the recipe's own."""
+    """What a cell measures: a recipe and changes to it. predictor: None is the one that the recipe reports."""
 
     recipe: str
     set: tuple[str, ...]
@@ -81,9 +84,10 @@ class Spec:
 
 @dataclass(frozen=True)
 class Experiment:
-    """One table or figure. kind: one of KINDS; measure: one of MEASURES; beside: not the paper's but ours.
+    """One table or figure.
 
-    opening: what the Markdown page says before a table of effects.
+    kind: one of KINDS. measure: one of MEASURES. beside: whether it is an addition of ours, not in the paper. opening:
+    text of the Markdown page before a table of effects.
     """
 
     name: str
@@ -92,8 +96,8 @@ class Experiment:
     measure: str
     recipe: str
     set: tuple[str, ...]
-    rows: tuple[Row, ...]
-    columns: tuple[Column, ...]
+    rows: tuple[PaperRow, ...]
+    columns: tuple[PaperColumn, ...]
     orders: tuple[str, ...]
     note: str
     opening: str = ""
@@ -101,13 +105,13 @@ class Experiment:
 
     @property
     def heading(self) -> str:
-        """The name as people write it: "Table 1"."""
+        """The name as in the paper: "Table 1"."""
         word = self.name.rstrip("0123456789")
         number = self.name[len(word) :]
         return f"{word.capitalize()} {number}".strip()
 
-    def spec(self, row: Row, column: Column) -> Spec:
-        """What the cell in that row and column measures."""
+    def spec(self, row: PaperRow, column: PaperColumn) -> Spec:
+        """Return what a cell measures."""
         inference = row.inference or column.values.get("inference")
         begins = row.nme if inference == "NME" else row.recipe
         words = {**column.values, "recipe": begins}
@@ -115,18 +119,18 @@ class Experiment:
         changes = tuple(text.format(**words) for text in (*self.set, *row.set))
         return Spec(self.recipe.format(**words), changes, predictor)
 
-    def number(self, row: Row, column: Column, published: Published) -> tuple[object, ...]:
-        """What a number has in common with itself in another table that repeats it."""
+    def number(self, row: PaperRow, column: PaperColumn, published: Published) -> tuple[object, ...]:
+        """Return a key that is the same for the same published number in another table."""
         return self.measure, row.method, row.inference or column.values.get("inference"), published.mean
 
-    def published(self, row: Row, column: Column) -> Published | None:
-        """The paper's number there, if it has one."""
+    def published(self, row: PaperRow, column: PaperColumn) -> Published | None:
+        """Return the published number of a cell, or None."""
         return None if row.values is None else row.values[self.columns.index(column)]
 
 
 @dataclass(frozen=True)
 class Remark:
-    """What is known of why numbers of an experiment are off; of these rows and columns, none being all of them."""
+    """A known reason why numbers of an experiment differ from the paper. No rows or columns: all of them."""
 
     experiment: str
     rows: tuple[str, ...]
@@ -143,7 +147,7 @@ class Paper:
     remarks: tuple[Remark, ...]
 
     def find(self, names: Sequence[str]) -> list[Experiment]:
-        """The experiments of those names; "all" is every table and figure."""
+        """Return experiments by name; "all" is every table and figure of the paper."""
         chosen: dict[str, Experiment] = {}
         for name in names:
             if name == "all":
@@ -156,19 +160,21 @@ class Paper:
 
 
 def load_paper(path: Path | None = None) -> Paper:
-    """The paper in a file; None is AFC's. What is wrong with the file is said with its name."""
-    file = PAPERS / "afc.toml" if path is None else path
+    """Load a paper from a TOML file; None is the paper in this package."""
+    file = next(PAPERS.glob("*.toml")) if path is None else path
     try:
         data = tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise EngramError(f"there is no paper at {file}; {option('paper')} takes a TOML file of experiments") from None
+        raise EngramError(
+            f"there is no paper at {file}; {option('paper')} must be a TOML file of experiments"
+        ) from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise EngramError(f"{file} cannot be read as a paper: {error}") from None
-    return _Reader(file, data).paper()
+    return _PaperReader(file, data).paper()
 
 
-class _Reader:
-    """Makes a paper of the file's data; whatever is wrong is one sentence with the file and the experiment."""
+class _PaperReader:
+    """Builds a paper from the data of a file. Errors name the file and the experiment."""
 
     def __init__(self, file: Path, data: dict[str, Any]) -> None:
         self.file, self.data = file, data
@@ -192,14 +198,14 @@ class _Reader:
                 self.fail(f"the name {experiment.name!r} is taken")
             experiments[experiment.name] = experiment
         remarks = self._list(self.data.get("remark", []), "tables", "[[remark]]")
-        told = tuple(self._remark(entry, experiments) for entry in remarks)
-        return Paper(str(self.data.get("title", self.file.stem)), _with_deviations(experiments), told)
+        found = tuple(self._remark(entry, experiments) for entry in remarks)
+        return Paper(str(self.data.get("title", self.file.stem)), _with_deviations(experiments), found)
 
     def _remark(self, entry: dict[str, Any], experiments: Mapping[str, Experiment]) -> Remark:
         about, text = entry.get("experiment"), entry.get("text")
         self._check_keys(entry, {"experiment", "rows", "columns", "text"}, f"a remark on {about!r}")
         if not isinstance(about, str) or about not in experiments or not isinstance(text, str):
-            self.fail(f"a remark is about {about!r}, which is no experiment of it")
+            self.fail(f"a remark is about {about!r}, which is not one of its experiments")
         names: dict[str, tuple[str, ...]] = {}
         for what in ("rows", "columns"):
             known = {thing.label for thing in getattr(experiments[about], what)}
@@ -251,7 +257,7 @@ class _Reader:
                 try:
                     spec = experiment.spec(row, column)
                 except (KeyError, IndexError, ValueError) as error:
-                    self.fail(f"{experiment.name} names {error}, which is no value of the column {column.label!r}")
+                    self.fail(f"{experiment.name} names {error}, which is not a value of the column {column.label!r}")
                 for change in spec.set:
                     if change.partition("=")[0].strip() in ("order", "seed"):
                         self.fail(
@@ -266,42 +272,42 @@ class _Reader:
             self.fail(f"{name} has no published table {published!r}: {suggest(str(published), self.tables)}")
         return self.tables[published]
 
-    def _columns(self, name: str, entry: dict[str, Any], table: dict[str, Any]) -> tuple[Column, ...]:
+    def _columns(self, name: str, entry: dict[str, Any], table: dict[str, Any]) -> tuple[PaperColumn, ...]:
         given = self._list(entry.get("columns", table.get("columns", [])), "tables", f"columns of {name}")
         more = self._list(entry.get("values", [{}] * len(given)), "tables", f"values of {name}")
         if len(more) != len(given):
             self.fail(f"{name} has {len(given)} columns and values for {len(more)}")
-        columns: list[Column] = []
+        columns: list[PaperColumn] = []
         for values, extra in zip(given, more, strict=True):
             words = {key: _number_text(value) for key, value in {**values, **extra}.items()}
             try:
-                columns.append(Column(str(entry.get("column", name)).format(**words), words))
+                columns.append(PaperColumn(str(entry.get("column", name)).format(**words), words))
             except (KeyError, IndexError, ValueError) as error:
-                self.fail(f"the columns of {name} are called by {error}, which they do not have")
+                self.fail(f"the columns of {name} are named by {error}, which is not one of their values")
         return tuple(columns)
 
-    def _rows(self, name: str, entry: dict[str, Any], table: dict[str, Any]) -> tuple[Row, ...]:
+    def _rows(self, name: str, entry: dict[str, Any], table: dict[str, Any]) -> tuple[PaperRow, ...]:
         known = [part.get("methods", {}) for part in (self.data, entry)]
         if not all(isinstance(part, dict) for part in known):
             self.fail(f"the methods of {name} should be a table, [methods], got {known}")
         methods = {**known[0], **known[1]}
-        rows: list[Row] = []
+        rows: list[PaperRow] = []
         for given in self._list(entry.get("rows", table.get("rows", [])), "tables", f"rows of {name}"):
             if "values" not in given:
                 self._check_keys(given, _ROW_KEYS, name)
             if given.get("method") not in methods:
-                self.fail(f"{name} has the method {given.get('method')!r}, which [methods] does not know")
+                self.fail(f"{name} has the method {given.get('method')!r}, which is not in [methods]")
             readings = methods[given["method"]]
             rows += [self._row(name, given, each) for each in (readings if isinstance(readings, list) else [readings])]
         return tuple(rows)
 
-    def _row(self, name: str, given: dict[str, Any], method: dict[str, Any]) -> Row:
+    def _row(self, name: str, given: dict[str, Any], method: dict[str, Any]) -> PaperRow:
         self._check_keys(method, _METHOD_KEYS, given["method"])
         inference = given.get("inference")
         if inference is not None and inference not in PREDICTORS:
-            self.fail(f"{name} has the inference {inference!r}: it is CNN or NME")
+            self.fail(f"{name} has the inference {inference!r}: it must be CNN or NME")
         if not isinstance(method.get("recipe"), str):
-            self.fail(f"the method {given['method']!r} says no recipe")
+            self.fail(f"the method {given['method']!r} has no recipe")
         if not isinstance(method.get("label", ""), str):
             self.fail(f"the label of the method {given['method']!r} should be a text, got {method['label']!r}")
         label = method.get("label", given["method"]) + (f" ({inference})" if inference else "")
@@ -309,7 +315,7 @@ class _Reader:
         values = given.get("values")
         values = None if values is None else self._list(values, "numbers", f"values of {label} in {name}")
         changes = [each for of in (method, given) for each in self._list(of.get("set", []), "texts", f"set of {label}")]
-        return Row(
+        return PaperRow(
             label=given.get("label", label),
             method=given["method"],
             recipe=method["recipe"],
@@ -325,11 +331,11 @@ class _Reader:
             return None
         numbers = [value.get("mean"), value.get("std", 0.0)] if isinstance(value, dict) else [None]
         if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
-            self.fail(f"a number of {name} is {value!r}; it should be a mean and, where there is one, a std")
+            self.fail(f"a number of {name} is {value!r}; it should be a mean and optionally a std")
         return Published(float(value["mean"]), None if "std" not in value else float(value["std"]))
 
     def _list(self, found: Any, of: str, what: str) -> list[Any]:
-        """What was found, which must be a list. of: what it may hold, one of _LISTED; what: its name."""
+        """Return a value that must be a list. of: the type of its items, a key of _LISTED. what: its name."""
         if not isinstance(found, list) or not all(isinstance(each, _LISTED[of]) for each in found):
             self.fail(f"{what} should be a list of {of}, got {found!r}")
         return found
@@ -343,7 +349,7 @@ class _Reader:
 
 
 def _with_deviations(experiments: Mapping[str, Experiment]) -> dict[str, Experiment]:
-    """The experiments, in which a number that is repeated without its standard deviation knows it."""
+    """Fill in the standard deviation of numbers that another table repeats without it."""
     known: dict[tuple[object, ...], set[float]] = {}
     for experiment in experiments.values():
         for row in experiment.rows:
@@ -351,8 +357,8 @@ def _with_deviations(experiments: Mapping[str, Experiment]) -> dict[str, Experim
                 if value is not None and value.std is not None:
                     known.setdefault(experiment.number(row, column, value), set()).add(value.std)
 
-    def told(experiment: Experiment, row: Row) -> Row:
-        def knowing(column: Column, value: Published | None) -> Published | None:
+    def with_std(experiment: Experiment, row: PaperRow) -> PaperRow:
+        def fill(column: PaperColumn, value: Published | None) -> Published | None:
             if value is None or value.std is not None:
                 return value
             stds = known.get(experiment.number(row, column, value), set())
@@ -360,14 +366,14 @@ def _with_deviations(experiments: Mapping[str, Experiment]) -> dict[str, Experim
 
         if row.values is None:
             return row
-        return replace(row, values=tuple(map(knowing, experiment.columns, row.values)))
+        return replace(row, values=tuple(map(fill, experiment.columns, row.values)))
 
     return {
-        name: replace(experiment, rows=tuple(told(experiment, row) for row in experiment.rows))
+        name: replace(experiment, rows=tuple(with_std(experiment, row) for row in experiment.rows))
         for name, experiment in experiments.items()
     }
 
 
 def _number_text(value: Any) -> Any:
-    """A whole number without its point, as people type it: 2.0 is 2."""
+    """Return whole numbers as int: 2.0 is 2."""
     return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -1,5 +1,4 @@
-"""Plots of an experiment: accuracy per stage with its spread, sorted importance, how far ours is from the paper, and
-what each difference does."""
+"""Plots of an experiment: accuracy per stage, sorted importance, differences to the paper, effects."""
 
 from __future__ import annotations
 
@@ -8,21 +7,20 @@ from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from engram.report.figures import WIDTH, colour, line_style
+from engram.report.figures import WIDTH, colour, line_style, new_figure
+from engram.report.formatting import spread
 from engram.report.svg import CARD, INK, MUTED, Drawing, finish, plain, plain_label
-from engram.reproduce.cells import POINT, Measured, curve, effect, last_importance, predictor_of
-from engram.reproduce.paper import Column, Experiment
-from engram.reproduce.paper_tables import spread
+from engram.reproduce.cells import POINT, Measured, curve, effect, predictor_of
+from engram.reproduce.paper import Experiment, PaperColumn
 
-_DARK = 0.16  # of a band
-MOST_LINES = 12  # that can be told apart in one plot
+_ALPHA = 0.16  # of a band
+MOST_LINES = 12  # in one plot, to stay distinguishable
 
 
 def drawings(experiment: Experiment, cells: Sequence[Measured]) -> list[Drawing]:
-    """The plots that an experiment has numbers for."""
+    """Return the plots of an experiment that have numbers."""
     if experiment.kind == "importance":
         found = [importance(experiment, cells)]
     elif experiment.kind == "curves":
@@ -34,24 +32,23 @@ def drawings(experiment: Experiment, cells: Sequence[Measured]) -> list[Drawing]
     return [drawing for drawing in found if drawing is not None]
 
 
-def accuracy(experiment: Experiment, column: Column, cells: Sequence[Measured]) -> Drawing | None:
+def accuracy(experiment: Experiment, column: PaperColumn, cells: Sequence[Measured]) -> Drawing | None:
     """Accuracy against classes seen: a line for each row that has runs, one sample standard deviation as a band.
 
-    None where there is no line, or more than can be told apart.
+    None without runs, or with more than MOST_LINES lines.
     """
     of_column = [cell for cell in cells if cell.cell.column is column]
     found = [(i, cell, line) for i, cell in enumerate(of_column) if (line := curve(cell.cell)) is not None]
     if not 0 < len(found) <= MOST_LINES:
         return None
-    figure = Figure(figsize=(WIDTH, 3.4 + 0.2 * len(found)), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = new_figure(WIDTH, 3.4 + 0.2 * len(found))
     bounds: list[float] = []
     for index, cell, (seen, values) in found:
         mean = np.array([value.mean for value in values])
         std = np.array([value.std or 0.0 for value in values])
         axes.plot(seen, mean, label=_legend(cell), zorder=3, **line_style(index, len(seen), markers=12))
         if cell.n > 1:
-            axes.fill_between(seen, mean - std, mean + std, color=colour(index), alpha=_DARK, linewidth=0, zorder=2)
+            axes.fill_between(seen, mean - std, mean + std, color=colour(index), alpha=_ALPHA, linewidth=0, zorder=2)
         bounds += [float((mean - std).min()), float((mean + std).max())]
     lowest = min(90, 10 * math.floor(min(bounds) / 10))
     axes.set_ylim(lowest, max(lowest + 10, min(100, 10 * math.ceil(max(bounds) / 10))))
@@ -75,23 +72,22 @@ def _legend(cell: Measured) -> str:
 
 
 def importance(experiment: Experiment, cells: Sequence[Measured]) -> Drawing | None:
-    """Importance of the last map's channels, highest first: the mean over runs, and from lowest to highest a band."""
+    """Importance of the last map's channels, highest first: mean over runs, with the range as a band."""
     found: list[tuple[int, Measured, np.ndarray]] = []
     for index, cell in enumerate(cells):
-        kept = [values for record in cell.cell.records if (values := last_importance(record)) is not None]
+        kept = [record.importance[-1] for record in cell.cell.records if record.importance]
         if kept and len({len(values) for values in kept}) == 1:
             found.append((index, cell, np.array(kept)))
     if not found:
         return None
-    figure = Figure(figsize=(WIDTH, 3.4 + 0.2 * len(found)), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = new_figure(WIDTH, 3.4 + 0.2 * len(found))
     for index, cell, values in found:
         mean, ranks = values.mean(axis=0), np.arange(1, values.shape[1] + 1)
         label = f"{plain_label(cell.cell.column.label, 34)}, n = {len(values)}, std over channels {mean.std():.2f}"
         axes.plot(ranks, mean, label=label, zorder=3, **line_style(index, len(ranks), markers=8))
         if len(values) > 1:
             low, high = values.min(axis=0), values.max(axis=0)
-            axes.fill_between(ranks, low, high, color=colour(index), alpha=_DARK, linewidth=0, zorder=2)
+            axes.fill_between(ranks, low, high, color=colour(index), alpha=_ALPHA, linewidth=0, zorder=2)
     axes.axhline(1, color=MUTED, linestyle=(0, (1, 2)), linewidth=1.2, label="average channel")
     axes.set_ylim(bottom=0)
     axes.grid(False, axis="x")
@@ -104,12 +100,11 @@ def importance(experiment: Experiment, cells: Sequence[Measured]) -> Drawing | N
 
 
 def differences(experiment: Experiment, cells: Sequence[Measured]) -> Drawing | None:
-    """Ours minus the paper's for each cell that has both, with our sample standard deviation; the band is one point."""
+    """Ours minus the paper's for each cell with both, with our sample standard deviation; the band is one point."""
     found = [cell for cell in cells if cell.difference is not None]
     if not found:
         return None
-    figure = Figure(figsize=(WIDTH, 1.1 + 0.26 * len(found)), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = new_figure(WIDTH, 1.1 + 0.26 * len(found))
     labels: list[str] = []
     for place, cell in enumerate(found):
         assert cell.difference is not None
@@ -129,12 +124,12 @@ def differences(experiment: Experiment, cells: Sequence[Measured]) -> Drawing | 
     axes.axvspan(-POINT, POINT, color=MUTED, alpha=0.08, linewidth=0, zorder=0)
     _difference_axis(axes, labels)
     axes.set_title("Ours minus the paper's")
-    alt = f"Ours less the published number in points, for the cells of {plain(experiment.heading)} that were run."
+    alt = f"Ours minus the published number in points, for the cells of {plain(experiment.heading)} that were run."
     return finish(figure, _file(f"{experiment.name}_differences"), alt)
 
 
 def effects(experiment: Experiment, cells: Sequence[Measured]) -> Drawing | None:
-    """What each row is more or less than the first, for each column that both were run in, with its spread."""
+    """Difference of each row to the first row, for each column with runs of both."""
     bases = {id(cell.cell.column): cell.cell for cell in cells if cell.cell.row is experiment.rows[0]}
     found = [
         (cell.cell, value)
@@ -144,8 +139,7 @@ def effects(experiment: Experiment, cells: Sequence[Measured]) -> Drawing | None
     ]
     if not found:
         return None
-    figure = Figure(figsize=(WIDTH, 1.1 + 0.26 * len(found)), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = new_figure(WIDTH, 1.1 + 0.26 * len(found))
     for place, (cell, value) in enumerate(found):
         shade = colour(experiment.columns.index(cell.column))
         axes.plot([0, value.mean], [place, place], color=shade, linewidth=1.4, alpha=0.5)
@@ -159,7 +153,7 @@ def effects(experiment: Experiment, cells: Sequence[Measured]) -> Drawing | None
     _difference_axis(axes, labels)
     axes.set_xlabel("points against the first row")
     axes.set_title("" if named else found[0][0].column.label)
-    alt = f"What each row of {plain(experiment.heading)} is more or less than its first, in points."
+    alt = f"Difference of each row of {plain(experiment.heading)} to its first row, in points."
     return finish(figure, _file(f"{experiment.name}_points"), alt)
 
 

@@ -1,23 +1,18 @@
-"""The page of the report on a paper: its tables with ours beside the published numbers, and the plots."""
+"""The HTML page about a paper: its tables with our numbers and the published ones, and plots."""
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
-from engram.core.errors import EngramError, option, spelled
-from engram.core.io import write_text
-from engram.core.provenance import version
-from engram.report.page import write_folder
+from engram.core.errors import option, spelled
+from engram.report.formatting import count_runs, join, signed, spread
+from engram.report.html_page import check_page_path, template, write_page_and_files
 from engram.report.svg import drawing_style
-from engram.report.templating import template
-from engram.report.wording import count_runs, join
 from engram.reproduce import paper_figures as figures
-from engram.reproduce.cell_plan import Cell, Plan
+from engram.reproduce.cell_plan import PaperCell, PaperPlan
 from engram.reproduce.cells import (
     FURTHER,
     KEPT_NOTHING,
@@ -30,7 +25,7 @@ from engram.reproduce.cells import (
     measure,
 )
 from engram.reproduce.paper import MEASURES, Experiment, Paper, Remark
-from engram.reproduce.paper_tables import against_first, count, csv_table, grid, markdown, signed, spread
+from engram.reproduce.paper_tables import against_first, count, csv_table, grid, markdown, run_batches
 from engram.reproduce.records import Record
 
 _KINDS = {WITHIN_STD: "std", WITHIN_POINT: "point", FURTHER: "far", NOT_RUN: "", UNPUBLISHED: ""}
@@ -39,7 +34,7 @@ _WORDS = {
     "point": "within one point of it",
     "far": "further off",
 }
-_NEAR = {  # in the order that a sentence counts them
+_NEAR = {  # in the order of the headline
     WITHIN_STD: "within the paper's standard deviation",
     WITHIN_POINT: "within one point",
     FURTHER: "further off",
@@ -52,44 +47,39 @@ _CAPTIONS = {
 }
 
 
-def write_page(file: Path, paper: Paper, plan: Plan) -> Path:
-    """The page's path; tables (Markdown, CSV) and plots (SVG) stand in a folder beside it."""
-    if file.suffix.lower() not in (".html", ".htm"):
-        raise EngramError(f"the page cannot be written to {file}: give a file name that ends in .html")
-    folder = file.with_name(f"{file.stem}_files")
+def write_page(file: Path, paper: Paper, plan: PaperPlan) -> Path:
+    """Write the page, and a folder of tables (Markdown, CSV) and plots (SVG) next to it; return the page's path."""
+    check_page_path(file)
     with drawing_style():
         parts = [
             _part(paper, experiment, [measure(cell) for cell in plan.of(experiment)]) for experiment in plan.experiments
         ]
     cells = [cell for part in parts for cell in part["measured"]]
-    text = template("reproduction.html.jinja", Path(__file__).parent / "templates").render(
-        title=paper.title,
-        headline=headline(cells),
-        facts=facts(cells),
-        words=_WORDS if any(cell.cell.published for cell in cells) else {},
-        parts=parts,
-        machines=list(_machines(records_of(plan.cells))),
-        version=version(),
-        folder=quote(os.fsencode(folder.name)),
-        folder_name=folder.name,
-    )
+    context = {
+        "title": paper.title,
+        "headline": headline(cells),
+        "facts": facts(cells),
+        "words": _WORDS if any(cell.cell.published for cell in cells) else {},
+        "parts": parts,
+        "batches": run_batches(records_of(plan.cells)),
+    }
     files = {f"{part['name']}.md": markdown(part["experiment"], part["measured"]) for part in parts}
     files |= {f"{part['name']}.csv": csv_table(part["measured"]) for part in parts}
     files |= {f"{drawing.name}.svg": drawing.svg for part in parts for drawing in part["drawings"]}
-    write_folder(folder, files)
-    write_text(file, text)
+    source = template("reproduction.html.jinja", Path(__file__).parent / "templates")
+    write_page_and_files(file, source, context, files)
     return file
 
 
 def headline(cells: Sequence[Measured]) -> str:
-    """How many of the paper's numbers were measured, and how near they came; a number that it repeats counts once."""
+    """How many published numbers were measured, and how close they are; a repeated number counts once."""
     in_tables = [cell for cell in cells if cell.cell.published is not None]
     published = [group[0] for group in each_once(cells)]
     measured = [cell for cell in published if cell.mark != NOT_RUN]
     if not published:
-        return f"The paper has no number of these; {sum(cell.n > 0 for cell in cells)} of {len(cells)} were measured."
+        return f"The paper has no numbers for these; {sum(cell.n > 0 for cell in cells)} of {len(cells)} were measured."
     if not measured:
-        return f"None of the {len(published)} published numbers asked for was measured yet."
+        return f"None of the {len(published)} requested published numbers was measured yet."
     marks = Counter(cell.mark for cell in measured)
     single = [cell for cell in measured if cell.n == 1 and len(cell.cell.experiment.orders) > 1]
     alone = Counter(cell.mark for cell in single)
@@ -104,29 +94,29 @@ def headline(cells: Sequence[Measured]) -> str:
         text += f"; the paper's are means over {orders} class orders"
     if len(in_tables) > len(published):
         filled = sum(cell.mark != NOT_RUN for cell in in_tables)
-        text += f". Some stand in several tables: {filled} of {len(in_tables)} cells are filled"
+        text += f". Some are in several tables: {filled} of {len(in_tables)} cells are filled"
     return f"{text}."
 
 
 def facts(cells: Sequence[Measured]) -> str:
-    """What the numbers are of."""
+    """How many runs are behind the numbers, and on which hardware."""
     records = records_of(cell.cell for cell in cells)
     if not records:
         return "Ours will be the mean and the sample standard deviation over runs that differ in class order and seed."
-    where = ", ".join(dict.fromkeys(record.hardware for record in records))
+    where = ", ".join(dict.fromkeys(record.machine for record in records))
     return (
         f"Ours: mean ± sample standard deviation over n runs, which differ in class order and seed; "
-        f"{count_runs(len(records))} on {where}. A cell that was not run has no number of ours."
+        f"{count_runs(len(records))} on {where}. Cells without runs have no number of ours."
     )
 
 
 def remarks(paper: Paper, cells: Sequence[Measured]) -> list[str]:
-    """What is known of why an experiment's numbers are off, of those that are, or of numbers the paper has not."""
+    """Return the known reasons for differences, for cells that differ from the paper or have no published number."""
     off = [cell.cell for cell in cells if cell.mark in (FURTHER, WITHIN_POINT) or (cell.n and not cell.cell.published)]
     return [remark.text for remark in paper.remarks if any(_is_about(remark, cell) for cell in off)]
 
 
-def _is_about(remark: Remark, cell: Cell) -> bool:
+def _is_about(remark: Remark, cell: PaperCell) -> bool:
     return (
         cell.experiment.name == remark.experiment
         and (not remark.rows or cell.row.label in remark.rows)
@@ -134,8 +124,8 @@ def _is_about(remark: Remark, cell: Cell) -> bool:
     )
 
 
-def records_of(cells: Iterable[Cell]) -> list[Record]:
-    """The runs behind the cells, each once."""
+def records_of(cells: Iterable[PaperCell]) -> list[Record]:
+    """Return the runs behind the cells, each once."""
     return list({id(record): record for cell in cells for record in cell.records}.values())
 
 
@@ -177,17 +167,3 @@ def _cell(measured: Measured, base: Measured) -> dict[str, str]:
         "mark": measured.mark,
         "kind": _KINDS[measured.mark],
     }
-
-
-def _machines(records: Sequence[Record]) -> Iterable[dict[str, str]]:
-    """The runs by recipe and machine, with their times."""
-    groups: dict[tuple[str, str, str], list[Record]] = {}
-    for record in records:
-        versions = record.data["versions"]
-        text = f"torch {versions.get('torch', '?')}, commit {record.commit}"
-        groups.setdefault((record.recipe, f"{record.hardware}, {record.precision}", text), []).append(record)
-    for (recipe, hardware, versions), runs in groups.items():
-        seconds = [run.result["seconds"] for run in runs]
-        span = f"{min(seconds):.0f}" if len(seconds) == 1 else f"{min(seconds):.0f} to {max(seconds):.0f}"
-        orders = ", ".join(f"{run.order}/{run.seed}" for run in runs)
-        yield {"recipe": recipe, "orders": orders, "seconds": span, "hardware": hardware, "versions": versions}

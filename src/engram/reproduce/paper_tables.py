@@ -1,13 +1,12 @@
-"""The tables as Markdown and CSV, and the words that every form of them shares."""
+"""The tables of a paper as Markdown and CSV, and text that all output formats have in common."""
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from engram.core.metrics import Estimate
-from engram.report.tables import MINUS, decimal
+from engram.report.formatting import csv_text, decimal, signed, spread
 from engram.reproduce.cells import (
     FURTHER,
     MARKS,
@@ -19,9 +18,9 @@ from engram.reproduce.cells import (
     effect_of,
     predictor_of,
 )
-from engram.reproduce.paper import MEASURES, Experiment, Published
+from engram.reproduce.paper import MEASURES, Experiment
+from engram.reproduce.records import Record
 
-NOTHING = "–"
 _MARKED = (
     f"{MARKS[WITHIN_STD]} {WITHIN_STD} of the paper's mean, {MARKS[WITHIN_POINT]} {WITHIN_POINT} of it, "
     f"{MARKS[FURTHER]} {FURTHER}"
@@ -30,31 +29,18 @@ _OURS = "ours is mean ± sample standard deviation over n runs (class orders and
 
 
 def legend(cells: Iterable[Measured]) -> str:
-    """What the marks mean, where there is a number of the paper's to be marked, and what ours are."""
+    """Explain the marks (if there are published numbers) and our numbers."""
     return f"{_MARKED}; {_OURS}" if any(cell.cell.published for cell in cells) else _OURS
 
 
-def signed(value: float) -> str:
-    """A difference with its sign."""
-    text = decimal(value)
-    return text if text.startswith(MINUS) or float(text) == 0 else f"+{text}"
-
-
-def spread(value: Estimate | Published | None) -> str:
-    """'62.18 ± 0.57', '62.18' where there is no spread, or a dash."""
-    if value is None:
-        return NOTHING
-    return decimal(value.mean) if value.std is None else f"{decimal(value.mean)} ± {decimal(value.std)}"
-
-
 def count(measured: Measured) -> str:
-    """'n = 3', or 'n = 2 of 3' where there are fewer runs than the experiment has class orders."""
+    """'n = 3', or 'n = 2 of 3' if there are fewer runs than class orders in the experiment."""
     orders = len(measured.cell.experiment.orders)
     return f"n = {measured.n}" if measured.n >= orders else f"n = {measured.n} of {orders}"
 
 
 def lines(measured: Measured) -> list[str]:
-    """What a cell says: ours and n, the paper's, the difference and its mark; or why there is nothing."""
+    """Return the lines of a cell: ours and n, the paper's, the difference and its mark; or why there is no number."""
     if not measured.in_paper:
         return [measured.why]
     paper = [] if measured.cell.published is None else [f"paper {spread(measured.cell.published)}"]
@@ -67,7 +53,7 @@ def lines(measured: Measured) -> list[str]:
 
 
 def against_first(measured: Measured, first: Measured) -> str:
-    """'−1.41 against the first row' of a table of effects; empty elsewhere, and where no run of the two goes together.
+    """'−1.41 against the first row' in a table of effects; empty in other tables, or without pairs of runs.
 
     first: the cell of the first row in the same column.
     """
@@ -79,7 +65,7 @@ def against_first(measured: Measured, first: Measured) -> str:
 
 
 def grid(experiment: Experiment, cells: Sequence[Measured]) -> list[tuple[str, list[Measured]]]:
-    """The cells of an experiment, row by row, each row with its label."""
+    """Return the cells of an experiment row by row, with the label of each row."""
     width = len(experiment.columns)
     return [(row.label, list(cells[i * width : (i + 1) * width])) for i, row in enumerate(experiment.rows)]
 
@@ -90,22 +76,22 @@ def caption(experiment: Experiment) -> str:
 
 
 def markdown_table(experiment: Experiment, cells: Sequence[Measured]) -> str:
-    """The experiment's table, with ours, the paper's and the difference in every cell."""
+    """Return the experiment's table, with ours, the paper's and the difference in every cell."""
     rows = [
         [_escape(label), *("<br>".join(map(_escape, lines(cell))) for cell in row)]
         for label, row in grid(experiment, cells)
     ]
-    return _markdown(["", *(column.label for column in experiment.columns)], rows)
+    return markdown_rows(["", *(column.label for column in experiment.columns)], rows)
 
 
 def markdown_effects(experiment: Experiment, cells: Sequence[Measured]) -> str:
-    """The experiment's rows against its first: the mean difference over runs of the same class order and seed."""
+    """Return the difference of each row to the first, over pairs of runs with the same class order and seed."""
     (_, bases), *others = grid(experiment, cells)
     rows = [[_escape(experiment.rows[0].label), *(_absolute(cell) for cell in bases)]]
     for label, row in others:
         effects = [effect(base.cell, cell.cell) for base, cell in zip(bases, row, strict=True)]
         rows.append([_escape(label), *("not measured yet" if e is None else _effect(e) for e in effects)])
-    return _markdown(["", *(column.label for column in experiment.columns)], rows)
+    return markdown_rows(["", *(column.label for column in experiment.columns)], rows)
 
 
 def _absolute(cell: Measured) -> str:
@@ -117,18 +103,19 @@ def _effect(value: Estimate) -> str:
     return f"{text} points (n = {value.n})"
 
 
-def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def markdown_rows(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table; the cells of the rows are Markdown."""
     bar = ["---"] * len(header)
     return "".join(f"| {' | '.join(row)} |\n" for row in [list(map(_escape, header)), bar, *rows])
 
 
 def _escape(text: str) -> str:
-    """The text as Markdown takes it literally; the star of a re-run is no emphasis."""
+    """Escape characters that Markdown would interpret."""
     return text.replace("|", "\\|").replace("*", "\\*")
 
 
 def markdown(experiment: Experiment, cells: Sequence[Measured]) -> str:
-    """A section of a document on one experiment."""
+    """Return a Markdown section about one experiment."""
     table = (markdown_effects if experiment.kind == "effects" else markdown_table)(experiment, cells)
     note = f"\n{experiment.note}\n" if experiment.note else ""
     return f"## {caption(experiment)}\n\n{MEASURES[experiment.measure].capitalize()}.\n\n{table}{note}"
@@ -141,12 +128,8 @@ CSV_COLUMNS = (
 
 
 def csv_table(cells: Sequence[Measured]) -> str:
-    """Every cell as a line, numbers unrounded."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(CSV_COLUMNS)
-    writer.writerows(_csv_row(cell) for cell in cells)
-    return text.getvalue()
+    """Return one CSV row per cell, numbers unrounded."""
+    return csv_text(CSV_COLUMNS, (_csv_row(cell) for cell in cells))
 
 
 def _csv_row(measured: Measured) -> list[object]:
@@ -160,18 +143,43 @@ def _csv_row(measured: Measured) -> list[object]:
         cell.experiment.measure,
         predictor_of(measured),
         recipe,
-        " ".join(f"{record.order}/{record.seed}" for record in records),
-        *(_or_empty(value) for value in ((paper.mean, paper.std) if paper else (None, None))),
-        *(_or_empty(value) for value in ((ours.mean, ours.std) if ours else (None, None))),
+        " ".join(f"{record.order.name}/{record.seed}" for record in records),
+        *((paper.mean, paper.std) if paper else (None, None)),
+        *((ours.mean, ours.std) if ours else (None, None)),
         measured.n,
         len(cell.wanted),
-        _or_empty(measured.difference),
+        measured.difference,
         "" if measured.mark == UNPUBLISHED else measured.mark,
         measured.why,
-        "; ".join(dict.fromkeys(record.hardware for record in records)),
+        "; ".join(dict.fromkeys(record.machine for record in records)),
         "; ".join(dict.fromkeys(record.commit for record in records)),
     ]
 
 
-def _or_empty(value: float | None) -> object:
-    return "" if value is None else value
+@dataclass(frozen=True)
+class RunBatch:
+    """Runs of one recipe on one machine with the same versions. orders: class orders and seeds; seconds: of a run."""
+
+    recipe: str
+    hardware: str
+    torch: str
+    commit: str
+    orders: str
+    seconds: str
+
+
+def run_batches(records: Sequence[Record]) -> list[RunBatch]:
+    """Group runs by recipe, machine and versions."""
+    groups: dict[tuple[str, str, str, str], list[Record]] = {}
+    for record in records:
+        hardware = f"{record.machine}, {record.precision}"
+        key = (record.recipe, hardware, f"torch {record.versions.get('torch', '?')}", record.commit)
+        groups.setdefault(key, []).append(record)
+    batches: list[RunBatch] = []
+    for (recipe, hardware, torch, commit), runs in groups.items():
+        seconds = [run.result.seconds for run in runs]
+        shortest, longest = decimal(min(seconds), 0), decimal(max(seconds), 0)
+        text = shortest if len(runs) == 1 else f"{shortest} to {longest}"
+        orders = ", ".join(f"{run.order.name}/{run.seed}" for run in runs)
+        batches.append(RunBatch(recipe, hardware, torch, commit, orders, text))
+    return batches

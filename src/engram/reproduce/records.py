@@ -1,144 +1,131 @@
-"""A measured run in one line of JSON: what it was, what it ran on, and its whole result.
+"""A measured run in one line of JSON: what it was, what it ran on, and its result.
 
-A line is checked when it is read: a number that was changed, or a line of something else, is refused by file and line.
+A line is checked when it is read: an edited number, or a line of something else, is refused with file and line.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import statistics
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
 from pathlib import Path
-from typing import Any, NoReturn
-
-from safetensors import SafetensorError
-from safetensors.numpy import load as load_tensors
+from typing import Any
 
 from engram.core import metrics
 from engram.core.errors import EngramError
-from engram.core.events import read_events
-from engram.experiment.run_config import RunConfig, config_hash
-from engram.runs.directory import EVENTS, read_manifest, read_result
+from engram.experiment.run_config import RunConfig
+from engram.runs.checked import Source, checked, load_json
+from engram.runs.reader import check_identity, check_result, read_log, read_result, read_stage, stage_file
+from engram.runs.stored_run import RunIdentity, RunManifest, RunResult, StageArrays
 
 KIND, FORMAT = "engram run", 1
 DEFAULT_PRECISION = {"cuda": "bf16", "cpu": "float32"}
-_KEYS = {"kind": str, "format": int, "recipe": str, "config_hash": str, "config": dict, "data": dict, "order": dict}
-_KEYS |= {"stage_sizes": list, "versions": dict, "hardware": dict, "created": str, "reused_base": bool, "result": dict}
-_TOLERANCE = 1e-6  # of a mean that is computed again
-_DIGITS = 6  # significant, of an importance
+_DIGITS = 6  # significant digits of an importance
 
 
-@dataclass(frozen=True, eq=False)
-class Record:
-    """One complete run. source: the file and line, or the directory, that it came from."""
+@dataclass(frozen=True)
+class ImagesSummary:
+    """The data set of a measured run."""
 
-    data: Mapping[str, Any]
-    source: str
+    name: str
+    fingerprint: str
 
-    @property
-    def recipe(self) -> str:
-        """The recipe's name, with what was changed of it."""
-        return self.data["recipe"]
 
-    @property
-    def order(self) -> str:
-        """The class order as it was asked for."""
-        return str(self.data["order"]["name"])
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Record(RunIdentity):
+    """One complete run.
+
+    source: file and line, or the directory. wall: start and end time. reused_base: another run trained its base stage.
+    importance: of the channels after the last stage, from high to low, a list per feature map.
+    """
+
+    data: ImagesSummary
+    result: RunResult
+    reused_base: bool
+    wall: tuple[float, ...] | None = None
+    importance: tuple[tuple[float, ...], ...] = ()
+    source: str = ""
 
     @property
     def seed(self) -> int:
         """The seed."""
-        return int(self.data["config"]["seed"])
+        return self.result.seed
 
     @property
     def device(self) -> str:
         """cpu or cuda."""
-        return str(self.data["config"]["device"])
+        return str(self.config.get("device"))
 
     @property
     def precision(self) -> str:
         """float32, tf32 or bf16."""
-        return str(self.data["config"]["precision"])
+        return str(self.config.get("precision"))
 
     @property
-    def hardware(self) -> str:
-        """The processor or graphics card, as it calls itself."""
-        return str(self.data["hardware"].get("name", "unknown"))
+    def machine(self) -> str:
+        """Name of the processor or graphics card."""
+        return str(self.hardware.get("name", "unknown"))
 
     @property
     def commit(self) -> str:
-        """The commit that it ran from, where it is known."""
-        return str(self.data["versions"].get("commit", "unknown"))
-
-    @property
-    def result(self) -> Mapping[str, Any]:
-        """The content of result.json."""
-        return self.data["result"]
-
-    @property
-    def predictors(self) -> list[str]:
-        """What it was evaluated with."""
-        return list(self.result["final_accuracy"])
+        """The commit that it ran from, if known."""
+        return self.versions.get("commit", "unknown")
 
     def value(self, measure: str, predictor: str) -> float | None:
-        """A measure of an experiment; None where the run has no such number."""
+        """A measure of an experiment, or None if the run has no such number."""
         if measure in metrics.METRICS:
-            return self.result[measure].get(predictor)
+            return self.result.metrics[measure].get(predictor)
         if measure == "importance_spread":
-            maps = self.data.get("importance")
-            return statistics.pstdev(maps[-1]) if maps else None
-        if predictor not in self.result["final_accuracy"]:
+            return statistics.pstdev(self.importance[-1]) if self.importance else None
+        if predictor not in self.result.predictors:
             return None
-        matrix = [stage["accuracy_by_stage"][predictor] for stage in self.result["stages"]]
-        return metrics.backward_transfer(matrix, self.data["stage_sizes"])
+        matrix = [stage.accuracy_by_stage[predictor] for stage in self.result.stages]
+        return metrics.backward_transfer(matrix, self.stage_sizes)
 
     def curve(self, predictor: str) -> list[tuple[int, float]]:
-        """Classes seen and accuracy after each stage; empty where it was not evaluated so."""
-        stages = self.result["stages"]
-        return [(s["classes"], s["accuracy"][predictor]) for s in stages if predictor in s["accuracy"]]
+        """Classes seen and accuracy after each stage; empty if it was not evaluated with this predictor."""
+        stages = self.result.stages
+        return [(stage.classes, stage.accuracy[predictor]) for stage in stages if predictor in stage.accuracy]
 
     @cached_property
-    def config(self) -> RunConfig | None:
-        """The configuration as this version reads it; None where it does not know the method or a setting."""
+    def run_config(self) -> RunConfig | None:
+        """The configuration, or None if this version does not know the method or a setting."""
         try:
-            return RunConfig.from_plain(dict(self.data["config"]))
+            return RunConfig.from_plain(self.config)
         except EngramError:
             return None
 
     @cached_property
     def key(self) -> str | None:
-        """What it has in common with every run of the same protocol, class order and seed."""
-        return None if self.config is None else protocol_key(self.config)
+        """What all runs of the same protocol, class order and seed have in common; see `protocol_key`."""
+        return None if self.run_config is None else protocol_key(self.run_config)
 
     @property
     def has_default_precision(self) -> bool:
-        """Whether it computed as its device does where nobody says how."""
+        """Whether it used the default precision of its device."""
         return self.precision == DEFAULT_PRECISION.get(self.device)
 
     @cached_property
     def identity(self) -> str:
-        """What two runs must have in common for their numbers to be the same: all but the numbers and the time."""
-        same = {key: self.data[key] for key in ("config_hash", "data", "order", "versions", "hardware")}
+        """Everything that determines the numbers: two runs with the same identity must have the same numbers."""
+        same = {key: self.content[key] for key in ("config_hash", "data", "order", "versions", "hardware")}
         return json.dumps(same, sort_keys=True)
 
     @cached_property
     def numbers(self) -> str:
-        """The accuracies alone."""
-        stages = [[s["accuracy"], s["accuracy_by_stage"]] for s in self.result["stages"]]
+        """The accuracies."""
+        stages = [[stage.accuracy, stage.accuracy_by_stage] for stage in self.result.stages]
         return json.dumps(stages, sort_keys=True)
 
     def to_line(self) -> str:
         """The record as one line of JSON without spaces."""
-        return json.dumps(self.data, separators=(",", ":"), sort_keys=True, allow_nan=False, ensure_ascii=False)
+        return json.dumps(self.content, separators=(",", ":"), sort_keys=True, allow_nan=False, ensure_ascii=False)
 
 
 def protocol_key(config: RunConfig) -> str:
-    """A digest of all that determines what a run measures but where and how exactly it is computed."""
+    """Digest of everything that determines what a run measures, except device, precision and predictor."""
     plain = config.to_plain()
     for free in ("recipe", "device", "precision", "predictor"):
         del plain[free]
@@ -146,140 +133,62 @@ def protocol_key(config: RunConfig) -> str:
     return hashlib.blake2b(json.dumps(plain, sort_keys=True).encode(), digest_size=12).hexdigest()
 
 
-def is_complete(directory: Path) -> bool:
-    """Whether every stage of the run in a directory is there."""
-    return len(read_result(directory)["stages"]) == len(read_manifest(directory)["stage_sizes"])
-
-
-def read_run(directory: Path) -> Record:
-    """The record of a complete run directory. Where its images lay and the machine's own name stay out of it."""
-    try:
-        return _read_run(directory, read_manifest(directory))
-    except (KeyError, TypeError, AttributeError) as error:
-        raise EngramError(f"{directory} is damaged: its files do not hold what they should ({error})") from None
-
-
-def _read_run(directory: Path, manifest: dict[str, Any]) -> Record:
-    config = dict(manifest["config"])
-    config["data"] = {key: value for key, value in config.get("data", {}).items() if key != "path"}
-    hardware = manifest.get("hardware", {})
-    wall, reused = _times(directory / EVENTS)
+def read_record(directory: Path, manifest: RunManifest) -> Record:
+    """Make the record of a complete run directory, without the path of the images and the name of the host."""
+    result, log = read_result(directory), read_log(directory)
+    config = dict(manifest.config)
+    if isinstance(config.get("data"), dict):
+        config["data"] = {key: value for key, value in config["data"].items() if key != "path"}
+    hardware = manifest.hardware
     data: dict[str, Any] = {
         "kind": KIND,
         "format": FORMAT,
-        "recipe": manifest.get("recipe"),
-        "config_hash": manifest["config_hash"],
+        "recipe": manifest.recipe,
+        "config_hash": manifest.config_hash,
         "config": config,
-        "data": {key: manifest["data"].get(key) for key in ("name", "fingerprint")},
-        "order": manifest["order"],
-        "stage_sizes": manifest["stage_sizes"],
-        "versions": manifest.get("versions"),
+        "data": {"name": manifest.data.name, "fingerprint": manifest.data.fingerprint},
+        "order": manifest.content["order"],
+        "stage_sizes": list(manifest.stage_sizes),
+        "versions": manifest.versions,
         "hardware": {key: hardware[key] for key in ("device", "name", "cores", "threads") if key in hardware},
-        "created": manifest.get("created"),
-        "wall": wall,
-        "reused_base": reused,
-        "result": read_result(directory),
+        "created": manifest.created,
+        "wall": None if log.wall is None else list(log.wall),
+        "reused_base": log.reused_base,
+        "result": result.content,
     }
-    stages = directory / "stages" / f"{len(manifest['stage_sizes']) - 1:03d}.safetensors"
-    importance = _importance(stages) if stages.exists() else []
-    if importance:
-        data["importance"] = importance
-    return check_record(data, str(directory))
+    record = check_record(data, str(directory))
+    stages = stage_file(directory, len(manifest.stage_sizes) - 1)
+    importance = sorted_importance(read_stage(stages, result.stages[-1], result.predictors)) if stages.exists() else []
+    return check_record(data | {"importance": importance}, str(directory)) if importance else record
+
+
+def sorted_importance(arrays: StageArrays) -> list[list[float]]:
+    """The importance of each feature map's channels, from high to low, rounded."""
+    maps = (sorted(values.tolist(), reverse=True) for values in arrays.importance)
+    return [[float(f"{value:.{_DIGITS}g}") for value in values] for values in maps]
 
 
 def parse_line(line: str, source: str) -> Record:
-    """The record that a line holds."""
-    try:
-        data = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise EngramError(f"{source} is no result: it cannot be read as JSON ({error})") from None
-    return check_record(data, source)
+    """Parse a line of a results file."""
+    return check_record(load_json(line, _source(source)), source)
 
 
 def check_record(data: Any, source: str) -> Record:
-    """The record, once everything in it fits together."""
-
-    def fail(what: str) -> NoReturn:
-        raise EngramError(f"{source} is not a usable result of engram: {what}; leave it out or make it again")
-
+    """Return the record that plain data describes, after all checks."""
+    where = _source(source)
     if not isinstance(data, dict) or data.get("kind") != KIND:
-        fail(f"it does not say that it is an {KIND!r}")
+        where.fail(f"it is not marked as an {KIND!r}")
     if data.get("format") != FORMAT:
-        fail(f"it has format {data.get('format')!r} and this version reads format {FORMAT}")
-    for key, kind in _KEYS.items():
-        if not isinstance(data.get(key), kind):
-            fail(f"its {key!r} is missing or not what it should be")
-    if config_hash(data["config"]) != data["config_hash"]:
-        fail("its configuration was changed after the run began")
-    try:
-        wrong = _wrong_result(data)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        fail(f"its numbers do not have the form of a result ({type(error).__name__}: {error})")
-    if wrong:
-        fail(wrong)
-    return Record(data, source)
+        where.fail(f"it has format {data.get('format')!r} and this version reads format {FORMAT}")
+    record = checked(Record, data, where)
+    check_identity(record, where)
+    if record.wall is not None and len(record.wall) != 2:
+        where.fail("wall should have a start and an end")
+    if len(record.result.stages) != len(record.stage_sizes):
+        where.fail(f"it has {len(record.result.stages)} of {len(record.stage_sizes)} stages")
+    check_result(record.result, record, where)
+    return replace(record, source=source)
 
 
-def _wrong_result(data: Mapping[str, Any]) -> str:
-    """What does not fit together in a record's numbers; empty where everything does."""
-    result, sizes, stages = data["result"], data["stage_sizes"], data["result"]["stages"]
-    if len(stages) != len(sizes):
-        return f"it has {len(stages)} of {len(sizes)} stages"
-    if [stage["classes"] for stage in stages] != list(accumulate(sizes)):
-        return "its stages do not have the classes they should"
-    if result["recipe"] != data["recipe"] or result["seed"] != data["config"]["seed"]:
-        return "its result is of another run than its configuration"
-    if not _is_number(result["seconds"]) or result["seconds"] < 0:
-        return f"it took {result['seconds']!r} seconds"
-    predictors = list(stages[0]["accuracy"])
-    if not predictors:
-        return "it has no accuracy"
-    for name in predictors:
-        matrix = [stage["accuracy_by_stage"][name] for stage in stages]
-        values = [stage["accuracy"][name] for stage in stages]
-        if [len(row) for row in matrix] != list(range(1, len(sizes) + 1)):
-            return f"its {name} accuracies by stage are not one for each stage so far"
-        if not all(_is_percent(value) for value in [*values, *(value for row in matrix for value in row)]):
-            return f"a {name} accuracy of it is no percentage"
-        measured = {
-            "average_incremental_accuracy": metrics.average_incremental_accuracy(values),
-            "final_accuracy": values[-1],
-            "forgetting": metrics.forgetting(matrix),
-            "backward_transfer": metrics.backward_transfer(matrix),
-        }
-        for metric, again in measured.items():
-            told = result[metric][name]
-            if (told is None) != (again is None) or (again is not None and abs(told - again) > _TOLERANCE):
-                return f"its {metric} ({name}) is {told} and its stages give {again}"
-    return ""
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_percent(value: Any) -> bool:
-    return _is_number(value) and -_TOLERANCE <= value <= 100 + _TOLERANCE
-
-
-def _times(file: Path) -> tuple[list[float] | None, bool]:
-    """When the run began and ended, where it went through in one go, and whether it took over its base stage."""
-    times: list[float] = []
-    starts, reused = 0, False
-    for event in read_events(file):
-        times += [event["time"]] if _is_number(event.get("time")) else []
-        starts += event.get("event") == "run_started"
-        reused |= event.get("event") == "base_reused"
-    return ([times[0], times[-1]] if times and starts == 1 else None), reused
-
-
-def _importance(file: Path) -> list[list[float]]:
-    """The channels' importance after a stage, from high to low, one list a map; empty where there is none."""
-    try:
-        tensors = load_tensors(file.read_bytes())
-    except (OSError, SafetensorError, ValueError, KeyError) as error:
-        raise EngramError(f"{file} cannot be read ({error}); run it again, or leave it out") from None
-    maps: list[list[float]] = []
-    while (values := tensors.get(f"importance.{len(maps)}")) is not None:
-        maps.append([float(f"{value:.{_DIGITS}g}") for value in sorted(values.tolist(), reverse=True)])
-    return maps
+def _source(name: str) -> Source:
+    return Source(name, "leave it out or make it again")

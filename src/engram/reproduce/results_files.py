@@ -1,7 +1,7 @@
-"""Results of several machines in one file: read, merged without duplicates, written.
+"""Files of results from several machines: read, merge without duplicates, write.
 
-A file is JSON Lines, one run a line (`records.py`). Two runs that must have come to the same numbers and did not are a
-conflict, which is named and never settled here.
+A file is JSON Lines, one run per line (`records.py`). Two runs that should have the same numbers and do not are a
+conflict: the error names both.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engram.core.errors import EngramError
-from engram.core.io import write_bytes
-from engram.reproduce.records import KIND, Record, is_complete, parse_line, read_run
+from engram.core.io import write_text
+from engram.reproduce.records import KIND, Record, parse_line, read_record
 from engram.runs.directory import MANIFEST, runs_in
+from engram.runs.reader import read_manifest, read_result
+from engram.runs.stored_run import RunManifest
 
 SUFFIX = ".jsonl"
 _SHOWN = 3
@@ -23,16 +25,16 @@ _LOOKED_AT = 65536  # bytes
 
 
 @dataclass(frozen=True)
-class Found:
-    """What was read: the complete runs, and the directories of those that are not."""
+class FoundResults:
+    """The complete runs that were found, and the directories of incomplete ones."""
 
     records: list[Record]
     unfinished: list[Path]
 
 
-def read_results(places: Sequence[Path]) -> Found:
-    """The runs in these places: run directories, files of results, or folders of either."""
-    found = Found([], [])
+def read_results(places: Sequence[Path]) -> FoundResults:
+    """Read the runs in these places: run directories, files of results, or folders of either."""
+    found = FoundResults([], [])
     for place in places:
         if not place.exists():
             raise EngramError(
@@ -48,58 +50,67 @@ def read_results(places: Sequence[Path]) -> Found:
         for file in files:
             found.records.extend(read_file(file))
         for run in runs:
-            if is_complete(run):
-                found.records.append(read_run(run))
+            manifest = read_manifest(run)
+            if _is_complete(run, manifest):
+                found.records.append(read_record(run, manifest))
             else:
                 found.unfinished.append(run)
     return found
 
 
+def _is_complete(directory: Path, manifest: RunManifest) -> bool:
+    """Whether every stage is finished. A run whose result.json cannot be read is resumed, which writes it again."""
+    try:
+        return len(read_result(directory).stages) >= len(manifest.stage_sizes)
+    except EngramError:
+        return False
+
+
 def read_file(file: Path) -> list[Record]:
-    """The records of a file; one that is damaged, or of something else, is refused with its name and line."""
+    """Read the records of a file; a damaged or foreign line is refused with file and line."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise EngramError(f"{file} cannot be read as results of engram: {error}") from None
     if not lines:
-        raise EngramError(f"{file} is empty; a file of results has one run a line")
+        raise EngramError(f"{file} is empty; a file of results has one run per line")
     return [parse_line(line, f"{file}, line {number},") for number, line in enumerate(lines, start=1)]
 
 
 def is_ours(file: Path) -> bool:
-    """Whether a file says that it holds results of engram, be they damaged; an empty one may have held some."""
+    """Whether a file claims to hold results of engram, damaged or not; an empty file may have held some."""
     try:
         with file.open("rb") as opened:
             start = opened.read(_LOOKED_AT)
     except OSError:
-        return True  # whoever reads it says what is wrong
+        return True  # reading it reports what is wrong
     return not start or json.dumps(KIND).encode() in start
 
 
 def merge(records: Iterable[Record]) -> list[Record]:
-    """The records without duplicates, in an order of their own; refuses conflicts, with both sources of each."""
+    """Return the records without duplicates, sorted; refuse conflicts, with both sources of each."""
     kept: dict[str, Record] = {}
     conflicts: list[tuple[Record, Record]] = []
     for record in records:
         other = kept.setdefault(record.identity, record)
         if other.numbers != record.numbers:
             conflicts.append((other, record))
-        elif "importance" in record.data and "importance" not in other.data:
+        elif record.importance and not other.importance:
             kept[record.identity] = record
     if conflicts:
         raise EngramError(_describe(conflicts))
-    return sorted(kept.values(), key=_place)
+    return sorted(kept.values(), key=_sort_key)
 
 
 def write_file(file: Path, records: Sequence[Record]) -> None:
-    """Puts the records into a file, whole or not at all."""
-    write_bytes(file, "".join(f"{record.to_line()}\n" for record in records).encode())
+    """Write the records to a file, all or nothing."""
+    write_text(file, "".join(f"{record.to_line()}\n" for record in records))
 
 
 def _describe(conflicts: Sequence[tuple[Record, Record]]) -> str:
     texts = [
-        f"{one.source} and {two.source} (both {one.recipe}, order {one.order}, seed {one.seed}, commit {one.commit} on "
-        f"{one.hardware})"
+        f"{one.source} and {two.source} (both {one.recipe}, order {one.order.name}, seed {one.seed}, "
+        f"commit {one.commit} on {one.machine})"
         for one, two in conflicts[:_SHOWN]
     ]
     more = f", and {len(conflicts) - _SHOWN} more" if len(conflicts) > _SHOWN else ""
@@ -109,8 +120,8 @@ def _describe(conflicts: Sequence[tuple[Record, Record]]) -> str:
     )
 
 
-def _place(record: Record) -> tuple[object, ...]:
-    """Where a record stands in a file: recipes by name with their numbers as numbers, then order, seed, time."""
-    parts = re.split(r"(\d+)", f"{record.recipe} order {record.order} seed {record.seed}")
+def _sort_key(record: Record) -> tuple[object, ...]:
+    """Sort key: recipe (its numbers as numbers), order, seed, time."""
+    parts = re.split(r"(\d+)", f"{record.recipe} order {record.order.name} seed {record.seed}")
     numbered = tuple((1, int(part), "") if part.isdecimal() else (0, 0, part) for part in parts)
-    return (numbered, record.data["created"], record.identity)
+    return (numbered, record.created, record.identity)

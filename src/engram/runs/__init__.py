@@ -1,1 +1,1 @@
-"""Run directories: what they hold, and reading them with every check."""
+"""Run directories: writing them, and reading them with every check."""

@@ -1,4 +1,4 @@
-"""The result of a run: what result.json holds, computed from the stages' records."""
+"""The content of result.json, computed from the records of the stages."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Result(TypedDict):
 
 @dataclass(frozen=True)
 class StageRecord:
-    """What one stage came to; accuracies in percent, by predictor, accuracy_by_stage with an entry per stage so far."""
+    """The numbers of one stage. Accuracies in percent, by predictor; accuracy_by_stage has one per stage so far."""
 
     stage: int
     classes: int
@@ -62,20 +62,29 @@ class StageRecord:
 SECONDS = ("train", "importance", "exemplars", "evaluate")
 
 
+def stage_metrics(accuracy: Sequence[float], matrix: metrics.Matrix) -> dict[str, float | None]:
+    """The metrics of one predictor, from its accuracy after each stage and its accuracy matrix."""
+    return {
+        "average_incremental_accuracy": metrics.average_incremental_accuracy(accuracy),
+        "final_accuracy": accuracy[-1],
+        "backward_transfer": metrics.backward_transfer(matrix),
+        "forgetting": metrics.forgetting(matrix),
+    }
+
+
 def summarise(identity: dict[str, Any], records: Sequence[StageRecord]) -> Result:
-    """The content of result.json; `identity` has its keys up to the seed."""
-    predictors = list(records[0].accuracy)
-    per_stage = {name: [record.accuracy[name] for record in records] for name in predictors}
-    matrices = {name: [record.accuracy_by_stage[name] for record in records] for name in predictors}
+    """The content of result.json. identity: its keys up to the seed."""
+    by_predictor = {
+        name: stage_metrics(
+            [record.accuracy[name] for record in records], [record.accuracy_by_stage[name] for record in records]
+        )
+        for name in records[0].accuracy
+    }
+    names = ("average_incremental_accuracy", "final_accuracy", "backward_transfer", "forgetting")
     return {  # pyright: ignore[reportReturnType]
         **identity,
         "stages": [record.to_result() for record in records],
-        "average_incremental_accuracy": {
-            name: metrics.average_incremental_accuracy(values) for name, values in per_stage.items()
-        },
-        "final_accuracy": {name: values[-1] for name, values in per_stage.items()},
-        "backward_transfer": {name: metrics.backward_transfer(matrix) for name, matrix in matrices.items()},
-        "forgetting": {name: metrics.forgetting(matrix) for name, matrix in matrices.items()},
+        **{name: {predictor: values[name] for predictor, values in by_predictor.items()} for name in names},
         "seconds": sum(record.seconds for record in records),
         "seconds_by": {key: sum(record.seconds_by.get(key, 0.0) for record in records) for key in SECONDS},
     }

@@ -27,7 +27,6 @@ from engram.experiment.recipes import recipe
 from engram.experiment.run_config import RunConfig
 from engram.experiment.runner import run
 from engram.methods.defaults import DEMO_METHODS
-from engram.report.entry import write_report
 
 EPOCHS = 12
 RECIPES = "{method}-mini-b10-s5"
@@ -54,6 +53,8 @@ def demo_command(options: Demo, typed: Sequence[str]) -> int:
         return results
     console.print(comparison(results))
     console.print(verdict(results))
+    from engram.report.page import write_report  # matplotlib takes a second to import
+
     path = write_report([place / method for method in results], place / REPORT)
     print_line(console, f"report: {path}")
     return 0

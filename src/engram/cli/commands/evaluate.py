@@ -31,7 +31,6 @@ from engram.core.io import typed_path
 from engram.data.sources.folder import list_classes
 from engram.models.api import Model, open_model
 from engram.models.prediction import Evaluated, evaluate_batches
-from engram.report.evaluation_page import write_evaluation
 
 MATRIX = 20  # classes, at most, for a matrix in the terminal
 PAIRS = 10
@@ -58,6 +57,8 @@ def evaluate_command(options: Evaluate, typed: Sequence[str]) -> int:
         print(f"engram: {learned_text(done.learned, done.images)}", file=sys.stderr)
     found = summary(model, done, unknown, options)
     if report is not None:
+        from engram.report.evaluation_page import write_evaluation  # matplotlib takes a second to import
+
         write_evaluation(found, report)
     if options.json:
         print_line(console, json.dumps(found))

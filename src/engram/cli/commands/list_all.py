@@ -15,7 +15,6 @@ from engram.cli.options.runs import List
 from engram.cli.text import make_console, make_table, percent, print_indented, print_line, print_table
 from engram.contract.settings import with_role
 from engram.core.errors import EngramError
-from engram.core.io import read_json
 from engram.data.sources.download import data_home
 from engram.data.sources.image_cache import ImageCache
 from engram.data.sources.imagenet import CACHE
@@ -24,7 +23,8 @@ from engram.experiment.recipes import recipe, recipe_names
 from engram.methods import METHODS
 from engram.nn.backbones import BACKBONES
 from engram.reproduce.measured_summary import measured
-from engram.runs.directory import RESULT, find_runs, read_manifest
+from engram.runs.directory import RESULT, find_runs
+from engram.runs.reader import read_manifest, read_result
 
 Row = dict[str, Any]
 
@@ -222,25 +222,21 @@ def list_runs(root: Path) -> list[Row]:
             row |= _describe_run(path)
         except EngramError as error:
             row["status"] = f"damaged: {error}"
-        except (KeyError, TypeError, AttributeError, IndexError) as error:
-            row["status"] = f"damaged: its files lack something ({type(error).__name__}: {error})"
         rows.append(row)
     return rows
 
 
 def _describe_run(path: Path) -> Row:
     manifest = read_manifest(path)
-    config, total = manifest["config"], len(manifest["stage_sizes"])
-    done, average = 0, None
+    total, done, average = len(manifest.stage_sizes), 0, None
     if (path / RESULT).exists():
-        result = read_json(path / RESULT)
-        done = len(result["stages"])
-        averages = result["average_incremental_accuracy"]
-        average = float(averages[config["predictor"] if config.get("predictor") in averages else "cnn"])
+        result = read_result(path)
+        done, averages = len(result.stages), result.average_incremental_accuracy
+        average = averages.get(str(manifest.config.get("predictor")), next(iter(averages.values()), None))
     return {
-        "recipe": manifest["recipe"],
-        "order": manifest["order"]["name"] if "," not in manifest["order"]["name"] else "given",
-        "seed": config["seed"],
+        "recipe": manifest.recipe,
+        "order": manifest.order.name if "," not in manifest.order.name else "given",
+        "seed": manifest.config.get("seed"),
         "stages": f"{done}/{total}",
         "average": average,
         "status": run_status(path, total, done),

@@ -11,7 +11,7 @@ from engram.cli.options.runs import Report
 from engram.cli.text import make_console, print_line
 from engram.core.errors import EngramError
 from engram.core.io import typed_path
-from engram.report.entry import is_report_folder, write_report
+from engram.report.html_page import is_report_folder
 from engram.runs.directory import MANIFEST, RESULT, runs_in
 
 
@@ -23,6 +23,8 @@ def report_command(options: Report, typed: Sequence[str]) -> int:
     out = None if options.out is None else typed_path(options.out)
     if out is None and len(given) == 1:
         out = given[0] / "report.html"  # next to its runs
+    from engram.report.page import write_report  # matplotlib takes a second to import
+
     path = write_report(directories, out, tell=lambda text: print(f"engram: {text}", file=sys.stderr))
     console = make_console()
     print_line(console, str(path))

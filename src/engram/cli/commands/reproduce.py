@@ -24,8 +24,9 @@ from engram.data.sources.load import DataConfig
 from engram.data.store import ImageStore
 from engram.experiment.parallel import plan_members
 from engram.experiment.run_config import RunConfig
-from engram.report.wording import count_runs
-from engram.reproduce.cell_plan import Asked, Plan, make_plan, refuse_edited
+from engram.report.formatting import count_runs
+from engram.report.html_page import check_page_path
+from engram.reproduce.cell_plan import PaperPlan, PaperRequest, make_plan, refuse_edited
 from engram.reproduce.cells import FURTHER, NOT_RUN, WITHIN_POINT, WITHIN_STD, Measured, effect_of, measure
 from engram.reproduce.cost import costs
 from engram.reproduce.paper import MEASURES, Experiment, Paper, load_paper
@@ -45,12 +46,11 @@ def reproduce_command(options: Reproduce, typed: Sequence[str]) -> int:
         raise EngramError("--dry-run and --no-run exclude each other; give only one of them")
     console, runs = make_console(), typed_path(options.out)
     page = runs / PAGE if options.page is None else typed_path(options.page)
-    if page.suffix.lower() not in (".html", ".htm"):
-        raise EngramError(f"the page cannot be written to {page}: give --page a file name that ends in .html")
+    check_page_path(page)
     paper = load_paper(None if options.paper is None else typed_path(options.paper))
     experiments, asked = paper.find(options.what), _asked(options)
 
-    def plan_now() -> tuple[Plan, CompletedRuns]:
+    def plan_now() -> tuple[PaperPlan, CompletedRuns]:
         completed = read_completed(options.results, runs)
         return make_plan(experiments, completed.records, asked), completed
 
@@ -61,7 +61,7 @@ def reproduce_command(options: Reproduce, typed: Sequence[str]) -> int:
         print_plan(console, plan, costs(plan, completed.records, runs), completed, options)
         return 0
 
-    def show(plan: Plan, completed: CompletedRuns) -> None:
+    def show(plan: PaperPlan, completed: CompletedRuns) -> None:
         write_page(page, paper, plan)
         if not flags.json:
             _print_results(console, paper, plan, completed, page, flags.quiet)
@@ -80,7 +80,7 @@ def reproduce_command(options: Reproduce, typed: Sequence[str]) -> int:
 
 
 def with_images(
-    plan: Plan, read: Callable[[DataConfig], ImageStore]
+    plan: PaperPlan, read: Callable[[DataConfig], ImageStore]
 ) -> tuple[dict[str, RunConfig], dict[DataConfig, ImageStore]]:
     """Return the runs to do whose images are available, and the images; print which data sets are left out.
 
@@ -102,8 +102,8 @@ def with_images(
     return configs, stores
 
 
-def _asked(options: Reproduce) -> Asked:
-    return Asked(
+def _asked(options: Reproduce) -> PaperRequest:
+    return PaperRequest(
         rows=split_values("--rows", options.rows) or None,
         columns=split_values("--columns", options.columns) or None,
         orders=split_values("--orders", options.orders) or None,
@@ -115,7 +115,7 @@ def _asked(options: Reproduce) -> Asked:
 
 
 def _print_results(
-    console: Console, paper: Paper, plan: Plan, completed: CompletedRuns, page: Path, quiet: bool
+    console: Console, paper: Paper, plan: PaperPlan, completed: CompletedRuns, page: Path, quiet: bool
 ) -> None:
     """Print each table, where the runs come from, and where the page is."""
     cells = {id(experiment): [measure(cell) for cell in plan.of(experiment)] for experiment in plan.experiments}
@@ -171,7 +171,7 @@ def _cell(measured: Measured, first: Measured) -> Text:
     return Text("\n".join(texts), style=_STYLES.get(measured.mark, ""))
 
 
-def cells_json(plan: Plan) -> list[dict[str, Any]]:
+def cells_json(plan: PaperPlan) -> list[dict[str, Any]]:
     """Return every cell as plain data: our numbers and the paper's, unrounded, or None."""
     found: list[dict[str, Any]] = []
     for cell in plan.cells:

@@ -11,7 +11,7 @@ from engram.cli.options.runs import Results
 from engram.cli.text import make_console, print_line
 from engram.core.errors import EngramError
 from engram.core.io import typed_path, write_text
-from engram.report.wording import count_runs
+from engram.report.formatting import count_runs
 from engram.reproduce.markdown_page import document
 from engram.reproduce.measured_summary import as_text, summarise
 from engram.reproduce.paper import load_paper

@@ -35,7 +35,8 @@ from engram.data.store import ImageStore
 from engram.experiment.run_config import RunConfig, directory_name
 from engram.experiment.runner import resume, run
 from engram.experiment.session import Session
-from engram.runs.directory import read_manifest, read_result
+from engram.runs.reader import read_manifest, read_progress
+from engram.runs.stored_run import RunManifest
 
 
 def run_command(options: Run, typed: Sequence[str]) -> int:
@@ -82,21 +83,20 @@ def resume_command(options: Resume, typed: Sequence[str]) -> int:
     check_running(flags)
     place = typed_path(options.directory)
     console = make_console()
-    manifest, result = read_manifest(place), read_result(place)
-    stages = len(manifest["stage_sizes"])
-    if len(result["stages"]) == stages:
-        finished = RunFinished(result, str(place))
+    manifest = read_manifest(place)
+    finished = _finished(place, manifest)
+    if finished is not None:
         if flags.json:
             print_line(console, json.dumps(finished.to_json()))
         else:
             print_line(console, f"{place} is finished already; nothing to do")
             print_finished(console, finished, flags.quiet)
         return 0
-    check_last_stage(flags, stages)
-    config = RunConfig.from_plain(manifest["config"])
+    check_last_stage(flags, len(manifest.stage_sizes))
+    config = RunConfig.from_plain(manifest.config)
     data = config.data if options.data is None else replace(config.data, path=images_at(options.data))
-    # The threads it began with: with another number the last bits of sums on a CPU differ.
-    use_threads(flags.threads or manifest.get("hardware", {}).get("threads"))
+    # The threads it began with: with another number a CPU's sums differ in their last bits.
+    use_threads(flags.threads or manifest.hardware.get("threads"))
     store = read_images(data, console, silent=flags.quiet or flags.json)
     interrupt = Interrupt()
     events = resume(
@@ -108,6 +108,12 @@ def resume_command(options: Resume, typed: Sequence[str]) -> int:
         cache=shared_stages(flags),
     )
     return follow_run(events, console, interrupt, flags, place)
+
+
+def _finished(place: Path, manifest: RunManifest) -> RunFinished | None:
+    """Return the last event of a run whose stages are all finished."""
+    result = read_progress(place, manifest).result
+    return None if result is None else RunFinished(result, str(place))
 
 
 def _print_plan(config: RunConfig, store: ImageStore, place: Path, console: Console, as_json: bool) -> None:

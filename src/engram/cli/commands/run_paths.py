@@ -5,11 +5,10 @@ from __future__ import annotations
 import fcntl
 import sys
 from pathlib import Path
-from typing import Any
 
 from engram.core.errors import EngramError
-from engram.core.io import read_json
-from engram.runs.directory import ERROR, LOCK, MANIFEST, RESULT, free_directory, read_manifest
+from engram.runs.directory import ERROR, LOCK, MANIFEST, RESULT, free_directory
+from engram.runs.reader import read_manifest, read_result
 
 RUNS = Path("runs")
 REPORT = "report.html"  # the last file that a demo writes
@@ -55,11 +54,10 @@ def _describe(place: Path) -> str:
     if any(place.glob(f"*/{MANIFEST}")):
         return f"the demo in {place} {'is finished' if (place / REPORT).exists() else 'was stopped'}"
     try:
-        manifest = read_manifest(place)
-        result: dict[str, Any] = read_json(place / RESULT) if (place / RESULT).exists() else {}
-        status = run_status(place, len(manifest["stage_sizes"]), len(result.get("stages", [])))
-    except (EngramError, AttributeError, TypeError):
-        return f"{place} exists already"
+        finished = len(read_result(place).stages) if (place / RESULT).exists() else 0
+        status = run_status(place, len(read_manifest(place).stage_sizes), finished)
+    except EngramError:
+        return f"there is something in {place} already"
     if status in ("finished", "running"):
         return f"the run in {place} is {status}"
     how = "has not finished a stage" if status == NO_STAGE else status

@@ -38,7 +38,7 @@ from engram.data.store import ImageStore
 from engram.experiment.base_cache import StageCache
 from engram.experiment.parallel import Member, Workers, plan_members
 from engram.experiment.run_config import RunConfig, directory_name
-from engram.report.wording import count_runs
+from engram.report.formatting import count_runs
 from engram.runs.directory import ERROR
 
 STOP = "--stop-after-stage"
@@ -141,8 +141,8 @@ def without_flag(typed: Sequence[str], flag: str) -> list[str]:
 
 def _threads_begun_with(members: Sequence[Member]) -> int | None:
     """Return the CPU threads that incomplete runs began with: with another number the last bits of sums differ."""
-    unfinished = [member for member in members if member.standing.state == "incomplete"]
-    found = {member.standing.threads for member in unfinished if member.config.device == "cpu"} - {None}
+    unfinished = [member for member in members if member.progress.state == "incomplete"]
+    found = {member.progress.threads for member in unfinished if member.config.device == "cpu"} - {None}
     if len(found) > 1:
         print(
             "engram: the runs to continue began with different numbers of CPU threads; "
@@ -221,7 +221,7 @@ def _print_plan(console: Console, members: Sequence[Member], cache: StageCache |
     for base in shared:
         how = "is in the cache already, for" if base["cached"] else "is trained once for"
         print_line(console, f"one base stage {how} {count_runs(len(base['runs']))}: {', '.join(base['runs'])}")
-    counts = Counter(member.standing.state for member in members)
+    counts = Counter(member.progress.state for member in members)
     parts = ", ".join(f"{counts[state]} {state}" for state in ("done", "incomplete", "new") if counts[state])
     total = f"{count_runs(len(members))} ({parts}), {steps:,} steps left, not counting what shared base stages save"
     for line in (total, DRY_RUN):
@@ -229,17 +229,17 @@ def _print_plan(console: Console, members: Sequence[Member], cache: StageCache |
 
 
 def _plan_row(member: Member) -> dict[str, Any]:
-    standing = member.standing
-    state = standing.state
+    progress = member.progress
+    state = progress.state
     if state == "incomplete":
         inside = "" if member.doing is None else f" and in {member.doing}"
-        state = f"incomplete, {standing.finished} of {member.stages} stages{inside}"
+        state = f"incomplete, {progress.finished} of {member.stages} stages{inside}"
     return {
         "run": member.name,
         "directory": member.place,
         "state": state,
         "stages": member.stages,
-        "stages_finished": standing.finished,
+        "stages_finished": progress.finished,
         "steps": member.steps,
         "config": member.config.to_plain(),
     }

@@ -1,0 +1,231 @@
+"""Read run directories as checked, typed data: run.json, result.json, stages/ and events.jsonl.
+
+This is the only reader of these files. It does not import torch. A file that is missing, half-written, inconsistent or
+of another run raises an EngramError that names the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load as load_tensors
+
+from engram.core import metrics
+from engram.core.errors import EngramError
+from engram.core.events import read_events
+from engram.core.provenance import version
+from engram.runs.checked import Source, checked, read_checked
+from engram.runs.directory import EVENTS, FORMAT, MANIFEST, RESULT
+from engram.runs.result import stage_metrics
+from engram.runs.stored_run import (
+    LossPoint,
+    RunIdentity,
+    RunLog,
+    RunManifest,
+    RunProgress,
+    RunResult,
+    StageArrays,
+    StageRow,
+    StoredRun,
+)
+
+TOLERANCE = 1e-6  # of a metric computed again from the stages
+ACCURACY_TOLERANCE = 0.05  # of an accuracy computed again from the predictions, in percent
+_RUN_AGAIN = "run it again, or leave this run out"
+_RESUME = "resume the run, which writes it again, or leave this run out"
+
+
+def read_manifest(directory: Path) -> RunManifest:
+    """Read run.json."""
+    if not directory.is_dir():
+        raise EngramError(f"there is no run directory at {directory}")
+    file = directory / MANIFEST
+    if not file.is_file():
+        raise EngramError(f"{directory} is not a run directory: it has no {MANIFEST}")
+    form = read_checked(_Format, file, _RUN_AGAIN)
+    if form.format != FORMAT:
+        raise EngramError(
+            f"{directory} was written by engram {form.engram} in format {form.format}, and this is engram {version()}, "
+            f"which reads format {FORMAT}; use the version that wrote it"
+        )
+    source = Source(file, _RUN_AGAIN)
+    manifest = checked(RunManifest, form.content, source)
+    check_identity(manifest, source, num_classes=len(manifest.data.class_names))
+    if not manifest.predictors:
+        source.fail("predictors is empty")
+    return manifest
+
+
+@dataclass(frozen=True)
+class _Format:
+    format: int
+    content: dict[str, Any]
+    engram: Any = "?"
+
+
+def check_identity(run: RunIdentity, source: Source, num_classes: int | None = None) -> None:
+    """Check that configuration, class order and stages fit together. num_classes: of the data set, if known."""
+    if config_hash(run.config) != run.config_hash:
+        source.fail("its configuration was changed after the run began")
+    ids = run.order.class_ids
+    if len(set(ids)) < len(ids) or (num_classes is not None and max(ids, default=0) >= num_classes):
+        source.fail("order.class_ids is not an order of the classes")
+    if not run.stage_sizes or sum(run.stage_sizes) > len(ids):
+        source.fail(f"stage_sizes does not fit the {len(ids)} classes of the class order")
+
+
+def config_hash(config: Mapping[str, Any]) -> str:
+    """Short digest of a configuration (plain data), without the recipe's name and the path of the images.
+
+    Computed from the data as saved, so it stays the same when a later version has more settings.
+    """
+    data = {key: value for key, value in config.items() if key != "recipe"}
+    images = config.get("data", {})
+    data["data"] = {k: v for k, v in images.items() if k != "path"} if isinstance(images, dict) else images
+    return hashlib.blake2b(json.dumps(data, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def read_result(directory: Path) -> RunResult:
+    """Read result.json. `check_result` checks it against run.json."""
+    return read_checked(RunResult, directory / RESULT, _RESUME)
+
+
+def check_result(result: RunResult, run: RunIdentity, source: Source) -> None:
+    """Check that a result belongs to its run, and that its metrics follow from its stages."""
+    if result.recipe != run.recipe:
+        source.fail(f"its result is of another run: recipe {result.recipe!r}, not {run.recipe!r}")
+    if result.seed != run.config.get("seed"):
+        source.fail(f"its result is of another run: seed {result.seed}, not {run.config.get('seed')}")
+    if len(result.stages) > len(run.stage_sizes):
+        source.fail(f"it has {len(result.stages)} stages and the run has {len(run.stage_sizes)}")
+    if result.stages and not result.predictors:
+        source.fail("stages[0].accuracy is empty")
+    for index, (row, seen) in enumerate(zip(result.stages, accumulate(run.stage_sizes), strict=False)):
+        if row.stage != index or row.classes != seen:
+            source.fail(f"stages[{index}] should be stage {index} with {seen} classes")
+        for name in result.predictors:
+            if name not in row.accuracy or len(row.accuracy_by_stage.get(name, ())) != index + 1:
+                source.fail(f"stages[{index}] should have a {name} accuracy for each of {index + 1} stages")
+    for name in result.predictors:
+        accuracy = [row.accuracy[name] for row in result.stages]
+        again = stage_metrics(accuracy, [row.accuracy_by_stage[name] for row in result.stages])
+        for metric, value in again.items():
+            stored = result.metrics[metric].get(name)
+            if (stored is None) != (value is None) or abs((stored or 0) - (value or 0)) > TOLERANCE:
+                source.fail(f"its {metric} ({name}) is {stored} and its stages give {value}")
+
+
+def read_stage(file: Path, row: StageRow, predictors: tuple[str, ...]) -> StageArrays:
+    """Read stages/NNN.safetensors, and check it against the accuracies of the stage."""
+    source = Source(file, _RUN_AGAIN)
+    try:
+        tensors = load_tensors(file.read_bytes())
+    except FileNotFoundError:
+        source.fail("it is missing")
+    except (OSError, SafetensorError, ValueError, KeyError) as error:
+        source.fail(f"it cannot be read ({error})")
+    names = {"targets": "targets"} | {name: f"predictions.{name}" for name in predictors}
+    labels: dict[str, np.ndarray] = {}
+    for key, name in names.items():
+        values = tensors.get(name)
+        if values is None or values.ndim != 1 or not len(values) or values.dtype.kind not in "iu":
+            source.fail(f"{name} should be a list of one whole number per test image")
+        if values.min() < 0 or values.max() >= row.classes:
+            source.fail(f"{name} has a label outside the {row.classes} classes seen")
+        labels[key] = values.astype(np.int64)
+    targets = labels.pop("targets")
+    for name, values in labels.items():
+        if len(values) != len(targets):
+            source.fail(f"predictions.{name} has {len(values)} labels for {len(targets)} test images")
+        accuracy = metrics.accuracy(targets, values)
+        if abs(accuracy - row.accuracy[name]) > ACCURACY_TOLERANCE:
+            source.fail(f"its {name} predictions are {accuracy:.2f} % right, {RESULT} has {row.accuracy[name]:.2f} %")
+    importance: list[np.ndarray] = []
+    while (values := tensors.get(f"importance.{len(importance)}")) is not None:
+        if values.ndim != 1 or not len(values) or not np.isfinite(values).all() or values.min() < 0:
+            source.fail(f"importance.{len(importance)} should be one finite number >= 0 per channel")
+        importance.append(values.astype(np.float64))
+    return StageArrays(targets, labels, tuple(importance))
+
+
+def stage_file(directory: Path, stage: int) -> Path:
+    """Path of the arrays of a stage."""
+    return directory / "stages" / f"{stage:03d}.safetensors"
+
+
+def read_log(directory: Path) -> RunLog:
+    """Read events.jsonl. Lines that are cut off or have wrong types are skipped; the file may be missing."""
+    losses: dict[tuple[int, str, int], LossPoint] = {}
+    times: list[float] = []
+    starts, reused = 0, False
+    try:
+        for event in read_events(directory / EVENTS):
+            times += _finite({"time": event.get("time")}).values()
+            starts += event.get("event") == "run_started"
+            reused |= event.get("event") == "base_reused"
+            if event.get("event") == "epoch_finished" and (point := _loss_point(event)) is not None:
+                # A resumed run repeats the epochs after its checkpoint: the last values count, in the first position.
+                losses[point.stage, point.phase, point.epoch] = point
+    except OSError as error:
+        Source(directory / EVENTS, _RUN_AGAIN).fail(f"it cannot be read ({error.strerror})")
+    return RunLog(tuple(losses.values()), reused, (times[0], times[-1]) if times and starts == 1 else None)
+
+
+def _loss_point(event: Mapping[str, Any]) -> LossPoint | None:
+    stage, phase, epoch, terms = (event.get(each.name) for each in fields(LossPoint))
+    if type(stage) is not int or type(epoch) is not int or not isinstance(phase, str) or not isinstance(terms, dict):
+        return None
+    return LossPoint(stage, phase, epoch, _finite(terms))
+
+
+def _finite(values: Mapping[str, Any]) -> dict[str, float]:
+    """The values that are finite numbers."""
+    found: dict[str, float] = {}
+    for name, value in values.items():
+        if type(value) in (int, float) and abs(value) <= np.finfo(np.float64).max:
+            found[name] = float(value)
+    return found
+
+
+def read_run(directory: Path) -> StoredRun:
+    """Read a run directory with every check. At least one stage must be finished."""
+    manifest = read_manifest(directory)
+    if not (directory / RESULT).exists():
+        raise EngramError(f"{directory} has no finished stage yet (no {RESULT}); let its first stage finish first")
+    result, source = read_result(directory), Source(directory / RESULT, _RESUME)
+    if not result.stages:
+        raise EngramError(f"{directory} has no finished stage yet; let its first stage finish first")
+    check_result(result, manifest, source)
+    missing = [name for name in manifest.predictors if name not in result.predictors]
+    if missing:
+        source.fail(f"it has no {missing[0]} accuracy")
+    arrays = read_stage(stage_file(directory, len(result.stages) - 1), result.stages[-1], manifest.predictors)
+    return StoredRun(directory, manifest, result, arrays, read_log(directory))
+
+
+def read_progress(directory: Path, manifest: RunManifest) -> RunProgress:
+    """Read how far a run is, except its position inside a stage.
+
+    If result.json is missing or damaged, no stage counts as finished: a resumed run writes it again.
+    """
+    try:
+        result = read_result(directory)
+        check_result(result, manifest, Source(directory / RESULT, _RESUME))
+    except EngramError:
+        return RunProgress("incomplete", threads=manifest.hardware.get("threads"))
+    done, finished = len(result.stages) == len(manifest.stage_sizes), len(result.stages)
+    return RunProgress(
+        state="done" if done else "incomplete",
+        finished=finished,
+        result=result.content if done else None,
+        threads=manifest.hardware.get("threads"),
+        code=manifest.method_code if done else "",
+    )
