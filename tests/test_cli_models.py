@@ -28,7 +28,7 @@ from engram.cli import text
 from engram.cli.commands.evaluate import matrix_table
 from engram.cli.commands.predict import best_places, expand
 from engram.cli.main import main
-from engram.models.model_config import fitting_epochs
+from engram.models.model_config import default_epochs
 from engram.models.store.generations import Pointer
 from engram.models.store.writer import Writer
 from helpers import Engram, assert_refused, not_text, unpack_archive
@@ -118,8 +118,8 @@ def test_the_number_of_images_decides_the_epochs(engram: Engram, tmp_path: Path)
     assert engram("learn", "model", few, *flags, "--image-size", "8").status == 0
     assert engram("learn", "model", more, *flags).status == 0
     assert [entry["epochs"] for entry in read_manifest("model")["history"]] == [60, 60]
-    assert [fitting_epochs(count, (32, 32), "cpu") for count in (2_000, 4_000, 50_000)] == [60, 30, 15]
-    assert fitting_epochs(2_000, (64, 64), "cpu") == 15
+    assert [default_epochs(count, (32, 32), "cpu") for count in (2_000, 4_000, 50_000)] == [60, 30, 15]
+    assert default_epochs(2_000, (64, 64), "cpu") == 15
 
 
 def test_a_lesson_given_again_is_done_already(engram: Engram, photos: Path, model: Path, tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_what_was_chosen_once_is_kept(
     flags: list[str], word: str, engram: Engram, taught: Path, photos: Path, tmp_path: Path
 ) -> None:
     more = folder(tmp_path / "more", ("goose",), count=4)
-    assert_refused(engram("learn", taught, more, *flags), word, "for good")
+    assert_refused(engram("learn", taught, more, *flags), word, "cannot be changed")
 
 
 def test_flags_reach_a_new_model(engram: Engram, photos: Path) -> None:
@@ -228,8 +228,8 @@ def test_flags_reach_a_new_model(engram: Engram, photos: Path) -> None:
         (["learn", "model", "FIRST", "--holdout", "1"], ["--holdout", "1"]),
         (["learn", "model", "FIRST", "--image-size", "4"], ["--image-size", "4"]),
         (["learn", "model", "FIRST", "--image-size", "5000"], ["--image-size must be 8 to 1024 pixels"]),
-        (["learn", "model", "FIRST", "--seed", "99999999999999999999"], ["larger than any number of a model"]),
-        (["learn", "model", "FIRST", "--memory", "total=99999999999999999999"], ["larger than any number of a model"]),
+        (["learn", "model", "FIRST", "--seed", "99999999999999999999"], ["too large for a model"]),
+        (["learn", "model", "FIRST", "--memory", "total=99999999999999999999"], ["too large for a model"]),
         (["learn", "model", "FIRST", "--method", "afd"], ["did you mean 'afc'?"]),
         (["learn", "model", "FIRST", "--method", "AFC"], ["did you mean 'afc'?"]),
         (["learn", "model", "FIRST", "--backbone", "resnet11"], ["did you mean"]),

@@ -301,8 +301,7 @@ def test_epochs_are_chosen_for_each_lesson(monkeypatch: pytest.MonkeyPatch, tmp_
     def epochs(classifier: IncrementalClassifier) -> list[int]:
         return [entry.epochs for entry in classifier.model_.history]
 
-    for module in ("engram.models.model_config", "engram.estimator"):
-        monkeypatch.setattr(f"{module}.fitting_epochs", choose, raising=False)
+    monkeypatch.setattr("engram.models.model_config.default_epochs", choose)
     first, second, third = pictures(NAMES[:2], 2), pictures(NAMES[2:3], 3), pictures(NAMES[3:4], 4)
     chosen = quick(epochs=None, memory=1).fit(*first).partial_fit(*second)
     assert epochs(chosen) == [4, 3 + 2]  # and an exemplar of each class known
@@ -425,10 +424,10 @@ def test_arguments_are_stored_and_checked_when_they_count() -> None:
         ({"seed": -1}, "the seed must be 0 or more"),
         ({"seed": None}, "seed must be a whole number, got None"),
         ({"seed": 1.5}, "seed must be a whole number"),
-        ({"seed": 2**70}, "larger than any number of a model"),
+        ({"seed": 2**70}, "too large for a model"),
         ({"method": None}, "method must be a name, got None"),
         ({"backbone": 3}, "backbone must be a name, got 3"),
-        ({"augmentation": True}, "augmentation must be of the kind Augmentation"),
+        ({"augmentation": True}, "augmentation must be an object of type Augmentation"),
         ({"validation": "a"}, "validation must be a number, got 'a'"),
         ({"settings": "train.lr"}, "settings must be a dictionary"),
         ({"settings": {1: 2}}, "no setting '1'"),

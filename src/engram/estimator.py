@@ -20,13 +20,13 @@ from engram.core.memory_limits import return_memory
 from engram.data.augment import Augmentation
 from engram.data.memory import MemoryConfig
 from engram.data.store import Images
-from engram.experiment.run_config import Device, Precision
+from engram.experiment.learner_config import Device, Precision
 from engram.methods import Settings
 from engram.models.api import Model, ModelConfig, open_model, save_model
 from engram.models.inputs import read_batches, read_images
 from engram.models.labels import doubts, label_array, plain_labels
 from engram.models.lesson import Keeping, Lesson, Options
-from engram.models.model_config import as_size, short
+from engram.models.model_config import as_size, shortest_argument
 from engram.models.store.generations import Pointer
 
 Follow = Callable[[Event], None]
@@ -266,7 +266,9 @@ class IncrementalClassifier:
 
     def __repr__(self) -> str:
         defaults = inspect.signature(type(self).__init__).parameters
-        params = {name: short(value, self.method, self.image_size) for name, value in self.get_params().items()}
+        params = {
+            name: shortest_argument(value, self.method, self.image_size) for name, value in self.get_params().items()
+        }
         changed = [f"{name}={value!r}" for name, value in params.items() if repr(value) != repr(defaults[name].default)]
         return f"{type(self).__name__}({', '.join(changed)})"
 

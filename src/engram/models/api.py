@@ -11,13 +11,13 @@ from engram.core.checkpoint import Checkpoint
 from engram.core.errors import EngramError
 from engram.core.events import Event, Stopped, Warned
 from engram.data.store import Images
-from engram.experiment.run_config import Device, Precision
+from engram.experiment.learner_config import Device, Precision
 from engram.models.edit import Undone, refuse_learning, remove_class, rename_class, undo
 from engram.models.inputs import read_images
 from engram.models.labels import doubts, encode_label, plain_labels
 from engram.models.lesson import Keeping, Known, Lesson, Options
 from engram.models.model import Entry, KnownClass, Model
-from engram.models.model_config import ModelConfig, plain
+from engram.models.model_config import ModelConfig, plain_number
 from engram.models.remove_images import RemovedImages, remove_images
 from engram.models.store.codec import open_model, pack_model, read_manifest
 from engram.models.store.generations import FIRST, LEARNING, LEFT_OUT, REMOVED, SAVED, NoModelYet, Pointer
@@ -75,7 +75,7 @@ def learn_into(
     """
     if minutes is not None and (epochs is not None or not minutes > 0):
         raise EngramError("the minutes of a lesson must be more than 0, and take the place of epochs; give one of them")
-    epochs, given = plain(epochs), plain_labels(labels)
+    epochs, given = plain_number(epochs), plain_labels(labels)
     for label in dict.fromkeys(given):
         encode_label(label)  # what cannot be saved is refused before it is learned
     with Writer(path, create=True) as writer:

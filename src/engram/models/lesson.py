@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from engram.contract.learner import Learner
+from engram.contract.settings import with_role
 from engram.core.checkpoint import Checkpoint
 from engram.core.errors import EngramError
 from engram.core.events import Checkpointed, Event, Learned, StageStarted, Warned, Working
@@ -176,9 +177,9 @@ class Lesson:
 
     def asked(self) -> dict[str, Any]:
         """What was asked for, by name: for telling in what another lesson differs."""
-        model, training = self.before, getattr(self.model.method.settings, "train", None)
+        model, main = self.before, with_role(self.model.method.settings, "main")
         return {
-            "epochs": None if training is None else training.epochs,
+            "epochs": next((training.epochs for training in main.values()), None),
             "known": self.options.known,
             "images": len(self._images),
             "classes": some(map(str, self.new)),

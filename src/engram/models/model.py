@@ -17,7 +17,7 @@ from engram.core.rng import generator
 from engram.data.memory import Memory, MemoryConfig
 from engram.data.stage import Samples
 from engram.engine import Engine
-from engram.experiment.run_config import Device, Precision
+from engram.experiment.learner_config import Device, Precision, resolve_device
 from engram.methods import Method, find_method
 from engram.models.calibration import fit_temperature
 from engram.models.model_config import ModelConfig
@@ -82,7 +82,7 @@ class Model:
         self.config = config
         self.device: Device = device
         self.precision: Precision = precision
-        place, exact = config.place(device, precision)
+        place, exact = resolve_device(device, precision)
         self.engine = Engine(torch.device(place), exact, config.augmentation, config.image_size)
         self.method: Method = find_method(config.method).make(config.settings)
         self.learner: Learner | None = None

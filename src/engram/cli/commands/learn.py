@@ -36,7 +36,6 @@ from engram.core.events import EpochsChosen, Event, ImagesRead, Learned, Stopped
 from engram.core.io import typed_path
 from engram.data.augment import Augmentation
 from engram.data.decode.image import EXTENSIONS, choose_size
-from engram.data.memory import MemoryConfig
 from engram.data.sources.folder import list_classes, refuse_nested
 from engram.models.api import RESUMED, ModelConfig, NoModelYet, has_learning, learn_into, open_model, read_manifest
 from engram.models.inputs import file_side
@@ -161,25 +160,24 @@ def known_model(place: Path) -> dict[str, Any] | None:
 
 
 def _refuse_changes(flags: NewModelFlags, config: ModelConfig, place: Path) -> None:
-    """Refuses flags that ask for another model than the one there is."""
-    memory = config.memory
-    asked = {
-        "method": (flags.method, config.method),
-        "backbone": (flags.backbone, config.backbone),
-        "image-size": (flags.image_size, config.image_size[0]),
-        "memory": (flags.memory and str(MemoryConfig.parse(flags.memory, memory.selection)), str(memory)),
-        "holdout": (flags.holdout, config.validation),
-        "no-mirror": (flags.no_mirror or None, not config.augmentation.flip),
-        "seed": (flags.seed, config.seed),
-    }
-    for name, (wanted, recorded) in asked.items():
-        if wanted is not None and wanted != recorded:
-            raise EngramError(
-                f"the model at {place} was made with --{name} {recorded}, and that is for good; leave --{name} out, or "
-                "begin a new model"
-            )
+    """Refuse flags that describe another model than the one at this path."""
+    changed = config.changed_by(
+        method=flags.method,
+        backbone=flags.backbone,
+        side=flags.image_size,
+        memory=flags.memory,
+        validation=flags.holdout,
+        flip=False if flags.no_mirror else None,
+        seed=flags.seed,
+    )
+    for name, value in changed.items():
+        flag = {"side": "--image-size", "validation": "--holdout", "flip": "--no-mirror"}.get(name, f"--{name}")
+        made = f"without {flag}" if name == "flip" else f"with {flag} {value}"
+        raise EngramError(
+            f"the model at {place} was made {made}, which cannot be changed; leave {flag} out, or start a new model"
+        )
     if flags.set:
-        raise EngramError(f"the model at {place} has its settings, and they are for good; leave --set out")
+        raise EngramError(f"the settings of the model at {place} cannot be changed; leave --set out")
 
 
 def _learned_before(

@@ -20,7 +20,7 @@ from torch import Tensor
 from engram.core.errors import EngramError
 from engram.core.memory_limits import check_room
 from engram.core.provenance import versions
-from engram.experiment.run_config import Device, Precision
+from engram.experiment.learner_config import Device, Precision
 from engram.models.labels import encode_label
 from engram.models.model import Entry, Model
 from engram.models.store.generations import MANIFEST, WEIGHTS, Pointer, Snapshot, read_model, read_previous
