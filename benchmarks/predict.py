@@ -23,7 +23,8 @@ from engram.data.decode.prefetch import Decoded, decode_files, decode_stream
 from engram.data.sources.mini import read_mini
 from engram.data.store import Images
 from engram.engine.inference import INFERENCE_PIXELS
-from engram.models.api import KnownClass, Model, ModelConfig
+from engram.models.model import KnownClass, Model
+from engram.models.model_config import ModelConfig
 from engram.models.prediction import fitting_batch, predict_batches, predict_files
 
 TARGET = 0.8

@@ -35,7 +35,7 @@ from helpers import Engram, assert_refused, not_text, unpack_archive
 from model_helpers import NAMES, everything, opened, pictures, same
 
 FIRST, SECOND = NAMES[:3], NAMES[3:5]
-OTHERS = "engram: left out what is no .png, .jpg, .jpeg, .jpe, .jfif, .webp, .bmp file: "
+OTHERS = "engram: left out files that are not .png, .jpg, .jpeg, .jpe, .jfif, .webp, .bmp: "
 QUICK = ("--epochs", "2", "--threads", "1", "--device", "cpu")
 
 
@@ -330,14 +330,14 @@ def test_a_class_may_have_its_images_in_a_folder_within(engram: Engram, tmp_path
 def test_learn_says_what_a_lesson_lacks(engram: Engram, tmp_path: Path) -> None:
     alone = engram("learn", "model", folder(tmp_path / "alone", FIRST[:1], count=6), *QUICK)
     assert alone.status == 0
-    assert alone.err == "engram: one class alone teaches nothing to tell apart yet; learn a second one too\n"
+    assert alone.err == "engram: with a single class there is nothing to tell apart; learn a second one too\n"
     assert "; 1 class known, " in alone.out
     few = folder(tmp_path / "few", NAMES[1:7], count=2)
     folder(few, ("dingo",), count=5)
     more = engram("learn", "model", few, *QUICK)
     assert more.err == (
-        "engram: fewer than 5 images of a class teach little and are too few to hold any out, so no accuracy is "
-        "measured on them: boat (2), camel (2), easel (2), falcon (2), goose (2)\n"
+        "engram: classes with fewer than 5 images are learned badly, and none of them is held out to measure "
+        "accuracy: boat (2), camel (2), easel (2), falcon (2), goose (2)\n"
     )
     classes = read_manifest("model")["classes"]
     counts = {known["label"]: (known["images"], known["heldout"], bool(known["accuracy"])) for known in classes}
@@ -370,7 +370,7 @@ def test_what_is_passed_over_is_named(engram: Engram, taught: Path, tmp_path: Pa
         (root / name).write_bytes(b"x")
     said = (
         f"{OTHERS}apple/moving.gif, boat/deep/phone.HEIC\n"
-        "engram: left out images that lie beside the class folders: loose.png\n"
+        "engram: left out images that are not in a class folder: loose.png\n"
     )
     assert engram("learn", "model", "photos", *QUICK).err == said
     assert engram("evaluate", taught, "photos", "--quiet").err == said
@@ -385,7 +385,7 @@ def test_predict_counts_what_it_passes_over_in_folders(engram: Engram, taught: P
     for name in ("anim.gif", "t.tiff", "u.TIFF", ".hidden.gif"):
         (inbox / name).write_bytes(b"x")
     outcome = engram("predict", taught, "inbox")
-    assert (outcome.status, outcome.err) == (0, f"{OTHERS}2 .tiff, 1 .gif, 1 without an ending\n")
+    assert (outcome.status, outcome.err) == (0, f"{OTHERS}2 .tiff, 1 .gif, 1 without an extension\n")
     assert [line.split("\t")[0] for line in outcome.out.splitlines()] == ["inbox/a.jpg", "inbox/b.jfif", "inbox/c.JPE"]
     assert engram("predict", taught, "inbox/noext", "inbox/a.jpg").err == "", "a file that is named is read"
     for name in ("a.jpg", "b.jfif", "c.JPE"):
@@ -540,14 +540,16 @@ def test_other_images_are_refused_until_the_lesson_is_finished_or_dropped(
     monkeypatch.setattr("engram.cli.signals.Interrupt.__call__", lambda self: True)
     stopped = engram("learn", model, sixth, *QUICK)
     assert stopped.status == 130
-    assert "saved; the model is what it was. To go on, the same command again:" in stopped.out
+    assert "saved; the model did not change. To continue, run the same command:" in stopped.out
     assert f"engram learn {model} {sixth} --epochs 2" in stopped.out
     begun = engram("learn", model, sixth, *QUICK, "--restart")
     assert f"without --restart:\nengram learn {model} {sixth} {' '.join(QUICK)}\n" in begun.out
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
     assert "learning was interrupted here" in engram("info", model).out
-    assert_refused(engram("learn", model, seventh, *QUICK), "not the same images", "drop it with --restart to begin")
+    assert_refused(
+        engram("learn", model, seventh, *QUICK), "not the same images", "drop it with --restart to start again"
+    )
     assert_refused(engram("remove", model, "apple"), "interrupted", "or drop it with --drop-learning\n")
     assert engram("learn", model, seventh, *QUICK, "--restart").status == 0
     assert opened(model).labels == [*NAMES[:5], "goose"]

@@ -22,8 +22,8 @@ from PIL import Image
 from engram import Augmentation, EngramError, IncrementalClassifier, MemoryConfig, learn_into
 from engram.core.events import EpochFinished, Learned
 from engram.methods import METHODS
-from engram.models.api import ModelConfig
 from engram.models.labels import plain_labels
+from engram.models.model_config import ModelConfig
 from model_helpers import NAMES, memory_of, pictures
 
 QUICK: dict[str, Any] = {"epochs": 3, "memory": 3, "backbone": "resnet10", "device": "cpu"}
@@ -417,7 +417,7 @@ def test_arguments_are_stored_and_checked_when_they_count() -> None:
         ({"settings": {"train.lrr": 1}}, r"no setting 'train.lrr': did you mean 'train.lr'\?"),
         ({"settings": {"train.epochs": 0}}, "train.epochs must be at least 1, got 0"),
         ({"augmentation": Augmentation(pad=0, view=0.5)}, "a model sees its images whole; leave view=0.5 out"),
-        ({"validation": 1.0}, "validation must be a share"),
+        ({"validation": 1.0}, "validation must be a fraction"),
         ({"device": "tpu"}, "device must be one of"),
         ({"precision": "bf16"}, "bf16 is for CUDA devices"),
         ({"image_size": 16}, "this model's are 16x16"),

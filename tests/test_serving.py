@@ -23,7 +23,7 @@ from conftest import make_config, make_store
 from engram import EngramError, IncrementalClassifier
 from engram.data.decode import image as decode
 from engram.experiment.session import Session
-from engram.models.api import Model
+from engram.models.model import Model
 from model_helpers import NAMES, make, opened, pictures, png, same
 
 

@@ -27,16 +27,10 @@ if TYPE_CHECKING:
     from engram.experiment.runner import resume, run, train
     from engram.experiment.trained import TrainedRun, open_run
     from engram.methods import Method, Phase, Step, Training, register
-    from engram.models.api import (
-        ModelConfig,
-        learn_into,
-        open_model,
-        read_manifest,
-        remove_class,
-        remove_images,
-        rename_class,
-        undo,
-    )
+    from engram.models.edit import remove_class, remove_images, rename_class, undo
+    from engram.models.learning import learn_into
+    from engram.models.model_config import ModelConfig
+    from engram.models.store.codec import open_model, read_manifest
     from engram.report.entry import write_report
     from engram.runs.result import Result
 
@@ -52,7 +46,7 @@ _HOME = {
     "IncrementalClassifier": "engram.estimator",
     "MemoryConfig": "engram.data.memory",
     "Method": "engram.methods",
-    "ModelConfig": "engram.models.api",
+    "ModelConfig": "engram.models.model_config",
     "Phase": "engram.methods",
     "Result": "engram.runs.result",
     "RunConfig": "engram.experiment.run_config",
@@ -60,24 +54,24 @@ _HOME = {
     "Step": "engram.methods",
     "TrainedRun": "engram.experiment.trained",
     "Training": "engram.methods",
-    "learn_into": "engram.models.api",
-    "open_model": "engram.models.api",
+    "learn_into": "engram.models.learning",
+    "open_model": "engram.models.store.codec",
     "open_run": "engram.experiment.trained",
     "read_cifar100": "engram.data.sources.cifar",
     "read_folder": "engram.data.sources.folder",
-    "read_manifest": "engram.models.api",
+    "read_manifest": "engram.models.store.codec",
     "read_mini": "engram.data.sources.mini",
     "recipe": "engram.experiment.recipes",
     "recipe_names": "engram.experiment.recipes",
     "register": "engram.methods",
-    "remove_class": "engram.models.api",
-    "remove_images": "engram.models.api",
-    "rename_class": "engram.models.api",
+    "remove_class": "engram.models.edit",
+    "remove_images": "engram.models.edit",
+    "rename_class": "engram.models.edit",
     "resume": "engram.experiment.runner",
     "run": "engram.experiment.runner",
     "run_together": "engram.experiment.parallel",
     "train": "engram.experiment.runner",
-    "undo": "engram.models.api",
+    "undo": "engram.models.edit",
     "write_report": "engram.report.entry",
 }
 

@@ -7,7 +7,6 @@ import inspect
 import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -22,11 +21,13 @@ from engram.data.memory import MemoryConfig
 from engram.data.store import Images
 from engram.experiment.learner_config import Device, Precision
 from engram.methods import Settings
-from engram.models.api import Model, ModelConfig, open_model, save_model
+from engram.models.edit import save_model
 from engram.models.inputs import read_batches, read_images
-from engram.models.labels import doubts, label_array, plain_labels
-from engram.models.lesson import Keeping, Lesson, Options
-from engram.models.model_config import as_size, shortest_argument
+from engram.models.labels import label_array, plain_labels, similar_label_warnings
+from engram.models.lesson import CheckpointPolicy, Lesson, LessonOptions
+from engram.models.model import Model
+from engram.models.model_config import DEFAULT_METHOD, ModelConfig, as_size, shortest_argument
+from engram.models.store.codec import open_model
 from engram.models.store.generations import Pointer
 
 Follow = Callable[[Event], None]
@@ -51,7 +52,7 @@ class IncrementalClassifier:
 
     def __init__(
         self,
-        method: str = "afc",
+        method: str = DEFAULT_METHOD,
         *,
         memory: MemoryConfig | int | str = 20,
         epochs: int | None = None,
@@ -120,11 +121,11 @@ class IncrementalClassifier:
             model = Model(self._configure(images), self.device, self.precision)
         else:
             images = read_images(X, model.config.image_size)
-        options = Options("refresh" if refresh else "refuse", self._lesson_epochs(model, len(images)))
+        options = LessonOptions("refresh" if refresh else "refuse", self._lesson_epochs(model, len(images)))
         lesson = Lesson(model, images, labels, options)
-        for doubt in doubts(dict.fromkeys(labels), model.labels):
-            warnings.warn(doubt, UserWarning, stacklevel=3)  # of whoever called fit or partial_fit
-        learned = _consume(lesson.take(Keeping()), progress)
+        for warning in similar_label_warnings(dict.fromkeys(labels), model.labels):
+            warnings.warn(warning, UserWarning, stacklevel=3)  # at the caller of fit or partial_fit
+        learned = _consume(lesson.take(CheckpointPolicy()), progress)
         assert learned is not None
         return_memory()
         if progress is not None:
@@ -189,8 +190,7 @@ class IncrementalClassifier:
         """Forgets a class, or several; the scores of the others stay what they are. Files change when it is saved."""
         with self._turn():
             model = self._fitted().copy()
-            model.remove(plain_labels([label, *more]), datetime.now(UTC).isoformat(timespec="seconds"))
-            model.measure()
+            model.remove(plain_labels([label, *more]))
             self._adopt(model)
         return self
 

@@ -18,6 +18,7 @@ from engram.experiment.learner_config import Device, LearnerConfig, refuse_no_ep
 from engram.experiment.recipes import recipe
 from engram.methods import METHODS, MethodInfo, Settings, find_method
 
+DEFAULT_METHOD = "afc"
 LARGEST_SIDE = 1024
 LARGEST_NUMBER = 2**63
 VALIDATION_MOST = 50
@@ -112,7 +113,7 @@ class ModelConfig(LearnerConfig):
     @classmethod
     def choose(
         cls,
-        method: str = "afc",
+        method: str = DEFAULT_METHOD,
         *,
         image_size: int | tuple[int, int],
         images: int,

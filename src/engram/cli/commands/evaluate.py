@@ -20,7 +20,7 @@ from engram.cli.commands.model_common import (
     prepare_hardware,
     printable,
     refuse_models,
-    tell_passed_over,
+    tell_skipped_files,
     tell_unreadable,
 )
 from engram.cli.main import UNREADABLE
@@ -29,8 +29,9 @@ from engram.cli.text import fits, make_console, make_table, percent, print_line,
 from engram.core.errors import EngramError
 from engram.core.io import typed_path
 from engram.data.sources.folder import list_classes
-from engram.models.api import Model, open_model
+from engram.models.model import Model
 from engram.models.prediction import Evaluated, evaluate_batches
+from engram.models.store.codec import open_model
 from engram.report.evaluation_page import write_evaluation
 
 MATRIX = 20  # classes, at most, for a matrix in the terminal
@@ -48,7 +49,7 @@ def evaluate_command(options: Evaluate, typed: Sequence[str]) -> int:
     refuse_models("evaluate", options.images)
     paths, labels = list_classes(options.images)
     model, _ = open_model(typed_path(options.model), options.hardware.device, images=False)
-    tell_passed_over(options.images)
+    tell_skipped_files(options.images)
     paths, places, unknown = known_images(model, paths, labels, options.images)
     console = make_console()
     done = _evaluate(model, paths, places, options)

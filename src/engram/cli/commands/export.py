@@ -12,8 +12,9 @@ from engram.cli.options.models import Export
 from engram.cli.text import make_console, print_line
 from engram.core.errors import EngramError
 from engram.core.io import typed_path
-from engram.models.api import Model, open_model
+from engram.models.model import Model
 from engram.models.onnx_export import export_onnx, require_onnx
+from engram.models.store.codec import open_model
 
 
 def export_command(options: Export, typed: Sequence[str]) -> int:

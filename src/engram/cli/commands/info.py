@@ -25,9 +25,10 @@ from engram.cli.text import (
     shorten,
 )
 from engram.core.io import typed_path
-from engram.models.api import has_learning, read_manifest
 from engram.models.calibration import FEWEST
 from engram.models.labels import encode_label
+from engram.models.learning import has_learning
+from engram.models.store.codec import read_manifest
 
 
 def info_command(options: Info, typed: Sequence[str]) -> int:

@@ -15,16 +15,17 @@ from typing import Any, TextIO
 import numpy as np
 from rich.console import Console
 
-from engram.cli.commands.model_common import bar, prepare_hardware, printable, tell_others, tell_unreadable
+from engram.cli.commands.model_common import bar, prepare_hardware, printable, tell_other_files, tell_unreadable
 from engram.cli.main import UNREADABLE
 from engram.cli.options.models import Predict
 from engram.cli.stdin_lines import arriving_lines
 from engram.core.errors import EngramError
 from engram.core.io import typed_path
 from engram.data.sources.folder import walk_images
-from engram.models.api import Model, open_model
 from engram.models.labels import encode_label
+from engram.models.model import Model
 from engram.models.prediction import Predicted, predict_files
+from engram.models.store.codec import open_model
 
 STANDARD_INPUT = "-"
 Columns = Sequence[Iterable[tuple[Any, float]]]  # of the best classes, the second best, ...: name and share, by image
@@ -57,7 +58,7 @@ def predict_command(options: Predict, typed: Sequence[str]) -> int:
             done, unreadable = done + len(part.paths), unreadable + len(part.skipped)
             if progress is not None and task is not None:
                 progress.update(task, completed=done + unreadable)
-    tell_others(others)
+    tell_other_files(others)
     if not done and not unreadable:
         if set(paths) == {STANDARD_INPUT}:
             raise EngramError("standard input named no image; give it the path of an image or a folder on each line")

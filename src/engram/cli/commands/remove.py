@@ -9,15 +9,16 @@ from pathlib import Path
 
 from rich.console import Console
 
-from engram.cli.commands.model_common import confirmed, exclude, find_label, naming_flags, printable
+from engram.cli.commands.model_common import confirmed, exclude, find_label, printable
 from engram.cli.commands.predict import check_paths, expand
 from engram.cli.options.models import Remove
 from engram.cli.text import count_classes, make_console, print_line, shorten
 from engram.core.errors import EngramError
 from engram.core.io import typed_path
-from engram.models.api import RemovedImages, read_manifest, remove_class, remove_images
+from engram.models.edit import RemovedImages, remove_class, remove_images
 from engram.models.labels import encode_label
-from engram.models.store.writer import tidy
+from engram.models.store.codec import read_manifest
+from engram.models.store.writer import clean_up_model
 
 
 def remove_command(options: Remove, typed: Sequence[str]) -> int:
@@ -29,7 +30,9 @@ def remove_command(options: Remove, typed: Sequence[str]) -> int:
     if options.images:
         return _remove_images(options, place, console)
     classes = read_manifest(place)["classes"]
-    tidy(place)  # also where this finds nothing to remove, because a kill came between the removal and its end
+    clean_up_model(
+        place
+    )  # also where this finds nothing to remove, because a kill came between the removal and its end
     labels = [known["label"] for known in classes]
 
     def call(label: str) -> str:
@@ -40,8 +43,7 @@ def remove_command(options: Remove, typed: Sequence[str]) -> int:
     if not options.yes and not options.json and not confirmed(f"remove {names} from {place} for good?"):
         print("engram: nothing was removed", file=sys.stderr)
         return 1
-    with naming_flags("--drop-learning"):
-        left = len(remove_class(place, *asked, drop_learning=options.drop_learning).classes)
+    left = len(remove_class(place, *asked, drop_learning=options.drop_learning).classes)
     for label in asked:
         known = classes[labels.index(label)]
         if options.json:
@@ -68,8 +70,7 @@ def _remove_images(options: Remove, place: Path, console: Console) -> int:
     if not options.yes and not options.json and not confirmed(question):
         print("engram: nothing was removed", file=sys.stderr)
         return 1
-    with naming_flags("--drop-learning"):
-        removed = remove_images(place, paths, drop_learning=options.drop_learning)
+    removed = remove_images(place, paths, drop_learning=options.drop_learning)
     if options.json:
         kinds = {"exemplars": removed.exemplars, "heldout": removed.heldout, "learned": removed.learned}
         counts = {

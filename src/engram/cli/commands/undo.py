@@ -9,14 +9,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from engram.cli.commands.model_common import confirmed, exclude, naming_flags, printable
+from engram.cli.commands.model_common import confirmed, exclude, printable
 from engram.cli.options.models import Undo
 from engram.cli.text import count_classes, make_console, print_line, shorten
 from engram.core.errors import EngramError
 from engram.core.io import typed_path
-from engram.models.api import Undone, read_manifest, undo
+from engram.models.edit import Undone, undo
 from engram.models.labels import encode_label
-from engram.models.store.writer import tidy
+from engram.models.store.codec import read_manifest
+from engram.models.store.writer import clean_up_model
 
 
 def undo_command(options: Undo, typed: Sequence[str]) -> int:
@@ -26,14 +27,13 @@ def undo_command(options: Undo, typed: Sequence[str]) -> int:
     place = typed_path(options.model)
     manifest = _manifest(place)
     if manifest is not None and manifest["undo"] is None:
-        tidy(place)
+        clean_up_model(place)
         raise EngramError(manifest["why_no_undo"])
     back = "" if manifest is None else f" ({back_to(manifest['undo'])})"
     if not options.yes and not options.json and not confirmed(f"take back the last lesson of {place} for good{back}?"):
         print("engram: nothing was undone", file=sys.stderr)
         return 1
-    with naming_flags("--drop-learning"):
-        undone = undo(place, drop_learning=options.drop_learning)
+    undone = undo(place, drop_learning=options.drop_learning)
     console = make_console()
     if options.json:
         named = {key: [encode_label(label) for label in getattr(undone, key)] for key in ("gone", "again")}

@@ -13,7 +13,7 @@ from typing import Final
 
 import numpy as np
 
-from engram.core.errors import EngramError
+from engram.core.errors import EngramError, option
 from engram.core.memory_limits import check_room
 from engram.data.decode.processes import Decoders, Found, decode_here
 from engram.data.store import Images
@@ -149,7 +149,7 @@ def decode_files(
     for part in decode_stream(paths, size, workers=workers):
         if part.skipped and not skip_bad:
             path, reason = part.skipped[0]
-            how = "mend or remove it, or go on without such files (skip_bad=True)"
+            how = f"mend or remove it, or go on without such files with {option('skip_bad', True)}"
             raise EngramError(f"the image {path} cannot be read ({reason}); {how}")
         images[len(kept) : len(kept) + len(part.paths)] = part.images
         bad = {path for path, _ in part.skipped}
