@@ -92,10 +92,7 @@ def test_the_temperatures_are_saved_and_stay_when_a_class_goes(taught: Increment
     before = read_manifest(tmp_path / "model")["temperatures"]
     assert before == taught.model_.temperatures
     assert before.keys() == {"cnn", "nme"}
-    assert (
-        card(read_manifest(tmp_path / "model"))["confidence"]
-        == "of cnn and nme as often right as it says, on held-out images"
-    )
+    assert card(read_manifest(tmp_path / "model"))["confidence"] == "cnn and nme calibrated on held-out images"
     remove_class(tmp_path / "model", 0)
     assert read_manifest(tmp_path / "model")["temperatures"] == before, "the other classes' scores stay what they are"
     remove_class(tmp_path / "model", 1, 2, 3, 4)
@@ -134,5 +131,5 @@ def test_damaged_temperatures_are_refused(tmp_path: Path, value: Any) -> None:
     current = json.loads((path / "current").read_text(encoding="utf-8")) | {"digest": digest(manifest.read_bytes())}
     (path / "current").write_text(json.dumps(current), encoding="utf-8")
     for read in (open_model, read_manifest):
-        with pytest.raises(EngramError, match="is damaged: .*temperature"):
+        with pytest.raises(EngramError, match=r"is damaged: .*temperature"):
             read(path)

@@ -26,7 +26,7 @@ from rich.console import Console
 from engram import IncrementalClassifier, read_manifest
 from engram.cli import text
 from engram.cli.commands.evaluate import matrix_table
-from engram.cli.commands.predict import best_places, expand
+from engram.cli.commands.predict import best_positions, expand
 from engram.cli.main import main
 from engram.models.model_config import default_epochs
 from engram.models.store.generations import Pointer
@@ -100,8 +100,8 @@ def test_learn_tells_programs_what_it_tells_people(engram: Engram, photos: Path,
     assert outcome.status == 0
     assert outcome.err == (
         "engram: left out what the model knows already: apple (--more-of-known)\n"
-        "engram: fewer than 5 images of a class teach little and are too few to hold any out, so no accuracy is "
-        "measured on them: falcon (4)\n"
+        "engram: classes with fewer than 5 images are learned badly, and none of them is held out to measure "
+        "accuracy: falcon (4)\n"
     )
     last = outcome.events()[-1]
     assert (last["event"], last["new"], last["num_classes"]) == ("learned", ["falcon"], 6)
@@ -589,7 +589,7 @@ def test_predictions_are_those_of_the_classifier(engram: Engram, taught: Path, p
 
 def test_the_best_places_are_in_order_whatever_their_number() -> None:
     shares = np.random.default_rng(0).integers(0, 4, (200, 7)) / 4  # with many equal ones
-    for row, (single, several) in enumerate(zip(best_places(shares, 1), best_places(shares, 4), strict=True)):
+    for row, (single, several) in enumerate(zip(best_positions(shares, 1), best_positions(shares, 4), strict=True)):
         expected = sorted(range(7), key=lambda place, row=row: (-shares[row, place], place))
         assert several.tolist() == expected[:4]
         assert single.tolist() == expected[:1]
@@ -954,7 +954,7 @@ def test_evaluate_counts_what_is_taken_for_what(engram: Engram, taught: Path, ph
     assert engram("evaluate", taught, "test", "--report", "page.html").out.endswith("\nreport: page.html\n")
     said = engram("evaluate", taught, "test", "--by", "cnn").out
     assert said.startswith(f"accuracy {found['accuracy']:.1f} % of 20 images, by cnn")
-    assert "taken for" in said
+    assert "predicted class" in said
 
 
 def test_a_name_that_is_not_text_does_not_stop_the_report_of_evaluate(
@@ -979,8 +979,8 @@ def test_evaluate_says_how_many_images_were_learned_from(kind: str, engram: Engr
     outcome = engram("evaluate", "model", "given", "--json", "--report", "page.html")
     assert json.loads(outcome.out)["learned_from"] == 21
     assert outcome.err == (
-        "engram: 21 of these 30 images were learned from, so the accuracy is not that on new ones; "
-        "evaluate on images that no lesson was given\n"
+        "engram: the model was trained on 21 of these 30 images, so the accuracy on new images may be lower; "
+        "evaluate on images that no lesson used\n"
     )
     assert "learned from 21 of these images" in (tmp_path / "page.html").read_text()
     fresh = engram("evaluate", "model", "new", "--json", "--report", "page.html")
@@ -1019,8 +1019,8 @@ def test_evaluate_says_which_classes_have_columns_alone(
     (tmp_path / "some" / "apple").mkdir(parents=True)
     shutil.copytree(photos / "test" / "boat", tmp_path / "some" / "apple", dirs_exist_ok=True)
     said = engram("evaluate", taught, "some", "--by", "cnn").out
-    assert "taken for" in said
-    assert said.endswith("of these there are no images here: 2 boat\n")
+    assert "predicted class" in said
+    assert said.endswith("no images of these classes: 2 boat\n")
 
 
 def test_evaluate_names_unreadable_images_and_unknown_classes(engram: Engram, taught: Path, tmp_path: Path) -> None:

@@ -234,7 +234,7 @@ def test_grey_images_and_images_that_are_not_square() -> None:
         (["nowhere.png"], r"the image nowhere.png cannot be read \(No such file"),
         (["a.png", 3], "holds 3 too"),
         ([np.zeros((8, 8, 3), np.uint8), np.zeros((9, 8, 3), np.uint8)], r"one array \(the images differ in size\)"),
-        (np.zeros((8, 8, 3), np.uint8), r"one image alone is x\[None\]"),
+        (np.zeros((8, 8, 3), np.uint8), r"a single image is x\[None\]"),
         ({"a": 1}, "X is a dict"),
         ({"a.png"}, "X is a set"),
         (torch.zeros(2, 8, 8, 3).to_sparse(), "sparse input is not supported"),

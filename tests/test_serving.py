@@ -287,7 +287,7 @@ def test_a_bad_upload_is_refused_by_its_place(
     monkeypatch.setattr("engram.models.inputs.BATCH", 2)
     classifier, good = IncrementalClassifier.load(served, device="cpu"), png(pictures(NAMES[:1], 1)[0][0])
     with pytest.raises(
-        EngramError, match=rf"^the image X\[3\] cannot be read \(.*{reason}.*\); mend it or leave it out$"
+        EngramError, match=rf"^the image X\[3\] cannot be read \(.*{reason}.*\); repair it or leave it out$"
     ):
         classifier.predict([good, good, good, bad()])
 
@@ -300,9 +300,9 @@ def test_a_stream_that_cannot_go_back_is_read_once(served: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        (b"bytes", r"X is one image \(bytes\); give a list of images"),
-        (io.BytesIO(b"bytes"), r"X is one image \(BytesIO\); give a list of images"),
-        (Image.new("RGB", (8, 8)), r"X is one image \(Image\); give a list of images"),
+        (b"bytes", r"X is a single image \(bytes\); give a list of images"),
+        (io.BytesIO(b"bytes"), r"X is a single image \(BytesIO\); give a list of images"),
+        (Image.new("RGB", (8, 8)), r"X is a single image \(Image\); give a list of images"),
         ([b"bytes", "path.png"], "X holds b'bytes' among others"),
         (["path.png", b"bytes"], "X begins with a path, but holds b'bytes' too"),
         ([np.zeros((8, 8, 3), np.uint8), b"bytes"], "X holds b'bytes' among others"),

@@ -565,7 +565,7 @@ def test_undo_says_what_is_gone(engram: Engram, model: Path, monkeypatch: pytest
     assert f"back to lesson 1, 3 classes, of {day}; kept for that: " in engram("info", model).out
     assert json.loads(engram("info", model, "--json").out)["undo"]["classes"] == 3
     outcome = engram("undo", model)
-    expected = f"the last lesson is taken back; gone: dingo, easel; back to lesson 1, 3 classes, of {day}\n"
+    expected = f"the last lesson was undone; gone: dingo, easel; back to lesson 1, 3 classes, of {day}\n"
     assert (outcome.status, outcome.out, outcome.err) == (0, expected, "")
     assert "nothing to undo: its last lesson was undone already" in " ".join(engram("info", model).out.split())
     assert_refused(engram("undo", model), "nothing to undo: its last lesson was undone already")
@@ -602,7 +602,7 @@ def test_undo_asks_a_person(
 
 def test_rename_by_command(engram: Engram, model: Path) -> None:
     outcome = engram("rename", model, "boat", "ship")
-    assert (outcome.status, outcome.out) == (0, "boat is called ship now\n")
+    assert (outcome.status, outcome.out) == (0, "boat is now called ship\n")
     assert json.loads(engram("rename", "--json", model, "--", "ship", "-x").out) == {"renamed": "ship", "to": "-x"}
     assert opened(model).labels == ["apple", "-x", "camel", *SECOND]
     assert_refused(engram("rename", model, "aple", "x"), "did you mean 'apple'?")
@@ -642,7 +642,7 @@ def test_images_are_removed_by_command(engram: Engram, model: Path, tmp_path: Pa
     outcome = engram("remove", model, "--images", "withdrawn")
     assert outcome.status == 0
     assert outcome.out.startswith("2 of 3 images were found\nremoved 1 exemplar and 1 held-out image of boat\n")
-    assert "stays in its weights: only a model learned anew" in outcome.out
+    assert "the network keeps in its weights what it learned" in outcome.out
     (tmp_path / "more.png").write_bytes(png(held[1]))
     found = json.loads(engram("remove", model, "--images", "--json", "more.png").out)
     assert found == {

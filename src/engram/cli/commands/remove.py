@@ -1,4 +1,4 @@
-"""`engram remove`: a class and all that is kept of it, or single images, gone from the files."""
+"""`engram remove`: remove classes with their pictures, or single images, from a model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from engram.models.store.writer import clean_up_model
 
 
 def remove_command(options: Remove, typed: Sequence[str]) -> int:
-    """The exit status of `engram remove`."""
+    """Carry out `engram remove`; return the exit status."""
     del typed
     exclude(options.quiet, options.json)
     console = make_console()
@@ -30,15 +30,13 @@ def remove_command(options: Remove, typed: Sequence[str]) -> int:
     if options.images:
         return _remove_images(options, place, console)
     classes = read_manifest(place)["classes"]
-    clean_up_model(
-        place
-    )  # also where this finds nothing to remove, because a kill came between the removal and its end
+    clean_up_model(place)  # even if the class is gone already: a killed removal may have left files
     labels = [known["label"] for known in classes]
 
     def call(label: str) -> str:
         return f"remove_class({str(place)!r}, {label})"
 
-    asked = [find_label(labels, name, call) for name in dict.fromkeys(options.classes)]  # all are there, or none goes
+    asked = [find_label(labels, name, call) for name in dict.fromkeys(options.classes)]  # removes all of them or none
     names = shorten([printable(label) for label in asked], 60)
     if not options.yes and not options.json and not confirmed(f"remove {names} from {place} for good?"):
         print("engram: nothing was removed", file=sys.stderr)
@@ -54,13 +52,13 @@ def remove_command(options: Remove, typed: Sequence[str]) -> int:
     if not options.quiet and not options.json:
         print_line(
             console,
-            f"{count_classes(left)} left; what the network's backbone learned from such images stays in its weights",
+            f"{count_classes(left)} left; the backbone keeps in its weights what it learned from such images",
         )
     return 0
 
 
 def _remove_images(options: Remove, place: Path, console: Console) -> int:
-    """The exit status of `engram remove --images`."""
+    """Carry out `engram remove --images`; return the exit status."""
     typed = [str(typed_path(text)) for text in options.classes]
     check_paths(typed)
     paths = [path for path in expand(typed) if path is not None]
@@ -99,9 +97,9 @@ def _tell(console: Console, removed: RemovedImages) -> None:
     for label, number in removed.learned.items():
         print_line(console, f"removed the digests of {number} image{'' if number == 1 else 's'} of {printable(label)}")
     if removed.before:
-        print_line(console, "removed what the model was before its last lesson, which had some of them")
-    if removed.exemplars or removed.learned:  # of what was held out it learned nothing
+        print_line(console, "removed the state before the last lesson, which contained some of them")
+    if removed.exemplars or removed.learned:  # nothing was learned from held-out images
         print_line(
             console,
-            "what the network learned from them stays in its weights: only a model learned anew without them has none",
+            "the network keeps in its weights what it learned from them; only a new model without them would not",
         )

@@ -1,4 +1,4 @@
-"""`engram rename`: another name for a class."""
+"""`engram rename`: rename a class."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engram.models.store.codec import read_manifest
 
 
 def rename_command(options: Rename, typed: Sequence[str]) -> int:
-    """The exit status of `engram rename`."""
+    """Carry out `engram rename`; return the exit status."""
     del typed
     exclude(options.quiet, options.json)
     place = typed_path(options.model)
@@ -25,5 +25,5 @@ def rename_command(options: Rename, typed: Sequence[str]) -> int:
     if options.json:
         print_line(make_console(), json.dumps({"renamed": encode_label(old), "to": options.new}))
     elif not options.quiet:
-        print_line(make_console(), f"{printable(old)} is called {printable(options.new)} now")
+        print_line(make_console(), f"{printable(old)} is now called {printable(options.new)}")
     return 0
