@@ -138,7 +138,9 @@ def test_a_lesson_given_again_is_done_already(engram: Engram, photos: Path, mode
     assert engram("learn", model, other, *QUICK).out.startswith("apple, boat, camel, dingo, easel: learned before (")
     assert everything(model) == before
     Image.new("RGB", (16, 16), (9, 99, 199)).save(other / "dingo" / "003.png")
-    assert_refused(engram("learn", model, other, *QUICK), "knows apple, boat, camel, dingo, easel", "--more-of-known")
+    assert_refused(
+        engram("learn", model, other, *QUICK), "knows 'apple', 'boat', 'camel', 'dingo', 'easel'", "--more-of-known"
+    )
     (other / "dingo" / "003.png").write_bytes(b"")
     assert_refused(engram("learn", model, other, *QUICK), "dingo/003.png cannot be read", "--skip-bad")
     for file in (other / "easel").iterdir():
@@ -163,7 +165,7 @@ def test_what_a_kill_left_goes_with_the_same_command(engram: Engram, photos: Pat
 def test_known_classes_are_left_out_or_learned_again(engram: Engram, model: Path, tmp_path: Path) -> None:
     before = opened(model)
     others = folder(tmp_path / "others", FIRST, count=6, seed=4)
-    assert_refused(engram("learn", model, others, *QUICK), "apple, boat, camel", "--more-of-known")
+    assert_refused(engram("learn", model, others, *QUICK), "'apple', 'boat', 'camel'", "--more-of-known")
     assert same(opened(model), before)
     both = folder(tmp_path / "both", ("apple", "goose"), count=6, seed=3)
     outcome = engram("learn", model, both, *QUICK)
@@ -298,7 +300,7 @@ def test_a_model_is_not_taken_for_images(engram: Engram, photos: Path, taught: P
         assert_refused(engram(command, photos / "first", taught), "is a model", f"engram {command} MODEL IMAGES")
     root = Path(shutil.copytree(photos / "first", tmp_path / "photos"))
     for place in ("photos/model", "photos/apple/model"):
-        assert_refused(engram("learn", place, "photos", *QUICK), place, "choose a place outside")
+        assert_refused(engram("learn", place, "photos", *QUICK), place, "choose a path outside")
         assert not (tmp_path / place).exists()
     assert engram("learn", "photos/.model", "photos", *QUICK).status == 0
     assert opened(root / ".model").labels == [*FIRST]
@@ -450,7 +452,7 @@ def test_minutes_that_are_too_few_are_said_to_be(engram: Engram, photos: Path) -
     flags = ("--minutes", "0.000001", "--threads", "1", "--device", "cpu", "--image-size", "8")
     outcome = engram("learn", "model", photos / "first", *flags)
     assert outcome.status == 0
-    said = r"even a lesson of one epoch does not fit into 1e-06 minutes: it takes about \d+\.\d s and is done anyway"
+    said = r"even one epoch does not fit into 1e-06 minutes: it takes about \d+\.\d s and is done anyway"
     assert re.search(said, outcome.out)
     quiet = engram("learn", "other", photos / "first", *flags, "--quiet")
     assert re.fullmatch(f"engram: {said}\n", quiet.err)
@@ -484,7 +486,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(length: tuple[str, str], phot
     assert json.loads(rest.splitlines()[-1])["event"] == "stopped"
     again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert again.returncode == 0, again.stderr
-    assert "learning was interrupted here; it goes on where it stood" in again.stdout
+    assert "learning was interrupted here; it continues from its checkpoint" in again.stdout
     if length[0] == "--epochs":
         whole = [*command[:4], "whole", *command[5:]]
         assert subprocess.run(whole, cwd=tmp_path, capture_output=True, timeout=300, check=False).returncode == 0
@@ -517,7 +519,7 @@ def test_a_terminal_that_closes_has_the_lesson_saved(photos: Path, tmp_path: Pat
     assert process.wait(60) == 129
     again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert again.returncode == 0, again.stderr
-    assert "learning was interrupted here; it goes on where it stood" in again.stdout
+    assert "learning was interrupted here; it continues from its checkpoint" in again.stdout
 
 
 def test_nohup_has_a_lesson_go_on_to_its_end(photos: Path, tmp_path: Path) -> None:
@@ -1094,7 +1096,7 @@ def test_a_folder_is_the_class_that_is_written_like_its_name(engram: Engram, tmp
     root = folder(tmp_path / "photos", FIRST[:1], count=6, seed=4)
     (root / "apple").rename(root / "0")
     assert json.loads(engram("evaluate", "model", "photos", "--json").out)["accuracy"] > 80
-    assert_refused(engram("learn", "model", "photos", *QUICK), "the model knows 0 already")
+    assert_refused(engram("learn", "model", "photos", *QUICK), "the model knows '0' already")
     folder(root, SECOND[:1], count=6)
     assert engram("learn", "model", "photos", *QUICK, "--more-of-known").status == 0
     assert opened(tmp_path / "model").labels == [1, 2, 0, "dingo"]

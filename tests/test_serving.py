@@ -328,7 +328,7 @@ def test_a_damaged_picture_stops_no_one_who_only_predicts(served: Path, tmp_path
         lambda: classifier.save(path, overwrite=True),
         lambda: pickle.loads(pickle.dumps(classifier)).save(tmp_path / "other"),
     ):
-        with pytest.raises(EngramError, match=r"to predict alone \(images=False\); open it with its images"):
+        with pytest.raises(EngramError, match=r"for prediction only \(images=False\); open it with its images"):
             change()
     assert classifier.classes_.tolist() == list(NAMES[:4])
     assert not (tmp_path / "other").exists()
