@@ -15,6 +15,7 @@ from engram.contract import Phase
 from engram.contract.exemplars import choose_exemplars
 from engram.data.stage import Stage
 from engram.data.store import ImageStore
+from engram.experiment.learner_config import resolve_device
 from engram.experiment.run_config import RunConfig
 from engram.experiment.session import Session
 
@@ -44,7 +45,7 @@ class Ground:
     @property
     def device(self) -> torch.device:
         """The device that the sessions are on."""
-        return torch.device(self.config.place()[0])
+        return torch.device(resolve_device(self.config.device, self.config.precision)[0])
 
     def at(self, kind: Kind, seed: int = 1) -> Prepared:
         """A fresh session before the first step of the base stage, or of the stage after it with its teacher."""

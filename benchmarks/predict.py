@@ -23,8 +23,9 @@ from engram.data.decode.prefetch import Decoded, decode_files, decode_stream
 from engram.data.sources.mini import read_mini
 from engram.data.store import Images
 from engram.engine.inference import INFERENCE_PIXELS
-from engram.models.api import KnownClass, Model, ModelConfig
-from engram.models.prediction import fitting_batch, predict_batches, predict_files
+from engram.models.model import KnownClass, Model
+from engram.models.model_config import ModelConfig
+from engram.models.prediction import default_batch, predict_batches, predict_files
 
 TARGET = 0.8
 PARTS_OF_BATCH = {"bare": 1.0, "bare, double": 2.0, "bare, largest": None}
@@ -110,7 +111,7 @@ def bare(model: Model, images: Images, part_of_batch: float | None, rounds: int)
     network, engine = model.learner.network.eval(), model.engine
     batch = INFERENCE_PIXELS[engine.device.type] // (images.shape[1] * images.shape[2])
     if part_of_batch is not None:
-        batch = min(batch, max(1, round(fitting_batch(model) * part_of_batch)))
+        batch = min(batch, max(1, round(default_batch(model) * part_of_batch)))
     for part in torch.from_numpy(images).split(batch) * rounds:
         with engine.autocast():
             network(to_unit(part.to(engine.device), False).contiguous(memory_format=engine.layout)).scores.cpu()
@@ -118,7 +119,7 @@ def bare(model: Model, images: Images, part_of_batch: float | None, rounds: int)
 
 def decoded(model: Model, images: Images, paths: list[str], rounds: int) -> None:
     """What the command does once files are decoded, in its batches."""
-    batch = fitting_batch(model)
+    batch = default_batch(model)
     starts = [*range(0, len(images), batch)] * rounds
     parts = (Decoded(paths[start : start + batch], images[start : start + batch], []) for start in starts)
     for part in predict_batches(model, parts):

@@ -13,7 +13,10 @@ from PIL import Image
 
 from engram.core.events import Event, Learned
 from engram.methods import find_method
-from engram.models.api import Model, ModelConfig, learn_into, open_model
+from engram.models.learning import learn_into
+from engram.models.model import Model
+from engram.models.model_config import ModelConfig
+from engram.models.store.codec import open_model
 
 SIZE = 8
 NAMES = ("apple", "boat", "camel", "dingo", "easel", "falcon", "goose")

@@ -26,16 +26,16 @@ from rich.console import Console
 from engram import IncrementalClassifier, read_manifest
 from engram.cli import text
 from engram.cli.commands.evaluate import matrix_table
-from engram.cli.commands.predict import best_places, expand
+from engram.cli.commands.predict import best_positions, expand
 from engram.cli.main import main
-from engram.models.model_config import fitting_epochs
+from engram.models.model_config import default_epochs
 from engram.models.store.generations import Pointer
 from engram.models.store.writer import Writer
 from helpers import Engram, assert_refused, not_text, unpack_archive
 from model_helpers import NAMES, everything, opened, pictures, same
 
 FIRST, SECOND = NAMES[:3], NAMES[3:5]
-OTHERS = "engram: left out what is no .png, .jpg, .jpeg, .jpe, .jfif, .webp, .bmp file: "
+OTHERS = "engram: left out files that are not .png, .jpg, .jpeg, .jpe, .jfif, .webp, .bmp: "
 QUICK = ("--epochs", "2", "--threads", "1", "--device", "cpu")
 
 
@@ -100,8 +100,8 @@ def test_learn_tells_programs_what_it_tells_people(engram: Engram, photos: Path,
     assert outcome.status == 0
     assert outcome.err == (
         "engram: left out what the model knows already: apple (--more-of-known)\n"
-        "engram: fewer than 5 images of a class teach little and are too few to hold any out, so no accuracy is "
-        "measured on them: falcon (4)\n"
+        "engram: classes with fewer than 5 images are learned badly, and none of them is held out to measure "
+        "accuracy: falcon (4)\n"
     )
     last = outcome.events()[-1]
     assert (last["event"], last["new"], last["num_classes"]) == ("learned", ["falcon"], 6)
@@ -118,8 +118,8 @@ def test_the_number_of_images_decides_the_epochs(engram: Engram, tmp_path: Path)
     assert engram("learn", "model", few, *flags, "--image-size", "8").status == 0
     assert engram("learn", "model", more, *flags).status == 0
     assert [entry["epochs"] for entry in read_manifest("model")["history"]] == [60, 60]
-    assert [fitting_epochs(count, (32, 32), "cpu") for count in (2_000, 4_000, 50_000)] == [60, 30, 15]
-    assert fitting_epochs(2_000, (64, 64), "cpu") == 15
+    assert [default_epochs(count, (32, 32), "cpu") for count in (2_000, 4_000, 50_000)] == [60, 30, 15]
+    assert default_epochs(2_000, (64, 64), "cpu") == 15
 
 
 def test_a_lesson_given_again_is_done_already(engram: Engram, photos: Path, model: Path, tmp_path: Path) -> None:
@@ -138,7 +138,9 @@ def test_a_lesson_given_again_is_done_already(engram: Engram, photos: Path, mode
     assert engram("learn", model, other, *QUICK).out.startswith("apple, boat, camel, dingo, easel: learned before (")
     assert everything(model) == before
     Image.new("RGB", (16, 16), (9, 99, 199)).save(other / "dingo" / "003.png")
-    assert_refused(engram("learn", model, other, *QUICK), "knows apple, boat, camel, dingo, easel", "--more-of-known")
+    assert_refused(
+        engram("learn", model, other, *QUICK), "knows 'apple', 'boat', 'camel', 'dingo', 'easel'", "--more-of-known"
+    )
     (other / "dingo" / "003.png").write_bytes(b"")
     assert_refused(engram("learn", model, other, *QUICK), "dingo/003.png cannot be read", "--skip-bad")
     for file in (other / "easel").iterdir():
@@ -163,7 +165,7 @@ def test_what_a_kill_left_goes_with_the_same_command(engram: Engram, photos: Pat
 def test_known_classes_are_left_out_or_learned_again(engram: Engram, model: Path, tmp_path: Path) -> None:
     before = opened(model)
     others = folder(tmp_path / "others", FIRST, count=6, seed=4)
-    assert_refused(engram("learn", model, others, *QUICK), "apple, boat, camel", "--more-of-known")
+    assert_refused(engram("learn", model, others, *QUICK), "'apple', 'boat', 'camel'", "--more-of-known")
     assert same(opened(model), before)
     both = folder(tmp_path / "both", ("apple", "goose"), count=6, seed=3)
     outcome = engram("learn", model, both, *QUICK)
@@ -203,7 +205,7 @@ def test_what_was_chosen_once_is_kept(
     flags: list[str], word: str, engram: Engram, taught: Path, photos: Path, tmp_path: Path
 ) -> None:
     more = folder(tmp_path / "more", ("goose",), count=4)
-    assert_refused(engram("learn", taught, more, *flags), word, "for good")
+    assert_refused(engram("learn", taught, more, *flags), word, "cannot be changed")
 
 
 def test_flags_reach_a_new_model(engram: Engram, photos: Path) -> None:
@@ -228,8 +230,8 @@ def test_flags_reach_a_new_model(engram: Engram, photos: Path) -> None:
         (["learn", "model", "FIRST", "--holdout", "1"], ["--holdout", "1"]),
         (["learn", "model", "FIRST", "--image-size", "4"], ["--image-size", "4"]),
         (["learn", "model", "FIRST", "--image-size", "5000"], ["--image-size must be 8 to 1024 pixels"]),
-        (["learn", "model", "FIRST", "--seed", "99999999999999999999"], ["larger than any number of a model"]),
-        (["learn", "model", "FIRST", "--memory", "total=99999999999999999999"], ["larger than any number of a model"]),
+        (["learn", "model", "FIRST", "--seed", "99999999999999999999"], ["too large for a model"]),
+        (["learn", "model", "FIRST", "--memory", "total=99999999999999999999"], ["too large for a model"]),
         (["learn", "model", "FIRST", "--method", "afd"], ["did you mean 'afc'?"]),
         (["learn", "model", "FIRST", "--method", "AFC"], ["did you mean 'afc'?"]),
         (["learn", "model", "FIRST", "--backbone", "resnet11"], ["did you mean"]),
@@ -298,7 +300,7 @@ def test_a_model_is_not_taken_for_images(engram: Engram, photos: Path, taught: P
         assert_refused(engram(command, photos / "first", taught), "is a model", f"engram {command} MODEL IMAGES")
     root = Path(shutil.copytree(photos / "first", tmp_path / "photos"))
     for place in ("photos/model", "photos/apple/model"):
-        assert_refused(engram("learn", place, "photos", *QUICK), place, "choose a place outside")
+        assert_refused(engram("learn", place, "photos", *QUICK), place, "choose a path outside")
         assert not (tmp_path / place).exists()
     assert engram("learn", "photos/.model", "photos", *QUICK).status == 0
     assert opened(root / ".model").labels == [*FIRST]
@@ -330,14 +332,14 @@ def test_a_class_may_have_its_images_in_a_folder_within(engram: Engram, tmp_path
 def test_learn_says_what_a_lesson_lacks(engram: Engram, tmp_path: Path) -> None:
     alone = engram("learn", "model", folder(tmp_path / "alone", FIRST[:1], count=6), *QUICK)
     assert alone.status == 0
-    assert alone.err == "engram: one class alone teaches nothing to tell apart yet; learn a second one too\n"
+    assert alone.err == "engram: with a single class there is nothing to tell apart; learn a second one too\n"
     assert "; 1 class known, " in alone.out
     few = folder(tmp_path / "few", NAMES[1:7], count=2)
     folder(few, ("dingo",), count=5)
     more = engram("learn", "model", few, *QUICK)
     assert more.err == (
-        "engram: fewer than 5 images of a class teach little and are too few to hold any out, so no accuracy is "
-        "measured on them: boat (2), camel (2), easel (2), falcon (2), goose (2)\n"
+        "engram: classes with fewer than 5 images are learned badly, and none of them is held out to measure "
+        "accuracy: boat (2), camel (2), easel (2), falcon (2), goose (2)\n"
     )
     classes = read_manifest("model")["classes"]
     counts = {known["label"]: (known["images"], known["heldout"], bool(known["accuracy"])) for known in classes}
@@ -370,7 +372,7 @@ def test_what_is_passed_over_is_named(engram: Engram, taught: Path, tmp_path: Pa
         (root / name).write_bytes(b"x")
     said = (
         f"{OTHERS}apple/moving.gif, boat/deep/phone.HEIC\n"
-        "engram: left out images that lie beside the class folders: loose.png\n"
+        "engram: left out images that are not in a class folder: loose.png\n"
     )
     assert engram("learn", "model", "photos", *QUICK).err == said
     assert engram("evaluate", taught, "photos", "--quiet").err == said
@@ -385,7 +387,7 @@ def test_predict_counts_what_it_passes_over_in_folders(engram: Engram, taught: P
     for name in ("anim.gif", "t.tiff", "u.TIFF", ".hidden.gif"):
         (inbox / name).write_bytes(b"x")
     outcome = engram("predict", taught, "inbox")
-    assert (outcome.status, outcome.err) == (0, f"{OTHERS}2 .tiff, 1 .gif, 1 without an ending\n")
+    assert (outcome.status, outcome.err) == (0, f"{OTHERS}2 .tiff, 1 .gif, 1 without an extension\n")
     assert [line.split("\t")[0] for line in outcome.out.splitlines()] == ["inbox/a.jpg", "inbox/b.jfif", "inbox/c.JPE"]
     assert engram("predict", taught, "inbox/noext", "inbox/a.jpg").err == "", "a file that is named is read"
     for name in ("a.jpg", "b.jfif", "c.JPE"):
@@ -450,7 +452,7 @@ def test_minutes_that_are_too_few_are_said_to_be(engram: Engram, photos: Path) -
     flags = ("--minutes", "0.000001", "--threads", "1", "--device", "cpu", "--image-size", "8")
     outcome = engram("learn", "model", photos / "first", *flags)
     assert outcome.status == 0
-    said = r"even a lesson of one epoch does not fit into 1e-06 minutes: it takes about \d+\.\d s and is done anyway"
+    said = r"even one epoch does not fit into 1e-06 minutes: it takes about \d+\.\d s and is done anyway"
     assert re.search(said, outcome.out)
     quiet = engram("learn", "other", photos / "first", *flags, "--quiet")
     assert re.fullmatch(f"engram: {said}\n", quiet.err)
@@ -484,7 +486,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(length: tuple[str, str], phot
     assert json.loads(rest.splitlines()[-1])["event"] == "stopped"
     again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert again.returncode == 0, again.stderr
-    assert "learning was interrupted here; it goes on where it stood" in again.stdout
+    assert "learning was interrupted here; it continues from its checkpoint" in again.stdout
     if length[0] == "--epochs":
         whole = [*command[:4], "whole", *command[5:]]
         assert subprocess.run(whole, cwd=tmp_path, capture_output=True, timeout=300, check=False).returncode == 0
@@ -517,7 +519,7 @@ def test_a_terminal_that_closes_has_the_lesson_saved(photos: Path, tmp_path: Pat
     assert process.wait(60) == 129
     again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert again.returncode == 0, again.stderr
-    assert "learning was interrupted here; it goes on where it stood" in again.stdout
+    assert "learning was interrupted here; it continues from its checkpoint" in again.stdout
 
 
 def test_nohup_has_a_lesson_go_on_to_its_end(photos: Path, tmp_path: Path) -> None:
@@ -540,14 +542,16 @@ def test_other_images_are_refused_until_the_lesson_is_finished_or_dropped(
     monkeypatch.setattr("engram.cli.signals.Interrupt.__call__", lambda self: True)
     stopped = engram("learn", model, sixth, *QUICK)
     assert stopped.status == 130
-    assert "saved; the model is what it was. To go on, the same command again:" in stopped.out
+    assert "saved; the model did not change. To continue, run the same command:" in stopped.out
     assert f"engram learn {model} {sixth} --epochs 2" in stopped.out
     begun = engram("learn", model, sixth, *QUICK, "--restart")
     assert f"without --restart:\nengram learn {model} {sixth} {' '.join(QUICK)}\n" in begun.out
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
     assert "learning was interrupted here" in engram("info", model).out
-    assert_refused(engram("learn", model, seventh, *QUICK), "not the same images", "drop it with --restart to begin")
+    assert_refused(
+        engram("learn", model, seventh, *QUICK), "not the same images", "drop it with --restart to start again"
+    )
     assert_refused(engram("remove", model, "apple"), "interrupted", "or drop it with --drop-learning\n")
     assert engram("learn", model, seventh, *QUICK, "--restart").status == 0
     assert opened(model).labels == [*NAMES[:5], "goose"]
@@ -587,7 +591,7 @@ def test_predictions_are_those_of_the_classifier(engram: Engram, taught: Path, p
 
 def test_the_best_places_are_in_order_whatever_their_number() -> None:
     shares = np.random.default_rng(0).integers(0, 4, (200, 7)) / 4  # with many equal ones
-    for row, (single, several) in enumerate(zip(best_places(shares, 1), best_places(shares, 4), strict=True)):
+    for row, (single, several) in enumerate(zip(best_positions(shares, 1), best_positions(shares, 4), strict=True)):
         expected = sorted(range(7), key=lambda place, row=row: (-shares[row, place], place))
         assert several.tolist() == expected[:4]
         assert single.tolist() == expected[:1]
@@ -952,7 +956,7 @@ def test_evaluate_counts_what_is_taken_for_what(engram: Engram, taught: Path, ph
     assert engram("evaluate", taught, "test", "--report", "page.html").out.endswith("\nreport: page.html\n")
     said = engram("evaluate", taught, "test", "--by", "cnn").out
     assert said.startswith(f"accuracy {found['accuracy']:.1f} % of 20 images, by cnn")
-    assert "taken for" in said
+    assert "predicted class" in said
 
 
 def test_a_name_that_is_not_text_does_not_stop_the_report_of_evaluate(
@@ -977,8 +981,8 @@ def test_evaluate_says_how_many_images_were_learned_from(kind: str, engram: Engr
     outcome = engram("evaluate", "model", "given", "--json", "--report", "page.html")
     assert json.loads(outcome.out)["learned_from"] == 21
     assert outcome.err == (
-        "engram: 21 of these 30 images were learned from, so the accuracy is not that on new ones; "
-        "evaluate on images that no lesson was given\n"
+        "engram: the model was trained on 21 of these 30 images, so the accuracy on new images may be lower; "
+        "evaluate on images that no lesson used\n"
     )
     assert "learned from 21 of these images" in (tmp_path / "page.html").read_text()
     fresh = engram("evaluate", "model", "new", "--json", "--report", "page.html")
@@ -1017,8 +1021,8 @@ def test_evaluate_says_which_classes_have_columns_alone(
     (tmp_path / "some" / "apple").mkdir(parents=True)
     shutil.copytree(photos / "test" / "boat", tmp_path / "some" / "apple", dirs_exist_ok=True)
     said = engram("evaluate", taught, "some", "--by", "cnn").out
-    assert "taken for" in said
-    assert said.endswith("of these there are no images here: 2 boat\n")
+    assert "predicted class" in said
+    assert said.endswith("no images of these classes: 2 boat\n")
 
 
 def test_evaluate_names_unreadable_images_and_unknown_classes(engram: Engram, taught: Path, tmp_path: Path) -> None:
@@ -1092,7 +1096,7 @@ def test_a_folder_is_the_class_that_is_written_like_its_name(engram: Engram, tmp
     root = folder(tmp_path / "photos", FIRST[:1], count=6, seed=4)
     (root / "apple").rename(root / "0")
     assert json.loads(engram("evaluate", "model", "photos", "--json").out)["accuracy"] > 80
-    assert_refused(engram("learn", "model", "photos", *QUICK), "the model knows 0 already")
+    assert_refused(engram("learn", "model", "photos", *QUICK), "the model knows '0' already")
     folder(root, SECOND[:1], count=6)
     assert engram("learn", "model", "photos", *QUICK, "--more-of-known").status == 0
     assert opened(tmp_path / "model").labels == [1, 2, 0, "dingo"]

@@ -22,8 +22,8 @@ from PIL import Image
 from engram import Augmentation, EngramError, IncrementalClassifier, MemoryConfig, learn_into
 from engram.core.events import EpochFinished, Learned
 from engram.methods import METHODS
-from engram.models.api import ModelConfig
 from engram.models.labels import plain_labels
+from engram.models.model_config import ModelConfig
 from model_helpers import NAMES, memory_of, pictures
 
 QUICK: dict[str, Any] = {"epochs": 3, "memory": 3, "backbone": "resnet10", "device": "cpu"}
@@ -234,7 +234,7 @@ def test_grey_images_and_images_that_are_not_square() -> None:
         (["nowhere.png"], r"the image nowhere.png cannot be read \(No such file"),
         (["a.png", 3], "holds 3 too"),
         ([np.zeros((8, 8, 3), np.uint8), np.zeros((9, 8, 3), np.uint8)], r"one array \(the images differ in size\)"),
-        (np.zeros((8, 8, 3), np.uint8), r"one image alone is x\[None\]"),
+        (np.zeros((8, 8, 3), np.uint8), r"a single image is x\[None\]"),
         ({"a": 1}, "X is a dict"),
         ({"a.png"}, "X is a set"),
         (torch.zeros(2, 8, 8, 3).to_sparse(), "sparse input is not supported"),
@@ -301,8 +301,7 @@ def test_epochs_are_chosen_for_each_lesson(monkeypatch: pytest.MonkeyPatch, tmp_
     def epochs(classifier: IncrementalClassifier) -> list[int]:
         return [entry.epochs for entry in classifier.model_.history]
 
-    for module in ("engram.models.model_config", "engram.estimator"):
-        monkeypatch.setattr(f"{module}.fitting_epochs", choose, raising=False)
+    monkeypatch.setattr("engram.models.model_config.default_epochs", choose)
     first, second, third = pictures(NAMES[:2], 2), pictures(NAMES[2:3], 3), pictures(NAMES[3:4], 4)
     chosen = quick(epochs=None, memory=1).fit(*first).partial_fit(*second)
     assert epochs(chosen) == [4, 3 + 2]  # and an exemplar of each class known
@@ -418,17 +417,17 @@ def test_arguments_are_stored_and_checked_when_they_count() -> None:
         ({"settings": {"train.lrr": 1}}, r"no setting 'train.lrr': did you mean 'train.lr'\?"),
         ({"settings": {"train.epochs": 0}}, "train.epochs must be at least 1, got 0"),
         ({"augmentation": Augmentation(pad=0, view=0.5)}, "a model sees its images whole; leave view=0.5 out"),
-        ({"validation": 1.0}, "validation must be a share"),
+        ({"validation": 1.0}, "validation must be a fraction"),
         ({"device": "tpu"}, "device must be one of"),
         ({"precision": "bf16"}, "bf16 is for CUDA devices"),
         ({"image_size": 16}, "this model's are 16x16"),
         ({"seed": -1}, "the seed must be 0 or more"),
         ({"seed": None}, "seed must be a whole number, got None"),
         ({"seed": 1.5}, "seed must be a whole number"),
-        ({"seed": 2**70}, "larger than any number of a model"),
+        ({"seed": 2**70}, "too large for a model"),
         ({"method": None}, "method must be a name, got None"),
         ({"backbone": 3}, "backbone must be a name, got 3"),
-        ({"augmentation": True}, "augmentation must be of the kind Augmentation"),
+        ({"augmentation": True}, "augmentation must be an object of type Augmentation"),
         ({"validation": "a"}, "validation must be a number, got 'a'"),
         ({"settings": "train.lr"}, "settings must be a dictionary"),
         ({"settings": {1: 2}}, "no setting '1'"),

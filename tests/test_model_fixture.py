@@ -11,8 +11,8 @@ import torch
 
 from engram import read_manifest
 from engram.core.events import Learned
-from engram.models.api import learn_into
 from engram.models.labels import decode_label
+from engram.models.learning import learn_into
 from helpers import unpack_archive
 from model_helpers import opened
 

@@ -20,7 +20,9 @@ from typing import Any
 import pytest
 
 from engram import EngramError
-from engram.models.api import Model, NoModelYet, read_manifest
+from engram.models.model import Model
+from engram.models.store.codec import read_manifest
+from engram.models.store.generations import NoModelYet
 from engram.models.store.safe_folder import digest
 from model_helpers import NAMES, learn_in_child, make, opened, pictures, same, tiny
 

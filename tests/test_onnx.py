@@ -138,7 +138,7 @@ def test_a_damaged_picture_does_not_stop_it(model: Path, tmp_path: Path, capsys:
     picture.write_bytes(picture.read_bytes()[:-1])
     assert main(["export", str(place), str(tmp_path / "out.onnx")]) == 0
     said = capsys.readouterr()
-    assert said.err.startswith("engram: checked on noise alone: ")
+    assert said.err.startswith("engram: compared on noise only: ")
     assert "00001.png is damaged" in said.err
     assert "on 32 images" in said.out
     (place / "generations" / "000002" / "weights.safetensors").write_bytes(b"")

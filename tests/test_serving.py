@@ -23,7 +23,7 @@ from conftest import make_config, make_store
 from engram import EngramError, IncrementalClassifier
 from engram.data.decode import image as decode
 from engram.experiment.session import Session
-from engram.models.api import Model
+from engram.models.model import Model
 from model_helpers import NAMES, make, opened, pictures, png, same
 
 
@@ -287,7 +287,7 @@ def test_a_bad_upload_is_refused_by_its_place(
     monkeypatch.setattr("engram.models.inputs.BATCH", 2)
     classifier, good = IncrementalClassifier.load(served, device="cpu"), png(pictures(NAMES[:1], 1)[0][0])
     with pytest.raises(
-        EngramError, match=rf"^the image X\[3\] cannot be read \(.*{reason}.*\); mend it or leave it out$"
+        EngramError, match=rf"^the image X\[3\] cannot be read \(.*{reason}.*\); repair it or leave it out$"
     ):
         classifier.predict([good, good, good, bad()])
 
@@ -300,9 +300,9 @@ def test_a_stream_that_cannot_go_back_is_read_once(served: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        (b"bytes", r"X is one image \(bytes\); give a list of images"),
-        (io.BytesIO(b"bytes"), r"X is one image \(BytesIO\); give a list of images"),
-        (Image.new("RGB", (8, 8)), r"X is one image \(Image\); give a list of images"),
+        (b"bytes", r"X is a single image \(bytes\); give a list of images"),
+        (io.BytesIO(b"bytes"), r"X is a single image \(BytesIO\); give a list of images"),
+        (Image.new("RGB", (8, 8)), r"X is a single image \(Image\); give a list of images"),
         ([b"bytes", "path.png"], "X holds b'bytes' among others"),
         (["path.png", b"bytes"], "X begins with a path, but holds b'bytes' too"),
         ([np.zeros((8, 8, 3), np.uint8), b"bytes"], "X holds b'bytes' among others"),
@@ -328,7 +328,7 @@ def test_a_damaged_picture_stops_no_one_who_only_predicts(served: Path, tmp_path
         lambda: classifier.save(path, overwrite=True),
         lambda: pickle.loads(pickle.dumps(classifier)).save(tmp_path / "other"),
     ):
-        with pytest.raises(EngramError, match=r"to predict alone \(images=False\); open it with its images"):
+        with pytest.raises(EngramError, match=r"for prediction only \(images=False\); open it with its images"):
             change()
     assert classifier.classes_.tolist() == list(NAMES[:4])
     assert not (tmp_path / "other").exists()

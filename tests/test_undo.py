@@ -21,8 +21,10 @@ import engram.models.store.writer as writer
 from engram import EngramError, IncrementalClassifier, read_manifest, remove_class, remove_images, rename_class, undo
 from engram.contract.exemplars import class_means
 from engram.core.events import Stopped
-from engram.models.api import has_learning, learn_into, open_model, save_model
+from engram.models.edit import save_model
+from engram.models.learning import has_learning, learn_into
 from engram.models.split import digest_of, digests_in
+from engram.models.store.codec import open_model
 from helpers import Engram, assert_refused, unpack_archive
 from model_helpers import NAMES, everything, learn, make, opened, pictures, png, same, scores, tiny
 
@@ -117,7 +119,7 @@ def test_a_lesson_can_be_taken_back(before: Path, after: Path, model: Path) -> N
     ours, theirs = everything(model), everything(before)
     assert {name for name, content in theirs.items() if ours.get(name) != content} <= {"current"}
     assert ours.keys() == theirs.keys()
-    with pytest.raises(EngramError, match="nothing to undo: its last lesson was taken back already"):
+    with pytest.raises(EngramError, match="nothing to undo: its last lesson was undone already"):
         undo(model)
     learn(model, SECOND)
     assert same(opened(model), opened(after)), "and learned again it is the same"
@@ -190,7 +192,7 @@ def test_nothing_of_a_removed_class_is_kept(model: Path) -> None:
 
 def test_a_lesson_in_progress_is_finished_or_dropped_first(model: Path, before: Path) -> None:
     assert isinstance(learn(model, NAMES[5:6], stop=lambda: True)[-1], Stopped)
-    with pytest.raises(EngramError, match=r"interrupted; finish it first, or drop it \(drop_learning=True\)"):
+    with pytest.raises(EngramError, match=r"interrupted; finish it first, or drop it with drop_learning=True"):
         undo(model)
     undo(model, drop_learning=True)
     assert not has_learning(model)
@@ -292,7 +294,7 @@ def test_saving_something_else_keeps_nothing(model: Path, before: Path) -> None:
     other, _ = open_model(before, "cpu")
     save_model(other, model, overwrite=True)
     assert len(generations(model)) == 1
-    with pytest.raises(EngramError, match="nothing to undo: it was saved as it is"):
+    with pytest.raises(EngramError, match="nothing to undo: it was saved as a whole"):
         undo(model)
 
 
@@ -391,7 +393,7 @@ def test_a_renamed_class_is_the_same_class(after: Path, before: Path, model: Pat
     assert opened(model).labels == ["apple", "ship", "camel"]
     rename_class(model, "ship", "boat")
     assert same(opened(model), opened(before))
-    with pytest.raises(EngramError, match="was taken back already"):
+    with pytest.raises(EngramError, match="was undone already"):
         undo(model)
 
 
@@ -530,7 +532,7 @@ def test_a_state_before_that_cannot_be_read_goes_whatever_image_does(model: Path
 @pytest.mark.parametrize("kind", ["exemplars", "heldout"])
 def test_a_damaged_picture_can_be_named_and_taken_out(kind: str, after: Path, model: Path) -> None:
     file = damage(model / "generations" / "000002" / kind / "00001" / "00001.png")
-    with pytest.raises(EngramError, match="take it out with 'engram remove MODEL --images FILE'"):
+    with pytest.raises(EngramError, match="remove this image from the model with remove_images"):
         opened(model)
     done = remove_images(model, [file])
     assert (done.given, done.found) == (1, 1)
@@ -563,10 +565,10 @@ def test_undo_says_what_is_gone(engram: Engram, model: Path, monkeypatch: pytest
     assert f"back to lesson 1, 3 classes, of {day}; kept for that: " in engram("info", model).out
     assert json.loads(engram("info", model, "--json").out)["undo"]["classes"] == 3
     outcome = engram("undo", model)
-    expected = f"the last lesson is taken back; gone: dingo, easel; back to lesson 1, 3 classes, of {day}\n"
+    expected = f"the last lesson was undone; gone: dingo, easel; back to lesson 1, 3 classes, of {day}\n"
     assert (outcome.status, outcome.out, outcome.err) == (0, expected, "")
-    assert "nothing to undo: its last lesson was taken back already" in " ".join(engram("info", model).out.split())
-    assert_refused(engram("undo", model), "nothing to undo: its last lesson was taken back already")
+    assert "nothing to undo: its last lesson was undone already" in " ".join(engram("info", model).out.split())
+    assert_refused(engram("undo", model), "nothing to undo: its last lesson was undone already")
     assert_refused(engram("undo", "nowhere"), "there is no model at nowhere")
     assert_refused(engram("undo", model, "--quiet", "--json"), "--quiet and --json")
 
@@ -600,7 +602,7 @@ def test_undo_asks_a_person(
 
 def test_rename_by_command(engram: Engram, model: Path) -> None:
     outcome = engram("rename", model, "boat", "ship")
-    assert (outcome.status, outcome.out) == (0, "boat is called ship now\n")
+    assert (outcome.status, outcome.out) == (0, "boat is now called ship\n")
     assert json.loads(engram("rename", "--json", model, "--", "ship", "-x").out) == {"renamed": "ship", "to": "-x"}
     assert opened(model).labels == ["apple", "-x", "camel", *SECOND]
     assert_refused(engram("rename", model, "aple", "x"), "did you mean 'apple'?")
@@ -640,7 +642,7 @@ def test_images_are_removed_by_command(engram: Engram, model: Path, tmp_path: Pa
     outcome = engram("remove", model, "--images", "withdrawn")
     assert outcome.status == 0
     assert outcome.out.startswith("2 of 3 images were found\nremoved 1 exemplar and 1 held-out image of boat\n")
-    assert "stays in its weights: only a model learned anew" in outcome.out
+    assert "the network keeps in its weights what it learned" in outcome.out
     (tmp_path / "more.png").write_bytes(png(held[1]))
     found = json.loads(engram("remove", model, "--images", "--json", "more.png").out)
     assert found == {

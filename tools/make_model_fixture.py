@@ -22,8 +22,11 @@ import torch
 
 from engram import learn_into, read_mini
 from engram.contract.exemplars import class_means
-from engram.models.api import Model, ModelConfig, open_model, save_model
+from engram.models.edit import save_model
 from engram.models.labels import encode_label
+from engram.models.model import Model
+from engram.models.model_config import ModelConfig
+from engram.models.store.codec import open_model
 from engram.models.store.generations import FORMAT
 
 FOLDER = Path(__file__).resolve().parent.parent / "tests" / "fixtures"

@@ -35,14 +35,14 @@ if TYPE_CHECKING:
     from engram.experiment.runner import train as train
     from engram.experiment.trained import TrainedRun as TrainedRun
     from engram.experiment.trained import open_run as open_run
-    from engram.models.api import ModelConfig as ModelConfig
-    from engram.models.api import learn_into as learn_into
-    from engram.models.api import open_model as open_model
-    from engram.models.api import read_manifest as read_manifest
-    from engram.models.api import remove_class as remove_class
-    from engram.models.api import remove_images as remove_images
-    from engram.models.api import rename_class as rename_class
-    from engram.models.api import undo as undo
+    from engram.models.edit import remove_class as remove_class
+    from engram.models.edit import remove_images as remove_images
+    from engram.models.edit import rename_class as rename_class
+    from engram.models.edit import undo as undo
+    from engram.models.learning import learn_into as learn_into
+    from engram.models.model_config import ModelConfig as ModelConfig
+    from engram.models.store.codec import open_model as open_model
+    from engram.models.store.codec import read_manifest as read_manifest
     from engram.report.page import write_report as write_report
     from engram.runs.result import Result as Result
 
@@ -67,10 +67,10 @@ _PUBLIC = {
     "experiment.runner": ["resume", "run", "train"],
     "experiment.trained": ["TrainedRun", "open_run"],
     "contract": ["Method", "Phase", "Step", "Training", "register"],
-    "models.api": [
-        *("ModelConfig", "learn_into", "open_model", "read_manifest"),
-        *("remove_class", "remove_images", "rename_class", "undo"),
-    ],
+    "models.edit": ["remove_class", "remove_images", "rename_class", "undo"],
+    "models.learning": ["learn_into"],
+    "models.model_config": ["ModelConfig"],
+    "models.store.codec": ["open_model", "read_manifest"],
     "report.page": ["write_report"],
     "runs.result": ["Result"],
 }

@@ -1,4 +1,4 @@
-"""IncrementalClassifier: a classifier of images in scikit-learn's manner that learns new classes at any time."""
+"""IncrementalClassifier: an image classifier with the API of scikit-learn that can learn new classes at any time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import inspect
 import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,37 +20,43 @@ from engram.core.memory_limits import return_memory
 from engram.data.augment import Augmentation
 from engram.data.memory import MemoryConfig
 from engram.data.store import Images
-from engram.experiment.run_config import Device, Precision
-from engram.models.api import Model, ModelConfig, open_model, save_model
+from engram.experiment.learner_config import Device, Precision
+from engram.models.edit import save_model
 from engram.models.inputs import read_batches, read_images
-from engram.models.labels import doubts, label_array, plain_labels
-from engram.models.lesson import Keeping, Lesson, Options
-from engram.models.model_config import as_size, short
+from engram.models.labels import label_array, plain_labels, similar_label_warnings
+from engram.models.lesson import CheckpointPolicy, Lesson, LessonOptions
+from engram.models.model import Model
+from engram.models.model_config import DEFAULT_METHOD, ModelConfig, as_size, shortest_argument
+from engram.models.store.codec import open_model
 from engram.models.store.generations import Pointer
 
 Follow = Callable[[Event], None]
 
-# Whose turn it is to change a classifier; not among its own attributes, which are copied and pickled.
-_TURNS: WeakKeyDictionary[IncrementalClassifier, threading.RLock] = WeakKeyDictionary()
+# Lock of each classifier. Not an attribute of it, because attributes are copied and pickled.
+_LOCKS: WeakKeyDictionary[IncrementalClassifier, threading.RLock] = WeakKeyDictionary()
 _GUARD = threading.Lock()
 
 
 class IncrementalClassifier:
     """A classifier of images that keeps learning new classes.
 
-    method: any of engram's (`engram list methods`). memory: exemplars kept of each class, or as on the command line
-    ("total=2000", "all", "none"), or a MemoryConfig; a number says nothing to methods defined with none or all. epochs:
-    of each lesson; None chooses by its number of images, unless settings have them. backbone, image_size: None chooses
-    by the first images. settings: the method's own, or some of them by dotted path: {"train.lr": 0.05}. augmentation:
-    None crops, mirrors and brightens at random; `Augmentation(flip=False)` where left and right differ. validation: the
-    share of each class's images held out to measure accuracy on, now and after later lessons.
+    The constructor only stores its arguments. Attributes after fit: classes_ (in order of arrival), n_classes_, model_.
 
-    The constructor only stores its arguments. After fit: classes_ (in order of arrival), n_classes_, model_.
+    Parameters
+    ----------
+    method: name of a method (`engram list methods`).
+    memory: exemplars to keep per class, text ("total=2000", "all", "none") or a MemoryConfig. A number has no effect
+        on methods that are defined with no memory or with all images.
+    epochs: of each lesson; None chooses by its number of images, unless the settings contain epochs.
+    backbone, image_size: None chooses by the first images.
+    settings: of the method, or some of them by dotted path: {"train.lr": 0.05}.
+    augmentation: None crops, mirrors and brightens at random; use `Augmentation(flip=False)` if left and right differ.
+    validation: fraction of each class's images held out to measure accuracy, now and after later lessons.
     """
 
     def __init__(
         self,
-        method: str = "afc",
+        method: str = DEFAULT_METHOD,
         *,
         memory: MemoryConfig | int | str = 20,
         epochs: int | None = None,
@@ -77,13 +82,16 @@ class IncrementalClassifier:
         self.precision: Precision = precision
 
     def fit(self, X: Any, y: Any, *, progress: Follow | None = None) -> IncrementalClassifier:
-        """Forgets everything and learns the classes of these images; returns itself.
+        """Forget everything and learn the classes of these images; return self.
 
-        X: uint8 images (N, H, W, 3), grey (N, H, W), floats from 0 to 1, tensors of these, a list of paths, or one of
-        files' bytes, open files and pictures of Pillow. y: a hashable label for each. progress: called with each event
-        of the training.
+        Parameters
+        ----------
+        X: uint8 images (N, H, W, 3), grey (N, H, W), floats from 0 to 1, tensors of these, a list of paths, or a list
+            of bytes, open files and Pillow images.
+        y: a hashable label for each image.
+        progress: called with each event of the training.
         """
-        with self._turn():
+        with self._lock():
             return self._learn(None, X, y, False, progress)
 
     def partial_fit(
@@ -95,18 +103,20 @@ class IncrementalClassifier:
         more_of_known: bool = False,
         progress: Follow | None = None,
     ) -> IncrementalClassifier:
-        """Learns the classes of these images beside those known; returns itself. A failure leaves it as it was.
+        """Learn the classes of these images in addition to the known ones; return self. A failure changes nothing.
 
-        Images of known classes are refused, unless `more_of_known`: each such class is learned again then, from these
-        images and its exemplars, and comes last in `classes_`. classes: only for scikit-learn's sake; the labels must
-        be among them where they are given.
+        Parameters
+        ----------
+        classes: for compatibility with scikit-learn; if given, it must contain all labels of y.
+        more_of_known: learn known classes again, from these images and their exemplars; they move to the end of
+            `classes_`. Without it, images of known classes are refused.
         """
         if classes is not None:
             given = set(plain_labels(classes, "classes"))
             odd = [label for label in plain_labels(y) if label not in given]
             if odd:
                 raise EngramError(f"the label {odd[0]!r} of y is not among the classes given")
-        with self._turn():
+        with self._lock():
             return self._learn(getattr(self, "model_", None), X, y, more_of_known, progress)
 
     def _learn(
@@ -120,11 +130,11 @@ class IncrementalClassifier:
             model = Model(self._configure(images), self.device, self.precision)
         else:
             images = read_images(X, model.config.image_size)
-        options = Options("refresh" if refresh else "refuse", self._lesson_epochs(model, len(images)))
+        options = LessonOptions("refresh" if refresh else "refuse", self._lesson_epochs(model, len(images)))
         lesson = Lesson(model, images, labels, options)
-        for doubt in doubts(dict.fromkeys(labels), model.labels):
-            warnings.warn(doubt, UserWarning, stacklevel=3)  # of whoever called fit or partial_fit
-        learned = _consume(lesson.take(Keeping()), progress)
+        for warning in similar_label_warnings(dict.fromkeys(labels), model.labels):
+            warnings.warn(warning, UserWarning, stacklevel=3)  # at the caller of fit or partial_fit
+        learned = _consume(lesson.take(CheckpointPolicy()), progress)
         assert learned is not None
         return_memory()
         if progress is not None:
@@ -133,7 +143,7 @@ class IncrementalClassifier:
         return self
 
     def _lesson_epochs(self, model: Model, images: int) -> int | None:
-        """The epochs of a lesson of so many images; None: those of the model's configuration."""
+        """Return the epochs of a lesson of that many images; None means those of the model's configuration."""
         if not model.classes:
             return None  # the configuration was made for these images
         if self.epochs is not None:
@@ -165,20 +175,21 @@ class IncrementalClassifier:
         self.n_classes_ = len(model.classes)
 
     def predict_proba(self, X: Any, *, by: str | None = None) -> np.ndarray:
-        """The share of each class (N, K) for each image, columns as in `classes_`; they sum to 1.
+        """Return class probabilities (N, K), columns as in `classes_`.
 
-        Where 20 images or more are held out, the largest is on average over these what share is right. by: "cnn" (the
-        head) or "nme" (the nearest mean of exemplars); None is the method's own choice.
+        With 20 or more held-out images the confidence is calibrated: its mean over them is their accuracy.
+
+        by: "cnn" (the head) or "nme" (the nearest mean of exemplars); None is the method's default.
         """
-        return _shares(self._fitted(), X, by)
+        return _probabilities(self._fitted(), X, by)
 
     def predict(self, X: Any, *, by: str | None = None) -> np.ndarray:
-        """The label of each image (N,)."""
-        model = self._fitted()  # once: another thread may teach or remove classes meanwhile
-        return label_array(model.labels)[_shares(model, X, by).argmax(axis=1)]
+        """Return the label of each image (N,)."""
+        model = self._fitted()  # read once: another thread may replace it
+        return label_array(model.labels)[_probabilities(model, X, by).argmax(axis=1)]
 
     def score(self, X: Any, y: Any, *, by: str | None = None) -> float:
-        """The share of the images whose label is predicted, 0 to 1."""
+        """Return the accuracy, 0 to 1."""
         wanted = plain_labels(y)
         found = self.predict(X, by=by).tolist()
         if len(found) != len(wanted):
@@ -186,21 +197,20 @@ class IncrementalClassifier:
         return float(np.mean([ours == theirs for ours, theirs in zip(found, wanted, strict=True)]))
 
     def remove(self, label: Hashable, *more: Hashable) -> IncrementalClassifier:
-        """Forgets a class, or several; the scores of the others stay what they are. Files change when it is saved."""
-        with self._turn():
+        """Remove one or several classes; the scores of the others do not change. Files change with `save`."""
+        with self._lock():
             model = self._fitted().copy()
-            model.remove(plain_labels([label, *more]), datetime.now(UTC).isoformat(timespec="seconds"))
-            model.measure()
+            model.remove(plain_labels([label, *more]))
             self._adopt(model)
         return self
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> None:
-        """Writes the model into a directory, as a transaction.
+        """Save the model into a directory, completely or not at all.
 
-        The directory is new, or the one it was loaded from or saved to, if nobody changed it since; `overwrite`
-        replaces any model.
+        The directory must be new, or the one it was loaded from or saved to, unchanged since. `overwrite` replaces any
+        model.
         """
-        with self._turn():
+        with self._lock():
             held = getattr(self, "_place", None)
             expected: Pointer | None = held[1] if held is not None and held[0] == Path(path).resolve() else None
             pointer = save_model(self._fitted(), path, expected=expected, overwrite=overwrite)
@@ -210,10 +220,9 @@ class IncrementalClassifier:
     def load(
         cls, path: str | Path, *, device: Device = "auto", precision: Precision = "auto", images: bool = True
     ) -> IncrementalClassifier:
-        """The classifier in a model directory, ready to predict and to go on learning.
+        """Load a classifier from a model directory.
 
-        images: with those that it keeps, which predicting does not need; without them it can be neither taught nor
-        saved.
+        images: also load the images it keeps. Prediction does not need them; learning and saving do.
         """
         model, pointer = open_model(path, device, precision, images=images)
         config = model.config
@@ -233,10 +242,10 @@ class IncrementalClassifier:
         loaded._place = (Path(path).resolve(), pointer)
         return loaded
 
-    def _turn(self) -> threading.RLock:
-        """What a thread holds that changes or saves the model: another waits, so that no change is lost."""
+    def _lock(self) -> threading.RLock:
+        """Return the lock for changing or saving the model: two threads must not change it at the same time."""
         with _GUARD:
-            return _TURNS.setdefault(self, threading.RLock())
+            return _LOCKS.setdefault(self, threading.RLock())
 
     def _fitted(self) -> Model:
         model: Model | None = getattr(self, "model_", None)
@@ -252,11 +261,11 @@ class IncrementalClassifier:
         return sorted(name for name in inspect.signature(cls.__init__).parameters if name != "self")
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
-        """The constructor's arguments by name."""
+        """Return the arguments of the constructor by name."""
         return {name: getattr(self, name) for name in self._parameters()}
 
     def set_params(self, **params: Any) -> IncrementalClassifier:
-        """Changes arguments of the constructor; they count from the next fit on."""
+        """Change arguments of the constructor; they take effect with the next fit."""
         valid = self._parameters()
         for name, value in params.items():
             if name not in valid:
@@ -266,12 +275,14 @@ class IncrementalClassifier:
 
     def __repr__(self) -> str:
         defaults = inspect.signature(type(self).__init__).parameters
-        params = {name: short(value, self.method, self.image_size) for name, value in self.get_params().items()}
+        params = {
+            name: shortest_argument(value, self.method, self.image_size) for name, value in self.get_params().items()
+        }
         changed = [f"{name}={value!r}" for name, value in params.items() if repr(value) != repr(defaults[name].default)]
         return f"{type(self).__name__}({', '.join(changed)})"
 
     def __sklearn_tags__(self) -> Any:
-        """What scikit-learn asks an estimator; the one place that needs it to be installed."""
+        """Return the tags for scikit-learn, which must be installed for this."""
         sklearn: Any = importlib.import_module("sklearn.utils")
         return sklearn.Tags(
             estimator_type="classifier",
@@ -281,13 +292,13 @@ class IncrementalClassifier:
         )
 
 
-def _shares(model: Model, X: Any, by: str | None) -> np.ndarray:
+def _probabilities(model: Model, X: Any, by: str | None) -> np.ndarray:
     read = model.reader(by)
     return np.concatenate([read(images).cpu().numpy() for images in read_batches(X, model.config.image_size)])
 
 
 def _consume(events: Any, progress: Follow | None) -> Model | None:
-    """Runs a lesson to its end."""
+    """Run a lesson to its end; return its result."""
     iterator: Iterator[Event] = iter(events)
     while True:
         try:
@@ -299,7 +310,7 @@ def _consume(events: Any, progress: Follow | None) -> Model | None:
 
 
 def _not_fitted(message: str) -> Exception:
-    """scikit-learn's error of that name where it is installed, so that its tools know it; engram's elsewhere."""
+    """Return an error that scikit-learn recognises if it is installed, else an EngramError."""
     try:
         theirs: Any = importlib.import_module("sklearn.exceptions").NotFittedError
     except ImportError:

@@ -1,4 +1,4 @@
-"""What a lesson came to, in a line and in tables."""
+"""Result of a lesson, as a line and as tables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engram.core.events import Learned
 
 
 def learned_line(event: Learned) -> str:
-    """What was learned, in one line."""
+    """Return the result of a lesson in one line."""
     again = set(event.refreshed)
     new = [name for name in event.new if name not in again]
     parts = [f"learned {shorten(new, 50)}"] if new else []
@@ -32,7 +32,7 @@ def learned_line(event: Learned) -> str:
 
 
 def lesson_table(event: Learned) -> Table:
-    """Held-out accuracy by predictor: old classes before and after, what was forgotten, and those learned now."""
+    """Return held-out accuracy by predictor: old classes before and after, forgetting, new classes."""
     predictors = list(dict.fromkeys([*event.new_accuracy, *event.after]))
     columns = [f"{name} %" for name in predictors]
     table = make_table(["held-out images", *columns], right=columns)
@@ -50,7 +50,7 @@ def lesson_table(event: Learned) -> Table:
 
 
 def by_class_table(event: Learned) -> Table:
-    """Held-out accuracy of each class, before and after, by predictor."""
+    """Return held-out accuracy of each class before and after the lesson, by predictor."""
     predictors = list(dict.fromkeys(by for entry in event.by_class for by in entry["after"]))
     columns = [f"{by}\n{when}" for by in predictors for when in ("before %", "now %")]
     table = make_table(["class", *columns], right=columns)

@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def flag_text(name: str, value: str | None) -> str:
     """Spell the option of a parameter: `image_size` is --image-size."""
     flag = FLAGS.get(name, "--" + name.replace("_", "-"))
-    return flag if value is None else f"{flag} {value}"
+    return flag if value in (None, "True") else f"{flag} {value}"
 
 
 def _status(given: list[str]) -> int:

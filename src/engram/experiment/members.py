@@ -13,6 +13,7 @@ from engram.core.provenance import METHOD_CODE
 from engram.core.serialize import flatten
 from engram.data.sources.load import DataConfig, load_store
 from engram.data.store import ImageStore
+from engram.experiment.learner_config import resolve_device
 from engram.experiment.recipe_changes import named_by_recipe
 from engram.experiment.run_config import RunConfig, directory_name
 from engram.experiment.runner import check_config, settle
@@ -117,8 +118,8 @@ def name_runs(configs: Sequence[RunConfig]) -> dict[str, RunConfig]:
 
 
 def check_precisions(configs: Iterable[RunConfig]) -> None:
-    """Refuse tf32 together with another precision: torch has one switch for it, for the whole process."""
-    precisions = {config.place()[1] for config in configs}
+    """Refuses tf32 beside anything else: torch has one switch for it, for the whole process."""
+    precisions = {resolve_device(config.device, config.precision)[1] for config in configs}
     if "tf32" in precisions and len(precisions) > 1:
         others = " and ".join(sorted(precisions - {"tf32"}))
         raise EngramError(f"tf32 and {others} cannot run at the same time in one process; run one after the other")

@@ -24,6 +24,7 @@ from engram.data.memory import Memory
 from engram.data.stage import Samples, Stage
 from engram.data.store import ImageStore, pixel_statistics
 from engram.engine import Engine
+from engram.experiment.learner_config import resolve_device
 from engram.experiment.run_config import RunConfig
 from engram.experiment.stage_work import PhasePlan, predict
 from engram.methods import find_method
@@ -62,7 +63,7 @@ class Session:
         self.method: Method = find_method(config.method).make(config.settings)
         self._train_labels = self.stream.labels_of(store.train.class_ids)
         self._test_labels = self.stream.labels_of(store.test.class_ids)
-        device, precision = config.place()
+        device, precision = resolve_device(config.device, config.precision)
         seen = config.augmentation.view_size(store.image_size)
         self.engine = Engine(torch.device(device), precision, config.augmentation, seen)
         memory = Memory(config.memory)

@@ -1,4 +1,4 @@
-"""What people give as images: arrays, tensors or lists of paths, of files or of pictures, as uint8 (N, H, W, 3)."""
+"""Read images given as arrays, tensors, paths, open files or Pillow images into uint8 arrays (N, H, W, 3)."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from engram.data.decode.image import Source, choose_size, read_all, to_upright_r
 from engram.data.decode.prefetch import decode_files, decode_stream
 from engram.data.store import Images, as_images
 
-BATCH = 1024  # images looked at at once where all are not wanted
-_LARGE = threading.Lock()  # held by the thread that has a large upload in memory
+BATCH = 1024  # images read at a time for prediction
+_LARGE = threading.Lock()  # only one thread at a time decodes a large upload
 
 
 def are_paths(given: Any) -> bool:
-    """Whether these are paths of image files rather than pixels."""
+    """Return whether these are paths of image files rather than pixels."""
     if isinstance(given, (str, os.PathLike)):
-        raise EngramError(f"X is the one path {str(given)!r}; give a list of paths")
+        raise EngramError(f"X is a single path {str(given)!r}; give a list of paths")
     if isinstance(given, (list, tuple)):
         return len(given) > 0 and isinstance(given[0], (str, os.PathLike))
     if not isinstance(getattr(given, "shape", None), tuple) or len(given.shape) != 1:
-        return False  # of one dimension: an array of paths, or a column of a table
+        return False  # an array of paths, or a column of a table, has one dimension
     first = next(iter(given), None)
     return isinstance(first, (str, os.PathLike))
 
 
 def read_images(given: Any, size: tuple[int, int] | None) -> Images:
-    """The images, each of that size; without one, as large as the arrays are or as `choose_size` says of files."""
+    """Read images of that size. None: the size of the arrays, or for files that of `choose_size`."""
     if are_paths(given):
         paths = _paths(given)
         images, _, _ = decode_files(paths, choose_size(paths) if size is None else file_side(size))
@@ -49,12 +49,12 @@ def read_images(given: Any, size: tuple[int, int] | None) -> Images:
 
 
 def read_batches(given: Any, size: tuple[int, int]) -> Iterator[Images]:
-    """The images some at a time, for predictions: what it needs does not grow with their number."""
+    """Read images in batches, so that the memory needed does not depend on their number."""
     if are_paths(given):
         for part in decode_stream(_paths(given), file_side(size), batch=BATCH):
             if part.skipped:
                 path, reason = part.skipped[0]
-                raise EngramError(f"the image {path} cannot be read ({reason}); mend or remove it")
+                raise EngramError(f"the image {path} cannot be read ({reason}); repair or remove it")
             yield part.images
         return
     if _are_uploads(given, size):
@@ -74,7 +74,7 @@ def _paths(given: Any) -> list[str]:
     paths: list[str] = []
     for path in given:
         if not isinstance(path, (str, os.PathLike)):
-            raise EngramError(f"X begins with a path, but holds {path!r:.60} too; give paths alone or one array")
+            raise EngramError(f"X begins with a path, but holds {path!r:.60} too; give only paths, or one array")
         paths.append(os.fspath(path))
     return paths
 
@@ -84,9 +84,9 @@ def _is_upload(item: Any) -> bool:
 
 
 def _are_uploads(given: Any, size: tuple[int, int] | None) -> bool:
-    """Whether these are prepared as files are: the bytes of files, open files and pictures.
+    """Return whether these are decoded like files: bytes of files, open files and Pillow images.
 
-    Pictures alone are arrays where the size is to be theirs, or is no square.
+    A list of only Pillow images is read as an array if their own size is used, or the size is not a square.
     """
     if not isinstance(given, (list, tuple)) or not given or not all(map(_is_upload, given)):
         return False
@@ -96,12 +96,12 @@ def _are_uploads(given: Any, size: tuple[int, int] | None) -> bool:
 
 
 def _sources(given: Sequence[Any], start: int = 0) -> list[Source]:
-    """What was uploaded, open files read; start: the place of the first, for who is told of one."""
+    """Return the sources with open files read. start: index of the first, for messages."""
     sources: list[Source] = []
     for place, item in enumerate(given, start):
         try:
             sources.append(read_all(item) if hasattr(item, "read") else item)
-        except Exception as error:  # whatever such an object raises
+        except Exception as error:  # an object of the user may raise anything
             raise _unreadable(place, why_unreadable(error)) from None
     return sources
 
@@ -110,27 +110,28 @@ def _squares(sources: Sequence[Source], side: int, start: int = 0) -> Images:
     check_memory(len(sources) * side * side * 3, f"{len(sources)} images of {side}x{side} pixels")
     images = np.empty((len(sources), side, side, 3), dtype=np.uint8)
     for place, source in enumerate(sources):
-        found = try_decode(source, side, quick=True, large=_alone)
+        found = try_decode(source, side, quick=True, large=_one_at_a_time)
         if isinstance(found, str):
             raise _unreadable(start + place, found)
         images[place] = found
     return images
 
 
-def _alone(load: Callable[[], Images | str]) -> Images | str:
+def _one_at_a_time(load: Callable[[], Images | str]) -> Images | str:
     with _LARGE:
         return load()
 
 
 def _unreadable(place: int, reason: str) -> EngramError:
-    return EngramError(f"the image X[{place}] cannot be read ({reason}); mend it or leave it out")
+    return EngramError(f"the image X[{place}] cannot be read ({reason}); repair it or leave it out")
 
 
 def file_side(size: tuple[int, int]) -> int:
-    """The side that image files are brought to; refuses a model whose images are no squares."""
+    """Return the side that image files are resized to; refuse a model whose images are not square."""
     if size[0] != size[1]:
         raise EngramError(
-            f"this model's images are {size[1]}x{size[0]} pixels, and files become squares; give arrays of that size"
+            f"this model's images are {size[1]}x{size[0]} pixels, but files are resized to squares; "
+            "give arrays of that size"
         )
     return size[0]
 
@@ -147,16 +148,16 @@ def _length(given: Any) -> int:
 
 
 def _refuse_kinds(given: Any) -> None:
-    """Refuses what may look like an array, but has no pixels to slice."""
+    """Refuse objects that look like an array but cannot be sliced into images."""
     if _is_upload(given):
-        raise EngramError(f"X is one image ({type(given).__name__}); give a list of images, or one array")
+        raise EngramError(f"X is a single image ({type(given).__name__}); give a list of images, or one array")
     is_tensor = isinstance(given, torch.Tensor)
     if hasattr(given, "toarray") or isinstance(given, np.matrix) or (is_tensor and given.layout != torch.strided):
         raise EngramError(
             f"X is a {type(given).__name__}: sparse input is not supported; images are arrays (N, height, width, 3)"
         )
     if is_tensor and given.is_meta:
-        raise EngramError("X is a tensor on the device 'meta', which holds no values; give one that does")
+        raise EngramError("X is a tensor on the device 'meta', which holds no values; use another device")
     if isinstance(given, (Mapping, Set)):
         raise EngramError(
             f"X is a {type(given).__name__}; images are an array (N, height, width, 3) or a list of paths"
@@ -194,7 +195,9 @@ def _array(given: Any) -> np.ndarray:
     if isinstance(given, (list, tuple)):
         odd = [item for item in given if _is_upload(item) and not isinstance(item, Image.Image)]
         if odd:
-            raise EngramError(f"X holds {odd[0]!r:.40} among others; give files and pictures, paths alone or one array")
+            raise EngramError(
+                f"X holds {odd[0]!r:.40} among others; give only files and Pillow images, only paths, or one array"
+            )
         given = [_picture(item) if isinstance(item, Image.Image) else item for item in given]
     try:
         return np.asarray(given)
@@ -207,15 +210,17 @@ def _array(given: Any) -> np.ndarray:
 def _picture(image: Image.Image) -> np.ndarray:
     try:
         return np.asarray(to_upright_rgb(image))
-    except Exception as error:  # it may be read from its file only now, and each decoder has its own kinds
+    except Exception as error:  # Pillow may read the file only now, and each decoder has its own error types
         name = getattr(image, "filename", "") or "a picture in X"
-        raise EngramError(f"{name} cannot be read ({' '.join(str(error).split())}); mend or leave it out") from None
+        raise EngramError(
+            f"{name} cannot be read ({' '.join(str(error).split())}); repair it or leave it out"
+        ) from None
 
 
 def _check_size(images: Images, size: tuple[int, int]) -> None:
     if images.shape[1:3] != size:
-        alone = "; one image alone is x[None]" if images.shape[2:] == (3, 3) and images.shape[:2] == size else ""
+        single = "; a single image is x[None]" if images.shape[2:] == (3, 3) and images.shape[:2] == size else ""
         raise EngramError(
             f"the images are {images.shape[2]}x{images.shape[1]} pixels, and this model's are {size[1]}x{size[0]}; "
-            f"resize them{alone}"
+            f"resize them{single}"
         )

@@ -1,4 +1,4 @@
-"""Labels of any hashable kind: as a model compares them, as JSON has them, as NumPy has them."""
+"""Labels of any hashable type: as Python values, as JSON, as NumPy arrays."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy as np
 
 from engram.core.errors import EngramError
 
-DEPTH = 8  # of tuples in tuples
+DEPTH = 8  # of nested tuples
 _LARGEST = 2**63
 
 
 def plain_labels(values: Any, what: str = "y") -> list[Hashable]:
-    """The labels as Python values; NumPy's and torch's numbers and strings become Python's."""
+    """Return labels as Python values, converted from NumPy or torch. what: name of the argument, for messages."""
     if not isinstance(values, Iterable) and hasattr(values, "__array__"):
         values = np.asarray(values)
     if isinstance(values, (str, bytes, Mapping, Set)) or not isinstance(values, Iterable):
@@ -26,18 +26,20 @@ def plain_labels(values: Any, what: str = "y") -> list[Hashable]:
         raise EngramError(f"{what} has the shape {tuple(shape)}, but labels are one for each image: (N,)")
     dtype = getattr(values, "dtype", None)
     if isinstance(dtype, np.dtype) and dtype.kind in "mM":
-        raise EngramError(f"{what} holds {dtype.name}, which is no label; make text of it with astype(str)")
+        raise EngramError(f"{what} holds {dtype.name}, which is not a label; convert it to text with astype(str)")
     items: Any = getattr(values, "tolist", lambda: list(values))()
     return [_plain(item, what) for item in items]
 
 
 def _plain(item: Any, what: str) -> Hashable:
     if isinstance(item, (np.datetime64, np.timedelta64)):
-        raise EngramError(f"{what} holds {item!r}, which is no label; make text of it with str")
+        raise EngramError(f"{what} holds {item!r}, which is not a label; convert it to text with str")
     if isinstance(item, (np.generic, np.ndarray)) or type(item).__module__ == "torch":
         item = item.tolist()
     if isinstance(item, float) and not math.isfinite(item):
-        raise EngramError(f"{what} holds {'NaN' if item != item else 'inf'}, which is no label; leave such images out")
+        raise EngramError(
+            f"{what} holds {'NaN' if item != item else 'inf'}, which is not a label; leave such images out"
+        )
     try:
         hash(item)
     except TypeError:
@@ -46,11 +48,11 @@ def _plain(item: Any, what: str) -> Hashable:
 
 
 def encode_label(label: Hashable, depth: int = 0) -> Any:
-    """The label as JSON has it: text, numbers, true, false and null as they are, a tuple as a list."""
+    """Return a label as JSON; a tuple becomes a list."""
     if label is None or type(label) is bool or (type(label) is str and _is_text(label)):
         return label
     if type(label) is str:
-        raise EngramError(f"the label {label!r:.60} cannot be saved: it is no text in Unicode; give it another name")
+        raise EngramError(f"the label {label!r:.60} cannot be saved: it is not valid Unicode; give it another name")
     if type(label) is int and -_LARGEST <= label < _LARGEST:
         return label
     if type(label) is float and abs(label) != float("inf"):
@@ -64,16 +66,16 @@ def encode_label(label: Hashable, depth: int = 0) -> Any:
 
 
 def decode_label(data: Any, depth: int = 0) -> Hashable:
-    """The label that JSON describes."""
+    """Return the label that JSON describes."""
     if isinstance(data, list) and depth < DEPTH:
         return tuple(decode_label(item, depth + 1) for item in data)
     if isinstance(data, (bool, int, float)) or data is None or (isinstance(data, str) and _is_text(data)):
         return data
-    raise EngramError(f"{data!r:.60} is no label")
+    raise EngramError(f"{data!r:.60} is not a label")
 
 
 def _is_text(text: str) -> bool:
-    """Whether it can be written anywhere; a file name of another encoding, say, cannot."""
+    """Return whether the text can be encoded; a file name in an unknown encoding cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -82,11 +84,13 @@ def _is_text(text: str) -> bool:
 
 
 def label_array(labels: Sequence[Hashable]) -> np.ndarray:
-    """The labels (K,) as an array: of strings, integers, floats or booleans where all are of one kind, else objects."""
+    """Return labels as an array (K,) of strings, integers, floats or booleans; of objects if their types differ."""
     kinds = {type(label) for label in labels}
     if len(kinds) == 1 and kinds <= {str, int, float, bool}:
         array = np.array(labels)
-        if array.dtype.kind in "UifbO" and array.tolist() == list(labels):  # not a string that ends in a null
+        if array.dtype.kind in "UifbO" and array.tolist() == list(
+            labels
+        ):  # false for a string that ends with a null character
             return array
     array = np.empty(len(labels), dtype=object)
     for i, label in enumerate(labels):
@@ -94,10 +98,10 @@ def label_array(labels: Sequence[Hashable]) -> np.ndarray:
     return array
 
 
-def alike(labels: Iterable[Hashable]) -> list[list[Hashable]]:
-    """Those of the labels that people write alike, together.
+def group_similar(labels: Iterable[Hashable]) -> list[list[Hashable]]:
+    """Return groups of similar labels.
 
-    They differ by kind (1 and "1"), case, spaces around them or the encoding of their accents alone.
+    They differ only in type (1 and "1"), case, surrounding spaces or the encoding of accents.
     """
     groups: dict[str, list[Hashable]] = {}
     for label in dict.fromkeys(labels):
@@ -105,10 +109,10 @@ def alike(labels: Iterable[Hashable]) -> list[list[Hashable]]:
     return [group for group in groups.values() if len(group) > 1]
 
 
-def doubts(labels: Iterable[Hashable], known: Iterable[Hashable]) -> list[str]:
-    """A sentence for each group of classes that are written alike, where one of them is among the labels to learn."""
+def similar_label_warnings(labels: Iterable[Hashable], known: Iterable[Hashable]) -> list[str]:
+    """Return a warning for each group of similar labels that contains one of the labels to learn."""
     new = set(labels)
-    groups = [group for group in alike([*known, *labels]) if not new.isdisjoint(group)]
+    groups = [group for group in group_similar([*known, *labels]) if not new.isdisjoint(group)]
     return [
         f"{' and '.join(map(ascii, group))} are different classes; if they should be one, give them one name"
         for group in groups
@@ -116,7 +120,7 @@ def doubts(labels: Iterable[Hashable], known: Iterable[Hashable]) -> list[str]:
 
 
 def in_order(labels: Iterable[Hashable]) -> list[Hashable]:
-    """Each label once: sorted where they can be compared, else in the order they come in."""
+    """Return each label once: sorted, or in the given order if they cannot be compared."""
     unique = list(dict.fromkeys(labels))
     try:
         return sorted(unique)  # pyright: ignore[reportArgumentType]

@@ -1,4 +1,4 @@
-"""A lesson: new images for a model, settled against what it knows, and the work of learning them."""
+"""Lesson: the images of new classes, prepared for a model, and the training on them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import time
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from typing import Any, Literal
 
 import numpy as np
@@ -15,8 +14,9 @@ import torch
 from torch import Tensor
 
 from engram.contract.learner import Learner
+from engram.contract.settings import with_role
 from engram.core.checkpoint import Checkpoint
-from engram.core.errors import EngramError
+from engram.core.errors import EngramError, option
 from engram.core.events import Checkpointed, Event, Learned, StageStarted, Warned, Working
 from engram.core.serialize import flatten
 from engram.data.stage import Samples, Stage
@@ -24,18 +24,19 @@ from engram.data.store import pixel_statistics, some
 from engram.experiment.stage_work import PhasePlan, StageWork, StepTaken, TimeEstimate, pack_phase, unpack_phase
 from engram.methods import find_method
 from engram.models.labels import in_order
-from engram.models.model import Entry, KnownClass, Model, to_samples
-from engram.models.split import Split
+from engram.models.model import KnownClass, LessonRecord, Model, current_time
+from engram.models.split import LessonSplit
 
 Known = Literal["refuse", "ignore", "refresh"]
 
 
 @dataclass(frozen=True)
-class Options:
-    """How a lesson is taken.
+class LessonOptions:
+    """Options of a lesson.
 
-    known: what to do with images of classes that the model knows: refuse them, ignore them, or take the class out and
-    learn it again from these images and its exemplars. epochs: instead of the configuration's, for this lesson.
+    known: for images of known classes, "refuse" raises an error, "ignore" leaves them out, "refresh" learns the class
+        again from these images and its exemplars.
+    epochs: of this lesson; None uses those of the configuration.
     """
 
     known: Known = "refuse"
@@ -47,8 +48,8 @@ class Options:
 
 
 @dataclass(eq=False)
-class Keeping:
-    """What is asked and told between two steps: when to stop, where to save how far it is and how often."""
+class CheckpointPolicy:
+    """When to stop, how to save a checkpoint, and how many seconds to wait between two checkpoints."""
 
     stop: Callable[[], bool] = lambda: False
     save: Callable[[Checkpoint], None] | None = None
@@ -56,34 +57,34 @@ class Keeping:
     saved_at: float = field(default_factory=time.monotonic)
 
     def is_due(self) -> bool:
-        """Whether it is time to save."""
+        """Return whether it is time for a checkpoint."""
         return self.save is not None and time.monotonic() - self.saved_at >= self.seconds
 
 
 class Lesson:
-    """Images (N, H, W, 3) in uint8 and their labels, to be learned by a copy of the model, which stays as it is."""
+    """A lesson with uint8 images (N, H, W, 3), learned by a copy of the model; the model itself does not change."""
 
-    def __init__(self, model: Model, images: np.ndarray, labels: Sequence[Hashable], options: Options) -> None:
+    def __init__(self, model: Model, images: np.ndarray, labels: Sequence[Hashable], options: LessonOptions) -> None:
         if len(images) != len(labels):
             raise EngramError(f"{len(images)} images need {len(images)} labels, got {len(labels)}")
         self.before = model
         self.options = options
         self.model = model.copy()
         self.model.method = find_method(model.config.method).make(model.config.lesson_settings(options.epochs))
-        rows_by_label = self._settle(labels)
+        rows_by_label = self._rows_to_learn(labels)
         self._given = sum(len(rows) for rows in rows_by_label.values())
         self.refreshed = [label for label in rows_by_label if label in set(model.labels)]
         self.new = in_order(rows_by_label)
-        kept = self._take_out()
+        kept = self._drop_refreshed()
         self._images = torch.from_numpy(images)
-        # Of each image, which of the new classes it is of; -1 where it is left out.
+        # Index of each image's class among the classes of the lesson; -1 if it is left out.
         self._places = np.full(len(images), -1)
         for place, label in enumerate(self.new):
             self._places[rows_by_label[label]] = place
         self._prepare(rows_by_label, kept)
 
-    def _settle(self, labels: Sequence[Hashable]) -> dict[Hashable, np.ndarray]:
-        """The rows of each class to be learned."""
+    def _rows_to_learn(self, labels: Sequence[Hashable]) -> dict[Hashable, np.ndarray]:
+        """Return the rows of each class to learn."""
         rows: dict[Hashable, list[int]] = {}
         for row, label in enumerate(labels):
             rows.setdefault(label, []).append(row)
@@ -92,7 +93,7 @@ class Lesson:
         if again and self.options.known == "refuse":
             raise EngramError(
                 f"the model knows the class {some(map(str, again))} already; leave its images out, "
-                "or ask for more of known classes (more_of_known) to learn it again from them and its exemplars"
+                f"or learn it again from them and its exemplars with {option('more_of_known', True)}"
             )
         if self.options.known == "ignore":
             rows = {label: own for label, own in rows.items() if label not in known}
@@ -101,8 +102,8 @@ class Lesson:
             raise EngramError(f"there is nothing to learn: {reason}")
         return {label: np.array(own) for label, own in rows.items()}
 
-    def _take_out(self) -> dict[Hashable, tuple[Tensor, Tensor]]:
-        """Drops the classes to be learned again; their exemplars and held-out images."""
+    def _drop_refreshed(self) -> dict[Hashable, tuple[Tensor, Tensor]]:
+        """Drop the classes that are learned again; return their exemplars and held-out images."""
         kept: dict[Hashable, tuple[Tensor, Tensor]] = {}
         model, learner = self.model, self.model.learner
         if learner is None or not self.refreshed:
@@ -119,13 +120,13 @@ class Lesson:
         return kept
 
     def _prepare(self, rows: dict[Hashable, np.ndarray], kept: dict[Hashable, tuple[Tensor, Tensor]]) -> None:
-        """Holds images out, makes the first network where there is none, and the stage to train on."""
+        """Hold out images, create the first network if needed, and create the stage to train on."""
         model = self.model
         first = len(model.classes)
         index = len(model.sizes) if first else 0
         model.config.memory.check(first + len(self.new))
-        split = Split(self.before, self._images, rows)
-        self._notice = split.notice()
+        split = LessonSplit(self.before, self._images, rows)
+        self._warning = split.warning()
         parts = {label: split.of(label) for label in self.new}
         train, held = [], []
         for place, label in enumerate(self.new, start=first):
@@ -142,8 +143,8 @@ class Lesson:
             mean, std = pixel_statistics(pool.images.numpy())
             model.learner = model.make_learner(mean, std, len(self.new))
         elif not first:
-            model.begin_again()
-        for network in (model.learner.network, model.learner.teacher):  # losses compare the two, column by column
+            model.reset_head()
+        for network in (model.learner.network, model.learner.teacher):  # losses compare their outputs column by column
             network.head.reserve(first + len(self.new))
         model.sizes = (*model.sizes, len(self.new))
         out = _labelled(held)
@@ -158,7 +159,7 @@ class Lesson:
         self.stage = Stage(index, first, len(self.new), everything, model.sizes)
 
     def fingerprint(self) -> str:
-        """32 hex digits that change when the images, their labels or how they are learned do."""
+        """Return 32 hex digits that depend on the images, the labels and the options of training."""
         model = self.before
         how = {
             "config": model.config.to_plain(),
@@ -174,11 +175,11 @@ class Lesson:
         digest.update(np.ascontiguousarray(self._images.numpy()).data)
         return digest.hexdigest()
 
-    def asked(self) -> dict[str, Any]:
-        """What was asked for, by name: for telling in what another lesson differs."""
-        model, training = self.before, getattr(self.model.method.settings, "train", None)
+    def request(self) -> dict[str, Any]:
+        """Return what was asked for, by name, to describe how another lesson differs."""
+        model, main = self.before, with_role(self.model.method.settings, "main")
         return {
-            "epochs": None if training is None else training.epochs,
+            "epochs": next((training.epochs for training in main.values()), None),
             "known": self.options.known,
             "images": len(self._images),
             "classes": some(map(str, self.new)),
@@ -187,8 +188,8 @@ class Lesson:
             **flatten(model.config.to_plain()),
         }
 
-    def take(self, keeping: Keeping, resume: Checkpoint | None = None) -> Generator[Event, None, Model | None]:
-        """The work itself, from the start or a checkpoint; returns the model that has learned, None if it stopped."""
+    def take(self, policy: CheckpointPolicy, resume: Checkpoint | None = None) -> Generator[Event, None, Model | None]:
+        """Train from the start or from a checkpoint; return the trained model, or None if it was stopped."""
         model, stage = self.model, self.stage
         learner = model.learner
         assert learner is not None
@@ -198,8 +199,8 @@ class Lesson:
         yield StageStarted(
             stage.index, stage.index + 1, names, stage.num_seen, len(stage.pool), int(stage.pool.exemplar.sum())
         )
-        if self._notice is not None:
-            yield Warned(self._notice)
+        if self._warning is not None:
+            yield Warned(self._warning)
         at = None if resume is None else _restore(resume, learner, stage, clock)
         outlook: TimeEstimate | None = None
         for event in work.train(at):
@@ -211,11 +212,11 @@ class Lesson:
             outlook.step(event)
             if event.timer.due():
                 yield outlook.progress(stage.index, stage.index + 1, event)
-            stopping = keeping.stop()
-            if keeping.save is not None and (stopping or keeping.is_due()):
+            stopping = policy.stop()
+            if policy.save is not None and (stopping or policy.is_due()):
                 yield from event.ended()
-                keeping.save(_checkpoint(learner, event, clock))
-                keeping.saved_at = time.monotonic()
+                policy.save(_checkpoint(learner, event, clock))
+                policy.saved_at = time.monotonic()
                 yield Checkpointed(stage.index, event.loop.phase.name, event.loop.epoch + 1)
             if stopping:
                 return None
@@ -224,19 +225,19 @@ class Lesson:
             yield Warned(note)
         learner.notes.clear()
         yield Working(stage.index, stage.index + 1, "evaluate")
-        self._note(work.phases[0].training.epochs if work.phases else 0, sum(clock.values()))
+        self._record(work.phases[0].training.epochs if work.phases else 0, sum(clock.values()))
         return model
 
-    def _note(self, epochs: int, seconds: float) -> None:
-        """Measures the model on held-out images and writes the lesson into its history; epochs: of its main phase."""
+    def _record(self, epochs: int, seconds: float) -> None:
+        """Measure the accuracy on held-out images and add the lesson to the history. epochs: of the main phase."""
         model = self.model
         model.method = self.before.method
         model.measure(calibrate=True)
         self._past, now = self._accuracy_before(), {known.label: known.accuracy for known in model.classes}
         old = [known.label for known in model.classes[: self.stage.num_old]]
-        entry = Entry(
+        entry = LessonRecord(
             what="learned",
-            date=datetime.now(UTC).isoformat(timespec="seconds"),
+            date=current_time(),
             images=self._given,
             epochs=epochs,
             seconds=seconds,
@@ -252,9 +253,9 @@ class Lesson:
         model.history = (*model.history, entry)
 
     def _accuracy_before(self) -> dict[Hashable, dict[str, float]]:
-        """How good the model was at the classes it knew, on the images that are held out now."""
+        """Return the accuracy before the lesson on the classes known then, on the images that are held out now."""
         past = {known.label: known.accuracy for known in self.before.classes}
-        past |= {label: {} for label in self.refreshed}  # these may have more of them now
+        past |= {label: {} for label in self.refreshed}  # these may have more held-out images now
         heldout, place_of = self.model.heldout, {label: place for place, label in enumerate(self.model.labels)}
         parts = [
             (self.before.position(label), heldout.of(place_of[label]).images)
@@ -267,7 +268,7 @@ class Lesson:
         return past
 
     def learned(self, path: str | None) -> Learned:
-        """What to tell of the lesson once it is learned."""
+        """Return the event that reports the finished lesson."""
         model, entry = self.model, self.model.history[-1]
         assert model.learner is not None
         by_class: list[dict[str, Any]] = [
@@ -292,12 +293,14 @@ class Lesson:
 
 
 def _labelled(parts: list[tuple[int, Tensor]]) -> Samples:
+    """Return the images of several labels as samples that are not exemplars."""
     labels = torch.cat([torch.full((len(images),), place) for place, images in parts])
-    return to_samples(torch.cat([images for _, images in parts]), labels)
+    images = torch.cat([images for _, images in parts])
+    return Samples(images, labels, torch.arange(len(labels)), torch.zeros(len(labels), dtype=torch.bool))
 
 
 def _mean(accuracy: Mapping[Hashable, dict[str, float]], labels: Sequence[Hashable]) -> dict[str, float]:
-    """The mean accuracy of these classes, by predictor; those without held-out images do not count."""
+    """Return the mean accuracy of those classes that have held-out images, by predictor."""
     wanted = [accuracy[label] for label in labels if accuracy[label]]
     names = set.intersection(*map(set, wanted)) if wanted else set()
     return {by: float(np.mean([shares[by] for shares in wanted])) for by in sorted(names)}
@@ -310,7 +313,7 @@ def _checkpoint(learner: Learner, taken: StepTaken, clock: dict[str, float]) -> 
 
 
 def _restore(checkpoint: Checkpoint, learner: Learner, stage: Stage, clock: dict[str, float]) -> Any:
-    """Takes over where a checkpoint stood; refuses one that does not fit."""
+    """Load a checkpoint; refuse one that does not fit the lesson."""
     tensors, data = dict(checkpoint.tensors), checkpoint.data
     try:
         at = unpack_phase(tensors, data["phase"])
@@ -324,6 +327,6 @@ def _restore(checkpoint: Checkpoint, learner: Learner, stage: Stage, clock: dict
         learner.notes[:] = [str(note) for note in data["notes"]]
     except Exception as error:
         raise EngramError(
-            f"learning cannot be resumed: its checkpoint does not fit ({error}); drop it (restart=True)"
+            f"learning cannot be resumed: its checkpoint does not fit ({error}); drop it with {option('restart', True)}"
         ) from error
     return at

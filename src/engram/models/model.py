@@ -1,10 +1,10 @@
-"""Model: a learner that knows its classes by their labels, how it came to know them, and how good it is at them."""
+"""Model: a learner that knows its classes by their labels, with its history and its measured accuracy."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from datetime import UTC, datetime
 
 import numpy as np
 import torch
@@ -13,19 +13,19 @@ from torch import Tensor
 
 from engram.contract import Method
 from engram.contract.learner import Learner
-from engram.core.errors import EngramError, suggest
+from engram.core.errors import EngramError, option, suggest
 from engram.core.rng import generator
 from engram.data.memory import Memory, MemoryConfig
 from engram.data.stage import Samples
 from engram.engine import Engine
-from engram.experiment.run_config import Device, Precision
+from engram.experiment.learner_config import Device, Precision, resolve_device
 from engram.methods import find_method
 from engram.models.calibration import fit_temperature
 from engram.models.model_config import ModelConfig
 from engram.nn.backbones import ResNet, build_backbone
 from engram.nn.network import Network
 
-# Of the cosine with a class's mean, for the shares that NME gives.
+# NME's logits are the cosine similarities to the class means, multiplied by this.
 NME_SHARPNESS = 10.0
 
 
@@ -33,9 +33,12 @@ NME_SHARPNESS = 10.0
 class KnownClass:
     """A class that a model knows.
 
-    stage: the number of the learning in the model's history that it came with. images: those it was trained on then.
-    accuracy: percent of its held-out images, by predictor; empty where none was held out. digests: of all images it was
-    ever trained on, one behind the other; none of those from before they were kept.
+    Parameters
+    ----------
+    stage: index in the model's history of the lesson that taught it.
+    images: number of images it was trained on in that lesson.
+    accuracy: percent of its held-out images, by predictor; empty without held-out images.
+    digests: concatenated digests of all images it was ever trained on; empty in models of early versions.
     """
 
     label: Hashable
@@ -46,13 +49,16 @@ class KnownClass:
 
 
 @dataclass(frozen=True)
-class Entry:
-    """Something that happened to a model: "learned" or "removed".
+class LessonRecord:
+    """An entry of a model's history: a lesson ("learned") or the removal of a class ("removed").
 
-    images: those that were given to learn; classes: how many were learned. before, after: percent of the held-out
-    images of the classes known before and not learned again, by predictor; new: of all that were learned now.
-    refreshed_before, refreshed_after: of those learned again, both on the images held out after it. device, precision:
-    where it was learned.
+    Parameters
+    ----------
+    images: number of images given.
+    before, after: accuracy on the classes known before and not learned again, in percent, by predictor.
+    new: accuracy on all classes of the lesson.
+    classes: number of classes of the lesson; 0 if an early version did not record it.
+    refreshed_before, refreshed_after: accuracy on the classes learned again, both on the images held out after it.
     """
 
     what: str
@@ -65,55 +71,64 @@ class Entry:
     before: dict[str, float] = field(default_factory=dict)
     after: dict[str, float] = field(default_factory=dict)
     new: dict[str, float] = field(default_factory=dict)
-    classes: int = 0  # 0 where it was not noted
+    classes: int = 0
     refreshed_before: dict[str, float] = field(default_factory=dict)
     refreshed_after: dict[str, float] = field(default_factory=dict)
 
 
-class Model:
-    """What a classifier is between two lessons.
+def current_time() -> str:
+    """Return the time of now, as the history records it."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
-    learner is None until the first. sizes: the new classes of each stage since the network began, as methods count
-    them. heldout: images never trained on, by label. temperatures: what logits are divided by, by predictor, so that
-    confidence is what can be expected; 1 where nothing is said. device, precision: as asked for, "auto" included.
-    reads_only: it was opened without the images it keeps.
+
+class Model:
+    """State of a classifier between two lessons.
+
+    Attributes
+    ----------
+    learner: None before the first lesson.
+    sizes: number of new classes of each stage since the network was created.
+    heldout: images never trained on, by label.
+    temperatures: divisor of the logits by predictor, for calibrated confidence; 1 if a predictor has none.
+    device, precision: as requested, possibly "auto".
+    reads_only: opened without its images, so it can only predict.
     """
 
     def __init__(self, config: ModelConfig, device: Device = "auto", precision: Precision = "auto") -> None:
         self.config = config
         self.device: Device = device
         self.precision: Precision = precision
-        place, exact = config.place(device, precision)
-        self.engine = Engine(torch.device(place), exact, config.augmentation, config.image_size)
+        used_device, used_precision = resolve_device(device, precision)
+        self.engine = Engine(torch.device(used_device), used_precision, config.augmentation, config.image_size)
         self.method: Method = find_method(config.method).make(config.settings)
         self.learner: Learner | None = None
         self.classes: tuple[KnownClass, ...] = ()
         self.sizes: tuple[int, ...] = ()
-        self.history: tuple[Entry, ...] = ()
+        self.history: tuple[LessonRecord, ...] = ()
         self.heldout = Memory(MemoryConfig("all", 0))
         self.temperatures: dict[str, float] = {}
         self.reads_only = False
 
     @property
     def labels(self) -> list[Hashable]:
-        """The labels of the classes, in the order of the scores."""
+        """Labels of the classes, in the order of the scores."""
         return [known.label for known in self.classes]
 
     @property
     def predictors(self) -> tuple[str, ...]:
-        """How it can predict now, the method's own choice first."""
-        usable = self.learner is not None and self.learner.class_means is not None
-        return tuple(name for name in self.method.predictors if name != "nme" or usable)
+        """Predictors that can be used now, the method's default first."""
+        has_means = self.learner is not None and self.learner.class_means is not None
+        return tuple(name for name in self.method.predictors if name != "nme" or has_means)
 
     def position(self, label: Hashable) -> int:
-        """The place of a class; refuses one that is not known."""
+        """Return the index of a class; refuse an unknown label."""
         if label not in self.labels:
             hint = suggest(str(label), [str(known) for known in self.labels]) if len(self.classes) <= 1000 else ""
             raise EngramError(f"the model knows no class {label!r}: {hint}")
         return self.labels.index(label)
 
     def make_learner(self, mean: tuple[float, ...], std: tuple[float, ...], capacity: int) -> Learner:
-        """A learner that has learned nothing, for images with these statistics."""
+        """Create an untrained learner for images with this mean and standard deviation."""
 
         def network() -> Network:
             backbone = self.make_backbone()
@@ -123,25 +138,25 @@ class Model:
         return Learner(network().to(device), network().to(device), memory, self.config.seed, self.method.uses_teacher)
 
     def make_backbone(self) -> ResNet:
-        """A backbone that has learned nothing, as the method wants it."""
+        """Create an untrained backbone, as the method needs it."""
         return self.method.backbone(build_backbone(self.config.backbone, generator(self.config.seed, "backbone")))
 
-    def begin_again(self) -> None:
-        """Forgets all but the backbone as it is now, for a model that knows no class any more."""
-        known = self._taught().network.backbone.state_dict()
+    def reset_head(self) -> None:
+        """Create a new learner that keeps only the backbone's weights, for a model whose classes were all removed."""
+        trained = self._trained().network.backbone.state_dict()
         self.learner = self.make_learner(*self.normalisation, capacity=1)
-        fresh = self.learner.network.backbone
-        fresh.load_state_dict({name: known[name] for name in fresh.state_dict()})
+        backbone = self.learner.network.backbone
+        backbone.load_state_dict({name: trained[name] for name in backbone.state_dict()})
         self.sizes = ()
 
     @property
     def normalisation(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Each channel's mean and standard deviation in the images of the first lesson."""
-        network = self._taught().network
+        """Mean and standard deviation of each channel in the images of the first lesson."""
+        network = self._trained().network
         return tuple(network.mean.flatten().tolist()), tuple(network.std.flatten().tolist())
 
     def copy(self) -> Model:
-        """A model of its own with the same knowledge: to learn with, and to be thrown away if that fails."""
+        """Return an independent copy, to learn with; it can be discarded if learning fails."""
         self.refuse_change()
         other = Model(self.config, self.device, self.precision)
         other.classes, other.sizes, other.history = self.classes, self.sizes, self.history
@@ -155,31 +170,34 @@ class Model:
         return other
 
     def refuse_change(self) -> None:
-        """Refuses to learn, remove or save what was opened without its images: they would be lost."""
+        """Refuse to change or save a model that was opened without its images: they would be lost."""
         if self.reads_only:
             raise EngramError(
-                "the model was opened to predict alone (images=False); open it with its images to change it"
+                f"the model was opened for prediction only ({option('images', False)}); "
+                "open it with its images to change it"
             )
 
     def probabilities(self, images: np.ndarray | Tensor, by: str | None = None) -> np.ndarray:
-        """The share of each class (N, K) for uint8 images (N, H, W, 3), by the head ("cnn") or the class means ("nme").
+        """Return class probabilities (N, K) for uint8 images (N, H, W, 3).
 
-        They sum to 1. Where enough images are held out the largest is, on average over these, the share that is right.
+        With enough held-out images the confidence is calibrated: its mean over them is their accuracy.
+
+        by: "cnn" (the head) or "nme" (the class means); None is the method's default.
         """
         return self.reader(by)(images).cpu().numpy()
 
     def reader(self, by: str | None = None) -> Callable[[np.ndarray | Tensor], Tensor]:
-        """`probabilities` for one batch after the other, on the device, where they may still be under way.
+        """Return a function from images to probabilities on the device, which may still be computing them.
 
-        The model must not learn meanwhile.
+        The model must not learn while it is in use.
         """
-        learner, by = self._taught(), self.predictor(by)
+        learner, by = self._trained(), self.predictor(by)
         if not self.classes:
             raise EngramError("the model knows no class; let it learn some")
         network, read = learner.network, self.engine.inference(learner.network)
         temperature = self.temperatures.get(by, 1.0)
 
-        def shares(images: np.ndarray | Tensor) -> Tensor:
+        def probabilities(images: np.ndarray | Tensor) -> Tensor:
             if isinstance(images, np.ndarray):
                 images = torch.from_numpy(np.require(images, requirements=["C", "W"]))
             embedding, scores = read(images)
@@ -191,10 +209,10 @@ class Model:
                 logits = NME_SHARPNESS * (F.normalize(embedding, dim=1) @ learner.class_means.T)
             return (logits.double() / temperature).softmax(dim=1)
 
-        return shares
+        return probabilities
 
     def predictor(self, by: str | None) -> str:
-        """The predictor of that name, or the method's own choice; refuses one that the model does not have."""
+        """Return the predictor of that name, or the default for None; refuse one that the model does not have."""
         if by is None:
             return self.predictors[0]
         if by not in self.predictors:
@@ -204,90 +222,57 @@ class Model:
         return by
 
     def accuracy_on(self, samples: Samples) -> dict[str, dict[int, float]]:
-        """Percent of the images of each label, by predictor and label."""
-        return {by: _accuracy(shares, samples) for by, shares in self._answers(samples).items()}
+        """Return the accuracy in percent, by predictor and label."""
+        return {by: _accuracy(self.probabilities(samples.images, by), samples) for by in self.predictors}
 
-    def _answers(self, samples: Samples) -> dict[str, np.ndarray]:
-        return {by: self.probabilities(samples.images, by) for by in self.predictors}
+    def remove(self, labels: Iterable[Hashable]) -> None:
+        """Remove classes with their exemplars and held-out images. The scores of the other classes do not change.
 
-    def remove(self, labels: Iterable[Hashable], date: str) -> None:
-        """Forgets classes: their rows, means, exemplars and held-out images. The others' scores stay what they are.
-
-        Where one is not known, none goes. What the backbone learned from their images stays in the backbone.
+        If one of the labels is unknown, nothing is removed. The backbone keeps what it learned from their images.
         """
-        places = [self.position(label) for label in dict.fromkeys(labels)]
-        self.drop(places)
-        self.history = (*self.history, *(Entry("removed", date) for _ in places))
+        positions = [self.position(label) for label in dict.fromkeys(labels)]
+        self.drop(positions)
+        self.history = (*self.history, *(LessonRecord("removed", current_time()) for _ in positions))
+        self.measure()
 
-    def drop(self, places: list[int]) -> None:
-        """Forgets the classes at these places; those after them move up."""
-        learner = self._taught()
-        learner.drop(places, self.method.class_buffers)
-        self.heldout.drop(places)
+    def drop(self, positions: list[int]) -> None:
+        """Drop the classes at these positions; later classes move up."""
+        self._trained().drop(positions, self.method.class_buffers)
+        self.heldout.drop(positions)
         ends = np.cumsum(self.sizes)
-        stage_of = [int(np.searchsorted(ends, place, side="right")) for place in places]
+        stage_of = [int(np.searchsorted(ends, position, side="right")) for position in positions]
         self.sizes = tuple(size - stage_of.count(stage) for stage, size in enumerate(self.sizes))
-        self.classes = tuple(known for place, known in enumerate(self.classes) if place not in places)
+        self.classes = tuple(known for position, known in enumerate(self.classes) if position not in positions)
 
     def measure(self, calibrate: bool = False) -> None:
-        """Notes the held-out accuracy of every class.
+        """Measure the accuracy of every class on its held-out images.
 
-        calibrate: also finds the temperatures by these images; with few of them, and where none does, there are none.
+        calibrate: also fit the temperatures on these images.
         """
         if calibrate:
             self.temperatures = {}
         samples = self.heldout.samples()
-        answers = {} if samples is None or not self.classes else self._answers(samples)
         found: dict[str, dict[int, float]] = {}
-        for by, shares in answers.items():
-            assert samples is not None
-            found[by] = _accuracy(shares, samples)
-            temperature = fit_temperature(shares, samples.labels.numpy()) if calibrate else None
-            if temperature is not None:
-                self.temperatures[by] = temperature
+        if samples is not None and self.classes:
+            answers = {by: self.probabilities(samples.images, by) for by in self.predictors}
+            for by, probabilities in answers.items():
+                found[by] = _accuracy(probabilities, samples)
+                temperature = fit_temperature(probabilities, samples.labels.numpy()) if calibrate else None
+                if temperature is not None:
+                    self.temperatures[by] = temperature
         self.classes = tuple(
             replace(known, accuracy={by: values[label] for by, values in found.items() if label in values})
             for label, known in enumerate(self.classes)
         )
 
-    def describe(self) -> dict[str, Any]:
-        """What there is to know of the model beside its weights and images, as plain data (labels as they are)."""
-        memory = None if self.learner is None else self.learner.memory
-        return {
-            "config": self.config.to_plain(),
-            "predictors": list(self.predictors),
-            "classes": [
-                {
-                    "label": known.label,
-                    "stage": known.stage,
-                    "images": known.images,
-                    "exemplars": _held(memory, place),
-                    "heldout": _held(self.heldout, place),
-                    "accuracy": dict(known.accuracy),
-                }
-                for place, known in enumerate(self.classes)
-            ],
-            "stage_sizes": list(self.sizes),
-            "temperatures": dict(self.temperatures),
-        }
-
-    def _taught(self) -> Learner:
+    def _trained(self) -> Learner:
         if self.learner is None:
             raise EngramError("the model has not learned anything yet; let it learn some classes first")
         return self.learner
 
 
-def _accuracy(shares: np.ndarray, samples: Samples) -> dict[int, float]:
-    """Percent of the images of each label that have their largest share there."""
-    right = shares.argmax(axis=1) == samples.labels.numpy()
+def _accuracy(probabilities: np.ndarray, samples: Samples) -> dict[int, float]:
+    """Return the accuracy in percent on the images of each label."""
+    right = probabilities.argmax(axis=1) == samples.labels.numpy()
     rows = {label: samples.rows_of(label).numpy() for label in dict.fromkeys(samples.labels.tolist())}
     return {label: 100 * float(right[own].mean()) for label, own in rows.items()}
-
-
-def _held(memory: Memory | None, label: int) -> int:
-    return len(memory.of(label)) if memory is not None and label in memory.labels else 0
-
-
-def to_samples(images: Tensor, labels: Tensor) -> Samples:
-    """Labelled images that are no exemplars."""
-    return Samples(images, labels, torch.arange(len(labels)), torch.zeros(len(labels), dtype=torch.bool))

@@ -1,4 +1,4 @@
-"""A model's network as an ONNX file, with its normalisation and class names, checked against the model."""
+"""Export a model as an ONNX file with its normalisation and class names, and compare it with the model."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from engram.models.model import NME_SHARPNESS, Model
 from engram.models.onnx_graph import IR_VERSION, OPSET, Graph, convert
 
 TOLERANCE = 1e-4
-CHECKED = 64  # images at most, half of them held-out ones where there are any
+CHECKED = 64  # images to compare at most, half of them held-out images if there are any
 INPUT, OUTPUTS = "images", ("probabilities", "logits", "embedding")
 
 
 @dataclass(frozen=True)
 class Exported:
-    """An ONNX file: how it predicts, its size, and the largest difference of its probabilities from the model's."""
+    """An exported file. images, difference: number of images compared, largest difference of probabilities."""
 
     path: str
     by: str
@@ -43,8 +43,8 @@ class Exported:
     onnxruntime: str
 
 
-class _Answer(nn.Module):
-    """uint8 images (N, H, W, 3) to probabilities (N, K), the logits they are the softmax of, and the embedding."""
+class _ExportedNetwork(nn.Module):
+    """Network from uint8 images (N, H, W, 3) to probabilities (N, K), their logits and the embedding."""
 
     def __init__(self, model: Model, by: str) -> None:
         super().__init__()
@@ -67,16 +67,18 @@ class _Answer(nn.Module):
 
 
 def require_onnx() -> None:
-    """Refuses where what is needed is not installed."""
+    """Refuse if a needed package is not installed."""
     missing = [name for name in ("onnx", "onnxruntime") if find_spec(name) is None]
     if missing:
         raise EngramError(f"{' and '.join(missing)} must be installed for this: pip install onnx onnxruntime")
 
 
 def export_onnx(model: Model, path: str | Path, by: str | None = None) -> Exported:
-    """Writes the model's network to that path; nothing is written where onnxruntime does not answer as the model does.
+    """Write the model's network to that path; refuse if onnxruntime gives other probabilities than the model.
 
-    by: "cnn" or "nme"; None is the method's own choice. The model must be on a CPU in float32.
+    The model must be on a CPU in float32.
+
+    by: "cnn" or "nme"; None is the method's default.
     """
     require_onnx()
     by = model.predictor(by)
@@ -99,16 +101,18 @@ def _to_onnx(model: Model, by: str) -> bytes:
     learner = model.learner
     if learner is None or not model.classes:
         raise EngramError("there is nothing to export: the model knows no class")
-    assert (model.engine.device.type, model.engine.precision) == ("cpu", "float32"), "what is checked is exact"
-    answer = _Answer(model, by)
-    answer.eval()
+    assert (model.engine.device.type, model.engine.precision) == ("cpu", "float32"), (
+        "only exact results can be compared"
+    )
+    network = _ExportedNetwork(model, by)
+    network.eval()
     height, width = model.config.image_size
     sample = torch.zeros(3, height, width, 3, dtype=torch.uint8)
-    # torch warns of its own insides here, and says on stderr what it is doing.
+    # torch prints internal warnings and progress here.
     with torch.no_grad(), warnings.catch_warnings(), redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")
         open_number = {"images": {0: torch.export.Dim.DYNAMIC}}
-        program = torch.export.export(answer, (sample,), dynamic_shapes=open_number, strict=False)
+        program = torch.export.export(network, (sample,), dynamic_shapes=open_number, strict=False)
         program = program.run_decompositions()
     graph = Graph()
     outputs = convert(program, graph, INPUT)
@@ -139,7 +143,7 @@ def _to_onnx(model: Model, by: str) -> bytes:
 
 
 def _images_to_check(model: Model) -> Images:
-    """Held-out images or exemplars where there are any, and noise."""
+    """Return held-out images or exemplars, if there are any, and noise."""
     assert model.learner is not None
     height, width = model.config.image_size
     noise = np.random.default_rng(0).integers(0, 256, (CHECKED // 2, height, width, 3), dtype=np.uint8)
@@ -151,7 +155,7 @@ def _images_to_check(model: Model) -> Images:
 
 
 def _difference(model: Model, content: bytes, images: Images, by: str) -> float:
-    """The largest difference of the probabilities, in batches of different sizes."""
+    """Return the largest difference of the probabilities, in batches of different sizes."""
     runtime: Any = importlib.import_module("onnxruntime")
     session = runtime.InferenceSession(content, providers=["CPUExecutionProvider"])
     parts = [images[:1], images[1:]]

@@ -1,6 +1,6 @@
-"""From torch's exported program to an ONNX graph, for the operations that networks and heads are made of.
+"""Convert a program of torch.export to an ONNX graph, for the operations that networks and heads use.
 
-What depends on weights alone is computed here and becomes a constant. N, the number of images, stays open.
+Values that depend only on weights are computed here and become constants. N, the number of images, is dynamic.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _WHOLE = 2**63 - 1
 
 
 class Graph:
-    """Collects nodes and constants of an ONNX graph; values go by name."""
+    """Nodes and constants of an ONNX graph; values are referred to by name."""
 
     def __init__(self) -> None:
         from onnx import helper, numpy_helper
@@ -32,7 +32,7 @@ class Graph:
         self.constants: list[Any] = []
 
     def constant(self, value: Any) -> str:
-        """The name of a constant: a tensor, a number or a list of whole numbers."""
+        """Add a constant (a tensor, a number or a list of integers); return its name."""
         if isinstance(value, Tensor):
             array = value.detach().cpu().contiguous().numpy()
         else:
@@ -43,14 +43,14 @@ class Graph:
         return name
 
     def add(self, kind: str, inputs: Sequence[str], **attributes: Any) -> str:
-        """The name of what an operation gives."""
+        """Add an operation; return the name of its result."""
         name = f"v{len(self.nodes)}"
         self.nodes.append(self._make.make_node(kind, list(inputs), [name], **attributes))
         return name
 
 
 def convert(program: torch.export.ExportedProgram, graph: Graph, source: str) -> list[str]:
-    """Adds what the program computes of the value `source`; returns the names of its outputs."""
+    """Add the program to the graph, applied to the value `source`; return the names of its outputs."""
     constants = _constants(program)
     values: dict[fx.Node, Any] = {}
     for node in program.graph.nodes:
@@ -72,7 +72,7 @@ def _constants(program: torch.export.ExportedProgram) -> dict[str, Tensor]:
 
 
 def _call(graph: Graph, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-    """What a node gives: a name, or a constant where it depends on constants alone."""
+    """Return the result of a node: a name, or a constant if all its inputs are constants."""
     arguments = fx.map_arg(node.args, lambda inner: values[inner])
     named = fx.map_arg(node.kwargs, lambda inner: values[inner])
     if not any(isinstance(values[inner], (str, _Open)) for inner in node.all_input_nodes):
@@ -80,9 +80,9 @@ def _call(graph: Graph, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
         with torch.no_grad():
             return node.target(*arguments, **named)
     if node.target is operator.getitem:
-        return arguments[0]  # of a batch norm, whose first result is the only one wanted
+        return arguments[0]  # of a batch norm; only its first result is used
     if node.target in (operator.mul, operator.add, operator.floordiv):
-        return OPEN  # of the number of images: a size in a reshape, which works it out
+        return OPEN  # computed from N: a size in a reshape, which infers it
     kind = str(node.target).removeprefix("aten.").removesuffix(".default")
     if kind.startswith("sym_size"):
         return OPEN
@@ -98,7 +98,7 @@ def _refuse(node: fx.Node) -> NoReturn:
 
 
 class _Open:
-    """The number of images, which a graph leaves open."""
+    """The number of images, which is dynamic."""
 
 
 OPEN = _Open()
@@ -109,7 +109,7 @@ def _name(graph: Graph, value: Any) -> str:
 
 
 def _plain(kind: str, **attributes: Any) -> Callable[..., str]:
-    """An operation that ONNX has under a name of its own, with the same inputs."""
+    """Return a converter for an operation that has the same inputs in ONNX under another name."""
 
     def add(graph: Graph, *inputs: Any) -> str:
         return graph.add(kind, [_name(graph, value) for value in inputs], **attributes)
@@ -118,7 +118,7 @@ def _plain(kind: str, **attributes: Any) -> Callable[..., str]:
 
 
 def _scaled(kind: str) -> Callable[..., str]:
-    """Sum or difference, of which torch multiplies the second by alpha."""
+    """Return a converter for a sum or difference, in which torch multiplies the second operand by alpha."""
 
     def add(graph: Graph, first: Any, second: Any, alpha: float = 1) -> str:
         if alpha != 1:
@@ -167,7 +167,7 @@ def _slice(graph: Graph, x: str, dim: int = 0, start: Any = None, end: Any = Non
 
 
 def _pad(graph: Graph, x: str, pad: Sequence[int], value: float = 0.0) -> str:
-    sides = [(pad[i], pad[i + 1]) for i in range(0, len(pad), 2)][::-1]  # torch begins with the last dimension
+    sides = [(pad[i], pad[i + 1]) for i in range(0, len(pad), 2)][::-1]  # torch starts with the last dimension
     sides = [(0, 0)] * (4 - len(sides)) + sides
     return graph.add(
         "Pad",
@@ -218,7 +218,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "convolution": _convolution,
     "div.Tensor": _plain("Div"),
     "exp": _plain("Exp"),
-    "expand": lambda graph, x, shape, **_: x,  # what it goes into spreads it by itself
+    "expand": lambda graph, x, shape, **_: x,  # the next operation broadcasts it
     "linalg_vector_norm": _norm,
     "max_pool2d": lambda graph, x, size, stride, padding=(0, 0): graph.add(
         "MaxPool", [x], kernel_shape=list(size), strides=list(stride), pads=[*padding, *padding]

@@ -1,4 +1,4 @@
-"""Predictions for image files from anywhere, some at a time: what it needs does not grow with their number."""
+"""Predict and evaluate image files in batches, so that the memory needed does not depend on their number."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from engram.models.inputs import file_side
 from engram.models.model import Model
 from engram.models.split import digest_of, digests_in
 
-# In a batch. On a CPU larger ones are slower: memory of some ten megabytes is given back and asked for anew each time.
-# On a GPU smaller ones are: it is done with them before Python has started what comes next.
+# Pixels in a batch. On a CPU larger batches are slower: tens of megabytes are freed and allocated again each time.
+# On a GPU smaller ones are slower: it finishes them before Python has launched the next one.
 BATCH_PIXELS = {"cpu": 64 * 32 * 32, "cuda": 4096 * 32 * 32}
 
 
 @dataclass(frozen=True, eq=False)
 class Predicted:
-    """Some files: the shares of each class (N, K), a row each; skipped: path and reason of unreadable ones."""
+    """A batch of files with their class probabilities (N, K); skipped: path and reason of unreadable files."""
 
     paths: list[str]
     shares: np.ndarray
@@ -31,21 +31,22 @@ class Predicted:
 def predict_files(
     model: Model, paths: Iterable[str | None], by: str | None = None, batch: int | None = None
 ) -> Iterator[Predicted]:
-    """The files in their order, decoded ahead by threads while the network works. batch: None is `fitting_batch`.
+    """Predict files in their order; threads decode the next ones meanwhile.
 
-    None among the paths: the next may be long in coming, and all before it come at once.
+    paths: None among them yields the files before it at once, because the next path may take long to arrive.
+    batch: None is `default_batch`.
     """
     side = file_side(model.config.image_size)
-    return predict_batches(model, decode_stream(paths, side, batch=batch or fitting_batch(model)), by)
+    return predict_batches(model, decode_stream(paths, side, batch=batch or default_batch(model)), by)
 
 
 def predict_batches(model: Model, batches: Iterable[Decoded], by: str | None = None) -> Iterator[Predicted]:
-    """The batches in their order; a GPU works on the next one while whoever takes this one does."""
+    """Predict batches in their order; a GPU works on the next batch while the caller uses this one."""
     read = model.reader(by)
     nothing = torch.empty(0, len(model.classes))
-    ahead: _Coming | None = None
+    ahead: _PendingBatch | None = None
     for part in batches:
-        before, ahead = ahead, _Coming(part, read(part.images) if part.paths else nothing)
+        before, ahead = ahead, _PendingBatch(part, read(part.images) if part.paths else nothing)
         if before is not None:
             yield before.take()
         if part.pause:
@@ -55,8 +56,8 @@ def predict_batches(model: Model, batches: Iterable[Decoded], by: str | None = N
         yield ahead.take()
 
 
-class _Coming:
-    """A batch whose shares are on their way from the device."""
+class _PendingBatch:
+    """A batch whose probabilities are being copied from the device."""
 
     def __init__(self, part: Decoded, shares: Tensor) -> None:
         self._part, self._shares = part, shares.to("cpu", non_blocking=True)
@@ -70,17 +71,21 @@ class _Coming:
         return Predicted(self._part.paths, self._shares.numpy(), self._part.skipped)
 
 
-def fitting_batch(model: Model) -> int:
-    """The images at a time that the device is quickest with."""
+def default_batch(model: Model) -> int:
+    """Return the number of images per batch that is fastest on the device."""
     height, width = model.config.image_size
     return max(1, BATCH_PIXELS[model.engine.device.type] // (height * width))
 
 
 @dataclass(frozen=True, eq=False)
 class Evaluated:
-    """How a model did: counts (K, K) of true class by predicted class, and what could not be read.
+    """Result of an evaluation.
 
-    learned: how many of the images the model was trained on; None where it does not know of all its classes.
+    Parameters
+    ----------
+    counts: number of images (K, K) by true class and predicted class.
+    skipped: path and reason of unreadable files.
+    learned: number of images that the model was trained on; None if it has no digests of some class.
     """
 
     by: str
@@ -90,32 +95,30 @@ class Evaluated:
 
     @property
     def images(self) -> int:
-        """The images looked at."""
+        """Number of images evaluated."""
         return int(self.counts.sum())
 
     @property
     def accuracy(self) -> float:
-        """Percent of the images that were called what they are."""
+        """Percent of the images with the right prediction."""
         return 100 * float(np.trace(self.counts)) / max(1, self.images)
 
     def by_class(self) -> list[tuple[int, int]]:
-        """For each class, the images and how many of them were called what they are."""
+        """Return for each class the number of images and of right predictions."""
         right = np.diag(self.counts).tolist()
         return list(zip(self.counts.sum(axis=1).tolist(), right, strict=True))
 
 
 def evaluate_batches(
-    model: Model, paths: Sequence[str], places: Sequence[int], by: str | None = None
+    model: Model, paths: Sequence[str], positions: Sequence[int], by: str | None = None
 ) -> Iterator[Evaluated]:
-    """The standing after each batch of files whose true classes have these places; the last is the whole."""
+    """Evaluate files; yield the result so far after each batch. positions: of the true classes."""
     by = model.predictor(by)
-    place_of = dict(zip(paths, places, strict=True))
+    position_of = dict(zip(paths, positions, strict=True))
     counts = np.zeros((len(model.classes),) * 2, dtype=np.int64)
     skipped: list[tuple[str, str]] = []
     trained = digests_in(b"".join(known.digests for known in model.classes))
-    unknown = any(
-        known.images and not known.digests for known in model.classes
-    )  # of a model from before there were any
+    unknown = any(known.images and not known.digests for known in model.classes)  # a model of an early version
     learned = 0
 
     def compared(parts: Iterable[Decoded]) -> Iterator[Decoded]:
@@ -124,9 +127,9 @@ def evaluate_batches(
             learned += sum(digest_of(image) in trained for image in part.images) if trained else 0
             yield part
 
-    parts = decode_stream(paths, file_side(model.config.image_size), batch=fitting_batch(model))
+    parts = decode_stream(paths, file_side(model.config.image_size), batch=default_batch(model))
     for part in predict_batches(model, compared(parts), by):
-        true = np.array([place_of[path] for path in part.paths], dtype=np.int64)
+        true = np.array([position_of[path] for path in part.paths], dtype=np.int64)
         np.add.at(counts, (true, part.shares.argmax(axis=1)), 1)
         skipped += part.skipped
         yield Evaluated(by, counts, skipped, None if unknown else learned)

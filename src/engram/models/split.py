@@ -1,6 +1,6 @@
-"""Which images of a lesson are learned from and which are held out, to measure accuracy on.
+"""Choose which images of a lesson are learned from and which are held out to measure accuracy.
 
-Pictures are compared by their pixels as the model has them, across all classes of the lesson and of the model.
+Pictures are compared by their pixels at the model's size, across all classes of the lesson and of the model.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from engram.models.model import Model
 from engram.models.model_config import VALIDATION_LEAST, VALIDATION_MOST
 
 DIGEST_BYTES = 8
-NAMED = 3  # pairs of classes in a notice
+NAMED = 3  # pairs of classes in a warning
 
 
 def digest_of(image: np.ndarray) -> bytes:
-    """A few bytes that tell the picture from any other."""
+    """Return a short digest of an image's pixels."""
     return hashlib.blake2b(image.tobytes(), digest_size=DIGEST_BYTES).digest()
 
 
 def digests_in(joined: bytes) -> frozenset[bytes]:
-    """The digests that stand one behind the other."""
+    """Return the digests in their concatenation."""
     return frozenset(joined[at : at + DIGEST_BYTES] for at in range(0, len(joined), DIGEST_BYTES))
 
 
 @dataclass(frozen=True)
-class Kept:
-    """The pictures of a class that the model knows; learned: those it was trained on, the exemplars among them."""
+class SeenPictures:
+    """Digests of the pictures of a known class. learned: all it was trained on, exemplars included."""
 
     exemplars: frozenset[bytes] = frozenset()
     learned: frozenset[bytes] = frozenset()
     heldout: frozenset[bytes] = frozenset()
 
     @property
-    def seen(self) -> frozenset[bytes]:
-        """All of them."""
+    def all(self) -> frozenset[bytes]:
+        """Digests of all pictures that were given of the class, as far as the model knows."""
         return self.learned | self.heldout
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
-    """The rows of a class to learn and to measure on, and the digests of all that it was or will be trained on."""
+class ClassSplit:
+    """Rows of a class to learn from and to hold out, and digests of all pictures it was or will be trained on."""
 
     learned: np.ndarray
     heldout: np.ndarray
@@ -58,104 +58,106 @@ class Part:
 
 
 @final
-class Split:
-    """The images of a lesson, to be learned or held out; rows: those of each class.
+class LessonSplit:
+    """Division of a lesson's images into those to learn from and those to hold out.
 
-    A picture that is held out, under whatever name, is not learned. One that was learned, or has two names, is not held
-    out.
+    A picture that is held out, in any class, is never learned from. A picture that was learned before, or that is in
+    two classes, is never held out.
+
+    rows: rows of each class.
     """
 
     def __init__(self, model: Model, images: Tensor, rows: Mapping[Hashable, np.ndarray]) -> None:
         self._model = model
-        self._kept = _kept_by(model)
-        self._held = frozenset[bytes]().union(*(kept.heldout for kept in self._kept.values()))
+        self._seen = _seen_by(model)
+        self._held = frozenset[bytes]().union(*(seen.heldout for seen in self._seen.values()))
         pixels = images.numpy()
         self._copies: dict[Hashable, dict[bytes, list[int]]] = {label: {} for label in rows}
         for label, own in rows.items():
             for row in own.tolist():
                 self._copies[label].setdefault(digest_of(pixels[row]), []).append(row)
-        self._names = self._names_of_pictures()
+        self._labels = self._labels_of_pictures()
 
-    def _names_of_pictures(self) -> dict[bytes, list[Hashable]]:
-        """The classes that each picture of the lesson is in, here or in the model."""
-        names: dict[bytes, list[Hashable]] = {picture: [] for copies in self._copies.values() for picture in copies}
-        for label in dict.fromkeys([*self._kept, *self._copies]):
-            known = self._kept[label].seen if label in self._kept else frozenset()
-            for picture in {*self._copies.get(label, ()), *(known & names.keys())}:
-                names[picture].append(label)
-        return names
+    def _labels_of_pictures(self) -> dict[bytes, list[Hashable]]:
+        """Return the classes that contain each picture of the lesson, here or in the model."""
+        labels: dict[bytes, list[Hashable]] = {picture: [] for copies in self._copies.values() for picture in copies}
+        for label in dict.fromkeys([*self._seen, *self._copies]):
+            known = self._seen[label].all if label in self._seen else frozenset()
+            for picture in {*self._copies.get(label, ()), *(known & labels.keys())}:
+                labels[picture].append(label)
+        return labels
 
-    def of(self, label: Hashable) -> Part:
-        """What to do with the images of a class.
+    def of(self, label: Hashable) -> ClassSplit:
+        """Divide the images of a class.
 
-        Copies of a picture are on one side, and exemplars and pictures held out before on neither. Where it was given
-        some of these pictures before, the others may have been learned too, and none of them is held out.
+        Copies of a picture are on the same side. Exemplars and pictures held out before are on neither. If the model
+        was given some of these pictures before, it may have learned the others too, so none is held out.
         """
-        config, copies, kept = self._model.config, self._copies[label], self._kept.get(label, Kept())
-        left_out = self._held | kept.exemplars
+        config, copies, seen = self._model.config, self._copies[label], self._seen.get(label, SeenPictures())
+        left_out = self._held | seen.exemplars
         pictures = [picture for picture in copies if picture not in left_out]
         count = 0
-        if config.validation and len(pictures) >= VALIDATION_LEAST and kept.seen.isdisjoint(copies):
-            share = max(1, math.floor(len(pictures) * config.validation + 0.5))
-            count = max(0, min(share, VALIDATION_MOST - len(kept.heldout), len(pictures) - 1))
+        if config.validation and len(pictures) >= VALIDATION_LEAST and seen.all.isdisjoint(copies):
+            wanted = max(1, math.floor(len(pictures) * config.validation + 0.5))
+            count = max(0, min(wanted, VALIDATION_MOST - len(seen.heldout), len(pictures) - 1))
         order = stable_permutation(len(pictures), f"{config.seed}/{label!r}/{len(self._model.history)}")
-        alone = [pictures[number] for number in order if len(self._names[pictures[number]]) == 1]
-        held = set(alone[:count])
+        in_one_class = [pictures[number] for number in order if len(self._labels[pictures[number]]) == 1]
+        held = set(in_one_class[:count])
         learned = [picture for picture in pictures if picture not in held]
-        return Part(
+        return ClassSplit(
             _rows(row for picture in learned for row in copies[picture]),
             _rows(copies[picture][0] for picture in held),
-            b"".join(sorted(kept.learned.union(learned))),
+            b"".join(sorted(seen.learned.union(learned))),
         )
 
-    def notice(self) -> str | None:
-        """What is done with pictures that have two names, where there are some."""
+    def warning(self) -> str | None:
+        """Return a warning about pictures that are in two classes, or None."""
         pairs: Counter[tuple[str, str]] = Counter()
-        coming = set(self._copies)  # so that two classes of the lesson are one pair
+        coming = set(self._copies)  # counts two classes of the lesson as one pair
         for label, copies in self._copies.items():
             coming.discard(label)
             for picture in copies:
-                others = [other for other in self._names[picture] if other != label]
+                others = [other for other in self._labels[picture] if other != label]
                 later = {other for other in others if other in coming and picture in self._copies[other]}
                 pairs.update((str(label), str(other)) for other in others if other not in later)
         if not pairs:
             return None
-        shared = [picture for picture, names in self._names.items() if len(names) > 1]
+        shared = [picture for picture, labels in self._labels.items() if len(labels) > 1]
         held = sum(picture in self._held for picture in shared)
         parts = [f"{held} held out before and not learned from"] if held else []
         parts += [f"{len(shared) - held} learned under each name and not held out"] if held < len(shared) else []
-        told = [f"{_images(count)} of {one!r} also in {other!r}" for (one, other), count in pairs.most_common(NAMED)]
+        found = [
+            f"{count} image{'' if count == 1 else 's'} of {one!r} also in {other!r}"
+            for (one, other), count in pairs.most_common(NAMED)
+        ]
         more = f" and {len(pairs) - NAMED} more such pairs" if len(pairs) > NAMED else ""
-        return f"the same pictures in two classes (a folder renamed?): {', '.join(told)}{more}; {', '.join(parts)}"
+        return f"the same pictures in two classes (a folder renamed?): {', '.join(found)}{more}; {', '.join(parts)}"
 
 
 def knows_all(model: Model, images: np.ndarray, labels: Sequence[Hashable]) -> bool:
-    """Whether the model was given every one of these images before, under its label, to learn from or to hold out."""
-    kept = _kept_by(model)
+    """Return whether the model was given every one of these images before, with the same label."""
+    seen = _seen_by(model)
     return all(
-        label in kept and digest_of(image) in kept[label].seen for image, label in zip(images, labels, strict=True)
+        label in seen and digest_of(image) in seen[label].all for image, label in zip(images, labels, strict=True)
     )
 
 
-def _kept_by(model: Model) -> dict[Hashable, Kept]:
-    """What the model knows of each class."""
+def _seen_by(model: Model) -> dict[Hashable, SeenPictures]:
+    """Return the pictures that the model has seen of each class."""
     memory = None if model.learner is None else model.learner.memory
-    kept: dict[Hashable, Kept] = {}
-    for place, known in enumerate(model.classes):
-        exemplars = _digests(memory, place)
-        kept[known.label] = Kept(exemplars, exemplars | digests_in(known.digests), _digests(model.heldout, place))
-    return kept
+    seen: dict[Hashable, SeenPictures] = {}
+    for position, known in enumerate(model.classes):
+        exemplars = _digests(memory, position)
+        learned = exemplars | digests_in(known.digests)
+        seen[known.label] = SeenPictures(exemplars, learned, _digests(model.heldout, position))
+    return seen
 
 
-def _digests(memory: Memory | None, place: int) -> frozenset[bytes]:
-    if memory is None or place not in memory.labels:
+def _digests(memory: Memory | None, position: int) -> frozenset[bytes]:
+    if memory is None or position not in memory.labels:
         return frozenset()
-    return frozenset(digest_of(image) for image in memory.of(place).images.numpy())
+    return frozenset(digest_of(image) for image in memory.of(position).images.numpy())
 
 
 def _rows(rows: Iterable[int]) -> np.ndarray:
     return np.array(sorted(rows), dtype=np.int64)
-
-
-def _images(count: int) -> str:
-    return f"{count} image{'' if count == 1 else 's'}"

@@ -1,4 +1,4 @@
-"""How many epochs of a lesson fit into the time there is, by its first steps."""
+"""Choose the number of epochs that fit into a time budget, from the speed of the first steps."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from engram.methods import find_method
 from engram.models.lesson import Lesson
 
 MOST_EPOCHS = 300
-WARM_UP, STEPS = 2, 40  # steps that are not timed, and the most that are
-SHARE, LONGEST = 0.1, 10.0  # of the time there is, and seconds, that measuring may take
+WARM_UP, STEPS = 2, 40  # untimed steps, and the largest number of timed steps
+SHARE, LONGEST = 0.1, 10.0  # limits of the measurement: fraction of the budget, and seconds
 
 
 def epochs_that_fit(lesson: Lesson, minutes: float, stop: Callable[[], bool] | None = None) -> EpochsChosen:
-    """The most epochs, 1 at least, with which the lesson takes no longer; it takes some steps and is spent then."""
+    """Return the largest number of epochs (at least 1) that fits. The lesson cannot be used afterwards."""
     budget, started = 60 * minutes, time.monotonic()
     rate = _seconds_per_work(lesson, min(LONGEST, SHARE * budget), stop or (lambda: False))
     left = budget - (time.monotonic() - started)
@@ -34,7 +34,7 @@ def epochs_that_fit(lesson: Lesson, minutes: float, stop: Callable[[], bool] | N
 
 
 def _seconds_per_work(lesson: Lesson, longest: float, stop: Callable[[], bool]) -> float:
-    """The seconds of a step over its share of the phase's work, in the first phase."""
+    """Measure the seconds per unit of work in the first phase."""
     model, learner = lesson.model, lesson.model.learner
     assert learner is not None
     work = StageWork(model.method, learner, model.engine, lesson.stage, lesson.stage.index + 1)
@@ -51,8 +51,8 @@ def _seconds_per_work(lesson: Lesson, longest: float, stop: Callable[[], bool]) 
             break
     _wait(model.engine.device)
     if not taken:
-        raise EngramError(f"{model.config.method} takes no steps that could be timed; leave {option('minutes')} out")
-    if taken <= WARM_UP:  # there were no more
+        raise EngramError(f"{model.config.method} has no steps that could be timed; leave {option('minutes')} out")
+    if taken <= WARM_UP:  # the phase has no more steps
         first, steps = begun, taken
     else:
         steps = taken - WARM_UP
@@ -61,7 +61,7 @@ def _seconds_per_work(lesson: Lesson, longest: float, stop: Callable[[], bool]) 
 
 
 def _work(lesson: Lesson, epochs: int) -> float:
-    """The work of the lesson with so many epochs, in all its phases."""
+    """Return the work of all phases of the lesson with that many epochs."""
     model, learner = lesson.model, lesson.model.learner
     assert learner is not None
     method = find_method(model.config.method).make(model.config.lesson_settings(epochs))

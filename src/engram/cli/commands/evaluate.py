@@ -1,4 +1,4 @@
-"""`engram evaluate`: a model's accuracy on a folder of class folders, by class, and what is taken for what."""
+"""`engram evaluate`: accuracy of a model on a folder of class folders, by class, and its confusions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from engram.cli.commands.model_common import (
     prepare_hardware,
     printable,
     refuse_models,
-    tell_passed_over,
+    tell_skipped_files,
     tell_unreadable,
 )
 from engram.cli.main import UNREADABLE
@@ -29,15 +29,16 @@ from engram.cli.text import fits, make_console, make_table, percent, print_line,
 from engram.core.errors import EngramError
 from engram.core.io import typed_path
 from engram.data.sources.folder import list_classes
-from engram.models.api import Model, open_model
+from engram.models.model import Model
 from engram.models.prediction import Evaluated, evaluate_batches
+from engram.models.store.codec import open_model
 
-MATRIX = 20  # classes, at most, for a matrix in the terminal
+MATRIX = 20  # largest number of classes for a confusion matrix in the terminal
 PAIRS = 10
 
 
 def evaluate_command(options: Evaluate, typed: Sequence[str]) -> int:
-    """The exit status of `engram evaluate`."""
+    """Carry out `engram evaluate`; return the exit status."""
     del typed
     exclude(options.quiet, options.json)
     report = None if options.report is None else typed_path(options.report)
@@ -47,7 +48,7 @@ def evaluate_command(options: Evaluate, typed: Sequence[str]) -> int:
     refuse_models("evaluate", options.images)
     paths, labels = list_classes(options.images)
     model, _ = open_model(typed_path(options.model), options.hardware.device, images=False)
-    tell_passed_over(options.images)
+    tell_skipped_files(options.images)
     paths, places, unknown = known_images(model, paths, labels, options.images)
     console = make_console()
     done = _evaluate(model, paths, places, options)
@@ -73,7 +74,7 @@ def evaluate_command(options: Evaluate, typed: Sequence[str]) -> int:
 def known_images(
     model: Model, paths: Sequence[str], labels: Sequence[str], folder: str
 ) -> tuple[list[str], list[int], dict[str, int]]:
-    """The images of classes that the model knows, the places of these, and how many images each other class has."""
+    """Return the images of known classes, the positions of their classes, and the number of other images by class."""
     place_of = {name: model.position(label) for name, label in labels_by_name(model.labels).items()}
     unknown = dict(sorted(Counter(label for label in labels if label not in place_of).items()))
     pairs = [(path, place_of[label]) for path, label in zip(paths, labels, strict=True) if label in place_of]
@@ -88,27 +89,27 @@ def known_images(
 def _evaluate(model: Model, paths: Sequence[str], places: Sequence[int], options: Evaluate) -> Evaluated:
     console = Console(stderr=True, quiet=options.quiet or options.json)
     done: Evaluated | None = None
-    told = 0
+    reported = 0
     with bar(console, "evaluating") as progress:
         task = progress.add_task("", total=len(paths))
         for done in evaluate_batches(model, paths, places, options.by):
-            tell_unreadable(done.skipped[told:], len(done.skipped))
-            told = len(done.skipped)
-            progress.update(task, completed=done.images + told)
+            tell_unreadable(done.skipped[reported:], len(done.skipped))
+            reported = len(done.skipped)
+            progress.update(task, completed=done.images + reported)
     assert done is not None
     return done
 
 
 def learned_text(learned: int, images: int) -> str:
-    """What images that the model was trained on do to an evaluation."""
+    """Return a warning about images that the model was trained on."""
     return (
-        f"{learned} of these {images} images were learned from, so the accuracy is not that on new ones; "
-        "evaluate on images that no lesson was given"
+        f"the model was trained on {learned} of these {images} images, so the accuracy on new images may be lower; "
+        "evaluate on images that no lesson used"
     )
 
 
 def summary(model: Model, done: Evaluated, unknown: Mapping[str, int], options: Evaluate) -> dict[str, Any]:
-    """What came out: labels as the model has them, percent unrounded. unknown: images of each class left out."""
+    """Return the result as plain data, percent unrounded. unknown: number of images of each unknown class."""
     classes = [
         {"class": label, "images": images, "right": right, "accuracy": 100 * right / images if images else None}
         for label, (images, right) in zip(model.labels, done.by_class(), strict=True)
@@ -146,7 +147,7 @@ def _tell(console: Console, found: dict[str, Any], quiet: bool, report: Path | N
 
 
 def class_table(tested: Sequence[dict[str, Any]]) -> Table:
-    """Images and accuracy of each class."""
+    """Return a table of images and accuracy of each class."""
     table = make_table(["class", "images", "right", "accuracy %"], right=["images", "right", "accuracy %"])
     for entry in tested:
         table.add_row(printable(entry["class"]), str(entry["images"]), str(entry["right"]), percent(entry["accuracy"]))
@@ -154,27 +155,27 @@ def class_table(tested: Sequence[dict[str, Any]]) -> Table:
 
 
 def matrix_table(found: dict[str, Any]) -> tuple[Table, str]:
-    """Images of each true class (rows) by the class they were taken for (columns); what the columns without a row are.
+    """Return the confusion matrix, true class by predicted class, and a note on columns without a row.
 
-    Classes that have no image and that none was taken for are left out.
+    Classes without an image that were never predicted are left out.
     """
     counts = np.array(found["confusion"])
     names = [f"{number} {printable(entry['class'])}" for number, entry in enumerate(found["classes"], start=1)]
     taken = [place for place, images in enumerate(counts.sum(axis=0)) if images]
     heads = [str(place + 1) for place in taken]
-    table = make_table(["true class", *heads], right=heads, title="taken for")
+    table = make_table(["true class", *heads], right=heads, title="predicted class")
     for name, row in zip(names, counts, strict=True):
         if row.sum():
             table.add_row(name, *[str(row[place]) if row[place] else "" for place in taken])
     unseen = [names[place] for place in taken if not counts[place].sum()]
-    return table, f"of these there are no images here: {', '.join(unseen)}" if unseen else ""
+    return table, f"no images of these classes: {', '.join(unseen)}" if unseen else ""
 
 
 def pairs_table(found: dict[str, Any]) -> Table:
-    """The most frequent mistakes."""
+    """Return a table of the most frequent mistakes."""
     counts = np.array(found["confusion"])
     np.fill_diagonal(counts, 0)
-    table = make_table(["true class", "taken for", "images"], right=["images"])
+    table = make_table(["true class", "predicted class", "images"], right=["images"])
     for flat in np.argsort(-counts, axis=None, kind="stable")[:PAIRS].tolist():
         row, column = divmod(flat, len(counts))
         if counts[row, column]:

@@ -1,4 +1,4 @@
-"""`engram export`: the network as an ONNX file, checked."""
+"""`engram export`: export the network as an ONNX file, compared with the model."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from engram.cli.options.models import Export
 from engram.cli.text import make_console, print_line
 from engram.core.errors import EngramError
 from engram.core.io import typed_path
-from engram.models.api import Model, open_model
+from engram.models.model import Model
 from engram.models.onnx_export import export_onnx, require_onnx
+from engram.models.store.codec import open_model
 
 
 def export_command(options: Export, typed: Sequence[str]) -> int:
-    """The exit status of `engram export`."""
+    """Carry out `engram export`; return the exit status."""
     del typed
     out = typed_path(options.out)
     if out.suffix.lower() != ".onnx":
@@ -48,10 +49,10 @@ def export_command(options: Export, typed: Sequence[str]) -> int:
 
 
 def _opened(place: Path) -> Model:
-    """The model with the pictures to check its export on, or without them where they cannot be read."""
+    """Open the model with its pictures, to compare the export on them; without them if they cannot be read."""
     try:
         return open_model(place, "cpu", "float32")[0]
     except EngramError as error:
         model, _ = open_model(place, "cpu", "float32", images=False)
-        print(f"engram: checked on noise alone: {error}", file=sys.stderr)
+        print(f"engram: compared on noise only: {error}", file=sys.stderr)
         return model

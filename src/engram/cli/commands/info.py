@@ -1,4 +1,4 @@
-"""`engram info`: what a model knows, without opening its weights."""
+"""`engram info`: classes, history and settings of a model, without opening its weights."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ from engram.cli.text import (
     shorten,
 )
 from engram.core.io import typed_path
-from engram.models.api import has_learning, read_manifest
 from engram.models.calibration import FEWEST
 from engram.models.labels import encode_label
+from engram.models.learning import has_learning
+from engram.models.store.codec import read_manifest
 
 
 def info_command(options: Info, typed: Sequence[str]) -> int:
-    """The exit status of `engram info`."""
+    """Carry out `engram info`; return the exit status."""
     del typed
     console = make_console()
     place = typed_path(options.model)
@@ -47,12 +48,12 @@ def info_command(options: Info, typed: Sequence[str]) -> int:
     print_table(console, class_table(manifest))
     print_table(console, history_table(manifest))
     if manifest["learning_interrupted"]:
-        print_line(console, "learning was interrupted here; the same 'engram learn' again goes on with it")
+        print_line(console, "learning was interrupted here; run the same 'engram learn' again to continue")
     return 0
 
 
 def card(manifest: dict[str, Any]) -> dict[str, str]:
-    """Settings and sizes, by name."""
+    """Return settings and sizes by name."""
     config, classes, sizes = manifest["config"], manifest["classes"], manifest["bytes"]
     memory = config["memory"]
     budget = memory["budget"] if memory["budget"] in ("all", "none") else f"{memory['budget']}={memory['size']}"
@@ -73,19 +74,19 @@ def card(manifest: dict[str, Any]) -> dict[str, str]:
 
 
 def _undo(manifest: dict[str, Any]) -> str:
-    """What could be undone, or why nothing can."""
+    """Describe what can be undone, or why nothing can."""
     if manifest["undo"] is None:
         return printable(manifest["why_no_undo"])
     return f"{back_to(manifest['undo'])}; kept for that: {_size(manifest['undo']['bytes'])}"
 
 
 def _confidence(manifest: dict[str, Any], held: int) -> str:
-    """Which predictors say how often they are right, and by what."""
+    """Describe which predictors are calibrated."""
     fitted = " and ".join(manifest["temperatures"])
     if not fitted:
         return "not calibrated"
     gone = "" if held >= FEWEST else ", most of them removed since"
-    return f"of {fitted} as often right as it says, on held-out images{gone}"
+    return f"{fitted} calibrated on held-out images{gone}"
 
 
 def _size(count: int) -> str:
@@ -93,7 +94,7 @@ def _size(count: int) -> str:
 
 
 def class_table(manifest: dict[str, Any]) -> Table:
-    """Each class with the lesson it came with, its images and its accuracy on held-out ones."""
+    """Return a table of the classes: lesson, number of images, held-out accuracy."""
     accuracies = [f"{by} %" for by in manifest["predictors"]]
     right = ["lesson", "images", "exemplars", "held\nout", *accuracies]
     table = make_table(["class", *right], right=right)
@@ -105,12 +106,12 @@ def class_table(manifest: dict[str, Any]) -> Table:
 
 
 def history_table(manifest: dict[str, Any]) -> Table:
-    """Each lesson and removal: when, what, and what it did to the accuracy."""
+    """Return a table of lessons and removals: date, what changed, accuracy before and after."""
     by = manifest["predictors"][0] if manifest["predictors"] else "cnn"
     numbers = ["images", "epochs", "time", "old %\nbefore", "old %\nnow", "new %"]
     table = make_table(["", "date", "what", *numbers], right=["", *numbers], title=f"held-out accuracy by {by}")
     table.columns[1].no_wrap = True  # the date
-    table.padding = (0, 1, 0, 0)  # so that it fits into 100 columns
+    table.padding = (0, 1, 0, 0)  # fits into 100 columns
     for first, last in _lines(manifest["history"]):
         entry, what, counts = manifest["history"][last], f"removed {count_classes(last - first + 1)}", ["", "", ""]
         if entry["what"] == "learned":
@@ -126,14 +127,14 @@ def history_table(manifest: dict[str, Any]) -> Table:
 
 
 def _lines(history: Sequence[dict[str, Any]]) -> Iterator[tuple[int, int]]:
-    """The places of the first and the last entry of each line: removals in a row are one."""
+    """Yield the first and last entry of each line: consecutive removals share one."""
     for removed, entries in groupby(range(len(history)), lambda place: history[place]["what"] == "removed"):
         places = list(entries)
         yield from [(places[0], places[-1])] if removed else [(place, place) for place in places]
 
 
 def _learned(manifest: dict[str, Any], number: int) -> str:
-    """What a lesson taught: its classes by name, or how many they were where some of them are gone since."""
+    """Describe a lesson: its classes by name, or their number if some are gone since."""
     came = [printable(known["label"]) for known in manifest["classes"] if known["stage"] == number]
     gone = _gone(manifest, number)
     if not gone:
@@ -145,6 +146,6 @@ def _learned(manifest: dict[str, Any], number: int) -> str:
 
 
 def _gone(manifest: dict[str, Any], number: int) -> int:
-    """How many classes of a lesson are not among the model's any more; 0 where it was not noted how many it had."""
+    """Return how many classes of a lesson the model has no longer; 0 if their number was not recorded."""
     learned = manifest["history"][number]["classes"]
     return max(0, learned - sum(known["stage"] == number for known in manifest["classes"]))

@@ -1,4 +1,4 @@
-"""`engram predict`: what is in images, one line each, as many as there are."""
+"""`engram predict`: classify images, one line of output each."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ from typing import Any, TextIO
 import numpy as np
 from rich.console import Console
 
-from engram.cli.commands.model_common import bar, prepare_hardware, printable, tell_others, tell_unreadable
+from engram.cli.commands.model_common import bar, prepare_hardware, printable, tell_other_files, tell_unreadable
 from engram.cli.main import UNREADABLE
 from engram.cli.options.models import Predict
 from engram.cli.stdin_lines import arriving_lines
 from engram.core.errors import EngramError
 from engram.core.io import typed_path
 from engram.data.sources.folder import walk_images
-from engram.models.api import Model, open_model
 from engram.models.labels import encode_label
+from engram.models.model import Model
 from engram.models.prediction import Predicted, predict_files
+from engram.models.store.codec import open_model
 
 STANDARD_INPUT = "-"
-Columns = Sequence[Iterable[tuple[Any, float]]]  # of the best classes, the second best, ...: name and share, by image
+Columns = Sequence[Iterable[tuple[Any, float]]]  # best class of each image, second best, ...: name, probability
 
 
 def predict_command(options: Predict, typed: Sequence[str]) -> int:
-    """The exit status of `engram predict`."""
+    """Carry out `engram predict`; return the exit status."""
     del typed
     for name, value in (("--top", options.top), ("--batch", options.batch)):
         if value is not None and value < 1:
@@ -41,7 +42,7 @@ def predict_command(options: Predict, typed: Sequence[str]) -> int:
     prepare_hardware(options.hardware)
     model, _ = open_model(typed_path(options.model), options.hardware.device, images=False)
     model.predictor(options.by)
-    # Where lines run down the same terminal, they are the progress.
+    # No progress bar if the results are printed on the same terminal.
     hidden = options.quiet or sys.stdout.isatty()
     console = Console(stderr=True, quiet=hidden, markup=False, highlight=False)
     streamed = STANDARD_INPUT in paths
@@ -57,7 +58,7 @@ def predict_command(options: Predict, typed: Sequence[str]) -> int:
             done, unreadable = done + len(part.paths), unreadable + len(part.skipped)
             if progress is not None and task is not None:
                 progress.update(task, completed=done + unreadable)
-    tell_others(others)
+    tell_other_files(others)
     if not done and not unreadable:
         if set(paths) == {STANDARD_INPUT}:
             raise EngramError("standard input named no image; give it the path of an image or a folder on each line")
@@ -69,7 +70,7 @@ def predict_command(options: Predict, typed: Sequence[str]) -> int:
 
 
 def check_paths(given: Iterable[str]) -> None:
-    """Refuses a path that is not there and no pattern that finds something, before the model is opened."""
+    """Refuse a path that does not exist and a pattern without a match, before the model is opened."""
     for text in given:
         if text != STANDARD_INPUT and not os.path.lexists(text) and next(_matches(text), None) is None:
             how = "nothing matches" if glob.has_magic(text) else "there is no file or folder"
@@ -79,20 +80,21 @@ def check_paths(given: Iterable[str]) -> None:
 def expand(
     given: Iterable[str], others: Counter[str] | None = None, lines: Iterable[str] | None = None
 ) -> Iterator[str | None]:
-    """The image files that files, folders, patterns and, for -, the lines of standard input name, one at a time.
+    """Yield the image files named by files, folders, patterns and, for -, the lines of standard input.
 
-    None among them: the next line of standard input has not come yet. others: counts the files of other kinds in the
-    folders by their endings.
+    Yields None if the next line of standard input has not arrived yet.
+
+    others: counts the other files in the folders by their extension.
     """
     for text in given:
         if text == STANDARD_INPUT:
-            given_lines = (sys.stdin or ()) if lines is None else lines  # none where it is closed
+            given_lines = (sys.stdin or ()) if lines is None else lines  # None if it is closed
             for number, line in enumerate(arriving_lines(given_lines)):
                 if line is None:
                     yield None
                     continue
                 path = line.rstrip("\r\n")
-                path = path.removeprefix("\ufeff") if number == 0 else path  # as some editors begin a file
+                path = path.removeprefix("\ufeff") if number == 0 else path  # byte order mark of some editors
                 if path:
                     yield from walk_images(path, others) if os.path.isdir(path) else (path,)
         elif os.path.lexists(text):
@@ -107,8 +109,8 @@ def _matches(pattern: str) -> Iterator[str]:
 
 
 def write_lines(out: TextIO, model: Model, part: Predicted, top: int, as_json: bool) -> None:
-    """A line for each image, written at once for the whole batch; as JSON, for those that cannot be read too."""
-    best = best_places(part.shares, min(top, len(model.classes)))
+    """Write a line for each image of a batch; JSON also has a line for each unreadable file."""
+    best = best_positions(part.shares, min(top, len(model.classes)))
     names = [encode_label(label) if as_json else printable(label) for label in model.labels]
     shares = np.take_along_axis(part.shares, best, axis=1)
     columns = [
@@ -116,14 +118,14 @@ def write_lines(out: TextIO, model: Model, part: Predicted, top: int, as_json: b
         for places, column in zip(best.T.tolist(), shares.T.tolist(), strict=True)
     ]
     out.write("".join((_json if as_json else _text)(part.paths, columns)))
-    if as_json:  # so that whoever waits for an answer to each path gets one
+    if as_json:  # every path gets an answer
         out.writelines(json.dumps({"path": path, "error": reason}) + "\n" for path, reason in part.skipped)
     out.flush()
 
 
-def best_places(shares: np.ndarray, count: int) -> np.ndarray:
-    """The places (N, count) of the largest shares of each row, largest first, and of equal ones the first first."""
-    if count == 1:  # sorting takes longer than all the rest
+def best_positions(shares: np.ndarray, count: int) -> np.ndarray:
+    """Return the positions (N, count) of the largest values of each row, largest first; ties in their order."""
+    if count == 1:  # sorting would take longer than everything else
         return shares.argmax(axis=1, keepdims=True)
     return np.argsort(-shares, axis=1, kind="stable")[:, :count]
 

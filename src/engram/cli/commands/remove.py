@@ -1,4 +1,4 @@
-"""`engram remove`: a class and all that is kept of it, or single images, gone from the files."""
+"""`engram remove`: remove classes with their pictures, or single images, from a model."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from pathlib import Path
 
 from rich.console import Console
 
-from engram.cli.commands.model_common import confirmed, exclude, find_label, naming_flags, printable
+from engram.cli.commands.model_common import confirmed, exclude, find_label, printable
 from engram.cli.commands.predict import check_paths, expand
 from engram.cli.options.models import Remove
 from engram.cli.text import count_classes, make_console, print_line, shorten
 from engram.core.errors import EngramError
 from engram.core.io import typed_path
-from engram.models.api import RemovedImages, read_manifest, remove_class, remove_images
+from engram.models.edit import RemovedImages, remove_class, remove_images
 from engram.models.labels import encode_label
-from engram.models.store.writer import tidy
+from engram.models.store.codec import read_manifest
+from engram.models.store.writer import clean_up_model
 
 
 def remove_command(options: Remove, typed: Sequence[str]) -> int:
-    """The exit status of `engram remove`."""
+    """Carry out `engram remove`; return the exit status."""
     del typed
     exclude(options.quiet, options.json)
     console = make_console()
@@ -29,19 +30,18 @@ def remove_command(options: Remove, typed: Sequence[str]) -> int:
     if options.images:
         return _remove_images(options, place, console)
     classes = read_manifest(place)["classes"]
-    tidy(place)  # also where this finds nothing to remove, because a kill came between the removal and its end
+    clean_up_model(place)  # even if the class is gone already: a killed removal may have left files
     labels = [known["label"] for known in classes]
 
     def call(label: str) -> str:
         return f"remove_class({str(place)!r}, {label})"
 
-    asked = [find_label(labels, name, call) for name in dict.fromkeys(options.classes)]  # all are there, or none goes
+    asked = [find_label(labels, name, call) for name in dict.fromkeys(options.classes)]  # removes all of them or none
     names = shorten([printable(label) for label in asked], 60)
     if not options.yes and not options.json and not confirmed(f"remove {names} from {place} for good?"):
         print("engram: nothing was removed", file=sys.stderr)
         return 1
-    with naming_flags("--drop-learning"):
-        left = len(remove_class(place, *asked, drop_learning=options.drop_learning).classes)
+    left = len(remove_class(place, *asked, drop_learning=options.drop_learning).classes)
     for label in asked:
         known = classes[labels.index(label)]
         if options.json:
@@ -52,13 +52,13 @@ def remove_command(options: Remove, typed: Sequence[str]) -> int:
     if not options.quiet and not options.json:
         print_line(
             console,
-            f"{count_classes(left)} left; what the network's backbone learned from such images stays in its weights",
+            f"{count_classes(left)} left; the backbone keeps in its weights what it learned from such images",
         )
     return 0
 
 
 def _remove_images(options: Remove, place: Path, console: Console) -> int:
-    """The exit status of `engram remove --images`."""
+    """Carry out `engram remove --images`; return the exit status."""
     typed = [str(typed_path(text)) for text in options.classes]
     check_paths(typed)
     paths = [path for path in expand(typed) if path is not None]
@@ -68,8 +68,7 @@ def _remove_images(options: Remove, place: Path, console: Console) -> int:
     if not options.yes and not options.json and not confirmed(question):
         print("engram: nothing was removed", file=sys.stderr)
         return 1
-    with naming_flags("--drop-learning"):
-        removed = remove_images(place, paths, drop_learning=options.drop_learning)
+    removed = remove_images(place, paths, drop_learning=options.drop_learning)
     if options.json:
         kinds = {"exemplars": removed.exemplars, "heldout": removed.heldout, "learned": removed.learned}
         counts = {
@@ -98,9 +97,9 @@ def _tell(console: Console, removed: RemovedImages) -> None:
     for label, number in removed.learned.items():
         print_line(console, f"removed the digests of {number} image{'' if number == 1 else 's'} of {printable(label)}")
     if removed.before:
-        print_line(console, "removed what the model was before its last lesson, which had some of them")
-    if removed.exemplars or removed.learned:  # of what was held out it learned nothing
+        print_line(console, "removed the state before the last lesson, which contained some of them")
+    if removed.exemplars or removed.learned:  # nothing was learned from held-out images
         print_line(
             console,
-            "what the network learned from them stays in its weights: only a model learned anew without them has none",
+            "the network keeps in its weights what it learned from them; only a new model without them would not",
         )

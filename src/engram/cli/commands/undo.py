@@ -1,4 +1,4 @@
-"""`engram undo`: a model as it was before its last lesson."""
+"""`engram undo`: restore a model as it was before its last lesson."""
 
 from __future__ import annotations
 
@@ -9,57 +9,57 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from engram.cli.commands.model_common import confirmed, exclude, naming_flags, printable
+from engram.cli.commands.model_common import confirmed, exclude, printable
 from engram.cli.options.models import Undo
 from engram.cli.text import count_classes, make_console, print_line, shorten
 from engram.core.errors import EngramError
 from engram.core.io import typed_path
-from engram.models.api import Undone, read_manifest, undo
+from engram.models.edit import Undone, undo
 from engram.models.labels import encode_label
-from engram.models.store.writer import tidy
+from engram.models.store.codec import read_manifest
+from engram.models.store.writer import clean_up_model
 
 
 def undo_command(options: Undo, typed: Sequence[str]) -> int:
-    """The exit status of `engram undo`."""
+    """Carry out `engram undo`; return the exit status."""
     del typed
     exclude(options.quiet, options.json)
     place = typed_path(options.model)
     manifest = _manifest(place)
     if manifest is not None and manifest["undo"] is None:
-        tidy(place)
+        clean_up_model(place)
         raise EngramError(manifest["why_no_undo"])
     back = "" if manifest is None else f" ({back_to(manifest['undo'])})"
-    if not options.yes and not options.json and not confirmed(f"take back the last lesson of {place} for good{back}?"):
+    if not options.yes and not options.json and not confirmed(f"undo the last lesson of {place} for good{back}?"):
         print("engram: nothing was undone", file=sys.stderr)
         return 1
-    with naming_flags("--drop-learning"):
-        undone = undo(place, drop_learning=options.drop_learning)
+    undone = undo(place, drop_learning=options.drop_learning)
     console = make_console()
     if options.json:
         named = {key: [encode_label(label) for label in getattr(undone, key)] for key in ("gone", "again")}
         print_line(console, json.dumps(asdict(undone) | named))
     elif not options.quiet:
-        print_line(console, told(undone))
+        print_line(console, undone_line(undone))
     return 0
 
 
 def back_to(undo: dict[str, Any]) -> str:
-    """What undoing goes back to, of read_manifest's entry."""
+    """Describe the state that undo restores. undo: entry of `read_manifest`."""
     return f"back to lesson {undo['lesson']}, {count_classes(undo['classes'])}, of {printable(undo['date'])[:10]}"
 
 
-def told(undone: Undone) -> str:
-    """What was taken back, and what the model is now."""
+def undone_line(undone: Undone) -> str:
+    """Describe what was undone, and the model now."""
     parts = [
         f"{what} {shorten([printable(label) for label in labels], 60)}"
         for what, labels in (("gone:", undone.gone), ("as before:", undone.again))
         if labels
     ]
-    return f"the last lesson is taken back; {'; '.join([*parts, back_to(asdict(undone))])}"
+    return f"the last lesson was undone; {'; '.join([*parts, back_to(asdict(undone))])}"
 
 
 def _manifest(place: Path) -> dict[str, Any] | None:
-    """What the model says of itself; None where it is damaged, and what it was before may not be."""
+    """Return the manifest, or None if the model is damaged; the state before may still be readable."""
     try:
         return read_manifest(place)
     except EngramError:

@@ -12,9 +12,10 @@ from engram.core.errors import EngramError, option
 from engram.core.io import typed_path
 from engram.data.memory import MemoryConfig
 from engram.data.sources.load import FOLDERS
+from engram.experiment.learner_config import refuse_no_epochs
 from engram.experiment.recipe_changes import apply_changes, named_after_changes
 from engram.experiment.recipes import recipe
-from engram.experiment.run_config import RunConfig, refuse_no_epochs
+from engram.experiment.run_config import RunConfig
 from engram.methods import find_method
 
 # For each flag the roles of the settings that it changes (a method must have the first), and which part of them.

@@ -1,9 +1,8 @@
-"""A model as files and back. What is read is checked before it is believed; nothing in it is ever run."""
+"""Convert a model to files and back. Everything read is checked before use; nothing in it is ever executed."""
 
 from __future__ import annotations
 
 import re
-from base64 import b64encode
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,13 +18,11 @@ from torch import Tensor
 
 from engram.core.errors import EngramError
 from engram.core.memory_limits import check_memory
-from engram.core.provenance import versions
-from engram.experiment.run_config import Device, Precision
-from engram.models.labels import encode_label
-from engram.models.model import Entry, Model
+from engram.experiment.learner_config import Device, Precision
+from engram.models.model import LessonRecord, Model
 from engram.models.store.generations import MANIFEST, WEIGHTS, Pointer, Snapshot, read_model, read_previous
-from engram.models.store.manifest import DIGESTS, count, parse_manifest, temperatures, texts
-from engram.models.store.pictures import EXEMPLARS, HELDOUT, from_png, picture_name, picture_names, place_of, to_png
+from engram.models.store.manifest import Manifest
+from engram.models.store.pictures import EXEMPLARS, HELDOUT, class_position, from_png, picture_name, to_png
 from engram.models.store.writer import File
 
 _DTYPES = (
@@ -42,54 +39,36 @@ _NAMES = re.compile(r"(network|teacher|buffers)\.[\w.]{1,200}|class_means")
 
 
 def pack_model(model: Model) -> tuple[dict[str, Any], Iterator[File]]:
-    """What model.json says of the model, and every other file; what could not be opened again is refused."""
+    """Return the content of model.json, and every other file; refuse a model that could not be opened again."""
     model.refuse_change()
     state = _weights(model)
-    described = model.describe()
-    mean, std = model.normalisation
-    manifest = {
-        "config": described["config"],
-        "predictors": described["predictors"],
-        "mean": list(mean),
-        "std": list(std),
-        "classes": [
-            {**entry, "label": encode_label(known.label), DIGESTS: b64encode(known.digests).decode()}
-            for entry, known in zip(described["classes"], model.classes, strict=True)
-        ],
-        "stage_sizes": described["stage_sizes"],
-        "temperatures": described["temperatures"],
-        "history": [_plain_entry(entry) for entry in model.history],
-        "versions": versions(),
-    }
-    return manifest, _files(model, state)
-
-
-def _plain_entry(entry: Entry) -> dict[str, Any]:
-    """Without what no class learned again has, so that earlier versions read it where there was none."""
-    return {name: value for name, value in asdict(entry).items() if value or not name.startswith("refreshed_")}
+    return Manifest.of(model).to_plain(), _files(model, state)
 
 
 def _weights(model: Model) -> dict[str, Tensor]:
-    """The tensors of the model by name, the images of its memory aside."""
+    """Return the tensors of the model by name, without the images of its memory."""
     assert model.learner is not None
     state = {name: value for name, value in model.learner.state_dict().items() if not name.startswith("memory.")}
     network = {name: value for name, value in state.items() if name.startswith("network.")}
-    # Between lessons the teacher is a copy of the network; where it is not, it is kept.
+    # Between lessons the teacher is usually a copy of the network; it is saved only if it differs.
     if all(_same(value, state.get("teacher." + name.removeprefix("network."))) for name, value in network.items()):
         state = {name: value for name, value in state.items() if not name.startswith("teacher.")}
     for name, value in state.items():
-        if not _is_ours(name, value):
-            kinds = ", ".join(str(kind).removeprefix("torch.") for kind in _DTYPES)
+        if not _is_allowed(name, value):
+            dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
             raise EngramError(
-                f"{model.config.method} keeps {name!r:.80} ({value.dtype}), which no model's file can have: a name is "
-                f"at most 200 letters, digits, dots and underscores, and the numbers are {kinds}"
+                f"{model.config.method} keeps {name!r:.80} ({value.dtype}), which cannot be saved: a name is "
+                f"at most 200 letters, digits, dots and underscores, and the dtype is one of {dtypes}"
             )
     return state
 
 
-def _is_ours(name: str, value: Tensor) -> bool:
-    """Whether a model may have a tensor of that name and kind."""
+def _is_allowed(name: str, value: Tensor) -> bool:
     return _NAMES.fullmatch(name) is not None and value.dtype in _DTYPES
+
+
+def _same(value: Tensor, other: Tensor | None) -> bool:
+    return other is not None and torch.equal(value, other)
 
 
 def _files(model: Model, state: dict[str, Tensor]) -> Iterator[File]:
@@ -102,10 +81,6 @@ def _files(model: Model, state: dict[str, Tensor]) -> Iterator[File]:
                 yield picture_name(kind, label, rank), partial(to_png, image)
 
 
-def _same(value: Tensor, other: Tensor | None) -> bool:
-    return other is not None and torch.equal(value, other)
-
-
 def open_model(
     path: str | Path,
     device: Device = "auto",
@@ -115,28 +90,32 @@ def open_model(
     without: Collection[Hashable] = (),
     sparing: Collection[str] = (),
 ) -> tuple[Model, Pointer]:
-    """The model at that path, every file read found unchanged, and which generation it is.
+    """Open the model at that path; return it and its generation. The checksum of every file read is verified.
 
-    images: with its exemplars and held-out images, which learning needs and predicting does not; but for those of the
-    classes in `without` and the files named in `sparing`. Whatever is wrong with the directory, what is raised is an
-    EngramError.
+    Raises only EngramError, whatever the directory contains.
+
+    Parameters
+    ----------
+    images: read exemplars and held-out images, which learning needs and prediction does not.
+    without: labels of classes whose images are not read.
+    sparing: names of files that are not read.
     """
 
     def read(snapshot: Snapshot) -> tuple[Model, Pointer]:
         return _unpack(snapshot, device, precision, images, without, sparing), snapshot.pointer
 
-    with _refusing(path):
+    with _only_engram_errors(path):
         return read_model(path, read)
 
 
 def open_previous(path: str | Path) -> Model:
-    """The model as it was before its last lesson, on the CPU, all of it unchanged; refuses where that is not kept."""
-    with _refusing(path):
+    """Open the model as it was before its last lesson, on the CPU; refuse if that was not kept."""
+    with _only_engram_errors(path):
         return read_previous(path, lambda snapshot: _unpack(snapshot, "cpu", "auto"))
 
 
 @contextmanager
-def _refusing(path: str | Path) -> Iterator[None]:
+def _only_engram_errors(path: str | Path) -> Iterator[None]:
     try:
         yield
     except EngramError:
@@ -146,56 +125,55 @@ def _refusing(path: str | Path) -> Iterator[None]:
         raise EngramError(f"the model at {path} cannot be opened: {type(error).__name__}: {reason}") from error
 
 
-def read_manifest(path: str | Path) -> dict[str, Any]:
-    """What model.json says, checked, with labels as they are: classes, history, configuration; and sizes in bytes.
+def manifest_of(snapshot: Snapshot) -> Manifest:
+    """Return the checked manifest of a generation."""
+    return Manifest.read(snapshot.content, snapshot.path / MANIFEST)
 
-    digest: another one where anything of the model is; a generation's number may come again. undo: what taking back the
-    last lesson would go back to.
+
+def read_manifest(path: str | Path) -> dict[str, Any]:
+    """Return the content of model.json, checked, with decoded labels; and sizes in bytes.
+
+    digest: changes when anything in the model changes; the number of a generation may be used again. undo: the state
+    that undoing the last lesson would restore.
     """
 
     def read(snapshot: Snapshot) -> dict[str, Any]:
-        manifest = snapshot.manifest
-        config, classes, sizes, history, mean, std = parse_manifest(manifest, snapshot.path / MANIFEST)
-        described = [{**entry, "label": known.label} for entry, known in zip(manifest["classes"], classes, strict=True)]
-        for entry in described:
-            entry.pop(DIGESTS, None)
-        total = {kind: _bytes(snapshot, kind) for kind in (EXEMPLARS, HELDOUT)}
+        manifest = manifest_of(snapshot)
+        plain = manifest.to_plain()
+        for entry, known in zip(plain["classes"], manifest.known_classes(), strict=True):
+            entry["label"] = known.label
+            del entry["digests"]
+        sizes = {kind: _bytes(snapshot, f"{kind}/") for kind in (EXEMPLARS, HELDOUT)}
         return {
             "path": str(path),
             "generation": snapshot.pointer.generation,
             "digest": snapshot.pointer.digest,
-            "engram": str(manifest.get("engram"))[:40],
-            "config": config.to_plain(),
-            "predictors": texts(manifest.get("predictors"), snapshot.path / MANIFEST),
-            "mean": list(mean),
-            "std": list(std),
-            "classes": described,
-            "stage_sizes": list(sizes),
-            "temperatures": temperatures(manifest, snapshot.path / MANIFEST),
-            "history": [asdict(entry) for entry in history],
-            "bytes": {"weights": snapshot.size(WEIGHTS) if WEIGHTS in snapshot.names else 0, **total},
+            "engram": str(snapshot.content.get("engram"))[:40],
+            **{key: value for key, value in plain.items() if key != "versions"},
+            "history": [asdict(entry) for entry in manifest.history],
+            "bytes": {"weights": _bytes(snapshot, WEIGHTS), **sizes},
             **_undo(path, snapshot),
         }
 
-    with _refusing(path):
+    with _only_engram_errors(path):
         return read_model(path, read)
 
 
-def last_lesson(history: Sequence[Entry]) -> dict[str, Any]:
-    """The number of a model's last lesson, and when it became what it is."""
+def last_lesson(history: Sequence[LessonRecord]) -> dict[str, Any]:
+    """Return the number of the last lesson, and the date of the last change."""
     lesson = max((number for number, entry in enumerate(history, 1) if entry.what == "learned"), default=0)
     return {"lesson": lesson, "date": history[-1].date if history else ""}
 
 
 def _undo(path: str | Path, snapshot: Snapshot) -> dict[str, Any]:
-    """What undoing the last lesson would go back to, and the bytes that keeping it takes; or why it cannot."""
+    """Describe the state before the last lesson and the bytes that keeping it takes, or why there is none."""
 
     def read(before: Snapshot) -> dict[str, Any]:
-        _, classes, _, history, _, _ = parse_manifest(before.manifest, before.path / MANIFEST)
+        manifest = manifest_of(before)
         return {
-            **last_lesson(history),
-            "classes": len(classes),
-            "bytes": before.bytes_beside(snapshot),
+            **last_lesson(manifest.history),
+            "classes": len(manifest.classes),
+            "bytes": before.extra_bytes(snapshot),
         }
 
     try:
@@ -204,8 +182,8 @@ def _undo(path: str | Path, snapshot: Snapshot) -> dict[str, Any]:
         return {"undo": None, "why_no_undo": str(error)}
 
 
-def _bytes(snapshot: Snapshot, kind: str) -> int:
-    return sum(snapshot.size(name) for name in snapshot.names if name.startswith(f"{kind}/"))
+def _bytes(snapshot: Snapshot, prefix: str) -> int:
+    return sum(snapshot.size(name) for name in snapshot.names if name.startswith(prefix))
 
 
 def _unpack(
@@ -216,24 +194,15 @@ def _unpack(
     without: Collection[Hashable] = (),
     sparing: Collection[str] = (),
 ) -> Model:
-    where = snapshot.path / MANIFEST
-    config, classes, sizes, history, mean, std = parse_manifest(snapshot.manifest, where)
-    model = Model(config, device, precision)
-    model.classes, model.sizes, model.history = classes, sizes, history
-    model.temperatures = temperatures(snapshot.manifest, where)
-    counts = {
-        kind: [count(entry, kind, where) for entry in snapshot.manifest["classes"]] for kind in (EXEMPLARS, HELDOUT)
-    }
-    number = sum(sum(numbers) for numbers in counts.values())
-    if number + 1 != len(snapshot.names):
-        raise EngramError(f"{where} lists {len(snapshot.names)} files and counts {number + 1}; it is damaged")
-    odd = {WEIGHTS, *picture_names(counts)} ^ snapshot.names
-    if odd:
-        raise EngramError(f"{where} does not agree with itself about {min(odd)}; it is damaged")
+    manifest, weights = manifest_of(snapshot), snapshot.path / WEIGHTS
+    model = Model(manifest.config, device, precision)
+    model.classes, model.sizes, model.history = manifest.known_classes(), manifest.stage_sizes, manifest.history
+    model.temperatures = manifest.temperatures
+    pictures = _picture_names(manifest, snapshot)
     check_memory(2 * snapshot.size(WEIGHTS), f"the weights in {snapshot.path}")
-    state = _tensors(snapshot.read(WEIGHTS), snapshot.path / WEIGHTS)
-    _check_head(model, state, snapshot.path / WEIGHTS)
-    model.learner = model.make_learner(mean, std, len(state["network.head.seen"]))
+    state = _tensors(snapshot.read(WEIGHTS), weights)
+    _check_head(model, state, weights)
+    model.learner = model.make_learner(manifest.mean, manifest.std, len(state["network.head.seen"]))
     teacher = {
         f"teacher.{name.removeprefix('network.')}": value
         for name, value in state.items()
@@ -243,42 +212,59 @@ def _unpack(
         model.learner.load_state_dict({**teacher, **state})
     except (RuntimeError, KeyError, TypeError, ValueError) as error:
         raise EngramError(
-            f"{snapshot.path / WEIGHTS} does not fit the network that {where} describes; the model is damaged"
+            f"{weights} does not fit the network that {MANIFEST} describes; the model is damaged"
         ) from error
     means = model.learner.class_means
-    if means is not None and means.shape != (len(classes), model.learner.network.backbone.dim):
-        raise EngramError(f"{snapshot.path / WEIGHTS} has class means of another shape; the model is damaged")
+    if means is not None and means.shape != (len(model.classes), model.learner.network.backbone.dim):
+        raise EngramError(f"{weights} has class means of another shape; the model is damaged")
     model.reads_only = not images
     if images:
-        places = {place for place, known in enumerate(classes) if known.label in without}
-        names = [name for name in picture_names(counts) if name not in sparing and place_of(name) not in places]
+        skipped = {position for position, known in enumerate(model.classes) if known.label in without}
+        names = [name for name in pictures if name not in sparing and class_position(name) not in skipped]
         _read_pictures(snapshot, model, names)
     return model
 
 
-def _tensors(content: bytes, where: Path) -> dict[str, Tensor]:
+def _picture_names(manifest: Manifest, snapshot: Snapshot) -> list[str]:
+    """Return the names of all pictures; refuse counts that do not agree with the list of files."""
+    path = snapshot.path / MANIFEST
+    number = sum(entry.exemplars + entry.heldout for entry in manifest.classes)
+    if number + 1 != len(snapshot.names):
+        raise EngramError(f"{path} lists {len(snapshot.names)} files and counts {number + 1}; it is damaged")
+    names = [
+        picture_name(kind, position, rank)
+        for kind in (EXEMPLARS, HELDOUT)
+        for position, entry in enumerate(manifest.classes)
+        for rank in range(getattr(entry, kind))
+    ]
+    if different := {WEIGHTS, *names} ^ snapshot.names:
+        raise EngramError(f"{path} counts {min(different)} and does not list it, or the reverse; it is damaged")
+    return names
+
+
+def _tensors(content: bytes, path: Path) -> dict[str, Tensor]:
     try:
         state = load(content)
-    except Exception as error:  # safetensors' own kinds, and those of JSON and torch below it
-        raise EngramError(f"{where} is no safetensors file ({type(error).__name__}); the model is damaged") from None
+    except Exception as error:  # safetensors has its own error types, and JSON and torch raise others
+        raise EngramError(f"{path} is not a safetensors file ({type(error).__name__}); the model is damaged") from None
     for name, value in state.items():
-        if not _is_ours(name, value):
-            raise EngramError(f"{where} holds {name!r:.80} ({value.dtype}), which is no part of a model")
+        if not _is_allowed(name, value):
+            raise EngramError(f"{path} holds {name!r:.80} ({value.dtype}), which is not part of a model")
     return state
 
 
-def _check_head(model: Model, state: dict[str, Tensor], where: Path) -> None:
-    """Refuses weights of other shapes than the head's, before such a head is made and needs its memory."""
+def _check_head(model: Model, state: dict[str, Tensor], path: Path) -> None:
+    """Refuse weights that do not fit the head, before a head of that size is allocated."""
     seen = state.get("network.head.seen")
     if seen is None or seen.dtype != torch.bool or seen.ndim != 1:
-        raise EngramError(f"{where} does not say which classes are known; the model is damaged")
+        raise EngramError(f"{path} does not say which classes are known; the model is damaged")
     known = torch.arange(len(seen)) < len(model.classes)
     if len(seen) < len(model.classes) or not torch.equal(seen, known):
-        raise EngramError(f"{where} knows other classes than {MANIFEST} lists; the model is damaged")
+        raise EngramError(f"{path} knows other classes than {MANIFEST} lists; the model is damaged")
     backbone = model.make_backbone()
     older = backbone.count_branches(name.removeprefix("network.backbone.") for name in state)
     if older >= max(1, len(model.sizes)):
-        raise EngramError(f"{where} has {older + 1} backbones and {MANIFEST} {len(model.sizes)} stages; it is damaged")
+        raise EngramError(f"{path} has {older + 1} backbones and {MANIFEST} {len(model.sizes)} stages; it is damaged")
     dim = backbone.dim
     try:
         with torch.device("meta"):
@@ -289,7 +275,7 @@ def _check_head(model: Model, state: dict[str, Tensor], where: Path) -> None:
     for name, value in head.state_dict().items():
         found = state.get(f"network.head.{name}")
         if found is None or found.shape != value.shape:
-            raise EngramError(f"{where} does not fit the head that {MANIFEST} describes; the model is damaged")
+            raise EngramError(f"{path} does not fit the head that {MANIFEST} describes; the model is damaged")
 
 
 def _read_pictures(snapshot: Snapshot, model: Model, names: list[str]) -> None:
@@ -308,6 +294,6 @@ def _read_pictures(snapshot: Snapshot, model: Model, names: list[str]) -> None:
             pixels = np.empty((len(own), height, width, 3), dtype=np.uint8)
             for place, image in enumerate(pool.map(read, own)):
                 pixels[place] = image
-            labels = torch.tensor([place_of(name) for name in own])
+            labels = torch.tensor([class_position(name) for name in own])
             state = {"images": torch.from_numpy(pixels), "labels": labels, "sources": torch.arange(len(own))}
             memory.load_state_dict(state)

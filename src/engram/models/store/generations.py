@@ -1,13 +1,13 @@
-"""A model on disk: generations, each complete, and a small file that says which one is the model.
+"""A model directory: complete generations, and a small file that names the current one.
 
-    MODEL/current                   which generation, and the checksum of its model.json; the same of the one before it
+    MODEL/current                   current generation and the checksum of its model.json; the same of the previous one
     MODEL/generations/000003/       model.json, weights.safetensors, exemplars/, heldout/
-    MODEL/generations/000002/       what it was before the last lesson, for undoing that
-    MODEL/learning/                 learning in progress, to be resumed
-    MODEL/.lock                     held by the one process that may write
+    MODEL/generations/000002/       the model before the last lesson, for undo
+    MODEL/learning/                 checkpoint of a lesson in progress
+    MODEL/.lock                     locked by the one process that writes
 
-A new generation is written beside the old one and brought to disk; then `current` is replaced in one step. Whatever
-moment that is cut off at, `current` names a complete generation. Readers take no lock.
+A new generation is written next to the old one and synced to disk; then `current` is replaced atomically. If the
+process is killed at any moment, `current` names a complete generation. Readers take no lock.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from typing import Any, TypeVar
 
 from engram.core.errors import EngramError
 from engram.core.provenance import version
-from engram.models.store.safe_folder import Folder, Vanished, digest
+from engram.models.store.safe_folder import Folder, MissingFile, digest
 
 FORMAT = 1
 POINTER, MANIFEST, LOCK, GENERATIONS, LEARNING = "current", "model.json", ".lock", "generations", "learning"
 WEIGHTS = "weights.safetensors"
 POINTER_BYTES, MANIFEST_BYTES, WEIGHTS_BYTES, PICTURE_BYTES = 4096, 2**26, 2**34, 2**24
-ATTEMPTS = 50  # of a reader, each after a writer has put another generation in place
+ATTEMPTS = 50  # a reader starts again when a writer has replaced the generation
 GENERATION = re.compile(r"\d{6,9}")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
-# Why there is no generation to go back to, as `current` has it and as people are told.
+# Why there is nothing to undo: the key in `current`, and the reason in words.
 FIRST, LEFT_OUT, REMOVED, UNDONE, SAVED, DAMAGED = "first", "left out", "removed", "undone", "saved", "damaged"
 NOTHING_KEPT = {
     FIRST: "there was no model before its first lesson",
     LEFT_OUT: "the state before its last lesson was not kept, as asked for",
     REMOVED: "something was removed from it since its last lesson, and the state before still had that",
-    UNDONE: "its last lesson was taken back already, and what is kept is one lesson",
-    SAVED: "it was saved as it is, in place of what was there",
-    DAMAGED: "what it was before its last lesson was damaged",
+    UNDONE: "its last lesson was undone already, and only one lesson is kept",
+    SAVED: "it was saved as a whole, replacing the model that was there",
+    DAMAGED: "the state before its last lesson was damaged",
     "": "the version of engram that wrote it kept no earlier state",
 }
 FILE = re.compile(r"weights\.safetensors|(exemplars|heldout)/\d{5}/\d{5,8}\.png")
@@ -49,18 +49,18 @@ T = TypeVar("T")
 
 
 class NoModelYet(EngramError):
-    """A model directory whose first learning is not finished."""
+    """The first lesson of this model directory is not finished."""
 
 
-class _Changed(Vanished):
-    """A model.json is not the one that is looked for: damaged, or of a later generation that got the same number."""
+class _ChecksumMismatch(MissingFile):
+    """A model.json has another checksum: it is damaged, or belongs to a later generation with the same number."""
 
 
 @dataclass(frozen=True)
 class Pointer:
-    """What `current` says: the generation's name and the checksum of its model.json.
+    """The content of `current`: the generation's name and the checksum of its model.json.
 
-    previous: the generation that undoing goes back to; why: where there is none, a key of NOTHING_KEPT.
+    previous: the generation that undo restores. why: if there is none, the reason, a key of NOTHING_KEPT.
     """
 
     generation: str
@@ -70,35 +70,35 @@ class Pointer:
 
 
 class Snapshot:
-    """One generation: its model.json, and the other files, each checked when it is read."""
+    """One generation: the JSON of its model.json, and its other files, each verified when it is read."""
 
-    def __init__(self, folder: Folder, pointer: Pointer, manifest: dict[str, Any]) -> None:
+    def __init__(self, folder: Folder, pointer: Pointer, content: dict[str, Any]) -> None:
         self.pointer = pointer
-        self.manifest = manifest
+        self.content = content
         self.path = folder.path
         self._folder = folder
-        self._files: dict[str, tuple[int, str]] = _listed(manifest, self.path / MANIFEST)
+        self._files: dict[str, tuple[int, str]] = _listed_files(content, self.path / MANIFEST)
 
     @property
     def names(self) -> set[str]:
-        """The files that model.json lists."""
+        """Names of the files that model.json lists."""
         return set(self._files)
 
     def size(self, name: str) -> int:
-        """The bytes of a file, as listed."""
+        """Return the size of a file in bytes, as listed."""
         return self._files[name][0]
 
     def paths(self) -> dict[str, Path]:
-        """The place of each file, by its checksum."""
+        """Return the path of each file by its checksum."""
         return {checksum: self.path / name for name, (_, checksum) in self._files.items()}
 
-    def bytes_beside(self, other: Snapshot) -> int:
-        """The bytes of the files that the other has not; those that both have are links."""
+    def extra_bytes(self, other: Snapshot) -> int:
+        """Return the bytes of the files that the other generation does not have; shared files are hard links."""
         theirs = other.paths()
         return sum(size for size, checksum in self._files.values() if checksum not in theirs)
 
     def read(self, name: str) -> bytes:
-        """A file's content, found unchanged."""
+        """Return the content of a file; refuse it if its checksum does not match."""
         if name not in self._files:
             raise EngramError(f"{self.path / MANIFEST} does not list {name}; the model is damaged")
         size, checksum = self._files[name]
@@ -112,9 +112,9 @@ class Snapshot:
 
 
 def read_model(path: str | Path, reader: Callable[[Snapshot], T]) -> T:
-    """What the reader makes of the model as it is now: all of it from one generation.
+    """Call the reader with the current generation and return its result.
 
-    A generation that a writer replaced and removed meanwhile is let go for the new one.
+    If a writer replaces and removes the generation during the read, the reader is called again with the new one.
     """
     root = Path(path)
     if not root.is_dir():
@@ -124,22 +124,22 @@ def read_model(path: str | Path, reader: Callable[[Snapshot], T]) -> T:
         try:
             with Folder.open(root) as folder:
                 return _read_generation(folder, read_pointer(folder), reader)
-        except Vanished as error:
-            with suppress(EngramError, Vanished), Folder.open(root) as folder:
+        except MissingFile as error:
+            with suppress(EngramError, MissingFile), Folder.open(root) as folder:
                 seen, before = read_pointer(folder), seen
                 if seen not in (before, None):
                     continue
             missing = Path(str(error))
             if missing.name == POINTER:
                 raise EngramError(f"{root} is not a model directory: it has no file {POINTER!r}") from None
-            raise EngramError(f"{_what_is_wrong(error)}; restore it from a copy of the model") from None
+            raise EngramError(f"{_problem(error)}; restore it from a copy of the model") from None
     raise EngramError(f"the model at {path} was replaced {ATTEMPTS} times while it was read; try again")
 
 
 def read_previous(path: str | Path, reader: Callable[[Snapshot], T], pointer: Pointer | None = None) -> T:
-    """What the reader makes of the generation that undoing goes back to; refuses where there is none, or not whole.
+    """Call the reader with the generation that undo restores; refuse if there is none or it is damaged.
 
-    pointer: what `current` said, where that is known.
+    pointer: the content of `current`, if it was read already.
     """
     try:
         with Folder.open(Path(path)) as folder:
@@ -147,8 +147,8 @@ def read_previous(path: str | Path, reader: Callable[[Snapshot], T], pointer: Po
             if pointer.previous is None:
                 raise EngramError(f"there is nothing to undo: {NOTHING_KEPT.get(pointer.why, NOTHING_KEPT[''])}")
             return _read_generation(folder, pointer.previous, reader)
-    except Vanished as error:
-        raise EngramError(f"there is nothing to undo: {_what_is_wrong(error)}") from None
+    except MissingFile as error:
+        raise EngramError(f"there is nothing to undo: {_problem(error)}") from None
 
 
 def _read_generation(root: Folder, pointer: Pointer, reader: Callable[[Snapshot], T]) -> T:
@@ -156,18 +156,18 @@ def _read_generation(root: Folder, pointer: Pointer, reader: Callable[[Snapshot]
         return reader(_snapshot(generation, pointer))
 
 
-def _what_is_wrong(error: Vanished) -> str:
-    how = "is damaged (its checksum does not match)" if isinstance(error, _Changed) else "is missing"
+def _problem(error: MissingFile) -> str:
+    how = "is damaged (its checksum does not match)" if isinstance(error, _ChecksumMismatch) else "is missing"
     return f"{error} {how}"
 
 
 def looks_like_model(path: Path) -> bool:
-    """Whether there is a model at the path, or one that is being learned."""
+    """Return whether there is a model at the path, finished or in its first lesson."""
     return (path / POINTER).is_file() and any((path / name).is_dir() for name in (GENERATIONS, LEARNING))
 
 
 def read_pointer(folder: Folder) -> Pointer:
-    """What `current` says."""
+    """Read `current`."""
     path = folder.path / POINTER
     data = parse_json(folder.read(POINTER, POINTER_BYTES), path)
     _check_format(data, path)
@@ -179,7 +179,7 @@ def read_pointer(folder: Folder) -> Pointer:
 
 
 def _named(data: Any, path: Path) -> tuple[str, str]:
-    """The generation that an entry of `current` names, and its checksum."""
+    """Return the generation that an entry of `current` names, and its checksum."""
     generation, checksum = (data.get(key) for key in ("generation", "digest")) if isinstance(data, dict) else ("", "")
     if not isinstance(generation, str) or not GENERATION.fullmatch(generation):
         raise EngramError(f"{path} names no generation: it is damaged; restore it from a copy of the model")
@@ -189,23 +189,23 @@ def _named(data: Any, path: Path) -> tuple[str, str]:
 
 
 def parse_json(content: bytes, path: Path) -> dict[str, Any]:
-    """The JSON object in a file's content; anything else is refused with a sentence."""
+    """Parse a JSON object; refuse anything else. path: for messages."""
 
     def number(text: str) -> float:
         if not math.isfinite(value := float(text)):
-            raise ValueError(f"{text[:40]} is no number that a model has")
+            raise ValueError(f"{text[:40]} is not a finite number")
         return value
 
     def whole(text: str) -> int:
         if len(text) > 20:
-            raise ValueError(f"{text[:20]}... is larger than any number of a model")
+            raise ValueError(f"{text[:20]}... is too large")
         return int(text)
 
     try:
         data = json.loads(content.decode("utf-8"), parse_constant=number, parse_float=number, parse_int=whole)
     except (ValueError, RecursionError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise EngramError(f"{path} is no JSON: it is damaged ({reason})") from None
+        raise EngramError(f"{path} is not valid JSON: it is damaged ({reason})") from None
     if not isinstance(data, dict):
         raise EngramError(f"{path} should hold a JSON object and holds a {type(data).__name__}; it is damaged")
     return data
@@ -219,32 +219,32 @@ def _check_format(data: dict[str, Any], path: Path) -> None:
             "use a newer version of engram"
         )
     if found != FORMAT or isinstance(found, bool):
-        raise EngramError(f"{path} has format {found!r:.40}, which is none of engram's; it is damaged")
+        raise EngramError(f"{path} has format {found!r:.40}, which engram never used; it is damaged")
 
 
 def _snapshot(generation: Folder, pointer: Pointer) -> Snapshot:
     path = generation.path / MANIFEST
     content = generation.read(MANIFEST, MANIFEST_BYTES)
     if digest(content) != pointer.digest:
-        raise _Changed(str(path))
+        raise _ChecksumMismatch(str(path))
     data = parse_json(content, path)
     _check_format(data, path)
     return Snapshot(generation, pointer, data)
 
 
-def _listed(manifest: dict[str, Any], path: Path) -> dict[str, tuple[int, str]]:
-    """The files that model.json lists, with size and checksum; names that lead elsewhere are refused."""
-    files = manifest.get("files")
+def _listed_files(content: dict[str, Any], path: Path) -> dict[str, tuple[int, str]]:
+    """Return size and checksum of the files that model.json lists; refuse names outside the model."""
+    files = content.get("files")
     if not isinstance(files, dict):
         raise EngramError(f"{path} does not list the model's files; it is damaged")
     listed: dict[str, tuple[int, str]] = {}
     for name, entry in files.items():
         if not FILE.fullmatch(name):
-            raise EngramError(f"{path} lists {name!r:.80}, which is no file of a model; it is damaged")
+            raise EngramError(f"{path} lists {name!r:.80}, which is not a file of a model; it is damaged")
         size, checksum = entry if isinstance(entry, list) and len(entry) == 2 else (None, None)
         limit = WEIGHTS_BYTES if name == WEIGHTS else PICTURE_BYTES
         if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size <= limit:
-            raise EngramError(f"{path} gives {name} no possible size; it is damaged")
+            raise EngramError(f"{path} gives {name} an impossible size; it is damaged")
         if not isinstance(checksum, str) or not _DIGEST.fullmatch(checksum):
             raise EngramError(f"{path} gives {name} no checksum; it is damaged")
         listed[name] = (size, checksum)

@@ -1,134 +1,185 @@
-"""What model.json says, each thing found to be of the kind and in the range that it should be."""
+"""Manifest: the content of model.json, with the type and range of every value checked."""
 
 from __future__ import annotations
 
-from base64 import b64decode
-from dataclasses import fields
+import typing
+from base64 import b64decode, b64encode
+from collections.abc import Hashable
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+from engram.contract.settings import check_fields, setting
 from engram.core.errors import EngramError
+from engram.core.provenance import versions
+from engram.core.serialize import to_plain
+from engram.data.memory import Memory
 from engram.models.calibration import COLDEST, HOTTEST
-from engram.models.labels import decode_label
-from engram.models.model import Entry, KnownClass
+from engram.models.labels import decode_label, encode_label
+from engram.models.model import KnownClass, LessonRecord, Model
 from engram.models.model_config import ModelConfig
 from engram.models.split import DIGEST_BYTES
 
-DIGESTS = "digests"
 MOST_CLASSES, MOST_IMAGES = 30_000, 10**9
 
 
-def parse_manifest(
-    manifest: dict[str, Any], where: Path
-) -> tuple[
-    ModelConfig, tuple[KnownClass, ...], tuple[int, ...], tuple[Entry, ...], tuple[float, ...], tuple[float, ...]
-]:
-    """What model.json says, each thing of the kind it should be."""
-    try:
-        config = ModelConfig.from_plain(manifest.get("config"))
-    except EngramError as error:
-        raise EngramError(f"the configuration in {where} is none of this version's: {error}") from None
-    mean, std = (_numbers(manifest.get(name), name, where) for name in ("mean", "std"))
-    if min(std) <= 0:
-        raise EngramError(f"{where} gives a standard deviation of {min(std)}; it is damaged")
-    listed = manifest.get("classes")
-    if not isinstance(listed, list) or len(listed) > MOST_CLASSES:
-        raise EngramError(f"{where} does not list the model's classes, or too many; it is damaged")
-    history = _history(manifest.get("history"), where)
-    classes = tuple(_known(entry, len(history), where) for entry in listed)
-    if len({known.label for known in classes}) != len(classes):
-        raise EngramError(f"{where} lists a class twice; it is damaged")
-    sizes = manifest.get("stage_sizes")
-    if not isinstance(sizes, list) or not all(_is_count(size) for size in sizes) or sum(sizes) != len(classes):
-        raise EngramError(f"the stages in {where} are not those of its classes; it is damaged")
-    return config, classes, tuple(sizes), history, mean, std
+def _count() -> Any:
+    return setting(at_least=0, at_most=MOST_IMAGES)
 
 
-def _known(entry: Any, stages: int, where: Path) -> KnownClass:
-    if not isinstance(entry, dict) or "label" not in entry:
-        raise EngramError(f"{where} lists a class without a label; it is damaged")
-    stage = entry.get("stage")
-    if stage is None or not _is_count(stage) or stage >= stages:
-        raise EngramError(f"{where} has a class of a lesson that never was; it is damaged")
-    try:
-        label = decode_label(entry["label"])
-    except EngramError as error:
-        raise EngramError(f"{where} has a class whose label cannot be read: {error}") from None
-    accuracy = _shares(entry.get("accuracy"), where)
-    return KnownClass(label, stage, count(entry, "images", where), accuracy, _digests(entry, where))
+@dataclass(frozen=True, kw_only=True)
+class ClassEntry:
+    """A class as model.json lists it: the label as JSON, the number of pictures kept, the digests in base64."""
+
+    label: Any
+    stage: int = _count()
+    images: int = _count()
+    exemplars: int = _count()
+    heldout: int = _count()
+    accuracy: dict[str, float]
+    digests: str = ""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def to_known(self) -> KnownClass:
+        """Return the class with its label and digests decoded."""
+        try:
+            label = decode_label(self.label)
+        except EngramError as error:
+            raise EngramError(f"a label cannot be read: {error}") from None
+        try:
+            digests = b64decode(self.digests, validate=True)
+        except ValueError:
+            raise EngramError("the digests of a class cannot be read") from None
+        if len(digests) % DIGEST_BYTES:
+            raise EngramError("the digests of a class cannot be read")
+        return KnownClass(label, self.stage, self.images, self.accuracy, digests)
 
 
-def _digests(entry: dict[str, Any], where: Path) -> bytes:
-    """The digests of a class's images; none where the model was written before they were kept."""
-    try:
-        joined = b64decode(entry.get(DIGESTS, ""), validate=True)
-        if len(joined) % DIGEST_BYTES == 0:
-            return joined
-    except (TypeError, ValueError):
-        pass
-    raise EngramError(f"{where} has a class whose digests cannot be read; it is damaged")
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """The content of model.json, without its format and its list of files.
+
+    mean, std: normalisation of the three channels. versions: of the packages that the model was written with.
+    """
+
+    config: ModelConfig
+    predictors: tuple[str, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    classes: tuple[ClassEntry, ...]
+    stage_sizes: tuple[int, ...]
+    temperatures: dict[str, float] = field(default_factory=dict)
+    history: tuple[LessonRecord, ...]
+    versions: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, values in (("mean", self.mean), ("standard deviation", self.std)):
+            if len(values) != 3 or not all(abs(value) < 1e6 for value in values):
+                raise EngramError(f"the {name} is {values!r:.60} and should be three numbers")
+        if min(self.std) <= 0:
+            raise EngramError(f"the standard deviation {min(self.std)} is not above 0")
+        if len(self.classes) > MOST_CLASSES:
+            raise EngramError(f"it lists {len(self.classes)} classes, and a model has {MOST_CLASSES} at most")
+        if len({known.label for known in self.known_classes()}) != len(self.classes):
+            raise EngramError("it lists a class twice")
+        if any(size < 0 for size in self.stage_sizes) or sum(self.stage_sizes) != len(self.classes):
+            raise EngramError(f"the sizes of the stages do not add up to its {len(self.classes)} classes")
+        if any(known.stage >= len(self.history) for known in self.classes):
+            raise EngramError("it has a class of a lesson that is not in its history")
+        if not all(COLDEST <= value <= HOTTEST for value in self.temperatures.values()):
+            raise EngramError(f"a temperature is not between {COLDEST} and {HOTTEST}")
+
+    @classmethod
+    def of(cls, model: Model) -> Self:
+        """Describe a model; refuse a label that JSON cannot hold."""
+        memory = None if model.learner is None else model.learner.memory
+        mean, std = model.normalisation
+        return cls(
+            config=model.config,
+            predictors=model.predictors,
+            mean=mean,
+            std=std,
+            classes=tuple(
+                ClassEntry(
+                    label=encode_label(known.label),
+                    stage=known.stage,
+                    images=known.images,
+                    exemplars=_number_kept(memory, position),
+                    heldout=_number_kept(model.heldout, position),
+                    accuracy=known.accuracy,
+                    digests=b64encode(known.digests).decode(),
+                )
+                for position, known in enumerate(model.classes)
+            ),
+            stage_sizes=model.sizes,
+            temperatures=model.temperatures,
+            history=model.history,
+            versions=versions(),
+        )
+
+    @classmethod
+    def read(cls, data: dict[str, Any], path: Path) -> Self:
+        """Read the JSON of a model.json; refuse a value of another type or outside its range. path: for messages."""
+        try:
+            config = ModelConfig.from_plain(data.get("config"))
+        except EngramError as error:
+            raise EngramError(f"this version cannot use the configuration in {path}: {error}") from None
+        try:
+            return read_strictly(cls, {**data, "config": config}, "")
+        except EngramError as error:
+            raise EngramError(f"{path} is damaged: {error}") from None
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the manifest as plain data.
+
+        Empty values of classes that were learned again are left out, because early versions do not know them.
+        """
+        history = [
+            {name: value for name, value in entry.items() if value or not name.startswith("refreshed_")}
+            for entry in to_plain(self.history)
+        ]
+        return to_plain(self) | {"history": history}
+
+    def known_classes(self) -> tuple[KnownClass, ...]:
+        """Return the classes with their labels and digests decoded."""
+        return tuple(entry.to_known() for entry in self.classes)
+
+    def rename(self, old: Hashable, new: Hashable) -> Self:
+        """Return a copy in which a class has another label."""
+        classes = tuple(
+            replace(entry, label=encode_label(new)) if decode_label(entry.label) == old else entry
+            for entry in self.classes
+        )
+        return replace(self, classes=classes)
 
 
-def _history(entries: Any, where: Path) -> tuple[Entry, ...]:
-    if not isinstance(entries, list):
-        raise EngramError(f"{where} has no history; it is damaged")
-    kinds = {field.name: field.type for field in fields(Entry)}
-    found: list[Entry] = []
-    for entry in entries:
-        if not isinstance(entry, dict) or not kinds.keys() >= entry.keys() >= {"what", "date"}:
-            raise EngramError(f"{where} has a history that cannot be read; it is damaged")
-        for name, value in entry.items():
-            right = {"str": str, "int": int, "float": (int, float)}.get(str(kinds[name]), dict)
-            if not isinstance(value, right) or isinstance(value, bool):
-                raise EngramError(f"{where} has {value!r:.40} for {name} in its history; it is damaged")
-            if right is dict:
-                _shares(value, where)
-        found.append(Entry(**entry))
-    return tuple(found)
+def _number_kept(memory: Memory | None, label: int) -> int:
+    return len(memory.of(label)) if memory is not None and label in memory.labels else 0
 
 
-def _shares(value: Any, where: Path) -> dict[str, float]:
-    """Percentages by predictor."""
-    if not isinstance(value, dict) or not all(
-        isinstance(x, (int, float)) and not isinstance(x, bool) for x in value.values()
-    ):
-        raise EngramError(f"{where} has {value!r:.40} for an accuracy; it is damaged")
-    return {str(name): float(share) for name, share in value.items()}
+def read_strictly(kind: Any, value: Any, name: str) -> Any:
+    """Return JSON data as the annotation says. Unlike `from_plain`, text is never read as a number.
 
-
-def temperatures(manifest: dict[str, Any], where: Path) -> dict[str, float]:
-    """What logits are divided by, by predictor; models of before there were any have none."""
-    value = manifest.get("temperatures", {})
-    if not isinstance(value, dict) or not all(
-        type(x) in (int, float) and COLDEST <= x <= HOTTEST for x in value.values()
-    ):
-        raise EngramError(f"{where} has {value!r:.60} for its temperatures; it is damaged")
-    return {str(name): float(number) for name, number in value.items()}
-
-
-def texts(value: Any, where: Path) -> list[str]:
-    """A list of names."""
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise EngramError(f"{where} has {value!r:.40} where names should be; it is damaged")
-    return value
-
-
-def _numbers(value: Any, name: str, where: Path) -> tuple[float, ...]:
-    if (
-        not isinstance(value, list)
-        or len(value) != 3
-        or not all(type(x) in (int, float) and abs(x) < 1e6 for x in value)
-    ):
-        raise EngramError(f"{where} has {value!r:.60} for {name}, which should be three numbers; it is damaged")
-    return tuple(float(x) for x in value)
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= MOST_IMAGES
-
-
-def count(entry: Any, name: str, where: Path) -> int:
-    """A number of images of a class."""
-    if not isinstance(entry, dict) or not _is_count(entry.get(name)):
-        raise EngramError(f"{where} has a class without its number of {name}; it is damaged")
-    return entry[name]
+    A dataclass ignores unknown keys: a later version may add some.
+    """
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if kind is Any or (is_dataclass(kind) and type(value) is kind):
+        return value
+    if is_dataclass(kind) and isinstance(value, dict):
+        hints = typing.get_type_hints(kind)
+        for each in fields(kind):
+            if each.name not in value and each.default is MISSING and each.default_factory is MISSING:
+                raise EngramError(f"{name or 'it'} has no {each.name}")
+        given = {key: read_strictly(hints[key], item, f"{name}.{key}") for key, item in value.items() if key in hints}
+        return kind(**given)  # pyright: ignore[reportCallIssue]
+    if origin is tuple and isinstance(value, list):
+        return tuple(read_strictly(arguments[0], item, f"{name}[{place}]") for place, item in enumerate(value))
+    if origin is dict and isinstance(value, dict):
+        return {key: read_strictly(arguments[1], item, f"{name}[{key!r:.40}]") for key, item in value.items()}
+    if kind is float and type(value) in (int, float):
+        return float(value)
+    if type(value) is kind:
+        return value
+    raise EngramError(f"{name.lstrip('.')} is {value!r:.40}, which has the wrong type")

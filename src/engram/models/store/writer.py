@@ -1,4 +1,4 @@
-"""Changing a model on disk: one process at a time, and all of a change or nothing of it."""
+"""Change a model on disk: one process at a time, and each change completely or not at all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from engram.core.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-from engram.core.errors import EngramError
+from engram.core.errors import EngramError, option
 from engram.core.io import TEMPORARY, lock, writing
 from engram.core.provenance import version
 from engram.models.store.generations import (
@@ -33,24 +33,24 @@ from engram.models.store.generations import (
     read_pointer,
     read_previous,
 )
-from engram.models.store.safe_folder import Folder, Vanished, digest, is_real_folder, sync_folder, write_new
+from engram.models.store.safe_folder import Folder, MissingFile, digest, is_real_folder, sync_folder, write_new
 
 STATE = "state.safetensors"
 
-File = tuple[str, Callable[[], bytes]]  # a name, and what makes the content
+File = tuple[str, Callable[[], bytes]]  # name, and a function that returns the content
 
 
 class Writer:
-    """The right to change a model, for one process at a time; the second to ask is refused.
+    """Exclusive access to a model directory, as a context; a second process is refused.
 
-    create: the directory may be new or empty. Use it as a context.
+    create: allow a new or empty directory.
     """
 
     def __init__(self, path: str | Path, create: bool = False) -> None:
         self.path = Path(path)
         self._lock: int | None = None
-        self._begun = False  # here, and there is nothing in it yet
-        refuse_others(self.path)
+        self._is_new = False  # created here and still empty
+        refuse_other_directory(self.path)
         if create:
             with writing(self.path):
                 self.path.mkdir(parents=True, exist_ok=True)
@@ -59,7 +59,7 @@ class Writer:
         self._acquire()
         try:
             if create and not (self.path / POINTER).exists():
-                self._begun = True
+                self._is_new = True
                 self._switch(None)
             self.clean_up()
         except BaseException:
@@ -75,13 +75,13 @@ class Writer:
         self.close()
 
     def close(self) -> None:
-        """Lets another process write; a directory that was begun for nothing is taken back."""
+        """Release the lock; delete a directory that was created and is still empty."""
         if self._lock is None:
             return
-        if self._begun and not (self.path / LEARNING).exists():
+        if self._is_new and not (self.path / LEARNING).exists():
             with suppress(OSError):
                 if (self.path / GENERATIONS).exists():
-                    (self.path / GENERATIONS).rmdir()  # which ends this where there is a model
+                    (self.path / GENERATIONS).rmdir()  # fails if there is a model
                 for name in (POINTER, f".{POINTER}{TEMPORARY}", LOCK):
                     (self.path / name).unlink(missing_ok=True)
                 self.path.rmdir()
@@ -89,26 +89,26 @@ class Writer:
         self._lock = None
 
     def current(self) -> Pointer | None:
-        """The generation that is the model now; None where there is none yet."""
+        """Return the current generation, or None if there is none yet."""
         try:
             with Folder.open(self.path) as folder:
                 return read_pointer(folder)
         except NoModelYet:
             return None
-        except Vanished:
+        except MissingFile:
             raise EngramError(f"{self.path} is not a model directory: it has no file {POINTER!r}") from None
 
     def commit(
         self, manifest: dict[str, Any], files: Iterable[File], *, previous: Pointer | None = None, why: str = ""
     ) -> Pointer:
-        """Makes these files, and a model.json that lists them, the model: all of it, or nothing changes.
+        """Write a generation and make it the current one.
 
-        previous: the generation to keep, for undoing this; why: where there is none, why.
+        previous: the generation to keep for undo. why: the reason if there is none, a key of NOTHING_KEPT.
         """
         return self.adopt(self.write_generation(manifest, files), previous=previous, why=why)
 
     def adopt(self, generation: Pointer, *, previous: Pointer | None = None, why: str = "") -> Pointer:
-        """Makes a generation that was written the model, in one step."""
+        """Make a written generation the current one, atomically."""
         pointer = replace(generation, previous=previous, why=why)
         try:
             self._switch(pointer)
@@ -120,9 +120,9 @@ class Writer:
         return pointer
 
     def write_generation(self, manifest: dict[str, Any], files: Iterable[File]) -> Pointer:
-        """A generation that is whole and on disk, and not the model yet.
+        """Write a complete generation to disk, without making it the current one.
 
-        A file that the model, or the generation it keeps, had under any name is linked, not written again.
+        A file that the current or the previous generation has, under any name, is linked instead of written.
         """
         number = 1 + max([int(name) for name in self._generations()], default=0)
         place = self.path / GENERATIONS / f"{number:06d}"
@@ -144,10 +144,10 @@ class Writer:
         return Pointer(place.name, digest(text))
 
     def _write_files(self, part: Path, files: Iterable[File]) -> dict[str, list[int | str]]:
-        """Name, size and checksum of each; several at a time, since each waits for the disk."""
+        """Write files in parallel, because each waits for the disk; return size and checksum of each by name."""
         held: dict[str, Path] = {}
         for read in (read_previous, read_model):
-            with suppress(EngramError):  # what cannot be linked is written
+            with suppress(EngramError):  # without a file to link to, it is written
                 held |= read(self.path, Snapshot.paths)
 
         def put(file: File) -> tuple[str, list[int | str]]:
@@ -166,10 +166,10 @@ class Writer:
             pool.shutdown(cancel_futures=True)
 
     def _switch(self, pointer: Pointer | None) -> None:
-        """Puts another `current` in place, in one step; None: there is no model yet."""
-        data: dict[str, Any] = {"format": FORMAT, **_entry(pointer)}
+        """Replace `current` atomically; None: there is no model yet."""
+        data: dict[str, Any] = {"format": FORMAT, **_pointer_entry(pointer)}
         if pointer is not None and pointer.previous is not None:
-            data["previous"] = _entry(pointer.previous)
+            data["previous"] = _pointer_entry(pointer.previous)
         elif pointer is not None and pointer.why:
             data["why"] = pointer.why
         text = json.dumps(data)
@@ -181,20 +181,23 @@ class Writer:
             sync_folder(self.path)
 
     def learning(self) -> Checkpoint | None:
-        """Where learning stood that was not finished; None where there is none."""
+        """Return the checkpoint of an unfinished lesson, or None."""
         place = self.path / LEARNING
         if not (place / STATE).exists() and not (place / STATE).is_symlink():
             return None
+        how = f"drop it with {option('restart', True)} and start again"
+        if not is_real_folder(place) or (place / STATE).is_symlink() or not (place / STATE).is_file():
+            raise EngramError(f"learning in {self.path} cannot be resumed: {place} is not a folder of engram; {how}")
         try:
-            if not is_real_folder(place) or (place / STATE).is_symlink() or not (place / STATE).is_file():
-                raise EngramError(f"{place} holds what is not engram's")
             return load_checkpoint(place / STATE)
         except EngramError as error:
-            reason = str(error).removesuffix("; start the run again")
-            raise EngramError(f"learning in {self.path} cannot be resumed: {reason}; drop it and start again") from None
+            raise EngramError(
+                f"learning in {self.path} cannot be resumed: the checkpoint {place / STATE} is damaged or from another "
+                f"version; {how}"
+            ) from error
 
     def save_learning(self, checkpoint: Checkpoint) -> None:
-        """Keeps where learning stands, in place of what was kept before."""
+        """Save the checkpoint of a lesson, replacing the one before."""
         place = self.path / LEARNING
         with writing(place):
             place.mkdir(exist_ok=True)
@@ -202,7 +205,7 @@ class Writer:
         save_checkpoint(place / STATE, checkpoint)
 
     def drop_learning(self) -> None:
-        """Forgets learning in progress."""
+        """Delete the checkpoint of an unfinished lesson."""
         place = self.path / LEARNING
         if is_real_folder(place):
             shutil.rmtree(place, ignore_errors=True)
@@ -214,7 +217,7 @@ class Writer:
         return [entry.name for entry in place.iterdir() if GENERATION.fullmatch(entry.name)]
 
     def clean_up(self) -> None:
-        """Removes what a kill left: half-written generations, and those that `current` does not name any more."""
+        """Delete what a killed process left: partial generations, and those that `current` does not name."""
         self._refuse_links()
         place, pointer = self.path / GENERATIONS, self.current()
         named = {each.generation for each in (pointer, pointer and pointer.previous) if each is not None}
@@ -229,7 +232,7 @@ class Writer:
         for name in (GENERATIONS, LEARNING):
             place = self.path / name
             if place.is_symlink() or (place.exists() and not place.is_dir()):
-                raise EngramError(f"{place} is no folder of this model (a link, or a file); remove it")
+                raise EngramError(f"{place} is a link or a file, not a folder of this model; remove it")
 
     def _acquire(self) -> None:
         with writing(self.path / LOCK):
@@ -238,25 +241,25 @@ class Writer:
             raise EngramError(f"another process is changing the model at {self.path}; wait for it")
 
 
-def tidy(path: str | Path) -> None:
-    """Deletes what a kill left in the model at that path, where nobody is changing it and it can be."""
+def clean_up_model(path: str | Path) -> None:
+    """Delete what a killed process left in the model at that path, unless another process is writing there."""
     with suppress(EngramError, OSError):
         Writer(path).close()
 
 
-def _entry(pointer: Pointer | None) -> dict[str, str | None]:
-    """A generation as `current` names it."""
+def _pointer_entry(pointer: Pointer | None) -> dict[str, str | None]:
+    """Return a generation as an entry of `current`."""
     if pointer is None:
         return {"generation": None, "digest": None}
     return {"generation": pointer.generation, "digest": pointer.digest}
 
 
-def refuse_others(path: Path) -> None:
-    """Refuses a place that is somebody else's: a file, or a directory that holds something and is no model."""
+def refuse_other_directory(path: Path) -> None:
+    """Refuse a file, or a directory that is not empty and not a model."""
     if path.is_symlink() and not path.exists():
-        raise EngramError(f"{path} is a link that leads nowhere; remove it, or choose another place for the model")
+        raise EngramError(f"{path} is a broken link; remove it, or choose another path for the model")
     if path.exists() and not path.is_dir():
-        raise EngramError(f"{path} is a file, and a model is a directory; choose another place")
+        raise EngramError(f"{path} is a file, and a model is a directory; choose another path")
     if not path.is_dir() or (path / POINTER).exists():
         return
     others = [entry.name for entry in path.iterdir() if entry.name not in (LOCK, f".{POINTER}{TEMPORARY}")]
@@ -267,7 +270,7 @@ def refuse_others(path: Path) -> None:
 
 
 def _link(source: Path, path: Path, content: bytes) -> bool:
-    """Another name for a file that has this content; False where that cannot be had."""
+    """Create a hard link to a file that has this content; return whether that worked."""
     try:
         if source.is_symlink() or source.read_bytes() != content:
             return False

@@ -1,0 +1,107 @@
+"""The part of a configuration that runs and models share: the method, its settings, and the device it trains on."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any, Literal, Self, get_args
+
+import torch
+
+from engram.contract import Settings
+from engram.contract.settings import MAIN_ROLES, with_role
+from engram.core.errors import EngramError, UnknownNameError, option
+from engram.core.serialize import convert_setting, from_plain, to_plain
+from engram.data.augment import Augmentation
+from engram.data.memory import MemoryConfig
+from engram.methods import METHODS, find_method
+from engram.nn.backbones import BACKBONES
+
+Device = Literal["auto", "cpu", "cuda"]
+Precision = Literal["auto", "float32", "tf32", "bf16"]
+
+
+class LearnerConfig:
+    """Base of the frozen dataclasses `RunConfig` and `ModelConfig`.
+
+    Each of them declares these fields itself, because the order of its fields is the order of its saved JSON.
+    """
+
+    method: str
+    settings: Settings
+    seed: int
+    memory: MemoryConfig
+    backbone: str
+    augmentation: Augmentation
+
+    def check_learner(self) -> None:
+        """Convert every field to its declared type, and refuse values that do not fit the method."""
+        method = find_method(self.method)
+        if type(self.settings) is not method.settings:
+            raise EngramError(
+                f"{self.method} takes {method.settings.__name__} as its settings, got {type(self.settings).__name__}"
+            )
+        for each in fields(self):  # pyright: ignore[reportArgumentType]
+            if each.name != "settings":
+                object.__setattr__(self, each.name, convert_setting(type(self), each.name, getattr(self, each.name)))
+        for name in ("settings", "augmentation"):  # an integer given for a float becomes a float, as in the file
+            value = getattr(self, name)
+            object.__setattr__(self, name, from_plain(type(value), to_plain(value), name))
+        if self.backbone not in BACKBONES:
+            raise UnknownNameError("backbone", self.backbone, BACKBONES)
+        if method.memory in ("none", "all") and self.memory.budget != method.memory:
+            raise EngramError(
+                f"{self.method} is defined with memory={method.memory}, got {self.memory}; "
+                "choose another method for another memory"
+            )
+        if method.memory == "needed" and self.memory.budget == "none":
+            without = ", ".join(name for name, other in METHODS.items() if other.memory in ("none", "optional"))
+            raise EngramError(f"{self.method} needs a memory, got none; methods that learn without one: {without}")
+        if self.seed < 0:
+            raise EngramError(f"the seed must be 0 or more, got {self.seed}")
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the configuration as plain data."""
+        return to_plain(self)
+
+    @classmethod
+    def from_plain(cls, data: Any) -> Self:
+        """Return the configuration that plain data describes."""
+        if not isinstance(data, dict) or not isinstance(data.get("method"), str):
+            raise EngramError("a configuration must name its method")
+        settings = from_plain(find_method(data["method"]).settings, data.get("settings", {}), "settings")
+        return from_plain(cls, {**data, "settings": settings})
+
+
+def resolve_device(
+    device: Device, precision: Precision
+) -> tuple[Literal["cpu", "cuda"], Literal["float32", "tf32", "bf16"]]:
+    """Return the device and precision that "auto" selects on this machine; refuse those it does not support."""
+    for name, value, valid in (
+        ("device", device, get_args(Device)),
+        ("precision", precision, get_args(Precision)),
+    ):
+        if value not in valid:
+            raise EngramError(f"{name} must be one of {', '.join(valid)}, got {value!r}", parameter=name, value=value)
+    available = torch.cuda.is_available()
+    if device == "cuda" and not available:
+        raise EngramError(f"no CUDA device is available here; a new run can use {option('device', 'cpu')}")
+    chosen = "cuda" if available and device != "cpu" else "cpu"
+    if precision in ("bf16", "tf32") and chosen == "cpu":
+        raise EngramError(f"{precision} is for CUDA devices; on a CPU use {option('precision', 'float32')}")
+    if precision == "auto":
+        return chosen, "bf16" if chosen == "cuda" else "float32"
+    return chosen, precision
+
+
+def refuse_no_epochs(settings: Settings, prefix: str = "") -> None:
+    """Refuse settings whose main training phases have 0 epochs. Other phases may have 0, which skips them.
+
+    A RunConfig accepts 0 epochs, to look at an untrained network; on the command line it is a mistake.
+
+    prefix: precedes the name of the setting in the message.
+    """
+    for name, training in with_role(settings, *MAIN_ROLES).items():
+        if training.epochs < 1:
+            raise EngramError(
+                f"{prefix}{name}.epochs must be at least 1, got {training.epochs}: nothing would be learned"
+            )
