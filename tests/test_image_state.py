@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engram import EngramError, run
+from engram import EngramError, remove_class, run
 from engram.contract import (
     METHODS,
     ImageStateRows,
@@ -28,11 +28,15 @@ from engram.contract import (
 )
 from engram.core.events import BaseReused
 from engram.data.memory import Memory, MemoryConfig
+from engram.data.stage import content_ids
 from engram.experiment.base_cache import StageCache
 from engram.experiment.session import Session
 from engram.experiment.stage_work import StageWork
 from engram.methods.blocks.lsc import LSCMethod, LSCSettings, classification_loss, lsc_phases
+from engram.models.edit import save_model
 from helpers import assert_resumes_to, last_state, run_stopped, run_whole, starts, tiny_config, tiny_session, toy_store
+from model_helpers import NAMES, make, opened, tiny
+from model_helpers import learn as learn_lesson
 
 
 class Consistent(LSCMethod[LSCSettings]):
@@ -259,3 +263,50 @@ def test_a_part_of_a_batch_can_be_written_and_a_name_must_be_declared() -> None:
     for use in (lambda: images.read("sen"), lambda: images.write("sen", torch.zeros(3))):
         with pytest.raises(EngramError, match=r"no tensor 'sen' is kept per image; .* image_state = \{\"sen\": Image"):
             use()
+
+
+# In a model directory
+
+
+def test_a_model_keeps_the_tensors_of_its_exemplars(tmp_path: Path) -> None:
+    path = make(tmp_path / "model", NAMES[:2], NAMES[2:4], config=tiny("derpp"))
+    model = opened(path)
+    assert model.learner is not None
+    samples = model.learner.memory.samples()
+    assert samples is not None
+    logits = samples.state["logits"]
+    assert logits.isfinite().sum(dim=1).tolist() == [2] * 6 + [4] * 6, "as wide as the head was in their own stage"
+    assert torch.equal(samples.sources, content_ids(samples.images)), "ids do not depend on when a model is opened"
+    learn_lesson(path, NAMES[4:5])
+    again = opened(path).learner
+    assert again is not None
+    kept = again.memory.samples()
+    assert kept is not None
+    assert torch.equal(kept.state["logits"][:12, :4], logits[:, :4]), "a later lesson leaves them as they were"
+    assert kept.sources[:12].tolist() == samples.sources.tolist()
+
+
+def test_a_class_that_is_removed_takes_its_columns_along(tmp_path: Path) -> None:
+    path = make(tmp_path / "model", NAMES[:2], NAMES[2:4], config=tiny("derpp"))
+    before = opened(path).learner
+    remove_class(path, NAMES[0])
+    after = opened(path).learner
+    assert before is not None
+    assert after is not None
+    old, new = before.memory.samples(), after.memory.samples()
+    assert old is not None
+    assert new is not None
+    assert torch.equal(new.state["logits"][:, :3], old.state["logits"][3:, 1:4])
+    learn_lesson(path, NAMES[4:6])
+    assert len(opened(path).labels) == 5
+
+
+def test_tensors_per_image_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    path = make(tmp_path / "model", NAMES[:2], config=tiny("derpp"))
+    model = opened(path)
+    assert model.learner is not None
+    for label in model.learner.memory.labels:
+        model.learner.memory.of(label).state["logits"] = torch.zeros(3, 1)
+    save_model(model, path, overwrite=True)
+    with pytest.raises(EngramError, match="'logits' per image that does not fit; the model is damaged"):
+        opened(path)

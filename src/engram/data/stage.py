@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,13 +13,19 @@ from torch import Tensor
 NEVER = 2**31  # the stage of a class that has not come yet
 
 
+def content_ids(images: Tensor) -> Tensor:
+    """An id (N,) of each image (N, H, W, 3) that depends only on its pixels; for images without a row of a data set."""
+    digests = [hashlib.blake2b(image.tobytes(), digest_size=8).digest() for image in images.numpy()]
+    return torch.tensor([int.from_bytes(digest, "big", signed=True) for digest in digests], dtype=torch.int64)
+
+
 @dataclass(frozen=True, eq=False)
 class Samples:
     """N labelled images: what a stage trains on, or what the memory holds.
 
     images: uint8 (N, H, W, 3). labels: int64 (N,), positions in the class order. sources: int64 (N,), a stable id of
-    each image; in a run, its row in the training split. exemplar: bool (N,), true for images of the memory. state:
-    tensors kept per image, by name, (N, ...).
+    each image: in a run its row in the training split, in a model `content_ids`. exemplar: bool (N,), true for images
+    of the memory. state: tensors kept per image, by name, (N, ...).
     """
 
     images: Tensor

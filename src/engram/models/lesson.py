@@ -19,7 +19,7 @@ from engram.core.checkpoint import Checkpoint
 from engram.core.errors import EngramError, option
 from engram.core.events import Checkpointed, Event, Learned, StageStarted, Warned, Working
 from engram.core.serialize import flatten
-from engram.data.stage import Samples, Stage
+from engram.data.stage import Samples, Stage, content_ids
 from engram.data.store import pixel_statistics, some
 from engram.experiment.stage_work import PhasePlan, StageWork, StepTaken, TimeEstimate, pack_phase, unpack_phase
 from engram.methods import find_method
@@ -296,7 +296,7 @@ def _labelled(parts: list[tuple[int, Tensor]]) -> Samples:
     """Return the images of several labels as samples that are not exemplars."""
     labels = torch.cat([torch.full((len(images),), place) for place, images in parts])
     images = torch.cat([images for _, images in parts])
-    return Samples(images, labels, torch.arange(len(labels)), torch.zeros(len(labels), dtype=torch.bool))
+    return Samples(images, labels, content_ids(images), torch.zeros(len(labels), dtype=torch.bool))
 
 
 def _mean(accuracy: Mapping[Hashable, dict[str, float]], labels: Sequence[Hashable]) -> dict[str, float]:

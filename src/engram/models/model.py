@@ -237,7 +237,8 @@ class Model:
 
     def drop(self, positions: list[int]) -> None:
         """Drop the classes at these positions; later classes move up."""
-        self._trained().drop(positions, self.method.class_buffers)
+        class_state = [name for name, kept in self.method.image_state.items() if kept.per_class]
+        self._trained().drop(positions, self.method.class_buffers, class_state)
         self.heldout.drop(positions)
         ends = np.cumsum(self.sizes)
         stage_of = [int(np.searchsorted(ends, position, side="right")) for position in positions]

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from engram.core.errors import EngramError
 from engram.core.memory_limits import check_memory
+from engram.data.memory import STATE
+from engram.data.stage import content_ids
 from engram.experiment.learner_config import Device, Precision
 from engram.models.model import LessonRecord, Model
 from engram.models.store.generations import MANIFEST, WEIGHTS, Pointer, Snapshot, read_model, read_previous
@@ -35,7 +37,8 @@ _DTYPES = (
     torch.uint8,
     torch.bool,
 )
-_NAMES = re.compile(r"(network|teacher|buffers)\.[\w.]{1,200}|class_means")
+_KEPT = f"memory.{STATE}"  # prefix of the tensors that are kept per exemplar
+_NAMES = re.compile(rf"(network|teacher|buffers|{re.escape(_KEPT[:-1])})\.[\w.]{{1,200}}|class_means")
 
 
 def pack_model(model: Model) -> tuple[dict[str, Any], Iterator[File]]:
@@ -48,7 +51,11 @@ def pack_model(model: Model) -> tuple[dict[str, Any], Iterator[File]]:
 def _weights(model: Model) -> dict[str, Tensor]:
     """Return the tensors of the model by name, without the images of its memory."""
     assert model.learner is not None
-    state = {name: value for name, value in model.learner.state_dict().items() if not name.startswith("memory.")}
+    state = {
+        name: value
+        for name, value in model.learner.state_dict().items()
+        if name.startswith(_KEPT) or not name.startswith("memory.")
+    }
     network = {name: value for name, value in state.items() if name.startswith("network.")}
     # Between lessons the teacher is usually a copy of the network; it is saved only if it differs.
     if all(_same(value, state.get("teacher." + name.removeprefix("network."))) for name, value in network.items()):
@@ -202,6 +209,7 @@ def _unpack(
     check_memory(2 * snapshot.size(WEIGHTS), f"the weights in {snapshot.path}")
     state = _tensors(snapshot.read(WEIGHTS), weights)
     _check_head(model, state, weights)
+    kept = _image_state(model, state, sum(entry.exemplars for entry in manifest.classes), weights)
     model.learner = model.make_learner(manifest.mean, manifest.std, len(state["network.head.seen"]))
     teacher = {
         f"teacher.{name.removeprefix('network.')}": value
@@ -221,7 +229,9 @@ def _unpack(
     if images:
         skipped = {position for position, known in enumerate(model.classes) if known.label in without}
         names = [name for name in pictures if name not in sparing and class_position(name) not in skipped]
-        _read_pictures(snapshot, model, names)
+        exemplars = [name for name in pictures if name.startswith(f"{EXEMPLARS}/")]
+        rows = [row for row, name in enumerate(exemplars) if name in set(names)]
+        _read_pictures(snapshot, model, names, {name: value[rows] for name, value in kept.items()})
     return model
 
 
@@ -253,6 +263,21 @@ def _tensors(content: bytes, path: Path) -> dict[str, Tensor]:
     return state
 
 
+def _image_state(model: Model, state: dict[str, Tensor], exemplars: int, path: Path) -> dict[str, Tensor]:
+    """Take the tensors kept per exemplar out of the state; refuse any but those that the method keeps."""
+    kept = {name.removeprefix(_KEPT): state.pop(name) for name in list(state) if name.startswith(_KEPT)}
+    declared, width = model.method.image_state, len(model.classes)
+    for name, value in kept.items():
+        # A tensor with a value per class may have more columns than there are classes.
+        columns = value.shape[1] if value.ndim == 2 and value.shape[1] >= width else width
+        shape = declared[name].row_shape(columns) if name in declared else None
+        if shape != tuple(value.shape[1:]) or len(value) != exemplars or value.dtype != torch.float32:
+            raise EngramError(f"{path} has a tensor {name!r:.80} per image that does not fit; the model is damaged")
+    if exemplars and kept.keys() != declared.keys():
+        raise EngramError(f"{path} lacks tensors per image that {model.config.method} keeps; the model is damaged")
+    return kept
+
+
 def _check_head(model: Model, state: dict[str, Tensor], path: Path) -> None:
     """Refuse weights that do not fit the head, before a head of that size is allocated."""
     seen = state.get("network.head.seen")
@@ -278,7 +303,8 @@ def _check_head(model: Model, state: dict[str, Tensor], path: Path) -> None:
             raise EngramError(f"{path} does not fit the head that {MANIFEST} describes; the model is damaged")
 
 
-def _read_pictures(snapshot: Snapshot, model: Model, names: list[str]) -> None:
+def _read_pictures(snapshot: Snapshot, model: Model, names: list[str], kept: dict[str, Tensor]) -> None:
+    """Read pictures into the model's memories. kept: the tensors per exemplar, in the order of the names."""
     assert model.learner is not None
     height, width = model.config.image_size
     check_memory(2 * len(names) * height * width * 3, f"{len(names)} images of {width}x{height} pixels")
@@ -295,5 +321,8 @@ def _read_pictures(snapshot: Snapshot, model: Model, names: list[str]) -> None:
             for place, image in enumerate(pool.map(read, own)):
                 pixels[place] = image
             labels = torch.tensor([class_position(name) for name in own])
-            state = {"images": torch.from_numpy(pixels), "labels": labels, "sources": torch.arange(len(own))}
+            images = torch.from_numpy(pixels)
+            state = {"images": images, "labels": labels, "sources": content_ids(images)}
+            if kind == EXEMPLARS:
+                state |= {f"{STATE}{name}": value for name, value in kept.items()}
             memory.load_state_dict(state)
