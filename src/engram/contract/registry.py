@@ -169,7 +169,7 @@ def _check_class(name: str, cls: type) -> None:
 def _check_settings(name: str, settings: type[Settings]) -> None:
     if not isinstance(settings, type) or not issubclass(settings, Settings):
         raise EngramError(
-            f"the settings of {name} must be a subclass of engram.methods.Settings, as a frozen dataclass, "
+            f"the settings of {name} must be a subclass of engram.contract.Settings, as a frozen dataclass, "
             f"got {settings!r}"
         )
     try:

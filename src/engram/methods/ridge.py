@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engram.contract import Learner, Passes, Phase, Settings, Stage, Training, register, setting
@@ -84,7 +85,8 @@ class Ridge(LinearMethod[RidgeSettings]):
                 features = passes.features(learner.network, images, mirror).double()
                 features = torch.cat([features, features.new_ones(len(features), 1)], dim=1)
                 products += features.T @ features
-                sums.index_add_(0, labels, features)
+                # A product and not index_add_, whose order of summation changes from run to run on a GPU.
+                sums += F.one_hot(labels, head.capacity).to(features).T @ features
         learner.store(PRODUCTS, products)
         learner.store(SUMS, sums)
         solution = ridge_weights(products, sums, self.settings.gamma)

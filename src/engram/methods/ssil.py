@@ -129,8 +129,8 @@ class SSIL(LinearMethod[SSILSettings]):
             return [main_phase(stage, training, classify)]
         exemplar = stage.pool.exemplar
         new, old = stage.all_rows[~exemplar], stage.all_rows[exemplar]
-        stream = SecondStream(old, self.settings.replay)
-        return [main_phase(stage, training, self.loss, rows=new, extensions=(stream,))]
+        stream = (SecondStream(old, self.settings.replay),) if len(old) else ()
+        return [main_phase(stage, training, self.loss, rows=new, extensions=stream)]
 
     def loss(self, step: Step) -> Terms:
         """Classification within the newest classes or within the other classes, and distillation within each group."""
