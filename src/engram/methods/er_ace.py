@@ -1,27 +1,26 @@
 """ER-ACE: experience replay with an asymmetric cross-entropy (Caccia et al., ICLR 2022).
 
 With one softmax over all classes, new images push their features into the region of the old ones at the start of a
-stage. So new images are classified among the new classes only. Exemplars, in a stream of their own, are classified
-among all classes seen.
+stage. So new images are classified among the new classes only. Replayed images, exemplars and as many images of each
+new class, are classified among all classes seen.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import final
 
 import torch
+from torch import Tensor
 
 from engram.contract import Learner, Passes, Phase, Settings, Stage, Step, Terms, Training, register, setting
-from engram.methods.blocks.linear import LinearMethod, classify, note_single_class, seen_columns
+from engram.core.rng import generator
+from engram.methods.blocks.linear import LinearMethod, classify, seen_columns
 from engram.methods.blocks.losses import cross_entropy
 from engram.methods.blocks.phases import main_phase
 from engram.methods.blocks.second_stream import SecondStream
 
-SINGLE_CLASS = (
-    "new images are classified among the new classes only: such a class is learned only later, from its exemplars; "
-    "bring two or more at a time"
-)
+REPLAY = "replay"  # the stream of replayed images
 
 
 def er_ace_training() -> Training:
@@ -31,10 +30,25 @@ def er_ace_training() -> Training:
 
 @dataclass(frozen=True)
 class ERACESettings(Settings):
-    """ER-ACE's settings. replay: the exemplars in each batch, in addition to its new images."""
+    """ER-ACE's settings. replay: the replayed images in each batch, in addition to its new images."""
 
     replay: int = setting(32, at_least=1, after_base=True)
     train: Training = setting(factory=er_ace_training, role="main")
+
+
+def replayed_rows(learner: Learner, stage: Stage) -> Tensor:
+    """The rows of the exemplars and of as many images of each new class, drawn at random; none without exemplars.
+
+    Only images of a new class among all classes raise its scores above those of the old classes.
+    """
+    exemplars = stage.all_rows[stage.pool.exemplar]
+    if not len(exemplars):
+        return exemplars
+    quota, rows = learner.memory.config.per_class(stage.num_seen), [exemplars]
+    for label in stage.new_labels:
+        own = stage.rows_of(label)
+        rows.append(own[torch.randperm(len(own), generator=generator(learner.seed, "replay", label))[:quota]])
+    return torch.cat(rows)
 
 
 @final
@@ -47,28 +61,20 @@ class ERACESettings(Settings):
     shares_base=True,
 )
 class ERACE(LinearMethod[ERACESettings]):
-    """Classifies new images among the new classes and exemplars among all."""
+    """Classifies new images among the new classes and replayed ones among all."""
 
     uses_teacher = False
 
-    def grow(self, learner: Learner, stage: Stage, passes: Passes) -> None:
-        super().grow(learner, stage, passes)
-        note_single_class(learner, stage, SINGLE_CLASS)
-
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
-        exemplar = stage.pool.exemplar
-        new, old = stage.all_rows[~exemplar], stage.all_rows[exemplar]
-        replayed = (SecondStream(old, self.settings.replay, "replay"),) if len(old) else ()
+        new, replayed = stage.all_rows[~stage.pool.exemplar], replayed_rows(learner, stage)
+        streams = (SecondStream(replayed, self.settings.replay, REPLAY),) if len(replayed) else ()
         loss = classify if stage.is_base else self.loss
-        main = main_phase(stage, self.settings.train, loss, rows=new, extensions=replayed)
-        return [replace(main, teacher=False)]
+        return [main_phase(stage, self.settings.train, loss, rows=new, teacher=False, extensions=streams)]
 
     def loss(self, step: Step) -> Terms:
-        """The sum of two means: over the new images and over the exemplars (0 if the batch has none)."""
-        columns = torch.where(step.exemplar[:, None], seen_columns(step), step.new)  # (B, K)
-        losses = cross_entropy(step.student.logits, step.labels, columns)
-        new, replayed = ~step.exemplar, step.exemplar
-        return {
-            "classification": (losses * new).sum() / new.sum().clamp(min=1),
-            "replay": (losses * replayed).sum() / replayed.sum().clamp(min=1),
-        }
+        """The sum of two means: over the new images, and over the replayed ones if there are any."""
+        logits, main, replay = step.student.logits, step.streams["main"], step.streams.get(REPLAY)
+        terms = {"classification": cross_entropy(logits[main], step.labels[main], step.new).mean()}
+        if replay is not None:
+            terms["replay"] = cross_entropy(logits[replay], step.labels[replay], seen_columns(step)).mean()
+        return terms
