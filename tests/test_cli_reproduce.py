@@ -115,7 +115,7 @@ def test_a_second_time_gives_the_same_and_trains_nothing(engram: Engram, paper: 
     # 50 differs by less than its std 60; 200 and both 10s by more than a point; Replay's 33 equals the run's.
     assert lines[-2].startswith("5 of 7 published numbers were measured: ")
     assert lines[-1] == str(done / "reproduction.html")
-    hint = "(one of your own: import its module first, for a command by ENGRAM_METHODS=FILE.py)"
+    hint = "(a method of your own: import its module first; for a command, set ENGRAM_METHODS=FILE.py)"
     assert f"no recipe yet: unheard-folder {hint}" in outcome.out
 
 

@@ -395,5 +395,7 @@ def test_an_unreadable_file_of_a_class_order_is_refused(engram: Engram, tmp_path
         expected = [*said, "every class, one per line or separated by commas"]
         assert_refused(engram("run", "afc-mini-b10-s5", "--order", f"@{name}", "--dry-run"), *expected)
         assert_refused(engram("run", "afc-mini-b10-s5", "--orders", f"1,@{name}", "--dry-run"), *expected)
-    assert_refused(engram("run", "afc-mini-b10-s5", "--order", "@wrong", "--dry-run"), "names 'a', which is no class")
+    assert_refused(
+        engram("run", "afc-mini-b10-s5", "--order", "@wrong", "--dry-run"), "names 'a', but there is no such class"
+    )
     assert_refused(engram("run", "afc-mini-b10-s5", "--order", "wrong", "--dry-run"), "'wrong' is none of", "@FILE")

@@ -136,7 +136,7 @@ def test_runs_of_edited_code_stand_apart(engram: Engram, own: Path, photos: Path
     outcome = engram(*command, "--orders", "1,2,3")
     for told in (planned.err, outcome.err):
         assert told.count("\n") == 1
-        assert told.startswith("engram: 2 runs are done already and not on record with the code that the method has")
+        assert told.startswith("engram: 2 runs are done already, but not recorded with the present code of the method")
         assert told.endswith(f": {first.name}, {second.name}\n")
     third = max(Path("runs").iterdir())
     assert versions(third)["method_code"] != code
@@ -186,7 +186,7 @@ def test_an_unknown_method_says_how_ones_own_is_brought_in(
         assert outcome.status == 2
         assert "ENGRAM_METHODS=FILE.py" in outcome.err
     near = engram("run", "warm-mini-b10-s5").err
-    assert "did you mean 'wa-mini-b10-s5'? (one of your own: " in near, "it may be either"
+    assert "did you mean 'wa-mini-b10-s5'? (a method of your own: " in near, "it may be either"
     for known in ("afc", "afc-mini-b10-s6", "AFC mini b10 s5", "afc_mini_b10_s5"):
         assert "ENGRAM_METHODS" not in engram("run", known).err, "the method is known"
 

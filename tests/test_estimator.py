@@ -213,7 +213,7 @@ def test_grey_images_and_images_that_are_not_square() -> None:
     classifier = quick(epochs=1).fit(wide, labels)
     assert classifier.model_.config.image_size == (8, 16)
     assert classifier.predict(wide).shape == (16,)
-    with pytest.raises(EngramError, match="files become squares"):
+    with pytest.raises(EngramError, match="files are resized to squares"):
         classifier.predict(["x.png"])
 
 
@@ -259,8 +259,8 @@ def test_what_is_no_image_is_refused_with_a_sentence(given: Any, sentence: str, 
         ([("a", float("nan"))] * 16, "holds NaN"),
         (set(range(16)), "one label for each image"),
         (dict.fromkeys(range(16), "a"), "one label for each image"),
-        (np.zeros(16, "datetime64[ns]"), r"datetime64\[ns\], which is no label"),
-        ([np.datetime64("2020-01-01", "ns")] * 16, "which is no label"),
+        (np.zeros(16, "datetime64[ns]"), r"datetime64\[ns\], which is not a label"),
+        ([np.datetime64("2020-01-01", "ns")] * 16, "which is not a label"),
     ],
 )
 def test_what_are_no_labels_is_refused_with_a_sentence(labels: Any, sentence: str) -> None:

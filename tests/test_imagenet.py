@@ -485,7 +485,7 @@ def test_flags_and_commands_know_imagenet(hundred: Path, engram: Engram) -> None
     for arguments, words in (
         (["run", "afc-imagenet100-b50-s5", "--data", hundred, "--test-fraction", "0.5"], "is for a folder of images"),
         (["run", "afc-imagenet1000-b500-s5", "--dry-run"], "give --data PATH"),
-        (["prepare", "imagenet100"], "cannot be downloaded for you: get ImageNet from https://image-net.org"),
+        (["prepare", "imagenet100"], "cannot be downloaded: get ImageNet from https://image-net.org"),
     ):
         outcome = engram(*arguments)
         assert outcome.status == 2
@@ -496,7 +496,10 @@ def test_flags_and_commands_know_imagenet(hundred: Path, engram: Engram) -> None
 
 
 def test_decoded_images_are_listed_beside_base_stages(three: Path, engram: Engram) -> None:
-    assert engram("list", "cache").out == f"0 trained base stages in {data_home() / 'stages'}; delete what you like\n"
+    assert (
+        engram("list", "cache").out
+        == f"0 trained base stages in {data_home() / 'stages'}; you can delete any of them\n"
+    )
     read_three(three)
     stages = StageCache(data_home() / "stages")
     stages.save("base", {"x": torch.zeros(3)}, "afc-mini-b10-s5-order1-seed1")
@@ -509,7 +512,7 @@ def test_decoded_images_are_listed_beside_base_stages(three: Path, engram: Engra
     assert decoded["megabytes"] == f"{15 * SIDE**2 * 3 / 1e6:.1f}"
     shown = engram("list", "cache").out
     assert "1 trained base stages in" in shown
-    assert f"1 set of decoded images in {data_home() / CACHE}; delete what you like" in shown
+    assert f"1 set of decoded images in {data_home() / CACHE}; you can delete any of them" in shown
     assert shown.index(stage["trained by"]) < shown.index(stage["file"]) < shown.index(pixels.name)
     pixels.unlink()
     assert "of decoded images" not in engram("list", "cache").out

@@ -121,7 +121,7 @@ def test_lwf_says_once_that_single_classes_are_not_learned() -> None:
     for index in range(3):
         learn_stage(session, index)
     (note,) = session.learner.notes
-    assert "such a class is not learned" in note
+    assert "so a single class is not learned" in note
 
 
 @pytest.mark.parametrize("method", ["lwf", "lwm", "ssil", "ewc", "si", "mas"])

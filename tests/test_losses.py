@@ -371,10 +371,10 @@ def test_tiny_importances_are_normalised_in_float32_too() -> None:
     ("make", "sentence"),
     [
         (lambda: LSCSettings(variant="papre"), "no variant 'papre': did you mean 'paper'?"),  # pyright: ignore
-        (lambda: LSCSettings(classification="hinge"), "classification must be one of"),  # pyright: ignore
-        (lambda: LSCSettings(similarity="dot"), "similarity must be one of"),  # pyright: ignore
-        (lambda: AFCSettings(discrepancy="none"), "discrepancy must be one of"),  # pyright: ignore
-        (lambda: LSCSettings(proxies=0), "at least 1 proxy, got 0"),
+        (lambda: LSCSettings(classification="hinge"), "no classification 'hinge': valid names: paper, released"),  # pyright: ignore
+        (lambda: LSCSettings(similarity="dot"), "no similarity 'dot': valid names: cosine, distance"),  # pyright: ignore
+        (lambda: AFCSettings(discrepancy="none"), "no discrepancy 'none': valid names: paper, released"),  # pyright: ignore
+        (lambda: LSCSettings(proxies=0), "proxies must be at least 1, got 0"),
         (lambda: LSCSettings(sharpness=0), "sharpness must be above 0, got 0"),
         (lambda: AFCSettings(lambda_disc=-1), "lambda_disc must be at least 0, got -1"),
         (lambda: AFCSettings(importance_samples=0), "importance_samples must be at least 1, got 0"),

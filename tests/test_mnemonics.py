@@ -525,7 +525,7 @@ def test_impossible_settings_are_refused(settings: dict[str, Any], says: str) ->
 
 def test_a_memory_of_every_image_is_refused_before_anything_is_trained() -> None:
     config = replace(tiny_config("mnemonics"), memory=MemoryConfig(budget="all", size=0))
-    with pytest.raises(EngramError, match="memory=all keeps every image; give a budget"):
+    with pytest.raises(EngramError, match="memory=all keeps every image unchanged; give a budget"):
         next(run(config, toy_store()))
 
 

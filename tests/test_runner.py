@@ -214,7 +214,7 @@ def test_plan_is_what_then_happens(config: RunConfig, store: ImageStore) -> None
         ({"increment": 0}, "at least 1"),
         ({"order": "class a,class b"}, "lacks 4 of the 6"),
         ({"order": "0,1,2,3,4,4"}, "more than once"),
-        ({"order": "class a,class b,class c,class d,class e,class x"}, "no class here"),
+        ({"order": "class a,class b,class c,class d,class e,class x"}, "there is no such class"),
         ({"order": "backwards"}, "none of"),
         ({"settings.train.epochs": -1}, "epochs must be at least 0"),
         ({"settings.lambda_dics": 3}, "did you mean 'settings.lambda_disc'"),
@@ -318,7 +318,7 @@ def test_held_out_images_do_not_pass_for_the_test_split() -> None:
     asked = config.with_value("data.holdout", "0.2")
     assert settle(asked, load_store(asked.data)) == held
     for other, has in ((whole, "none"), (whole.holdout(0.5, seed=0), "0.5")):  # nor the test split for held-out ones
-        with pytest.raises(EngramError, match=rf"held-out share of 0\.2, and the images that were given have {has};"):
+        with pytest.raises(EngramError, match=rf"held-out share of 0\.2, but the images that were given have {has};"):
             settle(asked, other)
     assert settle(config, make_store().holdout(0.2, seed=0)).data == DataConfig("arrays", holdout=0.2)
 

@@ -152,11 +152,13 @@ def test_an_objective_without_the_scale_does_not_need_it() -> None:
     assert ours["backbone.conv.weight"].any()
 
 
-@pytest.mark.parametrize(("method", "what"), [("der", "ExpandingHead"), ("bic", "correction"), ("ucir-dde", "effect")])
+@pytest.mark.parametrize(
+    ("method", "what"), [("der", "ExpandingHead"), ("bic", "CorrectedHead"), ("ucir-dde", "effect")]
+)
 def test_a_network_without_rules_is_refused_and_left_as_it_was(method: str, what: str) -> None:
     session = tiny_session(tiny_config(method))
     stage, network = learn_stage(session, 0), session.learner.network.train()
-    with pytest.raises(EngramError, match=f"known for Conv2d, .*LSCHead, and not for {what}; a method"):
+    with pytest.raises(EngramError, match=f"computed for Conv2d, .*LSCHead, but not for {what}; a method"):
         session.engine.sensitivity(session.learner, stage, stage.all_rows, squared_length, power=1)
     assert network.training
 

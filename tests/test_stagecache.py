@@ -17,8 +17,7 @@ import torch
 
 from conftest import make_config, make_store
 from engram import EngramError, RunConfig, resume, run
-from engram.contract import Training
-from engram.contract import method as _base
+from engram.contract import Training, registry
 from engram.core import provenance
 from engram.core.events import BaseReused, EpochFinished, Event, RunFinished, Warned
 from engram.core.provenance import _TRAINING, code_digest
@@ -222,7 +221,7 @@ class Two(LSCMethod[LSCSettings]):
 
 
 def test_a_method_has_no_base_of_another_unless_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_base, "METHODS", METHODS.copy())
+    monkeypatch.setattr(registry, "METHODS", METHODS.copy())
     (tmp_path / "twins.py").write_text(TWINS)
     monkeypatch.syspath_prepend(tmp_path)
     importlib.import_module("twins")
@@ -322,6 +321,8 @@ def test_what_trains_a_base_stage_is_in_its_key() -> None:
     training = ("engram.experiment.session", "engram.experiment.stage_work")
     used = {used for module in training for used in graph.find_upstream_modules(module)}
     others = {name for name in used if not any(name == root or name.startswith(f"{root}.") for root in roots)}
-    values = {"experiment.run_config", "core.serialize"}  # what comes of them is in the key
+    # What comes of them is in the key.
+    values = {"experiment.run_config", "experiment.learner_config", "core.serialize", "core.fields"}
+    reading = {f"runs.{name}" for name in ("checked", "directory", "reader", "result", "stored_run")}
     helpers = {"core.errors", "core.events", "core.io", "core.memory_limits", "core.metrics", "core.provenance"}
-    assert others == {f"engram.{name}" for name in values | helpers}
+    assert others == {f"engram.{name}" for name in values | helpers | reading}

@@ -301,8 +301,8 @@ def test_shares_of_the_two_budgets_of_the_paper() -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("per_class=0", "at least one exemplar a class, got per_class=0"),
-        ("total=-5", "at least one exemplar a class, got total=-5"),
+        ("per_class=0", "at least one exemplar per class, got per_class=0"),
+        ("total=-5", "at least one exemplar per class, got total=-5"),
         ("per_klass=3", "'per_klass=3' is none of"),
         ("20", "'20' is none of"),
         ("total=2.5", "'total=2.5' is none of"),

@@ -241,7 +241,7 @@ def test_one_class_a_stage(method: str, base: int) -> None:
         (PODNetSettings, {"lambda_spatial": -0.5}, "lambda_spatial must be at least 0, got -0.5"),
         (MapsSettings, {"lambda_maps": math.nan}, "lambda_maps must be at least 0, got nan"),
         (GradCAMSettings, {"lambda_maps": -2}, "lambda_maps must be at least 0, got -2"),
-        (GradCAMSettings, {"proxies": 0}, "at least 1 proxy, got 0"),
+        (GradCAMSettings, {"proxies": 0}, "proxies must be at least 1, got 0"),
     ],
 )
 def test_impossible_settings_are_refused(settings: Any, values: dict[str, Any], sentence: str) -> None:

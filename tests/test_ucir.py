@@ -255,7 +255,7 @@ def test_negative_settings_are_refused(name: str) -> None:
 
 
 def test_no_rival_is_refused() -> None:
-    with pytest.raises(EngramError, match="at least 1 rival, got 0"):
+    with pytest.raises(EngramError, match="rivals must be at least 1, got 0"):
         UCIRSettings(rivals=0)
 
 

@@ -63,8 +63,14 @@ def base_settings(settings: Settings) -> dict[str, Any]:
 
 
 def with_role(settings: Settings, *roles: Role) -> dict[str, Any]:
-    """The settings that have one of these roles, by name, in the order of the roles."""
+    """The settings that have one of these roles, by name, in the order of the roles.
+
+    If no setting has the role main, the first `Training` has it.
+    """
     by_role = {each.metadata.get("role"): each.name for each in fields(settings)}
+    trainings = [each.name for each in fields(settings) if isinstance(getattr(settings, each.name), Training)]
+    if "main" not in by_role and trainings:
+        by_role["main"] = trainings[0]
     return {by_role[role]: getattr(settings, by_role[role]) for role in roles if role in by_role}
 
 

@@ -132,7 +132,7 @@ class Model:
 
         def network() -> Network:
             backbone = self.make_backbone()
-            return Network(backbone, self.method.head(backbone.dim, capacity), mean, std)
+            return self.method.network(backbone, self.method.head(backbone.dim, capacity), mean, std)
 
         device, memory = self.engine.device, Memory(self.config.memory)
         return Learner(network().to(device), network().to(device), memory, self.config.seed, self.method.uses_teacher)

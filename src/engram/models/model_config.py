@@ -18,8 +18,8 @@ from engram.data.memory import MemoryConfig
 from engram.experiment.learner_config import Device, LearnerConfig, refuse_no_epochs, resolve_device
 from engram.experiment.recipes import recipe
 from engram.methods import METHODS, find_method
+from engram.methods.defaults import DEFAULT_METHOD
 
-DEFAULT_METHOD = "afc"
 LARGEST_SIDE = 1024
 LARGEST_NUMBER = 2**63
 VALIDATION_MOST = 50

@@ -34,7 +34,7 @@ from engram.reproduce.paper_page import headline, remarks, write_page
 from engram.reproduce.paper_tables import against_first, caption, grid, legend, lines
 
 PAGE = "reproduction.html"
-GAP = 3  # console columns between two columns of a table
+COLUMN_GAP = 3  # console columns between two columns of a table
 _STYLES = {WITHIN_STD: "green", WITHIN_POINT: "cyan", FURTHER: "yellow", NOT_RUN: "dim"}
 
 
@@ -142,10 +142,10 @@ def results_tables(experiment: Experiment, cells: Sequence[Measured], width: int
     rows = [(label, [_cell(*pair) for pair in zip(row, firsts, strict=True)]) for label, row in found]
     labels = [column.label for column in experiment.columns]
     widths = [
-        max(len(label), *(len(line) for _, row in rows for line in row[i].plain.splitlines())) + GAP
+        max(len(label), *(len(line) for _, row in rows for line in row[i].plain.splitlines())) + COLUMN_GAP
         for i, label in enumerate(labels)
     ]
-    available = width - max(len(label) for label, _ in rows) - GAP
+    available = width - max(len(label) for label, _ in rows) - COLUMN_GAP
     groups: list[list[int]] = [[]]
     for i, needed in enumerate(widths):
         if groups[-1] and sum(widths[j] for j in groups[-1]) + needed > available:
