@@ -80,7 +80,7 @@ class RemovedImages:
 
 
 def save_model(model: Model, path: str | Path, *, expected: Pointer | None = None, overwrite: bool = False) -> Pointer:
-    """Save the model at that path, where there is no model or the expected generation; `overwrite` replaces any."""
+    """Save the model at that path, which must hold no model or the expected generation; `overwrite` replaces any."""
     if model.learner is None:
         raise EngramError("there is nothing to save: the model has not learned anything yet")
     manifest, files = pack_model(model)  # refuses before anything is written

@@ -43,7 +43,7 @@ class LearningResumed(LessonNotice):
 
 @dataclass(frozen=True)
 class LessonPlan:
-    """What to do with the images given to a lesson.
+    """The decisions about the images given to a lesson.
 
     Parameters
     ----------

@@ -46,7 +46,7 @@ class Measured:
 
     @property
     def lacking(self) -> str:
-        """What is missing, independent of what this version could run."""
+        """The missing part, whatever this version could run."""
         return KEPT_NOTHING if self.cell.bare else NOT_RUN
 
     @property

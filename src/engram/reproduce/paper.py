@@ -75,7 +75,7 @@ class PaperColumn:
 
 @dataclass(frozen=True)
 class Spec:
-    """What a cell measures: a recipe and changes to it. predictor: None is the one that the recipe reports."""
+    """The measurement of a cell: a recipe and changes to it. predictor: None is the one that the recipe reports."""
 
     recipe: str
     set: tuple[str, ...]

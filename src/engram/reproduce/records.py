@@ -99,7 +99,7 @@ class Record(RunIdentity):
 
     @cached_property
     def key(self) -> str | None:
-        """What all runs of the same protocol, class order and seed have in common; see `protocol_key`."""
+        """A key that is equal for runs of the same protocol, class order and seed; see `protocol_key`."""
         return None if self.run_config is None else protocol_key(self.run_config)
 
     @property

@@ -124,7 +124,7 @@ class LossPoint:
 
 @dataclass(frozen=True)
 class RunLog:
-    """What events.jsonl tells. wall: start and end, if the run was never interrupted.
+    """The content of events.jsonl. wall: start and end, if the run was never interrupted.
 
     reused_base: the base stage was trained by another run, whose time is not counted in this run.
     """

@@ -28,7 +28,7 @@ PACKAGES = ("numpy", "safetensors", "pillow", "tyro", "rich", "matplotlib", "jin
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found, and what to do about it."""
+    """The finding of a check, and what to do about it."""
 
     found: str
     status: Literal["ok", "warning", "problem"] = "ok"

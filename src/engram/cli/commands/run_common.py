@@ -54,7 +54,7 @@ def check_last_stage(flags: RunningFlags, *stages: int) -> None:
 
 
 def check_threads(threads: int | None) -> None:
-    """Refuse less than one thread, and so many that OpenMP would end the program without a message."""
+    """Refuse less than one thread, and numbers at which OpenMP ends the program without a message."""
     if threads is not None and not 1 <= threads <= MAX_THREADS:
         raise EngramError(f"--threads must be at least 1 and at most {MAX_THREADS}, got {threads}")
 
