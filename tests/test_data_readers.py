@@ -9,6 +9,7 @@ import io
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 import tarfile
@@ -31,7 +32,7 @@ from engram.data.sources.folder import read_folder
 from engram.data.sources.load import DataConfig, load_store
 from engram.data.sources.mini import read_mini
 from engram.data.store import DataSplit, ImageStore, stratified_split
-from helpers import SAMPLE, SHARED, decode_image, unpack_archive
+from helpers import SAMPLE, SHARED, decode_image, memory_of, unpack_archive
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -418,6 +419,44 @@ def test_cifar_runs_no_program_from_a_pickle(tmp_path: Path, harmful: object, mo
         with pytest.raises(EngramError, match=r"train was refused: it asks for .*, which no CIFAR-100 file needs"):
             read_cifar100(path, counts=FAKE_COUNTS)
     assert not (tmp_path / "harm").exists()
+
+
+READ_CIFAR = """
+from engram import EngramError, read_cifar100
+def work():
+    try:
+        return read_cifar100(sys.argv[1])
+    except EngramError as error:
+        return error
+"""
+_LARGE_TEXT = b"X" + (2**20).to_bytes(4, "little") + b"a" * 2**20 + b"q\x00"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\x80\x02}r" + (150_000_000).to_bytes(4, "little") + b".",
+        b"\x80\x02}p150000000\n.",
+        b"\x80\x05\x96" + (2**31).to_bytes(8, "little") + b".",
+        b"\x80\x02cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nJ\x00\x00\x00\x7f\x85U\x01b\x87R.",
+        b"\x80\x02cnumpy\nndarray\nJ\x00\x00\x00\x7f\x85\x85R.",
+        b"\x80\x02](" + b"\x8f" * (2**20 + 10) + b"e.",
+        b"\x80\x02("
+        + _LARGE_TEXT
+        + b"c_codecs\nencode\nq\x01h\x00U\x06latin1\x86R"
+        + b"h\x01h\x00U\x06latin1\x86R" * 999
+        + b"t.",
+        b"\x80\x02}" + b"q\x00" + b"](h\x00h\x00e" * 200 + b"s.",
+    ],
+    ids=["memo", "memo as text", "bytearray", "array", "array called", "sets", "texts encoded again", "nested"],
+)
+def test_a_small_pickle_takes_little_memory(content: bytes, tmp_path: Path) -> None:
+    place = write_cifar(tmp_path, fake_cifar())
+    (place / "meta").write_bytes(content)
+    said, grown = memory_of(READ_CIFAR, place)
+    assert re.search("meta (was refused|is truncated or damaged|holds a)", said), said
+    assert grown < 300, said
 
 
 def test_cifar_names_a_truncated_or_foreign_file(tmp_path: Path) -> None:

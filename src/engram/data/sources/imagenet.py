@@ -20,11 +20,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from PIL import Image
 
 from engram.core.errors import EngramError, option
 from engram.core.io import reading, typed_path
-from engram.data.decode.image import EXTENSIONS, central_square, open_image, unreadable_error, why_unreadable
+from engram.data.decode.image import EXTENSIONS, decode_protocol_square, unreadable_error, why_unreadable
 from engram.data.decode.prefetch import Report
 from engram.data.sources.download import data_home
 from engram.data.sources.image_cache import ImageCache
@@ -221,8 +220,6 @@ class _Decoder:
 def decode_square(file: Path, side: int) -> Images:
     """Decode an image file and resize its central square to (side, side, 3)."""
     try:
-        with open_image(file) as image:
-            rgb = image.convert("RGB")
+        return decode_protocol_square(file, side)
     except Exception as error:  # each decoder raises its own types
         raise unreadable_error(file, why_unreadable(error)) from None
-    return np.asarray(central_square(rgb, side, Image.Resampling.BILINEAR))
