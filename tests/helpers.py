@@ -223,7 +223,7 @@ def decode_image(file: str | Path, size: int | None = None, *, quick: bool = Fal
     return found
 
 
-def memory_of(program: str, *arguments: object) -> tuple[str, float]:
+def memory_grown(program: str, *arguments: object) -> tuple[str, float]:
     """What `work()` returns in another process, as text, and the MiB that the memory grew by; for Linux."""
     peak = "int(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])"  # of this program alone, in kB
     code = f"import sys\n{program}\nbefore = {peak}\nprint(work())\nprint(({peak} - before) / 1024)"

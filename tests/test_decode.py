@@ -31,7 +31,7 @@ from engram.data.decode import processes as decoders
 from engram.data.decode.image import choose_size
 from engram.data.decode.prefetch import decode_files, decode_stream
 from engram.data.store import Images
-from helpers import decode_image, memory_of
+from helpers import decode_image, memory_grown
 
 RED = np.full((20, 30, 3), (200, 10, 10), np.uint8)
 
@@ -351,7 +351,7 @@ def test_memory_grows_with_the_pixels_up_to_the_documented_limit(
     exif = Image.Exif()
     exif[0x0112] = 1 if name == "x.webp" else 6
     Image.new(mode, (side, side)).save(tmp_path / name, exif=exif, **options)  # pyright: ignore[reportArgumentType]
-    said, grown = memory_of(DECODE, tmp_path / name, 64)
+    said, grown = memory_grown(DECODE, tmp_path / name, 64)
     assert said == "(64, 64, 3)"
     assert grown < decode.DECODE_BYTES / 2**20 / 10 + 16
 
@@ -366,7 +366,7 @@ def test_images_that_would_take_more_memory_than_allowed_are_refused(tmp_path: P
         ("tall.png", 64, "its side of 44000000 pixels is longer than the 65535 allowed"),
         ("wide.png", None, "its side of 70000 pixels is longer than the 65535 allowed"),
     ):
-        said, grown = memory_of(DECODE, tmp_path / name, size)
+        said, grown = memory_grown(DECODE, tmp_path / name, size)
         assert said == reason
         assert grown < 20
 

@@ -18,11 +18,11 @@ from statistics import median
 from typing import IO, Any, Final, cast
 
 import numpy as np
+import numpy.typing as npt
 from PIL import ExifTags, Image
 from PIL.JpegImagePlugin import JpegImageFile
 
 from engram.core.errors import EngramError, option
-from engram.data.store import Images
 
 EXTENSIONS: Final = (".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".webp", ".bmp")
 FILE_BYTES: Final = 512 * 2**20  # largest file
@@ -47,6 +47,7 @@ _TURNS: Final = {
 _TURNED: Final = (5, 6, 7, 8)  # rows of the upright picture are stored as columns
 _BACKWARDS: Final = (3, 4, 7, 8)  # and the first of them last
 
+Images = npt.NDArray[np.uint8]  # (H, W, 3), or several: (N, H, W, 3)
 Source = str | Path | bytes | bytearray | Image.Image
 LoadLarge = Callable[[Callable[[], Images | str]], Images | str]  # calls a function that loads a large image
 

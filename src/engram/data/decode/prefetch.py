@@ -14,9 +14,8 @@ from typing import Final
 import numpy as np
 
 from engram.core.memory_limits import check_memory
-from engram.data.decode.image import unreadable_error
+from engram.data.decode.image import Images, unreadable_error
 from engram.data.decode.processes import DecodedChunk, Decoders, decode_chunk
-from engram.data.store import Images
 
 IN_PROCESS_FILES: Final = 512  # files decoded by threads: starting processes would take as long
 _CHUNK: Final = 16  # most files given to a thread or process at once

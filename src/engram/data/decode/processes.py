@@ -16,8 +16,7 @@ from contextlib import suppress
 import numpy as np
 
 from engram.core.errors import EngramError
-from engram.data.decode.image import LoadLarge, try_decode
-from engram.data.store import Images
+from engram.data.decode.image import Images, LoadLarge, try_decode
 
 # A new interpreter instead of multiprocessing, which would run the user's main script again.
 _PROGRAM = (
