@@ -27,7 +27,6 @@ from engram import EngramError
 from engram.core import memory_limits as room
 from engram.data.decode import image as decode
 from engram.data.decode import prefetch as decoding
-from engram.data.decode import processes as decoders
 from engram.data.decode.image import choose_size
 from engram.data.decode.prefetch import decode_files, decode_stream
 from engram.data.store import Images
@@ -176,12 +175,12 @@ def test_no_process_outlives_its_stream(tmp_path: Path, processes: None) -> None
 
 
 def test_a_process_that_dies_is_replaced_and_its_file_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    deadly = "import engram.data.decode.processes as d, os; f = d.try_decode; d.try_decode = " + (
+    deadly = "import engram.data.decode.prefetch as d, os; f = d.try_decode; d.try_decode = " + (
         "lambda path, *more: os.kill(os.getpid(), 11) if 'deadly' in path else f(path, *more); serve()"
     )
-    monkeypatch.setattr(decoders, "_PROGRAM", decoders._PROGRAM.replace("serve()", deadly))
+    monkeypatch.setattr(decoding, "_PROGRAM", decoding._PROGRAM.replace("serve()", deadly))
     paths = [str(save(tmp_path / f"{name}.png")) for name in ("a", "b", "deadly", "c")]
-    pool = decoders.Decoders(1, 8)
+    pool = decoding.Decoders(1, 8)
     try:
         assert pool.decode(paths[:2])[1] == [None, None]
         images, reasons = pool.decode(paths)
@@ -197,14 +196,14 @@ def test_a_process_that_dies_is_replaced_and_its_file_named(tmp_path: Path, monk
 
 def test_a_process_that_cannot_be_replaced_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = str(save(tmp_path / "a.png"))
-    pool = decoders.Decoders(1, 8)
+    pool = decoding.Decoders(1, 8)
 
     def no_more(*_: object, **__: object) -> None:
         raise OSError(errno.EAGAIN, "no processes")
 
     try:
         pool._all[-1].kill()
-        monkeypatch.setattr(decoders.subprocess, "Popen", no_more)
+        monkeypatch.setattr(decoding.subprocess, "Popen", no_more)
         with pytest.raises(EngramError, match=r"died, and no other could be started \(no processes\)"):
             pool.decode([path])
     finally:

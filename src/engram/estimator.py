@@ -222,19 +222,9 @@ class IncrementalClassifier:
         images: also load the images it keeps. Prediction does not need them; learning and saving do.
         """
         model, pointer = open_model(path, device, precision, images=images)
-        config = model.config
-        loaded = cls(
-            config.method,
-            memory=config.memory,
-            backbone=config.backbone,
-            image_size=config.image_size,
-            settings=config.settings,
-            augmentation=config.augmentation,
-            validation=config.validation,
-            seed=config.seed,
-            device=device,
-            precision=precision,
-        )
+        kept = ("memory", "backbone", "image_size", "settings", "augmentation", "validation", "seed")
+        stored: dict[str, Any] = {name: getattr(model.config, name) for name in kept}
+        loaded = cls(model.config.method, **stored, device=device, precision=precision)
         loaded._adopt(model)
         loaded._place = (Path(path).resolve(), pointer)
         return loaded

@@ -63,8 +63,6 @@ class DataSplit:
 class ImageStore:
     """A data set: training and test images, and the names of the classes.
 
-    Parameters
-    ----------
     mean, std: published normalisation per channel, for pixels scaled to 0..1, or None.
     skipped: unreadable files that the reader left out.
     origin: kind of data set, as in `DataConfig.name`.
@@ -162,8 +160,6 @@ class ImageStore:
     ) -> ImageStore:
         """Make a store from copies of images and their labels (whole numbers or strings).
 
-        Parameters
-        ----------
         x_train, x_test: images (N, H, W), (N, H, W, 1) or (N, H, W, 3), uint8 or floats from 0 to 1; or a list of
             Pillow images of one size.
         y_train, y_test: labels (N,). With `class_names`, a number is a position in them and a string is one of them.

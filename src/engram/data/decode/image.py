@@ -55,8 +55,6 @@ LoadLarge = Callable[[Callable[[], Images | str]], Images | str]  # calls a func
 def try_decode(file: Source, size: int | None, quick: bool, large: LoadLarge | None = None) -> Images | str:
     """Decode an image as upright RGB (H, W, 3), with transparency on white; return the reason if that fails.
 
-    Parameters
-    ----------
     size: resize the central square to this size. None: keep the whole image.
     quick: decode a much larger JPEG at a fraction of its size, at least twice `size`.
     large: how to load images with many pixels, so that only one of them is in memory at a time.
