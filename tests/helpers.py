@@ -9,6 +9,8 @@ import copy
 import json
 import math
 import os
+import subprocess
+import sys
 import tarfile
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -219,6 +221,17 @@ def decode_image(file: str | Path, size: int | None = None, *, quick: bool = Fal
     if isinstance(found, str):
         raise EngramError(f"the image {file} cannot be read ({found})")
     return found
+
+
+def memory_grown(program: str, *arguments: object) -> tuple[str, float]:
+    """What `work()` returns in another process, as text, and the MiB that the memory grew by; for Linux."""
+    peak = "int(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])"  # of this program alone, in kB
+    code = f"import sys\n{program}\nbefore = {peak}\nprint(work())\nprint(({peak} - before) / 1024)"
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    path = {"PYTHONPATH": str(Path(__file__).parents[1] / "src")}
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ | path)
+    *printed, grown = done.stdout.splitlines()
+    return "\n".join(printed), float(grown)
 
 
 def parameters_of(network: nn.Module) -> dict[str, Tensor]:

@@ -9,11 +9,12 @@ import io
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 import tarfile
 import zlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from engram.data.sources.folder import read_folder
 from engram.data.sources.load import DataConfig, load_store
 from engram.data.sources.mini import read_mini
 from engram.data.store import DataSplit, ImageStore, stratified_split
-from helpers import SAMPLE, SHARED, decode_image, unpack_archive
+from helpers import SAMPLE, SHARED, decode_image, memory_grown, unpack_archive
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -223,13 +224,29 @@ def test_from_arrays_class_names_give_ids_their_names() -> None:
     assert by_id.fingerprint() == by_name.fingerprint()
 
 
+def test_floats_and_data_sets_give_the_same_store() -> None:
+    x, y = random_images(8), [0, 1] * 4
+    wanted = ImageStore.from_arrays(x, y).fingerprint()
+    assert ImageStore.from_arrays(x / 255, y).fingerprint() == wanted
+    assert ImageStore.from_arrays((x / 255).astype(np.float32), y).fingerprint() == wanted
+    assert ImageStore.from_arrays([Image.fromarray(image) for image in x], y).fingerprint() == wanted
+    pairs = deque(zip(x, y, strict=True))  # a length and items
+    assert ImageStore.from_dataset(pairs).fingerprint() == wanted
+    both = ImageStore.from_dataset(pairs, pairs, name="mine", class_names=["a", "b"])
+    assert (both.name, both.class_names, len(both.test)) == ("mine", ("a", "b"), 8)
+    with pytest.raises(EngramError, match=r"x_train is a data set \(deque\), not one array; give it to ImageStore"):
+        ImageStore.from_arrays(pairs, y)
+    with pytest.raises(EngramError, match=r"the images of train differ in size: one has 4x4 .* train\[8\] 3x4"):
+        ImageStore.from_dataset(deque([*pairs, (x[0][:, :3], 1)]))
+
+
 def test_from_arrays_takes_tensors_without_importing_torch() -> None:
     torch = pytest.importorskip("torch")
     x, y = random_images(8), [0, 1] * 4
     tensors = ImageStore.from_arrays(torch.from_numpy(x), torch.tensor(y))
     assert tensors.fingerprint() == ImageStore.from_arrays(x, y).fingerprint()
-    with pytest.raises(EngramError, match="x_train could not be read as one array"):
-        ImageStore.from_arrays(torch.ones(2, 4, 4, 3, requires_grad=True), [0, 1])
+    needed = torch.from_numpy(x).float().div(255).requires_grad_()
+    assert ImageStore.from_arrays(needed, torch.tensor(y)).fingerprint() == tensors.fingerprint()
     code = "import sys, engram.data.store, engram.data.sources.cifar, engram.data.sources.folder\n"
     code += "import engram.data.sources.mini, engram.data.sources.download; assert 'torch' not in sys.modules"
     subprocess.run(
@@ -245,14 +262,17 @@ X = random_images(4)
 @pytest.mark.parametrize(
     ("arguments", "options", "sentence"),
     [
-        ((X / 255.0, [0, 1, 0, 1]), {}, r"x_train holds float64 values.*\(x \* 255\).round\(\)"),
+        ((X / 128.0, [0, 1, 0, 1]), {}, r"x_train holds floats from 0.* to 1\.9.*; images are uint8, or floats"),
+        ((X / 255 - np.float32(0.5), [0, 1, 0, 1]), {}, r"x_train holds floats from -0\.5"),
+        ((X * np.nan, [0, 1, 0, 1]), {}, "x_train holds NaN or inf"),
         ((X.astype(np.int64), [0, 1, 0, 1]), {}, r"x_train holds int64 values.*x.astype\('uint8'\)"),
         ((X.transpose(0, 3, 1, 2), [0, 1, 0, 1]), {}, r"channels first \(4, 3, 4, 4\); move them last"),
         ((np.zeros((4, 4, 4, 4), np.uint8), [0, 1, 0, 1]), {}, "drop the alpha channel"),
         ((np.zeros((4, 5, 5, 2), np.uint8), [0, 1, 0, 1]), {}, "has 2 channels"),
         ((X.reshape(4, -1), [0, 1, 0, 1]), {}, r"x_train has the shape \(4, 48\)"),
         ((X[:0], []), {}, "holds no image"),
-        (([X[0], X[1][:2]], [0, 1]), {}, "could not be read as one array"),
+        (([X[0], X[1][:2]], [0, 1]), {}, r"could not be read as one array \(the images differ in size\)"),
+        ((list(zip(X, [0, 1, 0, 1], strict=True)), [0, 1, 0, 1]), {}, "x_train could not be read as one array"),
         ((X, [0, 1, 0]), {}, "x_train has 4 images and y_train has 3 labels"),
         ((X, [[0], [1], [0], [1]]), {}, r"y_train has the shape \(4, 1\)"),
         ((X, [0.5, 1, 0, 1]), {}, "y_train holds 0.5; labels are whole numbers or strings"),
@@ -418,6 +438,44 @@ def test_cifar_runs_no_program_from_a_pickle(tmp_path: Path, harmful: object, mo
         with pytest.raises(EngramError, match=r"train was refused: it asks for .*, which no CIFAR-100 file needs"):
             read_cifar100(path, counts=FAKE_COUNTS)
     assert not (tmp_path / "harm").exists()
+
+
+READ_CIFAR = """
+from engram import EngramError, read_cifar100
+def work():
+    try:
+        return read_cifar100(sys.argv[1])
+    except EngramError as error:
+        return error
+"""
+_LARGE_TEXT = b"X" + (2**20).to_bytes(4, "little") + b"a" * 2**20 + b"q\x00"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\x80\x02}r" + (150_000_000).to_bytes(4, "little") + b".",
+        b"\x80\x02}p150000000\n.",
+        b"\x80\x05\x96" + (2**31).to_bytes(8, "little") + b".",
+        b"\x80\x02cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nJ\x00\x00\x00\x7f\x85U\x01b\x87R.",
+        b"\x80\x02cnumpy\nndarray\nJ\x00\x00\x00\x7f\x85\x85R.",
+        b"\x80\x02](" + b"\x8f" * (2**20 + 10) + b"e.",
+        b"\x80\x02("
+        + _LARGE_TEXT
+        + b"c_codecs\nencode\nq\x01h\x00U\x06latin1\x86R"
+        + b"h\x01h\x00U\x06latin1\x86R" * 999
+        + b"t.",
+        b"\x80\x02}" + b"q\x00" + b"](h\x00h\x00e" * 200 + b"s.",
+    ],
+    ids=["memo", "memo as text", "bytearray", "array", "array called", "sets", "texts encoded again", "nested"],
+)
+def test_a_small_pickle_takes_little_memory(content: bytes, tmp_path: Path) -> None:
+    place = write_cifar(tmp_path, fake_cifar())
+    (place / "meta").write_bytes(content)
+    said, grown = memory_grown(READ_CIFAR, place)
+    assert re.search("meta (was refused|is truncated or damaged|holds a)", said), said
+    assert grown < 300, said
 
 
 def test_cifar_names_a_truncated_or_foreign_file(tmp_path: Path) -> None:

@@ -27,11 +27,10 @@ from engram import EngramError
 from engram.core import memory_limits as room
 from engram.data.decode import image as decode
 from engram.data.decode import prefetch as decoding
-from engram.data.decode import processes as decoders
 from engram.data.decode.image import choose_size
 from engram.data.decode.prefetch import decode_files, decode_stream
 from engram.data.store import Images
-from helpers import decode_image
+from helpers import decode_image, memory_grown
 
 RED = np.full((20, 30, 3), (200, 10, 10), np.uint8)
 
@@ -176,12 +175,12 @@ def test_no_process_outlives_its_stream(tmp_path: Path, processes: None) -> None
 
 
 def test_a_process_that_dies_is_replaced_and_its_file_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    deadly = "import engram.data.decode.processes as d, os; f = d.try_decode; d.try_decode = " + (
+    deadly = "import engram.data.decode.prefetch as d, os; f = d.try_decode; d.try_decode = " + (
         "lambda path, *more: os.kill(os.getpid(), 11) if 'deadly' in path else f(path, *more); serve()"
     )
-    monkeypatch.setattr(decoders, "_PROGRAM", decoders._PROGRAM.replace("serve()", deadly))
+    monkeypatch.setattr(decoding, "_PROGRAM", decoding._PROGRAM.replace("serve()", deadly))
     paths = [str(save(tmp_path / f"{name}.png")) for name in ("a", "b", "deadly", "c")]
-    pool = decoders.Decoders(1, 8)
+    pool = decoding.Decoders(1, 8)
     try:
         assert pool.decode(paths[:2])[1] == [None, None]
         images, reasons = pool.decode(paths)
@@ -197,14 +196,14 @@ def test_a_process_that_dies_is_replaced_and_its_file_named(tmp_path: Path, monk
 
 def test_a_process_that_cannot_be_replaced_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = str(save(tmp_path / "a.png"))
-    pool = decoders.Decoders(1, 8)
+    pool = decoding.Decoders(1, 8)
 
     def no_more(*_: object, **__: object) -> None:
         raise OSError(errno.EAGAIN, "no processes")
 
     try:
         pool._all[-1].kill()
-        monkeypatch.setattr(decoders.subprocess, "Popen", no_more)
+        monkeypatch.setattr(decoding.subprocess, "Popen", no_more)
         with pytest.raises(EngramError, match=r"died, and no other could be started \(no processes\)"):
             pool.decode([path])
     finally:
@@ -322,6 +321,69 @@ def test_the_size_is_chosen_by_the_images(sides: list[int], chosen: int, tmp_pat
     files = [save(tmp_path / f"{i}.png", np.zeros((side, side + 7, 3), np.uint8)) for i, side in enumerate(sides)]
     assert choose_size(files) == chosen
     assert choose_size([tmp_path / "nowhere.png"]) == 32
+
+
+DECODE = """
+from engram.data.decode.image import try_decode
+def work():
+    found = try_decode(sys.argv[1], None if sys.argv[2] == "None" else int(sys.argv[2]), True)
+    return found if isinstance(found, str) else found.shape
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize(
+    ("name", "mode", "options", "most"),
+    [  # most: pixels allowed, which the page of one's own images names
+        ("x.webp", "RGBA", {"lossless": True}, 67_108_864),
+        ("x.webp", "RGB", {}, 67_108_864),
+        ("x.png", "RGBA", {}, 89_478_485),
+        ("x.png", "I;16", {}, 89_478_485),
+        ("x.jpg", "CMYK", {"progressive": True}, 130_150_524),
+    ],
+)
+def test_memory_grows_with_the_pixels_up_to_the_documented_limit(
+    name: str, mode: str, options: dict[str, object], most: int, tmp_path: Path
+) -> None:
+    """A tenth of the pixels that are allowed take at most a tenth of the memory that is allowed, and a little more."""
+    side = int((most / 10) ** 0.5)
+    exif = Image.Exif()
+    exif[0x0112] = 1 if name == "x.webp" else 6
+    Image.new(mode, (side, side)).save(tmp_path / name, exif=exif, **options)  # pyright: ignore[reportArgumentType]
+    said, grown = memory_grown(DECODE, tmp_path / name, 64)
+    assert said == "(64, 64, 3)"
+    assert grown < decode.DECODE_BYTES / 2**20 / 10 + 16
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_images_that_would_take_more_memory_than_allowed_are_refused(tmp_path: Path) -> None:
+    Image.new("RGB", (8_200, 8_200)).save(tmp_path / "x.webp", method=0, quality=0)
+    bomb(tmp_path / "tall.png", 1, 44_000_000)
+    bomb(tmp_path / "wide.png", 70_000, 2)
+    for name, size, reason in (
+        ("x.webp", 64, "its 67240000 pixels would take 1026 MiB of memory, and 1024 are allowed"),
+        ("tall.png", 64, "its side of 44000000 pixels is longer than the 65535 allowed"),
+        ("wide.png", None, "its side of 70000 pixels is longer than the 65535 allowed"),
+    ):
+        said, grown = memory_grown(DECODE, tmp_path / name, size)
+        assert said == reason
+        assert grown < 20
+
+
+@pytest.mark.parametrize("turn", range(1, 9))
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "I;16"])
+def test_pixels_converted_a_few_rows_at_a_time_are_those_of_the_whole(
+    mode: str, turn: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random, shape = np.random.default_rng(turn), {"RGB": (37, 23, 3), "RGBA": (37, 23, 4), "I;16": (37, 23)}[mode]
+    exif = Image.Exif()
+    exif[0x0112] = turn
+    stored = random.integers(0, 65536 if mode == "I;16" else 256, shape, np.uint16 if mode == "I;16" else np.uint8)
+    path = save(tmp_path / "x.png", stored, exif=exif)
+    whole = [decode_image(path, size) for size in (None, 9, 23)]
+    monkeypatch.setattr(decode, "_STRIP_PIXELS", 100)
+    for ours, size in zip(whole, (None, 9, 23), strict=True):
+        assert np.array_equal(decode_image(path, size), ours)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts in kilobytes on Linux")

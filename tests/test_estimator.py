@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Hashable
 from contextlib import ExitStack
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,38 @@ def test_progress_is_told() -> None:
 # Input
 
 
+class Pairs(torch.utils.data.Dataset[Any]):
+    """A map-style data set."""
+
+    def __init__(self, images: Any, labels: Any = None) -> None:
+        self.images, self.labels = images, [0] * len(images) if labels is None else labels
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, row: int) -> tuple[Any, Any]:
+        return self.images[row], self.labels[row]
+
+
+def test_a_data_set_of_torch_is_read_in_every_form(fitted: IncrementalClassifier) -> None:
+    images, labels = pictures(NAMES[:3], 4)
+    wanted, unit = quick(epochs=1).fit(images, labels), torch.from_numpy(images).permute(0, 3, 1, 2) / 255
+    for given in (
+        Pairs(images, labels),
+        Pairs([Image.fromarray(image) for image in images], labels),
+        Pairs(unit, labels),
+        torch.utils.data.Subset(Pairs(unit, labels), range(len(images))),
+    ):
+        assert np.array_equal(fitted.predict_proba(given), fitted.predict_proba(images))
+        found = quick(epochs=1).fit(given)
+        assert found.classes_.tolist() == wanted.classes_.tolist()
+        assert np.array_equal(found.predict_proba(images), wanted.predict_proba(images))
+        assert found.score(given) == wanted.score(images, labels)
+    numbered = Pairs(unit, torch.arange(len(images)) % 3)
+    assert quick(epochs=1).partial_fit(numbered).classes_.tolist() == [0, 1, 2]
+    assert quick(epochs=1).fit(numbered, labels).classes_.tolist() == wanted.classes_.tolist(), "y takes precedence"
+
+
 class Column:
     """What a column of a table of pandas has, as far as it matters."""
 
@@ -163,6 +196,8 @@ def test_the_same_images_in_every_form(fitted: IncrementalClassifier, tmp_path: 
         images / 255,
         (images / 255).astype(np.float32),
         torch.from_numpy(images) / 255,
+        torch.complex(torch.zeros(images.shape), torch.from_numpy(images) / -255).conj().imag,
+        images[::-1].copy()[::-1],
         images.tolist() and list(images),
         np.asfortranarray(images),
         [Image.fromarray(image) for image in images],
@@ -239,6 +274,10 @@ def test_grey_images_and_images_that_are_not_square() -> None:
         ({"a.png"}, "X is a set"),
         (torch.zeros(2, 8, 8, 3).to_sparse(), "sparse input is not supported"),
         (torch.zeros(2, 8, 8, 3, device="meta"), "holds no values"),
+        (Pairs([torch.zeros(3, 8, 8), torch.zeros(3, 8, 9)]), r"X differ in size: one has 8x8 pixels and X\[1\] 9x8"),
+        (Pairs([]), "X holds 0 sample"),
+        (range(3), r"X\[0\] is 0; the items of a data set must be pairs"),
+        (type("Stream", (torch.utils.data.IterableDataset,), {"__iter__": iter})(), "images are an array"),
     ],
 )
 def test_what_is_no_image_is_refused_with_a_sentence(given: Any, sentence: str, fitted: IncrementalClassifier) -> None:
@@ -257,6 +296,9 @@ def test_what_is_no_image_is_refused_with_a_sentence(given: Any, sentence: str, 
         (np.zeros((16, 1)), r"has the shape \(16, 1\)"),
         (3, "one label for each image"),
         ([("a", float("nan"))] * 16, "holds NaN"),
+        ([Decimal("NaN")] * 16, r"holds Decimal\('NaN'\), which is not a label"),
+        ([Decimal("sNaN")] * 16, "must be hashable"),
+        ([("a", complex("nan"))] * 16, "which is not a label"),
         (set(range(16)), "one label for each image"),
         (dict.fromkeys(range(16), "a"), "one label for each image"),
         (np.zeros(16, "datetime64[ns]"), r"datetime64\[ns\], which is not a label"),
@@ -280,6 +322,9 @@ def test_what_are_no_labels_is_refused_with_a_sentence(labels: Any, sentence: st
         ([None, "a"], "O"),
         ([frozenset({1}), b"bytes"], "O"),
         (torch.tensor([3, 1]), "i"),
+        (torch.complex(torch.zeros(2), torch.tensor([-3.0, -1.0])).conj().imag, "f"),
+        (np.array([3, 1])[::-1], "i"),
+        ([Decimal(3), Decimal("1.5")], "O"),
     ],
 )
 def test_labels_of_any_hashable_kind(labels: Any, kind: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import pytest
@@ -398,3 +398,54 @@ def test_a_linear_head_sees_what_is_positive_in_the_last_map() -> None:
     torch.testing.assert_close(output.scores, network.head(features))
     torch.testing.assert_close(output.embedding, output.maps[-1].mean(dim=(2, 3)))
     assert not torch.allclose(features, output.embedding)
+
+
+class CountingHead(LinearHead):
+    """A head that keeps a row of sums for each class."""
+
+    class_buffers: Mapping[str, float] = {"seen": 0, "sums": -1}
+    sums: Tensor
+
+    def __init__(self, dim: int, capacity: int) -> None:
+        super().__init__(dim, capacity)
+        self.register_buffer("sums", torch.full((capacity, dim), -1.0))
+
+
+def test_rows_of_any_shape_grow_with_the_head_and_are_dropped_with_a_class() -> None:
+    head = CountingHead(5, 2)
+    head.grow(2, seeded())
+    head.sums.copy_(torch.arange(10.0).view(2, 5))
+    head.grow(2, seeded())
+    assert head.sums.tolist() == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [-1] * 5, [-1] * 5]
+    head.drop([0])
+    assert head.sums.tolist() == [[5, 6, 7, 8, 9], [-1] * 5, [-1] * 5, [-1] * 5]
+
+
+@pytest.mark.parametrize("kind", ["linear", "cosine"])
+def test_features_of_a_pass_are_the_input_of_the_head_and_fit_it_in_closed_form(kind: str) -> None:
+    """A rectified head sees other features than the embeddings: fitted to these, its scores would be wrong."""
+    engine, head = cpu_engine(size=8), HEADS[kind](8, 3)
+    network = tiny_network(head)
+    for group in network.backbone.groups:  # a new block only passes its input on
+        torch.nn.init.normal_(group.get_parameter("0.bn2.weight"), generator=seeded())
+    head.grow(3, seeded())
+    images = torch.randint(0, 256, (12, 8, 8, 3), generator=seeded(1), dtype=torch.uint8)
+    features, embeddings = engine.features(network, images), engine.embed(network, images)
+    assert torch.equal(features, embeddings) == (kind == "cosine")
+    with torch.no_grad():
+        assert torch.allclose(head(features), engine.infer(network, images)[1], atol=1e-6)
+    if isinstance(head, LinearHead):
+        ones = torch.ones(len(images), 1, dtype=torch.float64)
+        wanted = torch.randn(12, 3, generator=seeded(2), dtype=torch.float64)
+        solved = [
+            torch.linalg.lstsq(torch.cat([x.double(), ones], dim=1), wanted).solution for x in (features, embeddings)
+        ]
+        errors: list[float] = []
+        for solution in solved:
+            with torch.no_grad():
+                head.weight.copy_(solution[:-1].T)
+                head.get_parameter("bias").copy_(solution[-1])
+            errors.append(float((engine.infer(network, images)[1] - wanted).square().sum()))
+        best = torch.cat([features.double(), ones], dim=1) @ solved[0] - wanted
+        assert errors[0] == pytest.approx(float(best.square().sum()), rel=1e-3)
+        assert errors[1] > 2 * errors[0]

@@ -25,7 +25,7 @@ from engram.data.decode.image import unreadable_error
 from engram.data.sources import image_cache as imagecache
 from engram.data.sources import imagenet
 from engram.data.sources.download import data_home
-from engram.data.sources.image_cache import ImageCache
+from engram.data.sources.image_cache import Description, ImageCache
 from engram.data.sources.imagenet import CACHE, IMAGENET, MEAN, STD, decode_square, published_wnids, read_imagenet
 from engram.data.sources.load import DataConfig, load_store
 from engram.data.store import Images
@@ -238,12 +238,35 @@ def test_a_set_that_was_decoded_stays_when_its_bad_files_are_not_to_be_skipped(
     assert len(list((data_home() / CACHE).iterdir())) == 2
 
 
+ONE = Description(1, 8, {"train": (1,)})
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"",
+        b"[" * 10**5,
+        b'{"images": 15, "side": 8}',
+        b'{"images": 15, "side": "8", "counts": {}}',
+        b'{"images": 15, "side": 8, "counts": {"train": [9], "val": [6]}}',
+        b'{"images": 15, "side": 8, "counts": {"train": [3, 3, 9]}}',
+    ],
+)
+def test_a_damaged_description_is_made_again(damage: bytes, three: Path) -> None:
+    wanted = read_three(three).fingerprint()
+    file = next((data_home() / CACHE).glob("*.json"))
+    whole = file.read_bytes()
+    file.write_bytes(damage)
+    again = read_three(three)
+    assert (again.fingerprint(), again.train.images.shape, file.read_bytes()) == (wanted, (9, SIDE, SIDE, 3), whole)
+
+
 def test_a_set_stays_until_it_is_replaced(tmp_path: Path) -> None:
     cache = ImageCache(tmp_path / "cache", limit_bytes=400)
     image = np.zeros((8, 8, 3), np.uint8)
     for key in ("other", "same"):
         cache.save(key, [image], 192)
-        cache.describe(key, {"images": 1, "side": 8})
+        cache.describe(key, ONE)
 
     def broken() -> Iterator[Images]:
         yield image
@@ -260,14 +283,14 @@ def test_the_longest_unused_set_makes_room(tmp_path: Path) -> None:
     image = np.zeros((8, 8, 3), np.uint8)
     for number, key in enumerate(("a", "b")):
         assert cache.save(key, [image], 192) == 1
-        cache.describe(key, {"images": 1, "side": 8})
+        cache.describe(key, ONE)
         os.utime(cache.folder / f"{key}.pixels", (number, number))
     cache.images("a", 1, 8)  # used again
     cache.save("c", [image], 192)
-    cache.describe("c", {"images": 1, "side": 8})
+    cache.describe("c", ONE)
     assert {entry.key for entry in cache.entries()} == {"a", "c"}
     assert cache.description("b") is None
-    assert cache.description("a") == {"images": 1, "side": 8}
+    assert cache.description("a") == ONE
     cache.save("d", [image] * 4, 768)  # more than the limit: it is kept alone
     assert [entry.key for entry in cache.entries()] == ["d"]
 

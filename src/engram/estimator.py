@@ -17,6 +17,7 @@ from engram.contract import Settings
 from engram.core.errors import EngramError, suggest
 from engram.core.events import Event
 from engram.core.memory_limits import return_memory
+from engram.data.arrays import is_dataset, read_dataset
 from engram.data.augment import Augmentation
 from engram.data.memory import MemoryConfig
 from engram.data.store import Images
@@ -81,23 +82,24 @@ class IncrementalClassifier:
         self.device: Device = device
         self.precision: Precision = precision
 
-    def fit(self, X: Any, y: Any, *, progress: Follow | None = None) -> IncrementalClassifier:
+    def fit(self, X: Any, y: Any = None, *, progress: Follow | None = None) -> IncrementalClassifier:
         """Forget everything and learn the classes of these images; return self.
 
         Parameters
         ----------
-        X: uint8 images (N, H, W, 3), grey (N, H, W), floats from 0 to 1, tensors of these, a list of paths, or a list
-            of bytes, open files and Pillow images.
-        y: a hashable label for each image.
+        X: uint8 images (N, H, W, 3), grey (N, H, W), floats from 0 to 1, tensors of these, a list of paths, a list of
+            bytes, open files and Pillow images, or a data set like torch's, with a length and items (image, label).
+        y: a hashable label for each image; None takes those of a data set.
         progress: called with each event of the training.
         """
+        X, labels = _labelled_images(X, y)
         with self._lock():
-            return self._learn(None, X, y, False, progress)
+            return self._learn(None, X, labels, False, progress)
 
     def partial_fit(
         self,
         X: Any,
-        y: Any,
+        y: Any = None,
         classes: Any = None,
         *,
         more_of_known: bool = False,
@@ -111,22 +113,20 @@ class IncrementalClassifier:
         more_of_known: learn known classes again, from these images and their exemplars; they move to the end of
             `classes_`. Without it, images of known classes are refused.
         """
+        X, labels = _labelled_images(X, y)
         if classes is not None:
             given = set(plain_labels(classes, "classes"))
-            odd = [label for label in plain_labels(y) if label not in given]
+            odd = [label for label in labels if label not in given]
             if odd:
                 raise EngramError(f"the label {odd[0]!r} of y is not among the classes given")
         with self._lock():
-            return self._learn(getattr(self, "model_", None), X, y, more_of_known, progress)
+            return self._learn(getattr(self, "model_", None), X, labels, more_of_known, progress)
 
     def _learn(
-        self, model: Model | None, X: Any, y: Any, refresh: bool, progress: Follow | None
+        self, model: Model | None, X: Any, labels: list[Hashable], refresh: bool, progress: Follow | None
     ) -> IncrementalClassifier:
-        if y is None:
-            raise EngramError("requires y to be passed, but the target y is None")
-        labels = plain_labels(y)
         if model is None:
-            images = self._first_images(X)
+            images = read_images(X, None if self.image_size is None else as_size(self.image_size))
             model = Model(self._configure(images), self.device, self.precision)
         else:
             images = read_images(X, model.config.image_size)
@@ -150,9 +150,6 @@ class IncrementalClassifier:
             return self.epochs
         kept = 0 if model.learner is None else len(model.learner.memory)
         return model.config.lesson_epochs(images + kept, self.device)
-
-    def _first_images(self, given: Any) -> Images:
-        return read_images(given, None if self.image_size is None else as_size(self.image_size))
 
     def _configure(self, images: Images) -> ModelConfig:
         return ModelConfig.choose(
@@ -188,9 +185,9 @@ class IncrementalClassifier:
         model = self._fitted()  # read once: another thread may replace it
         return label_array(model.labels)[_probabilities(model, X, by).argmax(axis=1)]
 
-    def score(self, X: Any, y: Any, *, by: str | None = None) -> float:
-        """Return the accuracy, 0 to 1."""
-        wanted = plain_labels(y)
+    def score(self, X: Any, y: Any = None, *, by: str | None = None) -> float:
+        """Return the accuracy, 0 to 1. X, y: as for `fit`."""
+        X, wanted = _labelled_images(X, y)
         found = self.predict(X, by=by).tolist()
         if len(found) != len(wanted):
             raise EngramError(f"{len(found)} images need {len(found)} labels, got {len(wanted)}")
@@ -225,19 +222,9 @@ class IncrementalClassifier:
         images: also load the images it keeps. Prediction does not need them; learning and saving do.
         """
         model, pointer = open_model(path, device, precision, images=images)
-        config = model.config
-        loaded = cls(
-            config.method,
-            memory=config.memory,
-            backbone=config.backbone,
-            image_size=config.image_size,
-            settings=config.settings,
-            augmentation=config.augmentation,
-            validation=config.validation,
-            seed=config.seed,
-            device=device,
-            precision=precision,
-        )
+        kept = ("memory", "backbone", "image_size", "settings", "augmentation", "validation", "seed")
+        stored: dict[str, Any] = {name: getattr(model.config, name) for name in kept}
+        loaded = cls(model.config.method, **stored, device=device, precision=precision)
         loaded._adopt(model)
         loaded._place = (Path(path).resolve(), pointer)
         return loaded
@@ -290,6 +277,16 @@ class IncrementalClassifier:
             classifier_tags=sklearn.ClassifierTags(),
             input_tags=sklearn.InputTags(two_d_array=False, three_d_array=True),
         )
+
+
+def _labelled_images(X: Any, y: Any) -> tuple[Any, list[Hashable]]:
+    """Return images and one label for each; a data set is read once, because its items may be random."""
+    if is_dataset(X):
+        X, found = read_dataset(X, "X")
+        y = found if y is None else y
+    if y is None:
+        raise EngramError("requires y to be passed, but the target y is None")
+    return X, plain_labels(y)
 
 
 def _probabilities(model: Model, X: Any, by: str | None) -> np.ndarray:

@@ -35,11 +35,17 @@ class Passes(Protocol):
     """Passes over images, which the engine carries out on its device."""
 
     def embed(self, network: Network, images: Tensor, mirror: bool = False) -> Tensor:
-        """Embeddings (N, D) of uint8 images (N, H, W, 3), in eval mode, not normalised."""
+        """Embeddings (N, D) of uint8 images (N, H, W, 3), in eval mode, not normalised.
+
+        They compare images. A rectified head does not see them: to fit a head, use `features`.
+        """
         ...
 
     def features(self, network: Network, images: Tensor, mirror: bool = False) -> Tensor:
-        """The inputs of the head (N, D') for uint8 images (N, H, W, 3), in eval mode. For heads with a closed form."""
+        """The inputs of the head (N, D') for uint8 images (N, H, W, 3), in eval mode: `Head.input_features`.
+
+        Multiplied by the head's weights they give the scores, so a head in closed form is fitted to them.
+        """
         ...
 
     def sweep(

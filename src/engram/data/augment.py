@@ -73,8 +73,6 @@ def resize_crops(
 ) -> Tensor:
     """Resize the drawn crop of each image and mirror some of them: floats in 0..255, (B, 3, height, width).
 
-    Parameters
-    ----------
     images: uint8 (N, H, W, 3).
     rows: (B,), positions in `images`.
     crops: draws along rows and columns, from `draw_crops`.
@@ -94,8 +92,6 @@ def resize_crops(
 class Augmentation:
     """Settings of the augmentation: zero-pad, crop at random, mirror half of the images, change the brightness.
 
-    Parameters
-    ----------
     pad: width of the border in pixels.
     brightness: largest relative change.
     view: share of the image's height and width that the network sees, as for ImageNet. Then, instead of padding and
@@ -127,8 +123,6 @@ class Augmentation:
 class Draws:
     """Random choices for a batch (B,), or for all batches of an epoch (steps, B).
 
-    Parameters
-    ----------
     top, left: int64, corner of the crop; for resized crops, the draws of `draw_crops`.
     mirror: bool.
     factor: float32, brightness.

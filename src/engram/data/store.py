@@ -17,8 +17,9 @@ import numpy.typing as npt
 
 from engram.core.errors import EngramError, option, suggest
 from engram.core.memory_limits import check_memory
+from engram.data.arrays import as_images, as_labels, read_dataset
+from engram.data.decode.image import Images
 
-Images = npt.NDArray[np.uint8]
 ClassIds = npt.NDArray[np.int64]
 RGB = tuple[float, float, float]
 
@@ -62,8 +63,6 @@ class DataSplit:
 class ImageStore:
     """A data set: training and test images, and the names of the classes.
 
-    Parameters
-    ----------
     mean, std: published normalisation per channel, for pixels scaled to 0..1, or None.
     skipped: unreadable files that the reader left out.
     origin: kind of data set, as in `DataConfig.name`.
@@ -159,11 +158,10 @@ class ImageStore:
         test_fraction: float = 0.2,
         seed: int = 0,
     ) -> ImageStore:
-        """Make a store from copies of images (uint8) and their labels (whole numbers or strings).
+        """Make a store from copies of images and their labels (whole numbers or strings).
 
-        Parameters
-        ----------
-        x_train, x_test: images (N, H, W), (N, H, W, 1) or (N, H, W, 3).
+        x_train, x_test: images (N, H, W), (N, H, W, 1) or (N, H, W, 3), uint8 or floats from 0 to 1; or a list of
+            Pillow images of one size.
         y_train, y_test: labels (N,). With `class_names`, a number is a position in them and a string is one of them.
         class_names: by default, the labels in `y_train` in sorted order.
         test_fraction: share of each class that becomes the test split if there is no `x_test`.
@@ -180,6 +178,16 @@ class ImageStore:
         images, labels = _as_pair(x_test, y_test, "test")
         test = DataSplit(images, _class_ids(labels, "y_test", names, named=class_names is not None))
         return cls(name, train, test, names)
+
+    @classmethod
+    def from_dataset(cls, train: Any, test: Any = None, **options: Any) -> ImageStore:
+        """Make a store from data sets like torch's, with a length and items (image, label).
+
+        An image is a Pillow image, an array, or a tensor with its channels first or last. All have one size.
+        options: as for `from_arrays`.
+        """
+        tested = (None, None) if test is None else read_dataset(test, "test")
+        return cls.from_arrays(*read_dataset(train, "train"), *tested, **options)
 
 
 def stratified_split(
@@ -295,72 +303,12 @@ def _check_classes(store: ImageStore) -> None:
             raise EngramError(f"class {names[0]!r}{others} has {sentence}")
 
 
-def _asarray(value: Any, what: str) -> npt.NDArray[Any]:
-    try:
-        return np.asarray(value)
-    except (TypeError, ValueError, RuntimeError) as error:  # ragged lists, tensors on a GPU or with gradient
-        reason = str(error).splitlines()[0].rstrip(".")
-        raise EngramError(
-            f"{what} could not be read as one array ({reason}); give a NumPy array or a detached tensor on the CPU"
-        ) from None
-
-
-def as_images(value: Any, what: str) -> Images:
-    """Copy uint8 images (N, H, W), (N, H, W, 1) or (N, H, W, 3) to an array (N, H, W, 3).
-
-    what: name of the argument, for messages.
-    """
-    images = _asarray(value, what)
-    if images.dtype != np.uint8:
-        is_float = images.dtype.kind == "f"
-        high, conversion = (1, "(x * 255).round().astype('uint8')") if is_float else (255, "x.astype('uint8')")
-        raise EngramError(
-            f"{what} holds {images.dtype} values, but images are uint8 from 0 to 255; "
-            f"if the values are between 0 and {high}, {conversion} converts them"
-        )
-    shape = images.shape
-    if 0 in shape:
-        raise EngramError(f"{what} has the shape {shape} and holds no image; give at least two images per class")
-    if images.ndim == 3:
-        images = images[..., None]
-    if images.ndim != 4:
-        raise EngramError(f"{what} has the shape {shape}, but images are (N, height, width) or (N, height, width, 3)")
-    if images.shape[3] not in (1, 3):
-        if shape[1] in (1, 3):
-            problem = f"its channels first {shape}; move them last with x.transpose(0, 2, 3, 1) (permute for a tensor)"
-        elif shape[3] == 4:
-            problem = f"four channels {shape}; drop the alpha channel with x[..., :3]"
-        else:
-            problem = f"{shape[3]} channels {shape}; images have 3 (colour) or 1 (grey) as last axis"
-        raise EngramError(f"{what} has {problem}")
-    # A copy, so that later changes to the caller's array do not reach the store.
-    return np.array(np.broadcast_to(images, (*images.shape[:3], 3)), order="C")
-
-
 def _as_pair(x: Any, y: Any, which: str) -> tuple[Images, npt.NDArray[Any]]:
     """Return images and labels as arrays of the same length."""
-    images, labels = as_images(x, f"x_{which}"), _as_labels(y, f"y_{which}")
+    images, labels = as_images(x, f"x_{which}"), as_labels(y, f"y_{which}")
     if len(images) != len(labels):
         raise EngramError(f"x_{which} has {len(images)} images and y_{which} has {len(labels)} labels; give one each")
     return images, labels
-
-
-def _as_labels(value: Any, what: str) -> npt.NDArray[Any]:
-    """Return labels as an array (N,) of strings, integers or booleans."""
-    labels = _asarray(value, what)
-    if labels.ndim != 1:
-        raise EngramError(f"{what} has the shape {labels.shape}, but there must be one label per image: (N,)")
-    if labels.dtype.kind == "O" and all(isinstance(label, str) for label in labels):
-        labels = labels.astype(str)
-    if labels.dtype.kind == "f":
-        with np.errstate(invalid="ignore"):
-            fractional = ~(np.isfinite(labels) & (labels == np.round(labels)) & (np.abs(labels) < 2**53))
-        if fractional.any():
-            raise EngramError(f"{what} holds {labels[fractional][0]:g}; labels are whole numbers or strings")
-        labels = labels.astype(np.int64)
-    if labels.dtype.kind not in "iubU":
-        raise EngramError(f"{what} holds {labels.dtype} values; labels are whole numbers or strings")
-    return labels
 
 
 def _class_names(labels: npt.NDArray[Any], given: Sequence[str] | None) -> tuple[str, ...]:

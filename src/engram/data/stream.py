@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -58,23 +58,19 @@ class Stream:
 def class_order(spec: str, dataset: str, class_names: Sequence[str]) -> tuple[int, ...]:
     """Return the class ids in the order given by `spec`.
 
-    Parameters
-    ----------
     spec: "1", "2", ...: the published order with this number, or a shuffle with this seed if the data set has no
         published orders. "natural": by class id. "seed:N": a shuffle with seed N. Otherwise, all classes separated by
         commas, either by name or by id; numbers that are class names are names.
     """
-    check_order(spec, dataset)
-    count = len(class_names)
-    spec = spec.strip()
-    if spec == "natural":
-        return tuple(range(count))
-    if spec.startswith("seed:") and spec[5:].isdecimal():
-        return _shuffled(int(spec[5:]), count)
-    if spec.isdecimal():
-        published = published_orders(dataset)
-        return published[int(spec) - 1] if published else _shuffled(int(spec), count)
-    return _listed([item.strip() for item in spec.split(",")], class_names)
+    kind, number = check_order(spec, dataset)
+    if kind == "listed":
+        return _listed([item.strip() for item in spec.split(",")], class_names)
+    if kind == "natural":
+        return tuple(range(len(class_names)))
+    published = published_orders(dataset) if kind == "number" else ()
+    if published:
+        return published[number - 1]
+    return tuple(stable_permutation(len(class_names), f"class order {number}").tolist())
 
 
 def order_text(value: Any) -> Any:
@@ -95,21 +91,24 @@ def _is_id(value: Any) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def check_order(spec: str, dataset: str) -> None:
-    """Raise an EngramError if `spec` is not a class order. The names of classes are not checked."""
+def check_order(spec: str, dataset: str) -> tuple[Literal["natural", "seed", "number", "listed"], int]:
+    """Return the kind of a class order and its number; refuse what is none. The names of classes are not checked."""
     spec = spec.strip()
-    seeded = spec.startswith("seed:") and spec[5:].isdecimal()
-    if not (spec == "natural" or seeded or spec.isdecimal() or "," in spec):
+    seeded, number = spec.startswith("seed:"), spec.removeprefix("seed:")
+    if spec == "natural" or ("," in spec and not number.isdecimal()):
+        return ("natural" if spec == "natural" else "listed"), 0
+    if not number.isdecimal():
         raise EngramError(
             f"the class order {spec!r} is none of: a number, 'natural', 'seed:N', all classes separated by commas, "
             "or (on the command line) a file with them, @FILE"
         )
     published = published_orders(dataset)
-    if spec.isdecimal() and published and not 1 <= int(spec) <= len(published):
+    if not seeded and published and not 1 <= int(number) <= len(published):
         raise EngramError(
-            f"{dataset} has published class orders 1 to {len(published)}, got {int(spec)}; "
-            f"'seed:{int(spec)}' gives a shuffle with that seed"
+            f"{dataset} has published class orders 1 to {len(published)}, got {int(number)}; "
+            f"'seed:{int(number)}' gives a shuffle with that seed"
         )
+    return ("seed" if seeded else "number"), int(number)
 
 
 def describe_order(spec: str, dataset: str) -> str:
@@ -121,10 +120,6 @@ def describe_order(spec: str, dataset: str) -> str:
     if spec.isdecimal():
         return f"{spec} (published)" if published_orders(dataset) else f"{spec} (shuffled with seed {spec})"
     return "given class by class"
-
-
-def _shuffled(seed: int, count: int) -> tuple[int, ...]:
-    return tuple(stable_permutation(count, f"class order {seed}").tolist())
 
 
 def _listed(items: list[str], class_names: Sequence[str]) -> tuple[int, ...]:

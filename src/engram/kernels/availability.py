@@ -1,4 +1,4 @@
-"""Whether the hand-written Triton kernels can run: for residual backbones, heads and losses.
+"""Whether the hand-written Triton kernels can run, and what they share: block sizes and compiler options.
 
 The kernels take and return tensors and do not depend on networks. Import their modules only if there is a GPU.
 """
@@ -11,6 +11,10 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+SMALLEST = 1e-12  # lower limit of a vector's length, as in torch.nn.functional.normalize
+# For kernels that compute differences: with fused multiply-add, a - b of equal values would be a rounding error instead
+# of zero, and the gradient of the distance would have a random direction.
+EXACT = {"enable_fp_fusion": False}
 OLDEST = (8, 0)  # compute capability of the first GPUs with bf16
 
 
@@ -38,3 +42,13 @@ def _capability(device: torch.device) -> tuple[int, int]:
 @cache
 def _has_triton() -> bool:
     return find_spec("triton") is not None
+
+
+def blocks_of(items: int, block: int) -> int:
+    """Return the number of blocks for this many items."""
+    return -(-items // block)
+
+
+def power_of_two(items: int) -> int:
+    """Return the smallest power of two that is at least `items`."""
+    return 1 << (items - 1).bit_length()

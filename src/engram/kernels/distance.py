@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engram.kernels.sizes import EXACT, SMALLEST, blocks_of, power_of_two
+from engram.kernels.availability import EXACT, SMALLEST, blocks_of, power_of_two
 
 ELEMENTS = 16384  # elements of a map that a program loads at once
 BLOCK_C = 16
@@ -188,8 +188,6 @@ def weighted_distance(
     The distance is between the channels of two maps (B, C, H, W), normalised to length 1 over the pixels. Only the
     student's maps get gradients.
 
-    Parameters
-    ----------
     weights: (C,) or () per map.
     factors: one per map.
     square: compare the squares of the maps.

@@ -16,10 +16,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from engram.kernels.availability import blocks_of
 from engram.kernels.conv import engram_conv_data_gradient, engram_conv_forward, engram_conv_weight_gradient
-from engram.kernels.elementwise import engram_augment, engram_sum_splits, engram_update
-from engram.kernels.norm import engram_norm_apply, engram_norm_backward, engram_norm_gradient
-from engram.kernels.sizes import blocks_of
+from engram.kernels.norm import (
+    engram_augment,
+    engram_norm_apply,
+    engram_norm_backward,
+    engram_norm_gradient,
+    engram_sum_splits,
+    engram_update,
+)
 
 MOMENTUM, EPSILON = 0.1, 1e-5
 IMAGE_CHANNELS = 4  # red, green, blue and zero
@@ -187,8 +193,6 @@ def norm_apply(y: Tensor, state: Tensor, shortcut: Tensor | None) -> Tensor:
 class NormGradient:
     """A batch norm in the backward pass.
 
-    Parameters
-    ----------
     y: input of the norm (N, H, W, C).
     state: (4, C).
     d_gamma, d_beta: gradients of its parameters (C,), to be written.

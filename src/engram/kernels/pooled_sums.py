@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engram.kernels.sizes import EXACT, SMALLEST, blocks_of, power_of_two
+from engram.kernels.availability import EXACT, SMALLEST, blocks_of, power_of_two
 
 ELEMENTS = 16384  # elements of a map that a program loads at once, and largest number of sums
 

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engram.kernels.sizes import SMALLEST, blocks_of, power_of_two
+from engram.kernels.availability import SMALLEST, blocks_of, power_of_two
 
 TILE = 4096  # elements of the proxies that a program loads at once
 MOST_FEATURES, MOST_ELEMENTS = 128, 2048  # limits per class: more proxies do not fit into the registers of a program

@@ -8,12 +8,14 @@ Legend: B batch, D embedding, K classes (minus infinity for classes not seen yet
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from engram.kernels.sizes import SMALLEST, power_of_two
+from engram.kernels.availability import SMALLEST, power_of_two
 
 
 @triton.jit
@@ -47,30 +49,6 @@ def engram_nca_backward(logits, labels, gradient, out, K: tl.constexpr, BLOCK_K:
     tl.store(out + b * K + k, value * tl.load(gradient + b), mask=k < K)
 
 
-class _NCA(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, logits: Tensor, labels: Tensor) -> Tensor:
-        logits, labels = logits.contiguous(), labels.contiguous()
-        loss = torch.empty(len(logits), device=logits.device)
-        engram_nca_forward[(len(logits),)](logits, labels, loss, **_columns("K", logits))
-        ctx.save_for_backward(logits, labels)
-        return loss
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, gradient: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        logits, labels = ctx.saved_tensors
-        out = torch.empty_like(logits)
-        places = (logits, labels, gradient.contiguous(), out)
-        engram_nca_backward[(len(logits),)](*places, **_columns("K", logits))
-        return out, None
-
-
-def nca(logits: Tensor, labels: Tensor) -> Tensor:
-    """`engram.methods.blocks.losses.nca_released` of logits (B, K) in float32, one value per sample (B,)."""
-    return _NCA.apply(logits, labels)
-
-
 @triton.jit
 def load_pair(ours, theirs, smallest, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Return a sample's two embeddings normalised to length 1, and the length of ours, at least `smallest`."""
@@ -100,30 +78,38 @@ def engram_cosine_backward(ours, theirs, gradient, out, smallest, D: tl.constexp
     tl.store(out + tl.program_id(0) * D + d, value, mask=d < D)
 
 
-class _Cosine(torch.autograd.Function):
+class _PerSample(torch.autograd.Function):
+    """A value per row of two tensors, and its gradient at the first: one program for each row, in either direction."""
+
     @staticmethod
-    def forward(ctx, ours: Tensor, theirs: Tensor) -> Tensor:
-        ours, theirs = ours.contiguous(), theirs.contiguous()
-        cosine = torch.empty(len(ours), device=ours.device)
-        engram_cosine_forward[(len(ours),)](ours, theirs, cosine, SMALLEST, **_columns("D", ours))
-        ctx.save_for_backward(ours, theirs)
-        return cosine
+    def forward(ctx, first: Tensor, second: Tensor, kernels: tuple[Any, Any], options: dict[str, Any]) -> Tensor:
+        first, second = first.contiguous(), second.contiguous()
+        value = torch.empty(len(first), device=first.device)
+        kernels[0][(len(first),)](first, second, value, **options)
+        ctx.save_for_backward(first, second)
+        ctx.kernel, ctx.options = kernels[1], options
+        return value
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, gradient: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        ours, theirs = ctx.saved_tensors
-        out = torch.empty_like(ours)
-        places = (ours, theirs, gradient.contiguous(), out, SMALLEST)
-        engram_cosine_backward[(len(ours),)](*places, **_columns("D", ours))
-        return out, None
+        first, second = ctx.saved_tensors
+        out = torch.empty_like(first)
+        ctx.kernel[(len(first),)](first, second, gradient.contiguous(), out, **ctx.options)
+        return out, None, None, None
+
+
+def nca(logits: Tensor, labels: Tensor) -> Tensor:
+    """`engram.methods.blocks.losses.nca_released` of logits (B, K) in float32, one value per sample (B,)."""
+    return _PerSample.apply(logits, labels, (engram_nca_forward, engram_nca_backward), _columns("K", logits))
 
 
 def cosine(ours: Tensor, theirs: Tensor) -> Tensor:
     """Return the cosine (B,) of embeddings (B, D) in float32; only ours gets a gradient."""
-    return _Cosine.apply(ours, theirs.detach())
+    options = {"smallest": SMALLEST, **_columns("D", ours)}
+    return _PerSample.apply(ours, theirs.detach(), (engram_cosine_forward, engram_cosine_backward), options)
 
 
-def _columns(name: str, values: Tensor) -> dict[str, int]:
+def _columns(name: str, values: Tensor) -> dict[str, Any]:
     columns = values.shape[1]
     return {name: columns, f"BLOCK_{name}": power_of_two(columns), "num_warps": 1 if columns <= 256 else 4}

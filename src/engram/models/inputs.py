@@ -13,9 +13,9 @@ from PIL import Image
 
 from engram.core.errors import EngramError
 from engram.core.memory_limits import check_memory
-from engram.data.decode.image import Source, choose_size, read_all, to_upright_rgb, try_decode, why_unreadable
+from engram.data.arrays import as_array, as_images, is_dataset, read_dataset
+from engram.data.decode.image import Images, Source, choose_size, read_all, try_decode, why_unreadable
 from engram.data.decode.prefetch import decode_files, decode_stream
-from engram.data.store import Images, as_images
 
 BATCH = 1024  # images read at a time for prediction
 _LARGE = threading.Lock()  # only one thread at a time decodes a large upload
@@ -42,7 +42,7 @@ def read_images(given: Any, size: tuple[int, int] | None) -> Images:
     if _are_uploads(given, size):
         sources = _sources(given)
         return _squares(sources, choose_size(sources) if size is None else file_side(size))
-    images = _pixels(given)
+    images = read_dataset(given, "X")[0] if is_dataset(given) else _pixels(given)
     if size is not None:
         _check_size(images, size)
     return images
@@ -61,9 +61,15 @@ def read_batches(given: Any, size: tuple[int, int]) -> Iterator[Images]:
         for start in range(0, len(given), BATCH):
             yield _squares(_sources(given[start : start + BATCH], start), file_side(size), start)
         return
+    if is_dataset(given):
+        for start in range(0, _length(given), BATCH):
+            images, _ = read_dataset(given, "X", range(start, min(start + BATCH, len(given))))
+            _check_size(images, size)
+            yield images
+        return
     _refuse_kinds(given)
     if not hasattr(given, "__getitem__"):
-        given = _array(given)
+        given = as_array(given, "X")
     for start in range(0, _length(given), BATCH):
         images = _pixels(given[start : start + BATCH])
         _check_size(images, size)
@@ -165,31 +171,7 @@ def _refuse_kinds(given: Any) -> None:
 
 
 def _pixels(given: Any) -> Images:
-    array = _array(given)
-    _length(array)
-    if array.dtype.kind == "c":
-        raise EngramError("Complex data not supported: X holds complex numbers, and images are uint8 or floats")
-    if array.dtype.kind == "f" and not np.isfinite(array).all():
-        raise EngramError("X holds NaN or inf; images are uint8, or floats from 0 to 1")
-    if array.ndim not in (3, 4):
-        raise EngramError(
-            f"X has the shape {array.shape}, but images are (N, height, width) or (N, height, width, 3). "
-            "Reshape your data"
-        )
-    if array.dtype.kind == "f":
-        if array.min() < 0 or array.max() > 1:
-            raise EngramError(
-                f"X holds floats from {array.min():g} to {array.max():g}; images are uint8, or floats from 0 to 1"
-            )
-        array = np.rint(array * 255).astype(np.uint8)
-    return as_images(array, "X")
-
-
-def _array(given: Any) -> np.ndarray:
     _refuse_kinds(given)
-    if isinstance(given, torch.Tensor):
-        given = given.detach().cpu()
-        return (given.float() if given.dtype == torch.bfloat16 else given).numpy()
     if not hasattr(given, "__array__"):
         _length(given)
     if isinstance(given, (list, tuple)):
@@ -198,23 +180,9 @@ def _array(given: Any) -> np.ndarray:
             raise EngramError(
                 f"X holds {odd[0]!r:.40} among others; give only files and Pillow images, only paths, or one array"
             )
-        given = [_picture(item) if isinstance(item, Image.Image) else item for item in given]
-    try:
-        return np.asarray(given)
-    except (TypeError, ValueError) as error:
-        shapes = {getattr(item, "shape", None) for item in given} if isinstance(given, list) else set()
-        reason = "the images differ in size" if len(shapes - {None}) > 1 else str(error).splitlines()[0]
-        raise EngramError(f"X could not be read as one array ({reason}); give one array") from None
-
-
-def _picture(image: Image.Image) -> np.ndarray:
-    try:
-        return np.asarray(to_upright_rgb(image))
-    except Exception as error:  # Pillow may read the file only now, and each decoder has its own error types
-        name = getattr(image, "filename", "") or "a picture in X"
-        raise EngramError(
-            f"{name} cannot be read ({' '.join(str(error).split())}); repair it or leave it out"
-        ) from None
+    array = as_array(given, "X")
+    _length(array)
+    return as_images(array, "X")
 
 
 def _check_size(images: Images, size: tuple[int, int]) -> None:

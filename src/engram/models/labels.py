@@ -42,8 +42,11 @@ def _plain(item: Any, what: str) -> Hashable:
         )
     try:
         hash(item)
+        is_nan = bool(item != item)  # of another type, such as Decimal
     except TypeError:
         raise EngramError(f"{what} holds {item!r:.60}, a {type(item).__name__}; a label must be hashable") from None
+    if is_nan:
+        raise EngramError(f"{what} holds {item!r:.60}, which is not a label; leave such images out")
     return tuple(_plain(part, what) for part in item) if type(item) is tuple else item
 
 

@@ -26,8 +26,9 @@ class Head(nn.Module, ABC):
     """Base class of heads: rows in use, growth, and the scale of the scores in the loss.
 
     class_parameters: names of the parameters whose first dimension is the class. class_buffers: the same for buffers,
-    with the value of an unused row. Other parameters (the scale) belong to no class. rectified: the input of the head
-    is the mean of the last map's positive part instead of the embedding.
+    with the value of an unused row. Both grow with the head. Other parameters (the scale) belong to no class.
+    rectified: the input of the head (`input_features`) is the mean of the last map's positive part instead of the
+    embedding.
     """
 
     class_parameters: tuple[str, ...] = ("weight",)
@@ -58,6 +59,10 @@ class Head(nn.Module, ABC):
 
     def widen(self, dim: int) -> None:
         """Set the size of the features; only a head for backbones with branches can change it."""
+
+    def input_features(self, embedding: Tensor, last_map: Tensor) -> Tensor:
+        """The head's input (B, D) in float32, from the embedding and the last map (B, D, H, W) of the backbone."""
+        return last_map.relu().mean(dim=(2, 3), dtype=torch.float32) if self.rectified else embedding.float()
 
     @property
     def capacity(self) -> int:
@@ -102,7 +107,7 @@ class Head(nn.Module, ABC):
             setattr(self, name, nn.Parameter(larger, requires_grad=old.requires_grad))
         for name, empty in self.class_buffers.items():
             held = self.get_buffer(name)
-            grown = torch.full((capacity,), empty, dtype=held.dtype, device=held.device)
+            grown = torch.full((capacity, *held.shape[1:]), empty, dtype=held.dtype, device=held.device)
             grown[: len(held)] = held
             setattr(self, name, grown)
 

@@ -81,10 +81,7 @@ class Network(nn.Module):
         """Apply the head to the backbone's maps and embedding. branches: as `ResNet.branch_embeddings` returns them."""
         # The head is small and its softmaxes are sensitive: always in float32.
         with torch.autocast(embedding.device.type, enabled=False):
-            embedding = embedding.float()
-            features = embedding
-            if self.head.rectified:
-                features = maps[-1].relu().mean(dim=(2, 3), dtype=torch.float32)
+            embedding, features = embedding.float(), self.head.input_features(embedding, maps[-1])
             extras = self.head.extra_outputs(features)
             if branches is not None:
                 features = torch.cat([branches[int(self.head.rectified)], features], dim=1)

@@ -1,6 +1,7 @@
 """Decoding of one image. The file may come from anywhere: a damaged or hostile one is refused and fills no memory.
 
-Bytes of a file and Pillow images are decoded in the same way.
+Bytes of a file and Pillow images are decoded in the same way. Decoding one image takes at most DECODE_BYTES of memory,
+besides the bytes of its file: larger images are refused, and colours are converted a few rows at a time.
 """
 
 from __future__ import annotations
@@ -17,20 +18,36 @@ from statistics import median
 from typing import IO, Any, Final, cast
 
 import numpy as np
-from PIL import Image, ImageOps
+import numpy.typing as npt
+from PIL import ExifTags, Image
 from PIL.JpegImagePlugin import JpegImageFile
 
 from engram.core.errors import EngramError, option
-from engram.data.store import Images
 
 EXTENSIONS: Final = (".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".webp", ".bmp")
 FILE_BYTES: Final = 512 * 2**20  # largest file
+DECODE_BYTES: Final = 2**30  # most memory to decode an image
+LONGEST_SIDE: Final = 65_535  # in pixels, as for JPEG; Pillow needs memory for each row, however short
 SIZES: Final = (16, 24, 32, 48, 64)  # sizes that `choose_size` chooses from
 SAMPLED: Final = 200  # images, approximately, that it looks at
 _FORMATS: Final = ("PNG", "JPEG", "WEBP", "BMP")
 _LARGE_PIXELS: Final = 4_000_000
 _READ_BYTES: Final = 2**20  # read at once
+_STRIP_PIXELS: Final = 2**18  # converted at once
+# How a stored picture is turned upright, by the orientation in its EXIF data.
+_TURNS: Final = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+_TURNED: Final = (5, 6, 7, 8)  # rows of the upright picture are stored as columns
+_BACKWARDS: Final = (3, 4, 7, 8)  # and the first of them last
 
+Images = npt.NDArray[np.uint8]  # (H, W, 3), or several: (N, H, W, 3)
 Source = str | Path | bytes | bytearray | Image.Image
 LoadLarge = Callable[[Callable[[], Images | str]], Images | str]  # calls a function that loads a large image
 
@@ -38,8 +55,6 @@ LoadLarge = Callable[[Callable[[], Images | str]], Images | str]  # calls a func
 def try_decode(file: Source, size: int | None, quick: bool, large: LoadLarge | None = None) -> Images | str:
     """Decode an image as upright RGB (H, W, 3), with transparency on white; return the reason if that fails.
 
-    Parameters
-    ----------
     size: resize the central square to this size. None: keep the whole image.
     quick: decode a much larger JPEG at a fraction of its size, at least twice `size`.
     large: how to load images with many pixels, so that only one of them is in memory at a time.
@@ -52,12 +67,12 @@ def try_decode(file: Source, size: int | None, quick: bool, large: LoadLarge | N
 
 def _pixels(file: Source, size: int | None, quick: bool, large: LoadLarge | None) -> Images | str:
     with no_warnings(), _open(file) as image:
-        held = image.width * image.height
+        stored = image.width * image.height
         if quick and size is not None and image is not file:
             image.draft(None, (2 * size, 2 * size))
-        if not image.info.get("progressive"):  # a progressive JPEG is decoded in full even at a fraction of its size
-            held = image.width * image.height
-        _check_pixels(image)
+        _check_pixels(image, stored, size)
+        # A progressive JPEG is decoded in full even at a fraction of its size.
+        held = stored if image.info.get("progressive") else image.width * image.height
         if large is not None and held > _LARGE_PIXELS and image is not file:
             return large(lambda: _load_and_close(image, size))
         return _load(image, size)
@@ -77,7 +92,7 @@ def _load_and_close(image: Image.Image, size: int | None) -> Images | str:
 def _load(image: Image.Image, size: int | None) -> Images:
     image.load()
     rgb = to_upright_rgb(image)
-    return np.array(rgb if size is None else central_square(rgb, size), dtype=np.uint8)
+    return np.array(rgb) if size is None else central_square(rgb, size)
 
 
 def choose_size(files: Sequence[Source]) -> int:
@@ -95,19 +110,29 @@ def choose_size(files: Sequence[Source]) -> int:
     return max((size for size in SIZES if size <= middle), default=SIZES[0])
 
 
-@contextmanager
-def open_image(file: Source) -> Iterator[Image.Image]:
-    """Open an image without warnings, and check its number of pixels; they may not be read yet."""
+def decode_protocol_square(file: Source, size: int) -> Images:
+    """Decode an image as ImageNet's protocol does: its central square, bilinear, not turned upright."""
     with no_warnings(), _open(file) as image:
-        _check_pixels(image)
-        yield image
+        _check_pixels(image, image.width * image.height, size)
+        rgb = image if image.mode == "RGB" else image.convert("RGB")
+        return central_square(rgb, size, Image.Resampling.BILINEAR)
 
 
-def _check_pixels(image: Image.Image) -> None:
-    """Raise an error for more pixels than allowed. Pillow itself opens files with twice as many."""
-    limit = Image.MAX_IMAGE_PIXELS
-    if limit is not None and image.width * image.height > limit:
+def _check_pixels(image: Image.Image, stored: int, size: int | None) -> None:
+    """Raise an error for an image that is too large. stored: number of pixels in the file."""
+    longest, loaded, limit = max(image.size), image.width * image.height, Image.MAX_IMAGE_PIXELS
+    if longest > LONGEST_SIDE:
+        raise OSError(f"its side of {longest} pixels is longer than the {LONGEST_SIDE} allowed")
+    if limit is not None and loaded > limit:  # Pillow itself opens files with twice as many
         raise OSError(f"it claims more pixels than the {limit} allowed")
+    # While it decodes, WebP's decoder has three more copies of the picture, and a JPEG's may keep all coefficients.
+    decoder = stored * {"WEBP": 12, "JPEG": 2 * len(image.getbands())}.get(image.format or "", 0)
+    # Then one copy is converted; without a size, an array of all pixels is made as well.
+    need = max(4 * loaded + decoder, 8 * loaded) + (3 * loaded if size is None else 0)
+    if need > DECODE_BYTES:
+        raise OSError(
+            f"its {stored} pixels would take {need / 2**20:.0f} MiB of memory, and {DECODE_BYTES // 2**20} are allowed"
+        )
 
 
 @contextmanager
@@ -228,8 +253,28 @@ def unreadable_error(file: str | Path, reason: str) -> EngramError:
 
 
 def to_upright_rgb(image: Image.Image) -> Image.Image:
-    """Convert an image to RGB, rotated as its EXIF data says, with transparency on white."""
-    image = ImageOps.exif_transpose(image)
+    """Convert an image to RGB, turned as its EXIF data says, with transparency on white; a few rows at a time."""
+    turn = image.getexif().get(ExifTags.Base.Orientation, 1)
+    if image.mode == "RGB" and turn not in _TURNS and not image.has_transparency_data:
+        return image
+    width, height = image.size[::-1] if turn in _TURNED else image.size
+    rgb = Image.new("RGB", (width, height))
+    step = max(1, _STRIP_PIXELS // width)
+    for first in range(0, height, step):
+        rgb.paste(_on_white(_upright_rows(image, turn, first, min(first + step, height))), (0, first))
+    return rgb
+
+
+def _upright_rows(image: Image.Image, turn: int, first: int, last: int) -> Image.Image:
+    """Return rows of the upright image: rows or columns of the stored one, counted from either end."""
+    length = image.width if turn in _TURNED else image.height
+    start, end = (length - last, length - first) if turn in _BACKWARDS else (first, last)
+    part = image.crop((start, 0, end, image.height) if turn in _TURNED else (0, start, image.width, end))
+    return part.transpose(_TURNS[turn]) if turn in _TURNS else part
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    """Convert to RGB, with transparency on white."""
     if image.mode.startswith("I"):
         # 16-bit grey: Pillow would clip at 255 instead of scaling. 65535 / 257 is 255.
         grey = (np.asarray(image).astype(np.int64).clip(0, 65535) + 128) // 257
@@ -240,9 +285,8 @@ def to_upright_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def central_square(image: Image.Image, size: int, how: Image.Resampling = Image.Resampling.BICUBIC) -> Image.Image:
-    """Resize the central square to size x size pixels, without resizing the parts outside of it."""
+def central_square(image: Image.Image, size: int, how: Image.Resampling = Image.Resampling.BICUBIC) -> Images:
+    """Return the central square, resized to (size, size, 3), without resizing the parts outside of it."""
     side = min(image.size)
     left, top = (image.width - side) / 2, (image.height - side) / 2
-    box = (left, top, left + side, top + side)
-    return image.resize((size, size), how, box=box)
+    return np.array(image.resize((size, size), how, box=(left, top, left + side, top + side)))

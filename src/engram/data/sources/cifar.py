@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import pickle
+import pickletools
 import tarfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,8 +38,9 @@ _NAMES: Final = """
 OFFICIAL_NAMES: Final = tuple(_NAMES.split())
 
 _MEMBERS: Final = ("meta", "train", "test")
-_MEMBER_LIMIT: Final = 256 * 2**20  # the largest official file has 148 MiB
+_MEMBER_LIMIT: Final = 160 * 2**20  # the largest official file has 148 MiB
 _CHUNK: Final = 2**20
+_OPERATIONS: Final = 2**20  # most operations of a pickle; the official files have about 300,000
 
 
 @cache
@@ -105,7 +107,7 @@ def _read_member(path: Path) -> tuple[str, dict[str, Any]]:
         if path.stat().st_size > _MEMBER_LIMIT:
             raise EngramError(f"{path} is larger than any file of CIFAR-100; give the official files")
         with path.open("rb") as file:
-            return str(path), _unpickle(file, str(path))
+            return str(path), _unpickle(file.read(_MEMBER_LIMIT), str(path))
     except FileNotFoundError:
         raise EngramError(f"{path} is missing; extract {ARCHIVE_NAME} again or give the archive itself") from None
     except OSError as error:
@@ -146,7 +148,7 @@ def _read_archive(path: Path) -> dict[str, tuple[str, dict[str, Any]]]:
             "(the python version, not the binary or Matlab one)"
         )
     places = {name: f"{path}:{FOLDER_NAME}/{name}" for name in _MEMBERS}
-    return {name: (place, _unpickle(io.BytesIO(found.pop(name)), place)) for name, place in places.items()}
+    return {name: (place, _unpickle(found.pop(name), place)) for name, place in places.items()}
 
 
 @contextmanager
@@ -162,58 +164,91 @@ def _open_tar(path: Path) -> Iterator[tarfile.TarFile]:
             pass
 
 
-class _ArrayUnpickler(pickle.Unpickler):
-    """Loads only plain containers and NumPy arrays: other names in a pickle could run any program."""
+class _Pixels:
+    """A NumPy array in a pickle: NumPy itself would allocate any shape that the file asks for."""
+
+    array = np.empty(0, np.uint8)
+
+    def __init__(self, kind: object, shape: object, code: object) -> None:
+        pass  # NumPy writes an empty array here and its content as the state
+
+    def __setstate__(self, state: tuple[Any, Any, _Dtype, Any, Any]) -> None:
+        _, shape, dtype, by_column, content = state
+        self.array = np.frombuffer(content, str(dtype)).reshape(shape, order="F" if by_column else "C")
+
+
+class _Dtype(str):
+    """The dtype of an array in a pickle. Its state holds only the byte order."""
+
+    __slots__ = ()
+
+    def __new__(cls, code: Any, align: object = None, copy: object = None) -> _Dtype:
+        return str.__new__(cls, _text(code))
+
+    def __setstate__(self, state: object) -> None:
+        pass
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Loads only plain containers and arrays: other names in a pickle could run any program."""
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__(io.BytesIO(content), encoding="bytes")
+        self._left = len(content)  # of bytes that may be encoded: no text is encoded twice
 
     def find_class(self, module: str, name: str, /) -> Any:
-        # NumPy has renamed its core, and importing the old name warns.
-        found = _ALLOWED.get((module.replace("numpy._core", "numpy.core"), name))
-        if found is None:
+        allowed = {
+            ("numpy.core.multiarray", "_reconstruct"): _Pixels,
+            ("numpy", "ndarray"): None,
+            ("numpy", "dtype"): _Dtype,
+            ("_codecs", "encode"): self._encode,
+        }
+        wanted = (module.replace("numpy._core", "numpy.core"), name)  # NumPy has renamed its core
+        if wanted not in allowed:
             raise EngramError(f"it asks for {module}.{name}, which no CIFAR-100 file needs")
-        return found
+        return allowed[wanted]
+
+    def _encode(self, text: str, encoding: str) -> bytes:
+        self._left -= len(text)
+        if encoding not in ("latin1", "latin-1") or self._left < 0:
+            raise EngramError(f"it encodes a text as {encoding!r:.20}, which no CIFAR-100 file needs")
+        return text.encode("latin1")
 
 
-def _dtype(code: Any, align: object = False, copy: object = True) -> np.dtype[Any]:
-    # The official files pass 0 and 1 for these flags, for which NumPy now warns.
-    return np.dtype(code, align=bool(align), copy=True)
-
-
-def _encode(text: str, encoding: str) -> bytes:
-    if encoding not in ("latin1", "latin-1"):
-        raise EngramError(f"it asks for the encoding {encoding!r}, which no CIFAR-100 file needs")
-    return text.encode("latin1")
-
-
-_ALLOWED: Final[dict[tuple[str, str], Any]] = {
-    ("numpy.core.multiarray", "_reconstruct"): np.empty(0).__reduce__()[0],
-    ("numpy", "ndarray"): np.ndarray,
-    ("numpy", "dtype"): _dtype,
-    ("_codecs", "encode"): _encode,
-}
-
-
-def _unpickle(file: IO[bytes], place: str) -> dict[str, Any]:
+def _unpickle(content: bytes, place: str) -> dict[str, Any]:
     try:
-        content = _ArrayUnpickler(file, encoding="bytes").load()
+        _check_operations(content)
+        found = _PlainUnpickler(content).load()
+        if isinstance(found, dict):
+            return {_text(key): value for key, value in found.items()}
     except EngramError as error:
         raise EngramError(f"{place} was refused: {error}; give the official files") from None
     except Exception as error:  # a damaged pickle can raise almost any exception
         reason = (str(error).splitlines() or [""])[0].rstrip(".") or type(error).__name__
         raise EngramError(f"{place} is truncated or damaged ({reason}); download CIFAR-100 again") from None
-    if not isinstance(content, dict):
-        raise EngramError(
-            f"{place} holds a {type(content).__name__} where CIFAR-100 has a table; give the official files"
-        )
-    return {_text(key): value for key, value in content.items()}
+    raise EngramError(f"{place} holds a {type(found).__name__} where CIFAR-100 has a table; give the official files")
+
+
+def _check_operations(content: bytes) -> None:
+    """Refuse a pickle that would take much more memory than its size, before it is loaded.
+
+    Each operation may make one small object, and storing an object under a number makes a table of that length.
+    """
+    for count, (operation, argument, _) in enumerate(pickletools.genops(content)):
+        number = int(argument or 0) if operation.name in ("PUT", "BINPUT", "LONG_BINPUT") else 0
+        if max(count, number) > _OPERATIONS:
+            raise EngramError("it has more objects than any file of CIFAR-100")
 
 
 def _text(value: Any) -> str:
-    return value.decode("latin1") if isinstance(value, bytes) else str(value)
+    if not isinstance(value, (bytes, str)):
+        raise EngramError(f"it holds a {type(value).__name__} where CIFAR-100 has a text")
+    return value.decode("latin1") if isinstance(value, bytes) else value
 
 
 def _class_names(place: str, content: dict[str, Any]) -> tuple[str, ...]:
     names = content.get("fine_label_names")
-    if not isinstance(names, list) or len(names) != 100:
+    if not isinstance(names, list) or len(names) != 100 or not all(isinstance(name, (bytes, str)) for name in names):
         found = f"{len(names)}" if isinstance(names, list) else "no"
         raise EngramError(f"{place} has {found} fine class names where CIFAR-100 has 100; give the official files")
     return tuple(_text(name) for name in names)
@@ -221,6 +256,7 @@ def _class_names(place: str, content: dict[str, Any]) -> tuple[str, ...]:
 
 def _split(place: str, content: dict[str, Any], num_classes: int, count: int | None) -> DataSplit:
     pixels, labels = content.get("data"), content.get("fine_labels")
+    pixels = pixels.array if isinstance(pixels, _Pixels) else pixels
     if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8 or pixels.shape[1:] != (3072,):
         found = f"{pixels.dtype} {pixels.shape}" if isinstance(pixels, np.ndarray) else type(pixels).__name__
         raise EngramError(f"{place} has pixels of the form {found}, not uint8 (N, 3072); give the official files")

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from engram.core.errors import EngramError, option
-from engram.core.io import read_json, remove_temporaries, replacing, write_json, writing
+from engram.core.io import remove_temporaries, replacing, write_json, writing
+from engram.core.serialize import to_plain
 from engram.data.store import Images
+from engram.runs.checked import Count, Size, read_checked
 
 LIMIT_BYTES = 300 * 10**9  # ImageNet takes 262 GB, its first 100 classes 26 GB
 PIXELS, DESCRIPTION = ".pixels", ".json"
@@ -33,6 +34,18 @@ class CachedImages:
     used: float
 
 
+@dataclass(frozen=True)
+class Description:
+    """A decoded data set: number and side of the images, their numbers by split and class, and the files left out."""
+
+    images: Count
+    side: Size
+    counts: Mapping[str, tuple[Count, ...]]
+    skipped: tuple[str, ...] = ()
+    source: str = ""
+    fingerprint: str | None = None
+
+
 class ImageCache:
     """Decoded data sets in a folder. Those not used for the longest time are deleted for new ones."""
 
@@ -40,12 +53,13 @@ class ImageCache:
         self.folder = Path(folder)
         self.limit_bytes = limit_bytes
 
-    def description(self, key: str) -> dict[str, Any] | None:
-        """Return the description of a data set, or None if it is missing or incomplete."""
+    def description(self, key: str) -> Description | None:
+        """Return the description of a data set; None if it is missing, damaged or incomplete: it is decoded again."""
         try:
-            found = read_json(self.path(key, DESCRIPTION))
-            complete = self.path(key).stat().st_size == found["images"] * found["side"] ** 2 * 3
-        except (EngramError, OSError, KeyError, TypeError):
+            found = read_checked(Description, self.path(key, DESCRIPTION), "delete the file")
+            counted = sum(map(sum, found.counts.values()))
+            complete = counted == found.images and self.path(key).stat().st_size == counted * found.side**2 * 3
+        except (EngramError, OSError):
             return None
         return found if complete else None
 
@@ -78,9 +92,9 @@ class ImageCache:
                 count += 1
         return count
 
-    def describe(self, key: str, description: dict[str, Any]) -> None:
-        """Write the description of saved images, with at least the keys `images` and `side`, to complete the set."""
-        write_json(self.path(key, DESCRIPTION), description)
+    def describe(self, key: str, description: Description) -> None:
+        """Write the description of saved images, to complete the set."""
+        write_json(self.path(key, DESCRIPTION), to_plain(description))
 
     def entries(self) -> list[CachedImages]:
         """List the cached data sets, the longest unused first."""

@@ -17,17 +17,16 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-from PIL import Image
 
 from engram.core.errors import EngramError, option
 from engram.core.io import reading, typed_path
-from engram.data.decode.image import EXTENSIONS, central_square, open_image, unreadable_error, why_unreadable
+from engram.data.decode.image import EXTENSIONS, decode_protocol_square, unreadable_error, why_unreadable
 from engram.data.decode.prefetch import Report
 from engram.data.sources.download import data_home
-from engram.data.sources.image_cache import ImageCache
+from engram.data.sources.image_cache import Description, ImageCache
 from engram.data.store import RGB, DataSplit, Images, ImageStore, some
 
 IMAGENET: Final = {"imagenet100": 100, "imagenet1000": 1000}
@@ -73,23 +72,24 @@ def read_imagenet(
         files = {split: _list_files(root, split, wnids) for split in _SPLITS}
     cache, key = ImageCache(data_home() / CACHE), _key(name, side, files)
     description, decoder = cache.description(key), _Decoder(root, side, skip_bad, progress)
-    if description is not None and description["skipped"] and not skip_bad:
-        decoder.check(description["skipped"])
+    if description is not None and [len(description.counts.get(split, ())) for split in _SPLITS] != 2 * [len(wnids)]:
+        description = None  # it is damaged
+    if description is not None and description.skipped and not skip_bad:
+        decoder.check(description.skipped)
         description = None  # all of them can be read now
     if description is None:
         description = decoder.decode(cache, key, files)
-        store = _store(name, wnids, description, cache.images(key, description["images"], side))
-        description["fingerprint"] = store.fingerprint()
+        store = _store(name, wnids, description, cache.images(key, description.images, side))
+        description = replace(description, fingerprint=store.fingerprint())
         cache.describe(key, description)
-    return _store(name, wnids, description, cache.images(key, description["images"], side))
+    return _store(name, wnids, description, cache.images(key, description.images, side))
 
 
-def _store(name: str, wnids: Sequence[str], description: dict[str, Any], images: Images) -> ImageStore:
-    ids = [np.repeat(np.arange(len(wnids), dtype=np.int64), description["counts"][split]) for split in _SPLITS]
+def _store(name: str, wnids: Sequence[str], description: Description, images: Images) -> ImageStore:
+    ids = [np.repeat(np.arange(len(wnids), dtype=np.int64), description.counts[split]) for split in _SPLITS]
     train, test = DataSplit(images[: len(ids[0])], ids[0]), DataSplit(images[len(ids[0]) :], ids[1])
-    skipped, fingerprint = tuple(description["skipped"]), description.get("fingerprint")
-    store = ImageStore(name, train, test, tuple(wnids), mean=MEAN, std=STD, skipped=skipped, origin=name)
-    return replace(store, known_fingerprint=fingerprint)
+    store = ImageStore(name, train, test, tuple(wnids), mean=MEAN, std=STD, skipped=description.skipped, origin=name)
+    return replace(store, known_fingerprint=description.fingerprint)
 
 
 def published_wnids() -> tuple[str, ...]:
@@ -175,14 +175,14 @@ class _Decoder:
     progress: Report | None
     skipped: list[str] = field(default_factory=list)
 
-    def decode(self, cache: ImageCache, key: str, files: dict[str, list[_File]]) -> dict[str, Any]:
+    def decode(self, cache: ImageCache, key: str, files: dict[str, list[_File]]) -> Description:
         """Write the pixels of all files to the cache and return the description of the data set."""
         counts = {split: [0] * (files[split][-1].class_id + 1) for split in _SPLITS}
         listed = [file for split in _SPLITS for file in files[split]]
         with closing(self._images(listed, counts)) as decoded:
             images = cache.save(key, decoded, len(listed) * self.side**2 * 3)
-        source = str(self.root.resolve())
-        return {"images": images, "side": self.side, "counts": counts, "skipped": self.skipped, "source": source}
+        by_class = {split: tuple(numbers) for split, numbers in counts.items()}
+        return Description(images, self.side, by_class, tuple(self.skipped), str(self.root.resolve()))
 
     def check(self, skipped: Sequence[str]) -> None:
         """Raise an EngramError for the first of these files that still cannot be decoded."""
@@ -221,8 +221,6 @@ class _Decoder:
 def decode_square(file: Path, side: int) -> Images:
     """Decode an image file and resize its central square to (side, side, 3)."""
     try:
-        with open_image(file) as image:
-            rgb = image.convert("RGB")
+        return decode_protocol_square(file, side)
     except Exception as error:  # each decoder raises its own types
         raise unreadable_error(file, why_unreadable(error)) from None
-    return np.asarray(central_square(rgb, side, Image.Resampling.BILINEAR))
