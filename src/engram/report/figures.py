@@ -22,7 +22,7 @@ WIDTH = 5.0  # inches; at 72 units an inch the text is near its nominal size on 
 NAMED_CLASSES = 25
 NUMBERED_STAGES = 12
 _LISTED_CLASSES = 300  # of more classes, only the CSV file has the names
-_KEY_COLUMNS, _KEY_LINE = 4, 0.165  # of the list of class names; inches
+_KEY_COLUMNS, _KEY_LINE = 3, 0.165  # of the list of class names; inches
 _BARS = 18
 
 # From nearly transparent to dark blue; the page inverts it in dark mode.
