@@ -24,7 +24,7 @@ from engram.core.errors import EngramError
 from engram.core.metrics import Estimate
 from engram.report.formatting import duration
 from engram.report.groups import RunGroup, load_runs, make_groups
-from engram.report.html_page import template
+from engram.report.html_page import file_names, template
 from engram.report.page import write_report
 from engram.report.tables import csv_files
 from engram.report.wording import headline, notes, title
@@ -456,7 +456,7 @@ def test_differences_are_of_runs_with_the_same_class_order_and_seed(tmp_path: Pa
     (row,) = (r for r in rows if r["less"] == "afc" and r["group"] == "replay" and r["metric"].startswith("average"))
     assert float(row["mean"]) == pytest.approx(expected)
     text = Page(page).text
-    assert "Difference to afc (CNN), run by run" in text
+    assert "Difference from afc (CNN), run by run" in text
     assert "\N{MINUS SIGN}1.00 ± 2.83 1 of 2 1 of 2" in text, "beside the number, and below it on a phone"
     assert "\N{MINUS SIGN}51.00 0 of 1" in text
     alone = write_report([runs[0], runs[3]], tmp_path / "alone.html")
@@ -548,6 +548,88 @@ def test_hostile_names_stay_words(tmp_path: Path) -> None:
         assert not [e for e in tree.iter() if e.tag.rsplit("}", 1)[-1] in ("script", "img")]
 
 
+def test_names_of_runs_stay_inside_the_folder_of_the_report(tmp_path: Path) -> None:
+    outside = "/../../../victim"
+    names = ("cnn", outside, "..", "a/b", "a?b", "A_b", "x" * 300)
+    run = fake_run(tmp_path / "in" / "run", method="../../m", predictors=names, importance=False, stage_sizes=(2, 1))
+    (tmp_path / "victim.csv").write_text("mine", encoding="utf-8")
+    page = write_report([run], tmp_path / "in" / "report.html")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "victim.csv"]
+    assert (tmp_path / "victim.csv").read_text(encoding="utf-8") == "mine"
+    files = [path.name for path in page.with_name("report_files").iterdir()]
+    assert all(re.fullmatch(r"\w[\w.-]*", name, re.ASCII) for name in files)
+    assert len([name for name in files if name.startswith("confusion_") and name.endswith(".csv")]) == len(names)
+    for link in Page(page).links:
+        assert link.startswith(("#", "data:")) or (page.parent / link).is_file(), link
+
+
+def test_file_names_are_safe_and_each_is_used_once() -> None:
+    texts = [
+        "a.svg",
+        "A.svg",
+        "a.csv",
+        "..svg",
+        "../x.svg",
+        "é\0.svg",
+        "-rf.svg",
+        f"{'y' * 999}.svg",
+        f"{'y' * 998}.svg",
+    ]
+    names = file_names(texts)
+    assert list(names.values())[:4] == ["a.svg", "A-2.svg", "a.csv", "file.svg"]
+    assert len({name.lower() for name in names.values()}) == len(texts)
+    assert all(re.fullmatch(r"\w[\w.-]{0,130}", name, re.ASCII) for name in names.values())
+
+
+def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
+    run, elsewhere = fake_run(tmp_path / "run", **LIGHT), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / "report_files").symlink_to(elsewhere)
+    with pytest.raises(EngramError, match=r"report_files: it is a symbolic link; remove it"):
+        write_report([run], tmp_path / "report.html")
+    assert not list(elsewhere.iterdir())
+    assert not (tmp_path / "report.html").exists()
+    folder = tmp_path / "other_files"
+    folder.mkdir()
+    (elsewhere / "mine").write_text("mine", encoding="utf-8")
+    (folder / "summary.csv").symlink_to(elsewhere / "mine")
+    (folder / "FILES.txt").write_bytes(b"../elsewhere/mine\n..\n\xff\n.\nsub\n")
+    (folder / "sub").mkdir()
+    write_report([run], tmp_path / "other.html")
+    assert (elsewhere / "mine").read_text(encoding="utf-8") == "mine"
+    assert (folder / "sub").is_dir()
+
+
+def test_text_that_looks_like_code_stays_text_in_tables_and_figures(tmp_path: Path) -> None:
+    names = ["=1+1", "+a", "-b", "@c", "\td", "fill: #1d2630", "plain", "stroke: #0b6bb3"]
+    run = fake_run(tmp_path / "run", class_names=names, recipe="=2+2", **LIGHT)
+    page = write_report([run], tmp_path / "report.html")
+    with (page.with_name("report_files") / "confusion_afc_cnn.csv").open(encoding="utf-8", newline="") as stream:
+        header, *rows = list(csv.reader(stream))
+    shown = ["'=1+1", "'+a", "'-b", "'@c", "'\td", *names[5:]]
+    assert (header, [row[0] for row in rows]) == (["true_class", *shown], shown)
+    assert all(cell.isdecimal() for row in rows for cell in row[1:])
+    summary = read_csv(page.with_name("report_files") / "summary.csv")[0]
+    assert summary["recipe"] == "'=2+2"
+    assert float(summary["backward_transfer_mean"]) < 0, "a number keeps its sign and has no apostrophe"
+    source = page.read_text(encoding="utf-8")
+    assert source.count(">fill: #1d2630<") == source.count(">stroke: #0b6bb3<") == 2, "on both axes"
+
+
+def test_many_classes_are_numbered_and_named_below(tmp_path: Path) -> None:
+    names = [f"sign {i}" for i in range(43)]
+    runs = [fake_run(tmp_path / "some", class_names=names, **{**LIGHT, "stage_sizes": (40, 3)})]
+    svg = (write_report(runs).with_name("report_files") / "confusion_afc_cnn.svg").read_text(encoding="utf-8")
+    assert "predicted class, numbered as below" in svg
+    assert all(f">{i} {name}<" in svg for i, name in enumerate(names))
+
+
+def test_an_accuracy_says_what_it_is_over(compared: tuple[list[Path], Path]) -> None:
+    text = Page(compared[1]).text
+    assert "Top-1 accuracy of the CNN predictor on the test images of all classes seen." in text
+    assert "average incremental accuracy is its mean over the stages, including the base stage" in text
+
+
 def test_report_needs_no_torch(tmp_path: Path) -> None:
     run = fake_run(tmp_path / "run", **LIGHT)
     code = (
@@ -631,6 +713,10 @@ BROKEN = {
     "other metric": (
         lambda run: edit_json(run / "result.json", final_accuracy={"cnn": 99.0, "nme": 1.0}),
         "its final_accuracy (cnn) is 99.0 and its stages give",
+    ),
+    "other average": (
+        lambda run: edit_json(run / "result.json", average_incremental_accuracy={"cnn": 99.0, "nme": 1.0}),
+        "its average_incremental_accuracy (cnn) is 99.0 and its stages give",
     ),
     "other seed": (lambda run: edit_json(run / "result.json", seed=9), "of another run: seed 9, not 1"),
     "deep result.json": (lambda run: (run / "result.json").write_text("[" * 9999), "half-written or damaged"),

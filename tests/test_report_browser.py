@@ -18,8 +18,7 @@ from typing import Any
 
 import pytest
 
-from engram.report.evaluation_page import write_evaluation
-from engram.report.page import write_report
+from engram.report.page import write_evaluation, write_report
 from fake_runs import fake_run
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
@@ -183,6 +182,11 @@ def test_numbers_that_matter_are_in_sight(browser: Browser, page: Path) -> None:
     heads = browser.evaluate("[...document.querySelectorAll('#summary thead th')].map(h => h.innerText).slice(2, 4)")
     assert [" ".join(head.split()) for head in heads] == ["Average incremental accuracy, %", "Final accuracy, %"]
     assert browser.evaluate("getComputedStyle(document.querySelector('#summary .hint')).display") == "block"
+    lines = (
+        "Math.max(...[...document.querySelector('#summary .scroll').querySelectorAll('tbody td')].map(cell => {"
+        " const text = document.createRange(); text.selectNodeContents(cell); return text.getClientRects().length; }))"
+    )
+    assert browser.evaluate(lines) == 2, "lines of a number and its spread, which set the height of a row"
     differences = "(box => box.scrollWidth - box.clientWidth)(document.querySelector('#summary h3 + .card .scroll'))"
     assert browser.evaluate(differences) == 0, "the table of differences fits a phone"
     legend = (

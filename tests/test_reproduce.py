@@ -23,11 +23,11 @@ from engram.report.figures import line_style
 from engram.report.formatting import signed
 from engram.reproduce import paper_tables as text
 from engram.reproduce.cell_plan import PaperCell, PaperRequest, make_plan, refuse_edited, run_name
-from engram.reproduce.cells import curve, each_once, effect, measure, measure_all
+from engram.reproduce.cells import curve, each_once, effect, headline, measure, measure_all, remarks
 from engram.reproduce.cost import ALONE, costs, work_of
-from engram.reproduce.markdown_page import COMMAND, document
 from engram.reproduce.paper import Experiment, Published, load_paper
-from engram.reproduce.paper_page import headline, remarks, write_page
+from engram.reproduce.paper_page import write_page
+from engram.reproduce.paper_tables import COMMAND, document
 from engram.reproduce.records import Record, check_record, parse_line, protocol_key, sorted_importance
 from engram.reproduce.results_files import merge, read_file, read_results, write_file
 from engram.runs.reader import config_hash
@@ -126,16 +126,20 @@ def test_settings_of_the_tables() -> None:
         ('kind = "curves"', 'kind = "curve"', ["no kind 'curve'", "did you mean 'curves'"]),
         ('experiment = "table1"', 'experiment = "table9"', ["'table9'"]),
         ("[methods]", "[methods", ["cannot be read as a paper"]),
-        ("orders = [1, 2]", 'orders = "12"', ["orders of table1 should be a list of class orders, got '12'"]),
-        ("orders = [1, 2]", "orders = 2", ["orders of table1", "got 2"]),
-        ("columns = [{}]", "columns = [5, 10]", ["columns of figure1 should be a list of tables, got [5, 10]"]),
-        ("columns = [{}]", "columns = [{}]\nvalues = 3", ["values of figure1", "got 3"]),
-        ('rows = [{ method = "AFC", inference = "CNN" }]', 'rows = "AFC"', ["rows of figure2", "got 'AFC'"]),
-        ('set = ["memory=per_class=2", SMALL]', 'set = "memory=all"', ["set of figure1 should be a list of texts"]),
-        ('recipe = "afc" }', 'recipe = "afc", set = "memory=all" }', ["set of AFC (CNN)", "got 'memory=all'"]),
-        ("[[remark]]", "[remark]", ["[[remark]] should be a list of tables"]),
-        ('recipe = "afc" }', 'recipe = "afc", label = 3 }', ["label of the method 'AFC' should be a text, got 3"]),
-        ('name = "figure2"', 'name = "figure2"\nmethods = 3', ["the methods of figure2 should be a table"]),
+        ("orders = [1, 2]", 'orders = "12"', ["experiment[0].orders should be a list, got '12'"]),
+        ("orders = [1, 2]", "orders = 2", ["experiment[0].orders should be a list, got 2"]),
+        ("columns = [{}]", "columns = [5, 10]", ["experiment[2].columns[0] should be", "got 5"]),
+        ("columns = [{}]", "columns = [{}]\nvalues = 3", ["experiment[2].values", "got 3"]),
+        ('rows = [{ method = "AFC", inference = "CNN" }]', 'rows = "AFC"', ["experiment[3].rows", "got 'AFC'"]),
+        ('set = ["memory=per_class=2", SMALL]', 'set = "memory=all"', ["experiment[2].set should be a list"]),
+        (
+            'recipe = "afc" }',
+            'recipe = "afc", set = "memory=all" }',
+            ["the method AFC of", "set should be", "got 'memory=all'"],
+        ),
+        ("[[remark]]", "[remark]", ["remark should be a list"]),
+        ('recipe = "afc" }', 'recipe = "afc", label = 3 }', ["the method AFC of", "label should be text, got 3"]),
+        ('name = "figure2"', 'name = "figure2"\nmethods = 3', ["experiment[3].methods should be", "got 3"]),
         ('"memory=per_class=2"', '"seed=2"', ["figure1 sets 'seed=2'", "'orders'", "seeds sets"]),
         ('"memory=per_class=2"', '" order = 4"', ["figure1 sets ' order = 4'"]),
     ],
@@ -152,13 +156,57 @@ def test_a_paper_that_is_wrong_is_refused_with_its_name(tmp_path: Path, old: str
 def test_numbers_that_are_wrong_are_refused(tmp_path: Path) -> None:
     numbers = json.loads(json.dumps(NUMBERS))
     numbers["tables"][0]["rows"][0]["values"][0] = {"mean": "many"}
-    with pytest.raises(EngramError, match=r"a number of table1 is \{'mean': 'many'\}"):
+    with pytest.raises(
+        EngramError, match=r"tables\[0\]\.rows\[0\]\.values\[0\]\.mean should be a finite number, got 'many'"
+    ):
         load_paper(write_paper(tmp_path, numbers=numbers))
     numbers["tables"][0]["rows"][0]["values"] = 50.0
-    with pytest.raises(EngramError, match=r"values of AFC \(CNN\) in table1 should be a list of numbers, got 50"):
+    with pytest.raises(EngramError, match=r"tables\[0\]\.rows\[0\]\.values should be a list, got 50"):
         load_paper(write_paper(tmp_path, numbers=numbers))
     with pytest.raises(EngramError, match="there is no paper at"):
         load_paper(tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\xff\xfe",
+        b"\xef\xbb\xbftitle = 1",
+        b"a = " + b"[" * 900,
+        b"a = " + b"9" * 5000,
+        b"title = 1e400",
+        PAPER.replace("SMALL", '"base=2"').replace("orders = [1, 2]", "orders = [nan]").encode(),
+        PAPER.replace("SMALL", '"base=2"').replace("{kept} kept", "{kept.real:>9999999999}").encode(),
+        PAPER.replace("SMALL", '"base=2"').replace('"numbers.json"', '"numbers\\u0000.json"').encode(),
+        PAPER.replace("SMALL", '"base=2"').replace('"numbers.json"', f'"{"n" * 999}"').encode(),
+        PAPER.replace("SMALL", '"base=2"').replace('inference = "CNN"', 'inference = "?"').encode(),
+        PAPER.replace("SMALL", '"base=2"').replace('name = "table1"', 'name = "a\\n"').encode(),
+    ],
+)
+def test_a_damaged_paper_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = write_paper(tmp_path)
+    path.write_bytes(content)
+    with pytest.raises(EngramError, match=r"paper\.toml"):
+        load_paper(path)
+
+
+@pytest.mark.parametrize("text", ["[" * 900 + "]" * 900, "9" * 5000, '{"tables": [{"id": NaN}]}', "\ufeff{}", "{"])
+def test_damaged_published_numbers_are_refused(tmp_path: Path, text: str) -> None:
+    path = write_paper(tmp_path)
+    (tmp_path / "numbers.json").write_text(text, encoding="utf-8")
+    with pytest.raises(EngramError, match=r"numbers\.json"):
+        load_paper(path)
+
+
+def test_experiments_of_a_paper_stay_in_the_folder_of_the_page(tmp_path: Path) -> None:
+    paper = load_paper(write_paper(tmp_path / "in", PAPER.replace('"table1"', '"/../../victim"')))
+    page = write_page(tmp_path / "in" / "page.html", paper, make_plan(list(paper.experiments.values()), []))
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+    assert {path.name for path in (tmp_path / "in" / "page_files").glob("*victim*")} == {
+        "_.._.._victim.csv",
+        "_.._.._victim.md",
+    }
+    assert 'href="page_files/_.._.._victim.csv"' in page.read_text(encoding="utf-8")
 
 
 # Records and merging.
@@ -212,7 +260,10 @@ def edited(change: Any) -> dict[str, Any]:
         (lambda d: d["order"].update(class_ids=[0] * 100), "not an order of the classes"),
         (lambda d: d.update(stage_sizes=[]), "stage_sizes does not fit"),
         (lambda d: d.update(wall=[1.0]), "wall should have a start and an end"),
+        (lambda d: d.update(wall=[2.0, 1.0]), "wall should have a start and an end"),
         (lambda d: d.update(versions={"torch": 2}), "versions.torch should be text, got 2"),
+        (lambda d: d.update(unknown=float("nan")), "a value that JSON cannot hold"),
+        (lambda d: d["result"]["average_incremental_accuracy"].update(cnn=99.0), "(cnn) is 99.0 and its stages give"),
     ],
 )
 def test_a_changed_record_is_refused(change: Any, words: str) -> None:
@@ -233,6 +284,9 @@ def test_a_changed_record_is_refused(change: Any, words: str) -> None:
         b'{"a": 1}\n',
         b"[" * 9999,
         b"9" * 9999,
+        b"\xef\xbb\xbf{}",
+        b'{"kind": "engram run", "format": ' + b"[" * 900 + b"]" * 900 + b"}",
+        b'{"kind": "engram run", "format": 1, "recipe": 1e400}',
     ],
 )
 def test_a_corrupt_or_foreign_file_is_refused_with_its_name(tmp_path: Path, content: bytes) -> None:
@@ -242,6 +296,12 @@ def test_a_corrupt_or_foreign_file_is_refused_with_its_name(tmp_path: Path, cont
         read_file(file)
     with pytest.raises(EngramError, match=r"strange\.jsonl"):
         read_results([tmp_path])
+
+
+def test_lines_end_only_at_line_feeds(tmp_path: Path) -> None:
+    record = make_record(hardware="Example\u2028GPU")
+    write_file(tmp_path / "r.jsonl", [record])
+    assert [found.machine for found in read_file(tmp_path / "r.jsonl")] == [record.machine]
 
 
 def test_a_good_line_does_not_save_a_bad_one(tmp_path: Path) -> None:

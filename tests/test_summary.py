@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from engram.experiment.recipes import recipe
-from engram.reproduce.measured_summary import COMMAND, as_text, measured, summarise
-from engram.reproduce.results_files import merge, read_results
+from engram.reproduce.results_files import SUMMARY_COMMAND, measured, merge, read_results, summarise, summary_text
 from paper_helpers import make_record
 
 ROOT = Path(__file__).parents[1]
@@ -49,5 +48,5 @@ def test_changed_settings_and_other_precisions_do_not_count() -> None:
 
 def test_the_committed_numbers_are_what_their_command_gives() -> None:
     numbers = summarise(merge(read_results([ROOT / "results"]).records))
-    assert numbers == measured(), COMMAND
-    assert json.loads(as_text(numbers)) == numbers
+    assert numbers == measured(), SUMMARY_COMMAND
+    assert json.loads(summary_text(numbers)) == numbers

@@ -10,7 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from engram.report.svg import CARD, INK, MARKERS, MUTED, SERIES, Drawing, drawing_style, finish, plain
+from engram.report.formatting import plain
+from engram.report.svg import CARD, INK, MARKERS, MUTED, SERIES, Drawing, drawing_style, finish
 
 PREDICTORS = {"CNN": "by the head (CNN)", "NME": "by the nearest mean of exemplars (NME)"}
 WIDTH, HEIGHT = 8.0, 7.2  # inches

@@ -10,16 +10,19 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
-from engram.report.formatting import predictor_name
+from engram.report import tables
+from engram.report.formatting import plain, plain_label, predictor_name
 from engram.report.groups import RunGroup, row_percent
-from engram.report.svg import CARD, GRID, INK, MARKERS, MUTED, ON_STRONG, SERIES, Drawing, finish, plain, plain_label
-from engram.report.tables import time_parts
+from engram.report.svg import CARD, GRID, INK, MARKERS, MUTED, ON_STRONG, SERIES, Drawing, finish
 
 WIDTH = 5.0  # inches; at 72 units an inch the text is near its nominal size on a phone and on a desk
 NAMED_CLASSES = 25
 NUMBERED_STAGES = 12
+_LISTED_CLASSES = 300  # of more classes, only the CSV file has the names
+_KEY_COLUMNS, _KEY_LINE = 3, 0.165  # of the list of class names; inches
 _BARS = 18
 
 # From nearly transparent to dark blue; the page inverts it in dark mode.
@@ -46,20 +49,17 @@ def colour(index: int) -> str:
 def accuracy_curves(groups: Sequence[RunGroup], predictor: str) -> Drawing:
     """Accuracy against classes seen: a line per group, its sample standard deviation as a band, and chance."""
     shown = [(i, group) for i, group in enumerate(groups) if predictor in group.predictors]
-    names_fit = len(shown) <= 6 and max(len(plain(group.label)) for _, group in shown) <= 12
+    names_fit = len(shown) <= 6 and max(len(group.label) for _, group in shown) <= 12
     height = 3.4 if names_fit else 3.2 + 0.22 * len(shown)
     figure, axes = new_figure(WIDTH, height)
     ends: list[tuple[float, str, str]] = []
     for index, group in shown:
         values = group.accuracy(predictor)
         x, mean = np.array(group.classes), np.array([value.mean for value in values])
-        style = line_style(index, len(x))
+        std = np.array([value.std or 0.0 for value in values])
         text = f"{plain_label(group.label, 36)}, n = {group.n}"
-        axes.plot(x, mean, label=text, zorder=3, **style)
-        if group.n > 1:
-            std = np.array([value.std for value in values])
-            axes.fill_between(x, mean - std, mean + std, color=colour(index), alpha=0.16, linewidth=0, zorder=2)
-        ends.append((float(mean[-1]), plain(group.label), colour(index)))
+        draw_line(axes, index, x, mean, (mean - std, mean + std) if group.n > 1 else None, text)
+        ends.append((float(mean[-1]), group.label, colour(index)))
     seen = np.array(sorted({count for _, group in shown for count in group.classes}))
     axes.plot(seen, 100 / seen, color=MUTED, linestyle=(0, (1, 2)), linewidth=1.3, label="chance", zorder=1)
     ends.append((100 / float(seen[-1]), "chance", MUTED))
@@ -75,6 +75,31 @@ def accuracy_curves(groups: Sequence[RunGroup], predictor: str) -> Drawing:
         figure.legend(loc="outside lower left", ncols=1)
     alt = f"Accuracy in percent against classes seen, {predictor_name(predictor)} predictor, one line per group."
     return finish(figure, f"accuracy_per_stage_{predictor}", alt)
+
+
+def draw_line(
+    axes: Axes,
+    index: int,
+    x: np.ndarray,
+    y: np.ndarray,
+    band: tuple[np.ndarray, np.ndarray] | None,
+    label: str,
+    markers: int = 18,
+) -> None:
+    """Draw the line at this index. band: its lower and upper bound. markers: see `line_style`."""
+    axes.plot(x, y, label=label, zorder=3, **line_style(index, len(x), markers))
+    if band is not None:
+        axes.fill_between(x, *band, color=colour(index), alpha=0.16, linewidth=0, zorder=2)
+
+
+def importance_axes(figure: Figure, axes: Axes, channels: str, title: str, columns: int) -> None:
+    """Label the axes of a plot of sorted importance. channels: of which map, in words. columns: of the legend."""
+    axes.axhline(1, color=MUTED, linestyle=(0, (1, 2)), linewidth=1.2, label="average channel")
+    axes.grid(False, axis="x")
+    axes.set_xlabel(f"channels of the {channels}")
+    axes.set_ylabel("importance (map mean = 1)")
+    axes.set_title(title)
+    figure.legend(loc="outside lower left", ncols=columns, columnspacing=1.2, fontsize=10 if columns == 1 else None)
 
 
 def line_style(index: int, points: int, markers: int = 18) -> dict[str, Any]:
@@ -137,8 +162,8 @@ def accuracy_matrix(group: RunGroup, predictor: str) -> Drawing:
     axes.set_xlabel("classes of stage")
     axes.set_ylabel("after stage")
     axes.set_title(_title(group, predictor))
-    alt = f"Accuracy matrix of {plain(group.label)}: rows are stages, columns the classes that came in each stage."
-    return finish(figure, f"accuracy_matrix_{group.slug}_{predictor}", alt)
+    alt = f"Accuracy matrix of {group.label}: rows are stages, columns the classes that came in each stage."
+    return finish(figure, group.key("accuracy_matrix", predictor), alt)
 
 
 def _heat_map(axes: Axes, values: np.ndarray, label: str) -> None:
@@ -186,22 +211,22 @@ def learned_and_kept(group: RunGroup, index: int, predictor: str) -> Drawing:
     axes.set_ylabel("accuracy, %")
     axes.set_title(_title(group, predictor))
     figure.legend(loc="outside lower left", ncols=2, handletextpad=0.2, columnspacing=1.2)
-    alt = f"{plain(group.label)}: accuracy of each stage's classes when they were learned and after the last stage."
-    return finish(figure, f"learned_and_kept_{group.slug}_{predictor}", alt)
+    alt = f"{group.label}: accuracy of each stage's classes when they were learned and after the last stage."
+    return finish(figure, group.key("learned_and_kept", predictor), alt)
 
 
 def confusion(group: RunGroup, predictor: str) -> Drawing:
     """Row-normalised confusion matrix after the last stage, with class names if they fit."""
     order = "in order of arrival" if group.has_one_order else "in the data set's order"
     title = _title(group, predictor).replace("mean of", "sum of")
-    alt = f"Confusion matrix of {plain(group.label)} after the last stage: rows true classes, columns predicted."
-    name = f"confusion_{group.slug}_{predictor}"
+    alt = f"Confusion matrix of {group.label} after the last stage: rows true classes, columns predicted."
+    name = group.key("confusion", predictor)
     return confusion_matrix(group.confusion(predictor), group.class_names, order, title, name, alt)
 
 
 def needs_width(classes: int) -> bool:
     """Whether the names in a confusion matrix with this many classes would be too small on a phone."""
-    return NUMBERED_STAGES < classes <= NAMED_CLASSES
+    return NUMBERED_STAGES < classes <= _LISTED_CLASSES
 
 
 def confusion_matrix(
@@ -211,7 +236,12 @@ def confusion_matrix(
     percent = row_percent(counts)
     size = len(percent)
     side = 6.4 if needs_width(size) else WIDTH
-    figure, axes = new_figure(side, side - 0.2)
+    is_listed = NAMED_CLASSES < size <= _LISTED_CLASSES
+    below = _KEY_LINE * math.ceil(size / _KEY_COLUMNS) if is_listed else 0.0
+    figure, axes = new_figure(side, side - 0.2 + below)
+    numbers = "" if size <= NAMED_CLASSES else ", numbered as below" if is_listed else f", {order}, as in the CSV file"
+    if is_listed:
+        _list_classes(figure, class_names, below)
     _heat_map(axes, percent, "share of the true class's test images, %")
     if size <= NAMED_CLASSES:
         names = [plain(name, 18) for name in class_names]
@@ -222,10 +252,21 @@ def confusion_matrix(
                 shade = ON_STRONG if percent[row, column] > 50 else INK
                 text = f"{percent[row, column]:.0f}"
                 axes.text(column, row, text, ha="center", va="center", fontsize=9, color=shade, in_layout=False)
-    axes.set_xlabel("predicted class" if size <= NAMED_CLASSES else f"predicted class, {order}")
-    axes.set_ylabel("true class" if size <= NAMED_CLASSES else f"true class, {order}")
+    axes.set_xlabel(f"predicted class{numbers}")
+    axes.set_ylabel(f"true class{numbers}")
     axes.set_title(title)
     return finish(figure, name, alt)
+
+
+def _list_classes(figure: Figure, class_names: Sequence[str], height: float) -> None:
+    """List the classes with their numbers, column by column, in the lowest part of a figure. height: inches."""
+    share = height / figure.get_figheight()
+    figure.set_layout_engine(ConstrainedLayoutEngine(rect=(0, share, 1, 1 - share)))
+    lines = math.ceil(len(class_names) / _KEY_COLUMNS)
+    for number, name in enumerate(class_names):
+        column, line = divmod(number, lines)
+        x, y = 0.02 + 0.98 * column / _KEY_COLUMNS, share * (1 - (line + 0.5) / lines)
+        figure.text(x, y, f"{number} {plain_label(name, 20)}", va="center", fontsize=8.5, in_layout=False)
 
 
 def importance(group: RunGroup) -> Drawing:
@@ -236,38 +277,30 @@ def importance(group: RunGroup) -> Drawing:
     low, high = min(float(m.min()) for m in means), max(float(m.max()) for m in means)
     for index, (values, mean) in enumerate(zip(maps, means, strict=True)):
         x = 100 * (np.arange(len(mean)) + 0.5) / len(mean)
-        style = line_style(index, len(mean), markers=8)
-        axes.plot(x, mean, label=f"Z_{index + 1} ({len(mean)} channels)", **style)
-        if group.n > 1:
-            axes.fill_between(x, values.min(axis=0), values.max(axis=0), color=colour(index), alpha=0.13, linewidth=0)
+        band = (values.min(axis=0), values.max(axis=0)) if group.n > 1 else None
+        draw_line(axes, index, x, mean, band, f"Z_{index + 1} ({len(mean)} channels)", markers=8)
     if low > 0 and high / low > 40:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     else:
         axes.set_ylim(0, high * 1.05)
-    axes.axhline(1, color=MUTED, linestyle=(0, (1, 2)), linewidth=1.2, label="average channel")
-    axes.grid(False, axis="x")
     axes.set_xlim(0, 100)
-    axes.set_xlabel("channels of the map, most important first, %")
-    axes.set_ylabel("importance (map mean = 1)")
-    axes.set_title(_title(group))
-    figure.legend(loc="outside lower left", ncols=2, columnspacing=1.2)
-    alt = f"Sorted channel importance of {plain(group.label)} after its last stage, one curve per map."
-    return finish(figure, f"importance_{group.slug}", alt)
+    importance_axes(figure, axes, "map, most important first, %", _title(group), columns=2)
+    alt = f"Sorted channel importance of {group.label} after its last stage, one curve per map."
+    return finish(figure, group.key("importance"), alt)
 
 
 def time_spent(groups: Sequence[RunGroup]) -> Drawing:
     """Stacked bars of seconds: one per run, or one per group (mean) if there are many runs."""
-    parts = [*time_parts(groups), "other"]
+    parts = tables.time_parts(groups)
     by_run = sum(group.n for group in groups) <= _BARS
     rows: list[tuple[str, np.ndarray]] = []
     for group in groups:
-        spent = [[run.result.seconds_by.get(part, 0.0) for part in parts[:-1]] for run in group.runs]
-        full = [[*row, max(0.0, run.result.seconds - sum(row))] for row, run in zip(spent, group.runs, strict=True)]
+        full = [tables.time_spent(run, parts) for run in group.runs]
         name = plain_label(group.label, 26)
         if by_run and group.n > 1:
             rows += [
-                (f"{name}, {run.manifest.order.name}/{run.seed}", np.array(r))
+                (f"{name}, {plain(run.manifest.order.name, 20)}/{plain(run.seed, 20)}", np.array(r))
                 for run, r in zip(group.runs, full, strict=True)
             ]
         else:
@@ -275,11 +308,13 @@ def time_spent(groups: Sequence[RunGroup]) -> Drawing:
             rows.append((name + mean, np.mean(full, axis=0)))
     figure, axes = new_figure(WIDTH, 1.55 + 0.3 * len(rows))
     left = np.zeros(len(rows))
-    for index, part in enumerate(parts):
+    for index, part in enumerate([*parts, "other"]):
         widths = np.array([row[index] for _, row in rows])
         if widths.sum() > 0:
             shade = colour(index) if part != "other" else GRID
-            axes.barh(range(len(rows)), widths, left=left, height=0.62, color=shade, edgecolor=CARD, label=part)
+            axes.barh(
+                range(len(rows)), widths, left=left, height=0.62, color=shade, edgecolor=CARD, label=plain(part, 40)
+            )
         left += widths
     for y, total in enumerate(left):
         axes.text(total, y, f"  {total:.1f} s", va="center", fontsize=9, color=MUTED)
@@ -319,5 +354,5 @@ def training_loss(group: RunGroup) -> Drawing:
     axes.set_ylabel("mean loss of the epoch")
     axes.set_title(plain_label(group.label, 40))
     figure.legend(loc="outside lower left", ncols=2, columnspacing=1.2)
-    alt = f"Training loss of {plain(group.label)}, per epoch; vertical lines mark the stages."
-    return finish(figure, f"loss_{group.slug}", alt)
+    alt = f"Training loss of {group.label}, per epoch; vertical lines mark the stages."
+    return finish(figure, group.key("loss"), alt)

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 PREDICTOR_NAMES = {"cnn": "CNN", "nme": "NME"}
 MINUS = "\N{MINUS SIGN}"
 NOTHING = "–"  # shown for a number that does not exist
+ACCURACY_WORDS = (
+    "Accuracy is the share of the test images of all classes seen so far that are classified correctly; average "
+    "incremental accuracy is its mean over the stages, including the base stage."
+)
 _NBSP = "\N{NO-BREAK SPACE}"
+_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")  # how a formula begins, for spreadsheets
 
 
 class MeanAndStd(Protocol):
@@ -24,7 +30,20 @@ class MeanAndStd(Protocol):
 
 def predictor_name(predictor: str) -> str:
     """Return the predictor's name as papers write it."""
-    return PREDICTOR_NAMES.get(predictor, predictor)
+    return PREDICTOR_NAMES.get(predictor) or plain(predictor, 40)
+
+
+def plain(text: str, limit: int = 10_000) -> str:
+    """Return the text on one line without control characters (XML cannot hold them), cut to `limit` characters."""
+    clean = "".join(c if c.isprintable() else " " for c in text).strip() or "(no name)"
+    return clean if len(clean) <= limit else clean[: limit - 1].rstrip() + "…"
+
+
+def plain_label(text: str, limit: int) -> str:
+    """Return the text as `plain`, but cut in the middle: labels of groups often differ only at their end."""
+    clean = plain(text)
+    head = (limit - 1) // 3
+    return clean if len(clean) <= limit else f"{clean[:head].rstrip()}…{clean[head + 1 - limit :].lstrip()}"
 
 
 def decimal(value: float, digits: int = 2) -> str:
@@ -73,15 +92,24 @@ def join(texts: Iterable[str]) -> str:
     return listed[0] if len(listed) == 1 else f"{', '.join(listed[:-1])} and {listed[-1]}"
 
 
+def natural_key(text: str) -> list[tuple[int, int, str]]:
+    """Sort key by which '10' comes after '9'."""
+    parts = re.findall(r"\d+|\D+", text)
+    return [(0, len(number := part.lstrip("0")), number) if part.isdecimal() else (1, 0, part) for part in parts]
+
+
 def count_runs(count: int) -> str:
     """Format a number of runs: '1 run', '2 runs'."""
     return f"{count} run{'' if count == 1 else 's'}"
 
 
 def csv_text(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return a CSV file with one header line; None is an empty cell."""
+    """Return a CSV file with one header line; None is an empty cell.
+
+    Text that a spreadsheet would take for a formula begins with an apostrophe, which spreadsheets do not show.
+    """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(header)
-    writer.writerows(rows)
+    for row in (header, *rows):
+        writer.writerow([f"'{cell}" if isinstance(cell, str) and cell.startswith(_FORMULA) else cell for cell in row])
     return text.getvalue()

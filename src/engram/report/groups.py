@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from engram.core import metrics
 from engram.core.errors import EngramError
 from engram.core.metrics import Difference, Estimate, estimate, paired
 from engram.core.serialize import flatten
+from engram.report.formatting import natural_key, plain
 from engram.runs.directory import UNKNOWN_CODE
 from engram.runs.reader import read_run
 from engram.runs.stored_run import ClassOrder, DataSummary, StoredRun
@@ -29,10 +29,9 @@ _SHOWN_CHANGES = 3
 
 @dataclass(frozen=True, eq=False)
 class RunGroup:
-    """Runs of one recipe and configuration with the same number of finished stages."""
+    """Runs of one recipe and configuration with the same number of finished stages. label: its name, on one line."""
 
     label: str
-    slug: str
     runs: tuple[StoredRun, ...]
 
     @property
@@ -97,6 +96,10 @@ class RunGroup:
         for t in range(size):
             matrix[t, : t + 1] = np.mean([run.stages[t].accuracy_by_stage[predictor] for run in self.runs], axis=0)
         return matrix
+
+    def key(self, kind: str, predictor: str = "") -> str:
+        """Return the key of a figure or table of this group, different from all others of a page."""
+        return "\n".join([kind, self.label, *filter(None, [predictor])])
 
     @property
     def seconds(self) -> Estimate:
@@ -205,20 +208,11 @@ def make_groups(runs: Sequence[StoredRun]) -> list[RunGroup]:
         found.setdefault(json.dumps([*_shared(run), len(run.stages)], sort_keys=True), []).append(run)
     members = list(found.values())
     labels = _labels([group[0] for group in members])
-    slugs: list[str] = []
-    for label in labels:
-        slug = re.sub(r"[^a-z0-9]+", "-", label.lower()).strip("-")[:60] or "group"
-        slugs.append(next(s for i in count(1) if (s := slug if i == 1 else f"{slug}-{i}") not in slugs))
-    return _ranked(
-        [
-            RunGroup(
-                label,
-                slug,
-                tuple(sorted(group, key=lambda run: (_natural(run.manifest.order.name), _natural(run.seed)))),
-            )
-            for label, slug, group in zip(labels, slugs, members, strict=True)
-        ]
-    )
+    groups = [
+        RunGroup(label, tuple(sorted(group, key=lambda run: (natural_key(run.manifest.order.name), run.result.seed))))
+        for label, group in zip(labels, members, strict=True)
+    ]
+    return _ranked(groups)
 
 
 def _ranked(groups: list[RunGroup]) -> list[RunGroup]:
@@ -279,12 +273,12 @@ def _labels(firsts: list[StoredRun]) -> list[str]:
         names = [
             _short_recipe(run, firsts) if recipes[run.recipe] == 1 else _with_settings(run, firsts) for run in firsts
         ]
-        plain = {(run.method, _changes(run.recipe)[0]) for run in firsts}
-        if len(plain) == len({run.method for run in firsts}):
+        bare = {(run.method, _changes(run.recipe)[0]) for run in firsts}
+        if len(bare) == len({run.method for run in firsts}):
             names = [
                 run.method + name.removeprefix(_changes(run.recipe)[0]) for name, run in zip(names, firsts, strict=True)
             ]
-    names = [f"{name} ({run.stopped})" if run.stopped else name for name, run in zip(names, firsts, strict=True)]
+    names = [plain(f"{name} ({run.stopped})" if run.stopped else name) for name, run in zip(names, firsts, strict=True)]
     repeated = {name for name, times in Counter(names).items() if times > 1}
     numbers = {name: count(1) for name in repeated}
     return [f"{name} [{next(numbers[name])}]" if name in repeated else name for name in names]
@@ -326,8 +320,3 @@ def _settings(run: StoredRun) -> dict[str, str]:
 def as_text(value: Any) -> str:
     """Return text as it is, and other values as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _natural(text: str) -> list[tuple[int, int, str]]:
-    """Sort key: '10' comes after '9'."""
-    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.findall(r"\d+|\D+", text)]

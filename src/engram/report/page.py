@@ -1,4 +1,4 @@
-"""Make the report about runs: one HTML page, its figures as SVG and its numbers as CSV."""
+"""Make the report about runs (an HTML page, figures as SVG, numbers as CSV), and the page about a model's accuracy."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from engram.core.io import write_text
 from engram.core.metrics import METRICS
+from engram.core.provenance import version
 from engram.report import figures
 from engram.report import wording as words
-from engram.report.formatting import duration, glued, join, predictor_name
+from engram.report.formatting import ACCURACY_WORDS, duration, glued, join, predictor_name
 from engram.report.groups import (
     RunGroup,
     as_text,
@@ -22,10 +26,11 @@ from engram.report.groups import (
 )
 from engram.report.html_page import check_page_path, template, write_page_and_files
 from engram.report.svg import SERIES, Drawing, drawing_style
-from engram.report.tables import PAIRED, confused_pairs, csv_files
+from engram.report.tables import PAIRED, csv_files, most_confused
 from engram.runs.directory import RESULT, runs_in
 
 _OPEN_CONFUSIONS = 3
+_NAMED = 20  # classes that an evaluation left out, listed at most
 _EXACT_COLUMNS = 6  # a wider table of stages has one digit instead of two, to fit the page
 _PREDICTOR_WORDS = {
     "cnn": "CNN: the class with the highest score of the classifier.",
@@ -115,6 +120,7 @@ def _context(groups: list[RunGroup], repeats: int) -> tuple[dict[str, Any], list
         "marks_best": any(row["best_final"] for row in summary),
         "differences": _differences(cells),
         "any_spread": any(group.n > 1 for group in groups),
+        "accuracy_words": ACCURACY_WORDS,
         "predictor_words": " ".join(_PREDICTOR_WORDS[name] for name in predictors if name in _PREDICTOR_WORDS),
         "curves": curves,
         "per_stage": _per_stage(cells),
@@ -146,7 +152,7 @@ class _GroupView:
 def _kept(cell: _GroupView, predictor: str) -> dict[str, Any]:
     return {
         "drawing": figures.learned_and_kept(cell.group, cell.index, predictor),
-        "table": f"accuracy_matrix_{cell.group.slug}_{predictor}",
+        "table": cell.group.key("accuracy_matrix", predictor),
     }
 
 
@@ -155,7 +161,7 @@ def _confusion(cell: _GroupView, predictor: str) -> dict[str, Any]:
         "group": cell,
         "predictor": predictor_name(predictor),
         "drawing": figures.confusion(cell.group, predictor),
-        "pairs": confused_pairs(cell.group, predictor),
+        "pairs": most_confused(cell.group.confusion(predictor), cell.group.class_names),
         "is_wide": figures.needs_width(len(cell.group.class_ids)),
         "is_open": cell.index < _OPEN_CONFUSIONS and predictor == cell.group.predictors[0],
     }
@@ -262,3 +268,27 @@ def _merged(texts: list[Any]) -> list[tuple[str, str]]:
     """Return label and text of each line; if the runs differ, all texts."""
     labels = dict.fromkeys(label for text in texts for label in text)
     return [(label, ", ".join(dict.fromkeys(t[label] for t in texts if label in t))) for label in labels]
+
+
+def write_evaluation(found: dict[str, Any], out: Path) -> Path:
+    """Write the page, with its figure inside, and return its path. found: the output of `engram evaluate --json`."""
+    tested = [entry for entry in found["classes"] if entry["images"]]
+    names = [str(entry["class"]) for entry in found["classes"]]
+    counts = np.array(found["confusion"])
+    by = predictor_name(found["by"])
+    with drawing_style():
+        title = f"{by}, {found['images']} images"
+        alt = "Confusion matrix: rows true classes, columns predicted."
+        drawing = figures.confusion_matrix(counts, names, "in order of arrival", title, "confusion", alt)
+    text = template("evaluation.html.jinja").render(
+        found=found,
+        named=_NAMED,
+        tested=sorted(tested, key=lambda entry: entry["accuracy"]),
+        by=by,
+        drawing=drawing,
+        is_wide=figures.needs_width(len(names)),
+        pairs=most_confused(counts, names),
+        version=version(),
+    )
+    write_text(out, text)
+    return out

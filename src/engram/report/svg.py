@@ -26,6 +26,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "h")
 _VARIABLES = {INK: "ink", MUTED: "muted", GRID: "line", CARD: "card", ON_STRONG: "on-strong"} | {
     colour: f"s{i}" for i, colour in enumerate(SERIES)
 }
+_COLOUR = re.compile("|".join(_VARIABLES))
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # real text: it uses the reader's font, can be searched, and is small
     "text.parse_math": False,  # a class may be called "$5"
@@ -79,11 +80,8 @@ class Drawing:
     def inline(self) -> str:
         """The figure as an element of an HTML page, in the page's colours."""
         body = re.sub(r' xmlns(:\w+)?="[^"]*"', "", self.svg[self.svg.index("<svg") :], count=2)
-        body = re.sub(
-            r"(fill|stroke): (#[0-9a-f]{6})",
-            lambda found: f"{found[1]}: var(--{_VARIABLES[found[2]]})" if found[2] in _VARIABLES else found[0],
-            body,
-        )
+        # Only inside tags: a class may be called "fill: #1d2630".
+        body = re.sub(r"<[^>]*>", lambda tag: _COLOUR.sub(lambda found: f"var(--{_VARIABLES[found[0]]})", tag[0]), body)
         return body.replace("<svg ", f'<svg role="img" aria-label="{escape(self.alt)}" ', 1)
 
 
@@ -103,23 +101,10 @@ def finish(figure: Figure, name: str, alt: str) -> Drawing:
     """Return the figure as SVG text that depends only on what was drawn."""
     text = io.StringIO()
     # Ids inside the file are hashes; the salt makes them differ between figures that share a page.
-    with mpl.rc_context({"svg.hashsalt": name}):
+    with mpl.rc_context({"svg.hashsalt": name.encode(errors="replace").decode()}):
         nothing = {"Date": None, "Creator": None, "Format": None, "Type": None}
         FigureCanvasSVG(figure).print_svg(text, metadata=nothing)
     svg = re.sub(r"<!DOCTYPE[^>]*>\s*", "", text.getvalue())
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # counters, the same in every figure
     svg = re.sub(r'(<svg [^>]*?) width="[^"]*pt" height="[^"]*pt"', r"\1", svg, count=1)
     return Drawing(name, svg, alt)
-
-
-def plain(text: str, limit: int = 10_000) -> str:
-    """Return the text on one line without control characters (XML cannot hold them), cut to `limit` characters."""
-    clean = "".join(c if c.isprintable() else " " for c in text).strip() or "(no name)"
-    return clean if len(clean) <= limit else clean[: limit - 1].rstrip() + "…"
-
-
-def plain_label(text: str, limit: int) -> str:
-    """Return the text as `plain`, but cut in the middle: labels of groups often differ only at their end."""
-    clean = plain(text)
-    head = (limit - 1) // 3
-    return clean if len(clean) <= limit else f"{clean[:head].rstrip()}…{clean[head + 1 - limit :].lstrip()}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,9 +12,11 @@ from engram.core.metrics import METRICS, Estimate
 from engram.report.formatting import csv_text
 from engram.report.groups import RunGroup, comparable_groups, row_percent
 from engram.runs.result import SECONDS
+from engram.runs.stored_run import StoredRun
 
 PAIRED = ("average_incremental_accuracy", "final_accuracy")  # the metrics whose differences are shown
 _CONFUSED_PAIRS = 10
+_LEAD = ("group", "run", "order", "seed")  # the first columns of a table of runs
 
 
 @dataclass(frozen=True)
@@ -27,13 +29,8 @@ class ConfusedPair:
     percent: float
 
 
-def confused_pairs(group: RunGroup, predictor: str) -> list[ConfusedPair]:
-    """Return the most frequent mistakes after the last stage, by share of the true class's test images."""
-    return most_confused(group.confusion(predictor), group.class_names)
-
-
 def most_confused(counts: np.ndarray, names: Sequence[str]) -> list[ConfusedPair]:
-    """Return the most frequent mistakes. counts: by true class (row) and predicted class (column)."""
+    """Return the most frequent mistakes by share of the true class. counts: rows true classes, columns predicted."""
     percent = row_percent(counts)
     mistakes = np.argwhere((counts > 0) & ~np.eye(len(counts), dtype=bool))
     ranked = sorted(mistakes.tolist(), key=lambda cell: (-percent[cell[0], cell[1]], cell))
@@ -44,7 +41,7 @@ def most_confused(counts: np.ndarray, names: Sequence[str]) -> list[ConfusedPair
 
 
 def csv_files(groups: Sequence[RunGroup]) -> dict[str, str]:
-    """Return the CSV text of every table by file name."""
+    """Return the CSV text of every table by its key plus ".csv"; see `RunGroup.key`."""
     files = {
         "summary.csv": _summary(groups),
         "accuracy_per_stage.csv": _accuracy_per_stage(groups),
@@ -55,12 +52,12 @@ def csv_files(groups: Sequence[RunGroup]) -> dict[str, str]:
         files["differences.csv"] = differences
     for group in groups:
         for predictor in group.predictors:
-            files[f"accuracy_matrix_{group.slug}_{predictor}.csv"] = _matrix(group, predictor)
-            files[f"confusion_{group.slug}_{predictor}.csv"] = _confusion(group, predictor)
+            files[f"{group.key('accuracy_matrix', predictor)}.csv"] = _matrix(group, predictor)
+            files[f"{group.key('confusion', predictor)}.csv"] = _confusion(group, predictor)
         if group.importance():
-            files[f"importance_{group.slug}.csv"] = _importance(group)
+            files[f"{group.key('importance')}.csv"] = _importance(group)
         if group.first.losses:
-            files[f"loss_{group.slug}.csv"] = _loss(group)
+            files[f"{group.key('loss')}.csv"] = _loss(group)
     return files
 
 
@@ -107,16 +104,20 @@ def _accuracy_per_stage(groups: Sequence[RunGroup]) -> str:
 
 
 def _runs(groups: Sequence[RunGroup]) -> str:
-    header = ["group", "run", "order", "seed", "predictor", "stage", "classes", "accuracy", "seconds"]
     rows = [
-        [group.label, run.directory.name, run.manifest.order.name, run.seed, predictor, index, stage.classes, *measured]
-        for group in groups
-        for run in group.runs
+        [*lead, predictor, index, stage.classes, stage.accuracy[predictor], stage.seconds]
+        for group, run, lead in _each_run(groups)
         for predictor in group.predictors
         for index, stage in enumerate(run.stages)
-        for measured in [(stage.accuracy[predictor], stage.seconds)]
     ]
-    return csv_text(header, rows)
+    return csv_text([*_LEAD, "predictor", "stage", "classes", "accuracy", "seconds"], rows)
+
+
+def _each_run(groups: Sequence[RunGroup]) -> Iterator[tuple[RunGroup, StoredRun, list[object]]]:
+    """Yield each run with its group and its cells of the columns _LEAD."""
+    for group in groups:
+        for run in group.runs:
+            yield group, run, [group.label, run.directory.name, run.manifest.order.name, run.result.seed]
 
 
 def time_parts(groups: Sequence[RunGroup]) -> list[str]:
@@ -125,17 +126,16 @@ def time_parts(groups: Sequence[RunGroup]) -> list[str]:
     return [*SECONDS, *sorted(named.difference(SECONDS))]
 
 
+def time_spent(run: StoredRun, parts: Sequence[str]) -> list[float]:
+    """Return the seconds of each kind of work, and of everything else."""
+    spent = [run.result.seconds_by.get(part, 0.0) for part in parts]
+    return [*spent, max(0.0, run.result.seconds - sum(spent))]
+
+
 def _seconds(groups: Sequence[RunGroup]) -> str:
     parts = time_parts(groups)
-    rows = []
-    for group in groups:
-        for run in group.runs:
-            spent = [run.result.seconds_by.get(part, 0.0) for part in parts]
-            other = max(0.0, run.result.seconds - sum(spent))
-            rows.append(
-                [group.label, run.directory.name, run.manifest.order.name, run.seed, *spent, other, run.result.seconds]
-            )
-    return csv_text(["group", "run", "order", "seed", *parts, "other", "total"], rows)
+    rows = [[*lead, *time_spent(run, parts), run.result.seconds] for _, run, lead in _each_run(groups)]
+    return csv_text([*_LEAD, *parts, "other", "total"], rows)
 
 
 def _matrix(group: RunGroup, predictor: str) -> str:

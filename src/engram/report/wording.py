@@ -56,7 +56,7 @@ def facts(groups: Sequence[RunGroup]) -> str:
     dates = sorted({run.manifest.created[:10] for run in runs})
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     return (
-        f"Top-1 accuracy of the {predictors} predictor over all classes seen. {stages}; "
+        f"Top-1 accuracy of the {predictors} predictor on the test images of all classes seen. {stages}; "
         f"{count_runs(len(runs))} on {devices}, {when}."
     )
 

@@ -5,15 +5,16 @@
 
 from __future__ import annotations
 
-import math
+import os
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from engram.core.errors import EngramError, option, suggest
-from engram.core.io import read_json
+from engram.runs.checked import Source, checked, read_checked
 
 PAPERS = Path(__file__).parent / "papers"
 KINDS = ("table", "curves", "importance", "effects")
@@ -27,11 +28,6 @@ MEASURES = {  # the metrics of result.json, and more that are computed from its 
 }
 _DEFAULT_MEASURES = {"importance": "importance_spread"}  # by kind
 PREDICTORS = {"CNN": "cnn", "NME": "nme"}
-_COMMON_KEYS = ("name", "title", "kind", "published", "recipe", "set", "measure", "orders", "note", "opening", "beside")
-_KEYS = frozenset((*_COMMON_KEYS, "column", "values", "columns", "rows", "methods"))
-_ROW_KEYS = frozenset(("method", "inference", "label", "set"))
-_METHOD_KEYS = frozenset(("recipe", "nme", "predictor", "set", "label"))
-_LISTED = {"texts": str, "class orders": str | int, "tables": dict, "numbers": object}  # types of the items of a list
 
 
 @dataclass(frozen=True)
@@ -115,9 +111,9 @@ class Experiment:
         inference = row.inference or column.values.get("inference")
         begins = row.nme if inference == "NME" else row.recipe
         words = {**column.values, "recipe": begins}
-        predictor = row.predictor if inference is None else PREDICTORS[inference]
-        changes = tuple(text.format(**words) for text in (*self.set, *row.set))
-        return Spec(self.recipe.format(**words), changes, predictor)
+        predictor = row.predictor if inference is None else PREDICTORS[str(inference)]
+        changes = tuple(_filled(text, words) for text in (*self.set, *row.set))
+        return Spec(_filled(self.recipe, words), changes, predictor)
 
     def number(self, row: PaperRow, column: PaperColumn, published: Published) -> tuple[object, ...]:
         """Return a key that is the same for the same published number in another table."""
@@ -133,9 +129,10 @@ class Remark:
     """A known reason why numbers of an experiment differ from the paper. No rows or columns: all of them."""
 
     experiment: str
-    rows: tuple[str, ...]
-    columns: tuple[str, ...]
     text: str
+    content: dict[str, Any] = field(repr=False)
+    rows: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -159,17 +156,83 @@ class Paper:
         return list(chosen.values())
 
 
+@dataclass(frozen=True)
+class _MethodEntry:
+    """An entry of [methods]. nme: `recipe` by default; label: the paper's name of the method by default."""
+
+    content: dict[str, Any]
+    recipe: str = ""
+    nme: str | None = None
+    predictor: str | None = None
+    set: tuple[str, ...] = ()
+    label: str | None = None
+
+
+@dataclass(frozen=True)
+class _RowEntry:
+    """A row of an experiment or of a published table; only a published row has values."""
+
+    method: str
+    content: dict[str, Any]
+    inference: str | None = None
+    label: str | None = None
+    set: tuple[str, ...] = ()
+    values: tuple[Published | None, ...] | None = None
+    rerun_by_afc_authors: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TableEntry:
+    """A table of the published numbers; an [[experiment]] has the title, columns and rows of its published table."""
+
+    id: str = ""
+    title: str = ""
+    columns: tuple[Mapping[str, Any], ...] = ()
+    rows: tuple[_RowEntry, ...] = ()
+
+
+@dataclass(frozen=True)
+class _PublishedFile:
+    tables: tuple[_TableEntry, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ExperimentEntry(_TableEntry):
+    name: str
+    content: dict[str, Any]
+    kind: str = "table"
+    published: str | None = None
+    recipe: str = ""
+    set: tuple[str, ...] = ()
+    measure: str = ""
+    orders: tuple[Any, ...] = (1, 2, 3)
+    note: str = ""
+    opening: str = ""
+    beside: bool = False
+    column: str | None = None
+    values: tuple[Mapping[str, Any], ...] | None = None
+    methods: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _PaperEntry:
+    content: dict[str, Any]
+    experiment: tuple[_ExperimentEntry, ...] = ()
+    title: str = ""
+    published: str | None = None
+    methods: Mapping[str, Any] = field(default_factory=dict)
+    remark: tuple[Remark, ...] = ()
+
+
 def load_paper(path: Path | None = None) -> Paper:
     """Load a paper from a TOML file; None is the paper in this package."""
     file = next(PAPERS.glob("*.toml")) if path is None else path
+    if not file.is_file():
+        raise EngramError(f"there is no paper at {file}; {option('paper')} must be a TOML file of experiments")
     try:
         data = tomllib.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise EngramError(
-            f"there is no paper at {file}; {option('paper')} must be a TOML file of experiments"
-        ) from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise EngramError(f"{file} cannot be read as a paper: {error}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise EngramError(f"{file} cannot be read as a paper: {error}; {option('paper')} must be TOML") from None
     return _PaperReader(file, data).paper()
 
 
@@ -177,71 +240,55 @@ class _PaperReader:
     """Builds a paper from the data of a file. Errors name the file and the experiment."""
 
     def __init__(self, file: Path, data: dict[str, Any]) -> None:
-        self.file, self.data = file, data
-        numbers = read_json(file.parent / data["published"]) if isinstance(data.get("published"), str) else {}
-        tables = self._list(numbers.get("tables", []), "tables", "tables of the published numbers")
-        self.tables = {table.get("id"): table for table in tables}
-
-    def fail(self, what: str) -> NoReturn:
-        raise EngramError(f"{self.file} is not a usable paper: {what}")
+        self.file, self.source = file, Source(file, "correct the paper")
+        self.entry = checked(_PaperEntry, data, self.source)
+        self.tables: dict[str, _TableEntry] = {}
+        if self.entry.published is not None:
+            numbers = file.parent / self.entry.published
+            if not os.path.isfile(numbers):  # unlike Path.is_file, also of a name that is too long
+                self.source.fail(f"published names {self.entry.published!r}, which is not a file next to it")
+            tables = read_checked(_PublishedFile, numbers, "correct the published numbers").tables
+            self.tables = {table.id: table for table in tables}
 
     def paper(self) -> Paper:
-        known = {"title", "published", "methods", "experiment", "remark"}
-        self._check_keys(self.data, known, "the file")
-        entries = self._list(self.data.get("experiment", []), "tables", "[[experiment]]")
-        if not entries:
-            self.fail("it has no [[experiment]]")
+        self._check_keys(self.entry, "the file")
+        if not self.entry.experiment:
+            self.source.fail("it has no [[experiment]]")
         experiments: dict[str, Experiment] = {}
-        for entry in entries:
-            experiment = self._experiment(entry)
-            if experiment.name in experiments or experiment.name == "all":
-                self.fail(f"the name {experiment.name!r} is taken")
-            experiments[experiment.name] = experiment
-        remarks = self._list(self.data.get("remark", []), "tables", "[[remark]]")
-        found = tuple(self._remark(entry, experiments) for entry in remarks)
-        return Paper(str(self.data.get("title", self.file.stem)), _with_deviations(experiments), found)
+        for entry in self.entry.experiment:
+            if not entry.name or not entry.name.isprintable() or entry.name in (*experiments, "all"):
+                self.source.fail(f"the name {entry.name!r} is taken, empty or not printable")
+            experiments[entry.name] = self._experiment(entry)
+        remarks = tuple(self._remark(entry, experiments) for entry in self.entry.remark)
+        return Paper(self.entry.title or self.file.stem, _with_deviations(experiments), remarks)
 
-    def _remark(self, entry: dict[str, Any], experiments: Mapping[str, Experiment]) -> Remark:
-        about, text = entry.get("experiment"), entry.get("text")
-        self._check_keys(entry, {"experiment", "rows", "columns", "text"}, f"a remark on {about!r}")
-        if not isinstance(about, str) or about not in experiments or not isinstance(text, str):
-            self.fail(f"a remark is about {about!r}, which is not one of its experiments")
-        names: dict[str, tuple[str, ...]] = {}
+    def _remark(self, remark: Remark, experiments: Mapping[str, Experiment]) -> Remark:
+        about = remark.experiment
+        self._check_keys(remark, f"a remark on {about!r}")
+        if about not in experiments:
+            self.source.fail(f"a remark is about {about!r}, which is not one of its experiments")
         for what in ("rows", "columns"):
             known = {thing.label for thing in getattr(experiments[about], what)}
-            names[what] = tuple(self._list(entry.get(what, []), "texts", f"{what} of a remark on {about}"))
-            for name in names[what]:
-                if name not in known:
-                    self.fail(f"a remark on {about} names {name!r} among its {what}: {suggest(name, known)}")
-        return Remark(about, names["rows"], names["columns"], " ".join(text.split()))
+            for name in sorted(set(getattr(remark, what)) - known):
+                self.source.fail(f"a remark on {about} names {name!r} among its {what}: {suggest(name, known)}")
+        return replace(remark, text=" ".join(remark.text.split()))
 
-    def _experiment(self, entry: dict[str, Any]) -> Experiment:
-        name = entry.get("name")
-        if not isinstance(name, str) or not name:
-            self.fail("an experiment has no name")
-        self._check_keys(entry, _KEYS, name)
-        table = self._table(name, entry.get("published"))
-        kind = entry.get("kind", "table")
-        measure = entry.get("measure", _DEFAULT_MEASURES.get(kind, "average_incremental_accuracy"))
-        for what, value, valid in (("kind", kind, KINDS), ("measure", measure, MEASURES)):
+    def _experiment(self, entry: _ExperimentEntry) -> Experiment:
+        name = entry.name
+        self._check_keys(entry, name)
+        measure = entry.measure or _DEFAULT_MEASURES.get(entry.kind, "average_incremental_accuracy")
+        for what, value, valid in (("kind", entry.kind, KINDS), ("measure", measure, MEASURES)):
             if value not in valid:
-                self.fail(f"{name} has no {what} {value!r}: {suggest(str(value), valid)}")
-        columns = self._columns(name, entry, table)
-        rows = self._rows(name, entry, table)
-        experiment = Experiment(
-            name=name,
-            title=str(entry.get("title") or table.get("title") or name),
-            kind=kind,
-            measure=measure,
-            recipe=str(entry.get("recipe", "")),
-            set=tuple(self._list(entry.get("set", []), "texts", f"set of {name}")),
-            rows=rows,
-            columns=columns,
-            orders=tuple(map(str, self._list(entry.get("orders", [1, 2, 3]), "class orders", f"orders of {name}"))),
-            note=str(entry.get("note", "")),
-            opening=" ".join(str(entry.get("opening", "")).split()),
-            beside=bool(entry.get("beside", False)),
-        )
+                self.source.fail(f"{name} has no {what} {value!r}: {suggest(value, valid)}")
+        table = _TableEntry() if entry.published is None else self.tables.get(entry.published)
+        if table is None:
+            known = suggest(str(entry.published), self.tables)
+            self.source.fail(f"{name} has no published table {entry.published!r}: {known}")
+        values: dict[str, Any] = {each.name: getattr(entry, each.name) for each in fields(Experiment)}
+        values |= {"title": entry.title or table.title or name, "measure": measure}
+        values |= {"rows": self._rows(entry, table), "columns": self._columns(entry, table)}
+        values |= {"orders": tuple(map(str, entry.orders)), "opening": " ".join(entry.opening.split())}
+        experiment = Experiment(**values)
         self._check(experiment)
         return experiment
 
@@ -249,103 +296,74 @@ class _PaperReader:
         for what, things in (("row", experiment.rows), ("column", experiment.columns), ("order", experiment.orders)):
             labels = [getattr(thing, "label", thing) for thing in things]
             if not labels or len(set(labels)) < len(labels):
-                self.fail(f"{experiment.name} needs one {what} or more, each with another name")
+                self.source.fail(f"{experiment.name} needs one {what} or more, each with another name")
         for row in experiment.rows:
+            where = f"{row.label} of {experiment.name}"
             if row.values is not None and len(row.values) != len(experiment.columns):
-                self.fail(f"{row.label} of {experiment.name} has {len(row.values)} numbers, not one for each column")
+                self.source.fail(f"{where} has {len(row.values)} numbers, not one for each column")
             for column in experiment.columns:
                 try:
                     spec = experiment.spec(row, column)
-                except (KeyError, IndexError, ValueError) as error:
-                    self.fail(f"{experiment.name} names {error}, which is not a value of the column {column.label!r}")
+                except KeyError as error:
+                    what = f"which is neither CNN nor NME nor a value of the column {column.label!r}"
+                    self.source.fail(f"{where} names {error}, {what}")
                 for change in spec.set:
                     if change.partition("=")[0].strip() in ("order", "seed"):
-                        self.fail(
+                        self.source.fail(
                             f"{experiment.name} sets {change!r}: give class orders in 'orders'; {option('seeds')} sets "
                             "the seeds; a cell is the mean over both"
                         )
 
-    def _table(self, name: str, published: Any) -> dict[str, Any]:
-        if published is None:
-            return {}
-        if published not in self.tables:
-            self.fail(f"{name} has no published table {published!r}: {suggest(str(published), self.tables)}")
-        return self.tables[published]
-
-    def _columns(self, name: str, entry: dict[str, Any], table: dict[str, Any]) -> tuple[PaperColumn, ...]:
-        given = self._list(entry.get("columns", table.get("columns", [])), "tables", f"columns of {name}")
-        more = self._list(entry.get("values", [{}] * len(given)), "tables", f"values of {name}")
+    def _columns(self, entry: _ExperimentEntry, table: _TableEntry) -> tuple[PaperColumn, ...]:
+        given = entry.columns or table.columns
+        more = ({},) * len(given) if entry.values is None else entry.values
         if len(more) != len(given):
-            self.fail(f"{name} has {len(given)} columns and values for {len(more)}")
+            self.source.fail(f"{entry.name} has {len(given)} columns and values for {len(more)}")
         columns: list[PaperColumn] = []
         for values, extra in zip(given, more, strict=True):
-            words = {key: _number_text(value) for key, value in {**values, **extra}.items()}
+            words = {**values, **extra}
             try:
-                columns.append(PaperColumn(str(entry.get("column", name)).format(**words), words))
-            except (KeyError, IndexError, ValueError) as error:
-                self.fail(f"the columns of {name} are named by {error}, which is not one of their values")
+                columns.append(PaperColumn(_filled(entry.column or entry.name, words), words))
+            except KeyError as error:
+                self.source.fail(f"the columns of {entry.name} are named by {error}, which is not one of their values")
         return tuple(columns)
 
-    def _rows(self, name: str, entry: dict[str, Any], table: dict[str, Any]) -> tuple[PaperRow, ...]:
-        known = [part.get("methods", {}) for part in (self.data, entry)]
-        if not all(isinstance(part, dict) for part in known):
-            self.fail(f"the methods of {name} should be a table, [methods], got {known}")
-        methods = {**known[0], **known[1]}
+    def _rows(self, entry: _ExperimentEntry, table: _TableEntry) -> tuple[PaperRow, ...]:
+        methods = {**self.entry.methods, **entry.methods}
         rows: list[PaperRow] = []
-        for given in self._list(entry.get("rows", table.get("rows", [])), "tables", f"rows of {name}"):
-            if "values" not in given:
-                self._check_keys(given, _ROW_KEYS, name)
-            if given.get("method") not in methods:
-                self.fail(f"{name} has the method {given.get('method')!r}, which is not in [methods]")
-            readings = methods[given["method"]]
-            rows += [self._row(name, given, each) for each in (readings if isinstance(readings, list) else [readings])]
+        for given in entry.rows or table.rows:
+            if entry.rows:
+                self._check_keys(given, entry.name)
+            if given.method not in methods:
+                self.source.fail(f"{entry.name} has the method {given.method!r}, which is not in [methods]")
+            found = methods[given.method]
+            source = Source(f"the method {given.method} of {self.file}", self.source.remedy)
+            for each in found if isinstance(found, list) else [found]:
+                method = checked(_MethodEntry, each, source)
+                self._check_keys(method, given.method)
+                if not method.recipe:
+                    source.fail("it has no recipe")
+                rows.append(_row(given, method))
         return tuple(rows)
 
-    def _row(self, name: str, given: dict[str, Any], method: dict[str, Any]) -> PaperRow:
-        self._check_keys(method, _METHOD_KEYS, given["method"])
-        inference = given.get("inference")
-        if inference is not None and inference not in PREDICTORS:
-            self.fail(f"{name} has the inference {inference!r}: it must be CNN or NME")
-        if not isinstance(method.get("recipe"), str):
-            self.fail(f"the method {given['method']!r} has no recipe")
-        if not isinstance(method.get("label", ""), str):
-            self.fail(f"the label of the method {given['method']!r} should be a text, got {method['label']!r}")
-        label = method.get("label", given["method"]) + (f" ({inference})" if inference else "")
-        label += "*" if given.get("rerun_by_afc_authors") else ""
-        values = given.get("values")
-        values = None if values is None else self._list(values, "numbers", f"values of {label} in {name}")
-        changes = [each for of in (method, given) for each in self._list(of.get("set", []), "texts", f"set of {label}")]
-        return PaperRow(
-            label=given.get("label", label),
-            method=given["method"],
-            recipe=method["recipe"],
-            nme=method.get("nme", method["recipe"]),
-            inference=inference,
-            predictor=method.get("predictor"),
-            set=tuple(changes),
-            values=None if values is None else tuple(self._published(name, value) for value in values),
-        )
+    def _check_keys(self, entry: Any, where: str) -> None:
+        known = {each.name for each in fields(entry)} - {"content", "id"}
+        for key in sorted(entry.content.keys() - known):
+            self.source.fail(f"{where} has no key {key!r}: {suggest(key, known)}")
 
-    def _published(self, name: str, value: Any) -> Published | None:
-        if value is None:
-            return None
-        numbers = [value.get("mean"), value.get("std", 0.0)] if isinstance(value, dict) else [None]
-        if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
-            self.fail(f"a number of {name} is {value!r}; it should be a mean and optionally a std")
-        return Published(float(value["mean"]), None if "std" not in value else float(value["std"]))
 
-    def _list(self, found: Any, of: str, what: str) -> list[Any]:
-        """Return a value that must be a list. of: the type of its items, a key of _LISTED. what: its name."""
-        if not isinstance(found, list) or not all(isinstance(each, _LISTED[of]) for each in found):
-            self.fail(f"{what} should be a list of {of}, got {found!r}")
-        return found
-
-    def _check_keys(self, data: Any, known: frozenset[str] | set[str], where: str) -> None:
-        if not isinstance(data, dict):
-            self.fail(f"{where} should be a table, got {data!r}")
-        for key in data:
-            if key not in known:
-                self.fail(f"{where} has no key {key!r}: {suggest(key, known)}")
+def _row(given: _RowEntry, method: _MethodEntry) -> PaperRow:
+    label = (method.label or given.method) + (f" ({given.inference})" if given.inference else "")
+    return PaperRow(
+        label=given.label or label + "*" * given.rerun_by_afc_authors,
+        method=given.method,
+        recipe=method.recipe,
+        nme=method.nme or method.recipe,
+        inference=given.inference,
+        predictor=method.predictor,
+        set=(*method.set, *given.set),
+        values=given.values,
+    )
 
 
 def _with_deviations(experiments: Mapping[str, Experiment]) -> dict[str, Experiment]:
@@ -357,23 +375,21 @@ def _with_deviations(experiments: Mapping[str, Experiment]) -> dict[str, Experim
                 if value is not None and value.std is not None:
                     known.setdefault(experiment.number(row, column, value), set()).add(value.std)
 
-    def with_std(experiment: Experiment, row: PaperRow) -> PaperRow:
-        def fill(column: PaperColumn, value: Published | None) -> Published | None:
-            if value is None or value.std is not None:
-                return value
-            stds = known.get(experiment.number(row, column, value), set())
-            return replace(value, repeated=next(iter(stds))) if len(stds) == 1 else value
-
-        if row.values is None:
-            return row
-        return replace(row, values=tuple(map(fill, experiment.columns, row.values)))
+    def fill(experiment: Experiment, row: PaperRow) -> PaperRow:
+        values = list(row.values or ())
+        for i, (column, value) in enumerate(zip(experiment.columns, values, strict=False)):
+            stds = known.get(experiment.number(row, column, value), set()) if value and value.std is None else set()
+            if value and len(stds) == 1:
+                values[i] = replace(value, repeated=next(iter(stds)))
+        return row if row.values is None else replace(row, values=tuple(values))
 
     return {
-        name: replace(experiment, rows=tuple(with_std(experiment, row) for row in experiment.rows))
+        name: replace(experiment, rows=tuple(fill(experiment, row) for row in experiment.rows))
         for name, experiment in experiments.items()
     }
 
 
-def _number_text(value: Any) -> Any:
-    """Return whole numbers as int: 2.0 is 2."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+def _filled(text: str, words: Mapping[str, Any]) -> str:
+    """Replace each {word} of a text by its value, and 2.0 by 2; KeyError for a word without a value."""
+    whole = {key: int(value) for key, value in words.items() if isinstance(value, float) and value.is_integer()}
+    return re.sub(r"\{([^{}]*)\}", lambda found: str({**words, **whole}[found[1]]), text)

@@ -179,14 +179,18 @@ def check_record(data: Any, source: str) -> Record:
     if not isinstance(data, dict) or data.get("kind") != KIND:
         where.fail(f"it is not marked as an {KIND!r}")
     if data.get("format") != FORMAT:
-        where.fail(f"it has format {data.get('format')!r} and this version reads format {FORMAT}")
+        where.fail(f"it has format {data.get('format')!r:.40} and this version reads format {FORMAT}")
     record = checked(Record, data, where)
     check_identity(record, where)
-    if record.wall is not None and len(record.wall) != 2:
+    if record.wall is not None and not (len(record.wall) == 2 and 0 <= record.wall[0] <= record.wall[1]):
         where.fail("wall should have a start and an end")
     if len(record.result.stages) != len(record.stage_sizes):
         where.fail(f"it has {len(record.result.stages)} of {len(record.stage_sizes)} stages")
     check_result(record.result, record, where)
+    try:
+        record.to_line()  # which has also what this version does not know
+    except (ValueError, RecursionError) as error:
+        where.fail(f"it has a value that JSON cannot hold ({error})")
     return replace(record, source=source)
 
 

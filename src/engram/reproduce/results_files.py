@@ -1,4 +1,4 @@
-"""Files of results from several machines: read, merge without duplicates, write.
+"""Files of results from several machines: read, merge without duplicates, write, summarise.
 
 A file is JSON Lines, one run per line (`records.py`). Two runs that should have the same numbers and do not are a
 conflict: the error names both.
@@ -7,14 +7,19 @@ conflict: the error names both.
 from __future__ import annotations
 
 import json
-import re
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from engram.core.errors import EngramError
 from engram.core.io import write_text
-from engram.reproduce.records import KIND, Record, parse_line, read_record
+from engram.core.metrics import estimate
+from engram.experiment.recipes import recipe, recipe_names
+from engram.report.formatting import natural_key
+from engram.reproduce.paper import PAPERS
+from engram.reproduce.records import KIND, Record, parse_line, protocol_key, read_record
 from engram.runs.directory import MANIFEST, runs_in
 from engram.runs.reader import read_manifest, read_result
 from engram.runs.stored_run import RunManifest
@@ -22,6 +27,9 @@ from engram.runs.stored_run import RunManifest
 SUFFIX = ".jsonl"
 _SHOWN = 3
 _LOOKED_AT = 65536  # bytes
+MEASURED = PAPERS / "measured.json"
+SUMMARY_COMMAND = "engram results summary src/engram/reproduce/papers/measured.json results"
+AVERAGE = "average_incremental_accuracy"
 
 
 @dataclass(frozen=True)
@@ -69,10 +77,10 @@ def _is_complete(directory: Path, manifest: RunManifest) -> bool:
 def read_file(file: Path) -> list[Record]:
     """Read the records of a file; a damaged or foreign line is refused with file and line."""
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8").removesuffix("\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise EngramError(f"{file} cannot be read as results of engram: {error}") from None
-    if not lines:
+    if lines == [""]:
         raise EngramError(f"{file} is empty; a file of results has one run per line")
     return [parse_line(line, f"{file}, line {number},") for number, line in enumerate(lines, start=1)]
 
@@ -121,7 +129,50 @@ def _describe(conflicts: Sequence[tuple[Record, Record]]) -> str:
 
 
 def _sort_key(record: Record) -> tuple[object, ...]:
-    """Sort key: recipe (its numbers as numbers), order, seed, time."""
-    parts = re.split(r"(\d+)", f"{record.recipe} order {record.order.name} seed {record.seed}")
-    numbered = tuple((1, int(part), "") if part.isdecimal() else (0, 0, part) for part in parts)
-    return (numbered, record.created, record.identity)
+    name = natural_key(f"{record.recipe} order {record.order.name} seed {record.seed}")
+    return name, record.created, record.identity
+
+
+def summarise(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
+    """By recipe: n, mean and standard deviation (None for one run) of the average accuracy, and mean seconds of a run.
+
+    The latest run of each class order and seed counts, in the default precision of its device. Accuracy is in percent,
+    with the predictor that the recipe reports. Runs may have shared a device.
+    """
+    found: dict[str, dict[tuple[str, int], Record]] = {}
+    for record in sorted(records, key=lambda record: record.created):
+        name = record.recipe.split(" ")[0]
+        if record.has_default_precision and name in recipe_names() and _is_unchanged(record, name):
+            found.setdefault(name, {})[record.order.name, record.seed] = record
+    return {name: _summary_row(name, list(runs.values())) for name, runs in sorted(found.items())}
+
+
+def _is_unchanged(record: Record, name: str) -> bool:
+    """Whether the run has the recipe's current settings, apart from class order and seed."""
+    plain = recipe(name).with_value("order", record.order.name).with_value("seed", record.seed)
+    return record.key == protocol_key(plain)
+
+
+def _summary_row(name: str, runs: Sequence[Record]) -> dict[str, Any]:
+    predictor = recipe(name).predictor
+    accuracy = estimate([value for run in runs if (value := run.value(AVERAGE, predictor)) is not None])
+    assert accuracy is not None
+    return {
+        "predictor": predictor,
+        "n": accuracy.n,
+        "mean": round(accuracy.mean, 2),
+        "std": None if accuracy.std is None else round(accuracy.std, 2),
+        "seconds": round(statistics.fmean(run.result.seconds for run in runs)),
+        "hardware": ", ".join(sorted({run.machine for run in runs})),
+    }
+
+
+def summary_text(summary: dict[str, dict[str, Any]]) -> str:
+    """Return the summary as JSON, one recipe per line."""
+    lines = [f" {json.dumps(name)}: {json.dumps(numbers)}" for name, numbers in summary.items()]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def measured() -> dict[str, dict[str, Any]]:
+    """Return the summary in this package, by recipe."""
+    return json.loads(MEASURED.read_text(encoding="utf-8"))

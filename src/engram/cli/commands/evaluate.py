@@ -58,7 +58,7 @@ def evaluate_command(options: Evaluate, typed: Sequence[str]) -> int:
         print(f"engram: {learned_text(done.learned, done.images)}", file=sys.stderr)
     found = summary(model, done, unknown, options)
     if report is not None:
-        from engram.report.evaluation_page import write_evaluation  # matplotlib takes a second to import
+        from engram.report.page import write_evaluation  # matplotlib takes a second to import
 
         write_evaluation(found, report)
     if options.json:

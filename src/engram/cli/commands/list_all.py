@@ -22,7 +22,7 @@ from engram.experiment.base_cache import user_cache
 from engram.experiment.recipes import recipe, recipe_names
 from engram.methods import METHODS
 from engram.nn.backbones import BACKBONES
-from engram.reproduce.measured_summary import measured
+from engram.reproduce.results_files import measured
 from engram.runs.directory import RESULT, find_runs
 from engram.runs.reader import read_manifest, read_result
 

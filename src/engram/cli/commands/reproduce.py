@@ -27,10 +27,20 @@ from engram.experiment.run_config import RunConfig
 from engram.report.formatting import count_runs
 from engram.report.html_page import check_page_path
 from engram.reproduce.cell_plan import PaperPlan, PaperRequest, make_plan, refuse_edited
-from engram.reproduce.cells import FURTHER, NOT_RUN, WITHIN_POINT, WITHIN_STD, Measured, effect_of, measure
+from engram.reproduce.cells import (
+    FURTHER,
+    NOT_RUN,
+    WITHIN_POINT,
+    WITHIN_STD,
+    Measured,
+    effect_of,
+    headline,
+    measure,
+    remarks,
+)
 from engram.reproduce.cost import costs
 from engram.reproduce.paper import MEASURES, Experiment, Paper, load_paper
-from engram.reproduce.paper_page import headline, remarks, write_page
+from engram.reproduce.paper_page import write_page
 from engram.reproduce.paper_tables import against_first, caption, grid, legend, lines
 
 PAGE = "reproduction.html"

@@ -12,11 +12,10 @@ from engram.cli.text import make_console, print_line
 from engram.core.errors import EngramError
 from engram.core.io import typed_path, write_text
 from engram.report.formatting import count_runs
-from engram.reproduce.markdown_page import document
-from engram.reproduce.measured_summary import as_text, summarise
 from engram.reproduce.paper import load_paper
+from engram.reproduce.paper_tables import document
 from engram.reproduce.records import Record
-from engram.reproduce.results_files import SUFFIX, merge, read_file, read_results, write_file
+from engram.reproduce.results_files import SUFFIX, merge, read_file, read_results, summarise, summary_text, write_file
 
 
 def results_command(options: Results, typed: Sequence[str]) -> int:
@@ -38,7 +37,7 @@ def results_command(options: Results, typed: Sequence[str]) -> int:
         summary = summarise(records)
         if not summary:
             raise EngramError("no run of an unchanged recipe was given; nothing was written")
-        text, what = as_text(summary), f"{len(summary)} unchanged recipes, of "
+        text, what = summary_text(summary), f"{len(summary)} unchanged recipes, of "
     write_text(out, text)
     print_line(make_console(), f"{out}: {what}{count_runs(len(records))}")
     return 0
