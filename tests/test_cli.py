@@ -25,8 +25,8 @@ import torch
 from PIL import Image
 
 from engram import ImageStore, read_mini, recipe
-from engram.cli.commands.doctor import check_torch
 from engram.cli.commands.run_common import follow_run
+from engram.cli.commands.setup import check_torch
 from engram.cli.main import main
 from engram.cli.options.overrides import configure
 from engram.cli.options.runs import COMMANDS, RunningFlags
@@ -746,7 +746,8 @@ def test_ctrl_c_while_the_program_exits_prints_no_traceback() -> None:
     program = (
         "import atexit, os, signal\n"
         "import engram.__main__ as program\n"
-        "program.main = lambda: 130\n"
+        "import engram.cli.main\n"
+        "engram.cli.main.main = lambda: 130\n"
         "atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))\n"
         "program.program()\n"
     )
@@ -963,7 +964,7 @@ def test_doctor_reports_a_torch_that_cannot_be_loaded(tmp_path: Path) -> None:
 
 def test_commands_that_need_no_torch_do_not_load_it(tmp_path: Path) -> None:
     code = "import sys, engram.cli.commands.{0}; assert 'torch' not in sys.modules"
-    for name in ("report", "prepare", "doctor"):
+    for name in ("write_pages", "setup"):
         subprocess.run([sys.executable, "-c", code.format(name)], cwd=tmp_path, check=True)
 
 
@@ -977,9 +978,9 @@ def test_prepare_downloads_checks_and_prints_the_path(
         report(5_000_000, 10_000_000)
         return folder / "archive"
 
-    monkeypatch.setattr("engram.cli.commands.prepare.fetch_cifar100", fetch)
-    monkeypatch.setattr("engram.cli.commands.prepare.read_cifar100", lambda path: store)
-    monkeypatch.setattr("engram.cli.commands.prepare.PLAIN_SECONDS", 0)
+    monkeypatch.setattr("engram.data.sources.download.fetch_cifar100", fetch)
+    monkeypatch.setattr("engram.data.sources.cifar.read_cifar100", lambda path: store)
+    monkeypatch.setattr("engram.cli.commands.setup.PLAIN_SECONDS", 0)
     outcome = engram("prepare", "cifar100", "--out", tmp_path / "there")
     assert outcome.status == 0
     assert "cifar100: 5 MB (50%)" in outcome.out

@@ -6,13 +6,11 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from engram.cli.display import WORK
-from engram.cli.text import clock
+from engram.cli.text import clock, doing_text
 from engram.core.events import (
     BaseAwaited,
     BaseReused,
     Event,
-    PhaseStarted,
     Progress,
     RunFailed,
     RunFinished,
@@ -21,7 +19,6 @@ from engram.core.events import (
     StageFinished,
     StageStarted,
     Stopped,
-    Working,
 )
 from engram.experiment.parallel import Member
 
@@ -53,14 +50,10 @@ class ActiveRun:
         if isinstance(event, (BaseAwaited, BaseReused)) and self.began is None:
             # Another run trains the base stage. If that fails, the next report corrects this.
             self.done = self.member.base_work / max(self.member.total_work, 1.0)
-        if isinstance(event, StageStarted):
-            self.stage, self.stages, self.doing = event.stage, event.stages, "starting"
-        elif isinstance(event, PhaseStarted):
-            self.doing = event.phase
-        elif isinstance(event, Working):
-            self.doing = WORK.get(event.what, event.what)
-        elif isinstance(event, Progress):
+        self.doing = doing_text(event) or self.doing
+        if isinstance(event, (StageStarted, Progress)):
             self.stage, self.stages = event.stage, event.stages
+        if isinstance(event, Progress):
             self.doing = f"{event.phase} {event.epoch}/{event.epochs}"
             self.done, self.left = event.done, event.seconds_left
             # Work before the first report was done by another process, or is a base stage from the cache.

@@ -11,8 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from engram.cli.commands.run_common import check_threads, refuse_used, use_threads
-from engram.cli.commands.run_paths import REPORT, new_directory
+from engram.cli.commands.run_common import REPORT, check_threads, new_directory, refuse_used, use_threads
 from engram.cli.display import follow, make_display
 from engram.cli.options.runs import Demo
 from engram.cli.signals import Interrupt

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from engram.cli.commands.run_paths import run_status
+from engram.cli.commands.run_common import run_status
 from engram.cli.options.runs import List
 from engram.cli.text import make_console, make_table, percent, print_indented, print_line, print_table
 from engram.contract.settings import with_role
@@ -53,9 +53,8 @@ NUMBERS = ("megabytes", "base", "increment", "epochs", "order", "seed", "stages"
 TITLES = {"dataset": "data set", "average": "average %"}
 
 
-def list_command(options: List, typed: Sequence[str]) -> int:
+def list_command(options: List, _: Sequence[str]) -> int:
     """Run `engram list`."""
-    del typed
     console = make_console()
     rows = {
         "recipes": _recipes,

@@ -15,6 +15,7 @@ from engram.cli.commands.run_common import (
     check_running,
     command_line,
     follow_run,
+    new_directory,
     print_finished,
     print_missing,
     read_images,
@@ -22,7 +23,6 @@ from engram.cli.commands.run_common import (
     shared_stages,
     use_threads,
 )
-from engram.cli.commands.run_paths import new_directory
 from engram.cli.commands.several import run_several
 from engram.cli.options.overrides import configure_all, images_at
 from engram.cli.options.runs import Resume, Run
@@ -76,9 +76,8 @@ def run_command(options: Run, typed: Sequence[str]) -> int:
     return follow_run(events, console, interrupt, flags, place)
 
 
-def resume_command(options: Resume, typed: Sequence[str]) -> int:
+def resume_command(options: Resume, _: Sequence[str]) -> int:
     """Run `engram resume`."""
-    del typed
     flags = options.running
     check_running(flags)
     place = typed_path(options.directory)

@@ -22,6 +22,7 @@ from engram.cli.options.models import (
 )
 
 OF_RECIPE: Final = "the recipe's"
+RUNS: Final = "runs"  # the directory of runs, if none is given
 
 DeviceOfRecipe = Annotated[Device | None, Shown("WHERE", OF_RECIPE), arg(help="auto, cpu or cuda.")]
 Precision = Annotated[Literal["auto", "float32", "tf32", "bf16"] | None, Shown("KIND", OF_RECIPE)]
@@ -189,7 +190,7 @@ class List:
     """recipes, methods, datasets, backbones, runs, or the cache of trained base stages and decoded images."""
     text: Annotated[str | None, Shown("[TEXT]", "all", positional=True)] = None
     """Only those that contain this text, such as cifar100 or icarl."""
-    root: Annotated[str, Shown("DIR")] = "runs"
+    root: Annotated[str, Shown("DIR")] = RUNS
     """Where to look for runs."""
     json: Json = False
 
@@ -240,7 +241,7 @@ class Reproduce:
     """Seeds: one run for each, with each class order."""
     results: Annotated[str | None, Shown("PATH", "results, if it exists")] = None
     """Earlier results: a file of 'engram results merge', a folder of such files, or none to count only --out."""
-    out: Annotated[str, Shown("DIR")] = "runs"
+    out: Annotated[str, Shown("DIR")] = RUNS
     """The directory that holds the runs."""
     page: Annotated[str | None, Shown("FILE", "reproduction.html in --out")] = None
     """The HTML page to write; tables as Markdown and CSV and plots as SVG go to a folder next to it."""
