@@ -175,9 +175,9 @@ def print_table(console: Console, table: Table) -> None:
             print_indented(console, ", ".join(rest))
 
 
-def print_indented(console: Console, text: str) -> None:
+def print_indented(console: Console, text: str, columns: int = 4) -> None:
     """Print an indented paragraph."""
-    console.print(Padding(text, (0, 0, 0, 4)))
+    console.print(Padding(printable(text), (0, 0, 0, columns)))
 
 
 def fits(console: Console, table: Table) -> bool:

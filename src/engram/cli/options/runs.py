@@ -185,9 +185,11 @@ class List:
     """
 
     what: Annotated[
-        Literal["recipes", "methods", "datasets", "backbones", "runs", "cache"], Shown("[WHAT]", positional=True)
-    ] = "recipes"
-    """recipes, methods, datasets, backbones, runs, or the cache of trained base stages and decoded images."""
+        Literal["overview", "recipes", "methods", "datasets", "backbones", "runs", "cache"],
+        Shown("[WHAT]", positional=True),
+    ] = "overview"
+    """overview (data sets, protocols and methods), recipes (all of them), methods, datasets, backbones, runs, or the
+    cache of trained base stages and decoded images."""
     text: Annotated[str | None, Shown("[TEXT]", "all", positional=True)] = None
     """Only those that contain this text, such as cifar100 or icarl."""
     root: Annotated[str, Shown("DIR")] = RUNS
