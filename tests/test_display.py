@@ -11,6 +11,7 @@ import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -329,7 +330,7 @@ def test_an_error_ends_the_live_area_and_closes_the_run() -> None:
     ],
 )
 def test_the_display_suits_the_console(
-    console: Console, flags: dict[str, bool], kind: type[Display], announces: bool
+    console: Console, flags: dict[str, Any], kind: type[Display], announces: bool
 ) -> None:
     interrupt = Interrupt()
     assert type(make_display(console, interrupt, **flags)) is kind

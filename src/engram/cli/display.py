@@ -40,19 +40,7 @@ from engram.cli.text import (
     stage_or_lesson,
     start_line,
 )
-from engram.core.events import (
-    BaseAwaited,
-    BaseReused,
-    Event,
-    Progress,
-    RunFailed,
-    RunFinished,
-    RunSkipped,
-    RunStarted,
-    StageFinished,
-    StageStarted,
-    Warned,
-)
+from engram.core import events
 
 PLAIN_SECONDS = 30.0
 MIN_BAR, MAX_BAR = 10, 40  # columns
@@ -66,21 +54,21 @@ class Display(ABC):
         self._warnings: set[str] = set()
 
     @abstractmethod
-    def show(self, event: Event, run: str | None = None) -> None:
+    def show(self, event: events.Event, run: str | None = None) -> None:
         """Show an event. run: the name of its run, if there are several."""
 
     def print(self, text: str, run: str | None = None, style: str = "") -> None:
         """Print a line, which begins with the run if there are several."""
         print_line(self.console, _of(run) + text, style)
 
-    def print_warning(self, event: Event, run: str | None) -> None:
+    def print_warning(self, event: events.Event, run: str | None) -> None:
         """Print a warning that was not printed before; other events print nothing."""
         if self.is_new_warning(event):
             self.print(f"warning: {event.message}", run, "yellow")
 
-    def is_new_warning(self, event: Event) -> TypeGuard[Warned]:
+    def is_new_warning(self, event: events.Event) -> TypeGuard[events.Warned]:
         """Whether this is a warning that was not shown yet; each is shown once."""
-        if not isinstance(event, Warned) or event.message in self._warnings:
+        if not isinstance(event, events.Warned) or event.message in self._warnings:
             return False
         self._warnings.add(event.message)
         return True
@@ -96,12 +84,12 @@ def _of(run: str | None) -> str:
     return "" if run is None else f"{run}: "
 
 
-def follow(events: Iterable[Event], display: Display) -> Event:
+def follow(run: Iterable[events.Event], display: Display) -> events.Event:
     """Show all events and return the last."""
-    last: Event | None = None
+    last: events.Event | None = None
     # A generator is closed here, not when Python collects it, so that the run directory is released.
-    with display, closing(events) if isinstance(events, Generator) else nullcontext():
-        for last in events:
+    with display, closing(run) if isinstance(run, Generator) else nullcontext():
+        for last in run:
             display.show(last)
     assert last is not None, "a run has at least one event"
     return last
@@ -136,17 +124,17 @@ def make_display(
 class JsonDisplay(Display):
     """Prints one line of JSON for each event."""
 
-    def show(self, event: Event, run: str | None = None) -> None:
+    def show(self, event: events.Event, run: str | None = None) -> None:
         self.print(json.dumps(event.to_json() if run is None else {"run": run, **event.to_json()}))
 
 
 class QuietDisplay(Display):
     """Prints only warnings, on stderr; of several runs also one line for each that is finished."""
 
-    def show(self, event: Event, run: str | None = None) -> None:
+    def show(self, event: events.Event, run: str | None = None) -> None:
         if self.is_new_warning(event):
             tell(_of(run) + event.message)
-        if run is not None and isinstance(event, (RunFinished, RunSkipped)):
+        if run is not None and isinstance(event, (events.RunFinished, events.RunSkipped)):
             self.print(end_line(event), run)
 
 
@@ -168,18 +156,18 @@ class PlainDisplay(Display):
         super().print(text, run, style)
         self._printed = time.monotonic()
 
-    def show(self, event: Event, run: str | None = None) -> None:
+    def show(self, event: events.Event, run: str | None = None) -> None:
         if self._progress is not None and run is not None:
             self._progress.note(run, event)
-        if isinstance(event, RunStarted) and run is None:
+        if isinstance(event, events.RunStarted) and run is None:
             self.print(start_line(event))
-        elif isinstance(event, StageFinished):
+        elif isinstance(event, events.StageFinished):
             self.print(
                 f"{stage_name(event.stage, event.stages)}: {event.classes} classes, "
                 f"{measures_text(event.accuracy)}; average {measures_text(event.average)}; {duration(event.seconds)}",
                 run,
             )
-        elif isinstance(event, (BaseReused, BaseAwaited)):
+        elif isinstance(event, (events.BaseReused, events.BaseAwaited)):
             self.print(base_line(event), run)
         elif isinstance(event, ENDS) and run is not None:
             self.print(end_line(event), run)
@@ -187,7 +175,7 @@ class PlainDisplay(Display):
         if time.monotonic() - self._printed >= self._seconds:
             if self._progress is not None:
                 self.print(self._progress.summary())
-            elif isinstance(event, Progress):
+            elif isinstance(event, events.Progress):
                 self.print(progress_line(event, self._lesson))
 
 
@@ -238,25 +226,25 @@ class LiveDisplay(AnimatedDisplay):
         self._columns: list[tuple[str, int]] = []
         super().__init__(console, interrupt, refresh, per_second=8)
 
-    def show(self, event: Event, run: str | None = None) -> None:
-        if isinstance(event, (StageStarted, Progress)):
+    def show(self, event: events.Event, run: str | None = None) -> None:
+        if isinstance(event, (events.StageStarted, events.Progress)):
             self._stage = stage_or_lesson(event, self._lesson)
         if (doing := doing_text(event, self._lesson)) is not None:
             self._doing, self._speed = doing, ""
-        elif isinstance(event, Progress):
+        elif isinstance(event, events.Progress):
             phase = phase_text(event.phase, self._lesson)
             self._doing = f"{phase}  epoch {event.epoch}/{event.epochs}  step {event.step}/{event.steps}"
             self._speed = f"{event.images_per_second:,.0f} images/s  {loss_text(event.terms)}"
             self._done, self._left = event.done, event.seconds_left
-        elif isinstance(event, RunStarted):
+        elif isinstance(event, events.RunStarted):
             self.print(start_line(event), style="bold")
-        elif isinstance(event, StageFinished):
+        elif isinstance(event, events.StageFinished):
             self._print_row(event)
-        elif isinstance(event, BaseReused):
+        elif isinstance(event, events.BaseReused):
             self.print(base_line(event), style="dim")
         self.print_warning(event, run)
 
-    def _print_row(self, event: StageFinished) -> None:
+    def _print_row(self, event: events.StageFinished) -> None:
         cells = row_cells(event)
         if not self._columns:
             self._columns = fit_columns(cells, self.console.width)
@@ -282,11 +270,11 @@ class LiveMultiDisplay(AnimatedDisplay):
         self._progress = progress
         super().__init__(console, interrupt, refresh, per_second=4)
 
-    def show(self, event: Event, run: str | None = None) -> None:
+    def show(self, event: events.Event, run: str | None = None) -> None:
         assert run is not None
         self._progress.note(run, event)
         if isinstance(event, ENDS):
-            self.print(end_line(event), run, "red" if isinstance(event, RunFailed) else "")
+            self.print(end_line(event), run, "red" if isinstance(event, events.RunFailed) else "")
         self.print_warning(event, run)
 
     def render(self) -> Group:
@@ -328,7 +316,7 @@ class LiveMultiDisplay(AnimatedDisplay):
         return table
 
 
-def row_cells(event: StageFinished) -> dict[str, str]:
+def row_cells(event: events.StageFinished) -> dict[str, str]:
     """Return the cells of a finished stage by column."""
     cells = {"stage": "base" if event.stage == 0 else str(event.stage), "classes": str(event.classes)}
     cells |= {f"{name} %": percent(value) for name, value in event.accuracy.items()}

@@ -19,26 +19,13 @@ from rich.table import Table
 from rich.text import Text
 
 from engram.cli.streams import Terminal, printable
-from engram.core.events import (
-    BaseAwaited,
-    BaseReused,
-    Event,
-    PhaseStarted,
-    Progress,
-    RunFailed,
-    RunFinished,
-    RunSkipped,
-    RunStarted,
-    StageStarted,
-    Stopped,
-    Working,
-)
+from engram.core import events
 from engram.core.metrics import METRICS
 
 PIPE_WIDTH = 200  # columns; a pipe has no width, and tables get the width they need
 NAME_WIDTH = 12  # columns that names get at least in a table; longer names are folded
 MIN_WIDTH = 20  # columns; a smaller COLUMNS is ignored
-ENDS = (RunFinished, RunSkipped, RunFailed, Stopped)
+ENDS = (events.RunFinished, events.RunSkipped, events.RunFailed, events.Stopped)
 WORK = {
     "kernels": "compiling kernels",
     "importance": "finishing the stage",
@@ -211,7 +198,7 @@ def summary_table(result: Mapping[str, Any]) -> Table:
     return table
 
 
-def start_line(event: RunStarted) -> str:
+def start_line(event: events.RunStarted) -> str:
     """Return which run this is, its number of stages and its directory."""
     increments = event.stages - 1
     stages = f"base and {increments} stage{'s' if increments > 1 else ''}" if increments else "only the base"
@@ -220,9 +207,9 @@ def start_line(event: RunStarted) -> str:
     return f"{verb}{event.recipe}: {stages}{place}"
 
 
-def base_line(event: BaseReused | BaseAwaited) -> str:
+def base_line(event: events.BaseReused | events.BaseAwaited) -> str:
     """Return that another run trained the base stage, or is training it."""
-    if isinstance(event, BaseAwaited):
+    if isinstance(event, events.BaseAwaited):
         return f"waiting for the base stage of {event.holder}"
     return f"base: trained by another run, from {event.path} (--no-cache trains it again)"
 
@@ -235,7 +222,7 @@ def loss_text(terms: dict[str, float]) -> str:
     return text
 
 
-def stage_or_lesson(event: StageStarted | Progress, lesson: int | None) -> str:
+def stage_or_lesson(event: events.StageStarted | events.Progress, lesson: int | None) -> str:
     """Return the name of a run's stage, or of the lesson."""
     return stage_name(event.stage, event.stages) if lesson is None else f"lesson {lesson}"
 
@@ -245,20 +232,20 @@ def phase_text(phase: str, lesson: int | None) -> str:
     return phase if lesson is None else PHASES.get(phase, phase)
 
 
-def doing_text(event: Event, lesson: int | None = None) -> str | None:
+def doing_text(event: events.Event, lesson: int | None = None) -> str | None:
     """Return what a run does from an event on; None if the event does not say it."""
-    if isinstance(event, StageStarted):
+    if isinstance(event, events.StageStarted):
         return f"{len(event.new_classes)} new class{'es' if len(event.new_classes) > 1 else ''}"
-    if isinstance(event, PhaseStarted):
+    if isinstance(event, events.PhaseStarted):
         return phase_text(event.phase, lesson)
-    if isinstance(event, Working):
+    if isinstance(event, events.Working):
         return WORK.get(event.what, event.what)
-    if isinstance(event, BaseAwaited):
+    if isinstance(event, events.BaseAwaited):
         return base_line(event)
-    return event.reason if isinstance(event, Stopped) else None
+    return event.reason if isinstance(event, events.Stopped) else None
 
 
-def progress_line(event: Progress, lesson: int | None = None) -> str:
+def progress_line(event: events.Progress, lesson: int | None = None) -> str:
     """Return the progress of training in one line."""
     return (
         f"{stage_or_lesson(event, lesson)}, {phase_text(event.phase, lesson)}, epoch {event.epoch}/{event.epochs}, "
@@ -267,22 +254,22 @@ def progress_line(event: Progress, lesson: int | None = None) -> str:
     )
 
 
-def end_line(event: RunFinished | RunSkipped | RunFailed | Stopped) -> str:
+def end_line(event: events.RunFinished | events.RunSkipped | events.RunFailed | events.Stopped) -> str:
     """Return how a run ended, in one line."""
-    if isinstance(event, RunFailed):
+    if isinstance(event, events.RunFailed):
         return f"failed: {event.message}"
-    if isinstance(event, Stopped):
+    if isinstance(event, events.Stopped):
         how = "saved, interrupted in" if event.reason == "interrupted" else "stopped after"
         return f"{how} {stage_name(event.stage, event.stages)}"
     result = event.result
-    already = "done already; " if isinstance(event, RunSkipped) else ""
+    already = "done already; " if isinstance(event, events.RunSkipped) else ""
     return (
         f"{already}average {measures_text(result['average_incremental_accuracy'])}; "
         f"final {measures_text(result['final_accuracy'])}; {duration(result['seconds'])}"
     )
 
 
-def summary_line(event: RunFinished) -> str:
+def summary_line(event: events.RunFinished) -> str:
     """Return recipe, result and directory of a run in one line."""
     place = f" ({event.directory})" if event.directory else ""
     return f"{event.result['recipe']}: {end_line(event)}{place}"

@@ -7,6 +7,7 @@ import os
 import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -80,6 +81,12 @@ def command_line(typed: Sequence[str], methods: Iterable[str]) -> str:
 def shared_stages(flags: RunningFlags) -> StageCache | None:
     """Return the cache of trained base stages, or None with --no-cache."""
     return None if flags.no_cache else user_cache()
+
+
+def proceeding(flags: RunningFlags, interrupt: Interrupt) -> dict[str, Any]:
+    """Return how runs proceed, as arguments of the functions that run them."""
+    kept = {name: getattr(flags, name) for name in ("stop_after_stage", "checkpoint_minutes")}
+    return {**kept, "stop": interrupt, "cache": shared_stages(flags)}
 
 
 def refuse_used(path: Path) -> None:

@@ -18,6 +18,7 @@ from engram.cli.commands.run_common import (
     check_last_stage,
     command_line,
     print_missing,
+    proceeding,
     read_images,
     shared_stages,
     use_threads,
@@ -91,15 +92,7 @@ def train_all(
     methods = {member.config.method for member in members}
     command = command_line(typed, methods)
     interrupt, cache = Interrupt(), shared_stages(flags)
-    workers = Workers(
-        members,
-        at_once=at_once,
-        stop=interrupt,
-        stop_after_stage=flags.stop_after_stage,
-        checkpoint_minutes=flags.checkpoint_minutes,
-        cache=cache,
-        command=command,
-    )
+    workers = Workers(members, at_once=at_once, command=command, **proceeding(flags, interrupt))
     if not flags.quiet and not flags.json:
         print_line(console, f"{count_runs(len(members))}, at most {workers.at_once} at a time, in {parent}")
     progress = RunsProgress(members, None if cache is None else {entry.key for entry in cache.entries()})

@@ -6,20 +6,9 @@ from typing import Annotated, Final, Literal
 
 from tyro.conf import UseAppendAction, arg
 
+from engram.cli.options import models
 from engram.cli.options.declare import Shown, options
-from engram.cli.options.models import (
-    Device,
-    Evaluate,
-    Export,
-    Info,
-    Json,
-    Learn,
-    Predict,
-    Remove,
-    Rename,
-    Threads,
-    Undo,
-)
+from engram.cli.options.models import Device, Json, Threads
 
 OF_RECIPE: Final = "the recipe's"
 RUNS: Final = "runs"  # the directory of runs, if none is given
@@ -311,7 +300,8 @@ class Doctor:
 COMMANDS: Final[dict[str, type]] = {
     kind.__name__.lower(): kind
     for kind in (
-        *(Demo, Learn, Predict, Info, Evaluate, Remove, Rename, Undo, Export),
+        *(Demo, models.Learn, models.Predict, models.Info, models.Evaluate),
+        *(models.Remove, models.Rename, models.Undo, models.Export),
         *(Run, Resume, List, Report, Reproduce, Results, Prepare, Doctor),
     )
 }
