@@ -120,7 +120,7 @@ class Run:
     training: TrainingFlags
     running: RunningFlags
     recipes: Annotated[tuple[str, ...], Shown("RECIPE [RECIPE ...]", positional=True)]
-    """The recipe or recipes, such as afc-mini-b10-s5; 'engram list' shows all."""
+    """The recipe or recipes, such as afc-mini-b10-s5; 'engram list' shows them."""
     out: Annotated[str | None, Shown("DIR", "a new one under runs/; of several runs, runs")] = None
     """Run directory; refused if it is not empty. Of several runs, the directory that holds theirs."""
     at_once: AtOnce = None
