@@ -25,8 +25,9 @@ import torch
 from PIL import Image
 
 from engram import ImageStore, read_mini, recipe
-from engram.cli.commands.doctor import check_torch
+from engram.cli.commands.demo import FINETUNE_EPOCHS
 from engram.cli.commands.run_common import follow_run
+from engram.cli.commands.setup import check_torch
 from engram.cli.main import main
 from engram.cli.options.overrides import configure
 from engram.cli.options.runs import COMMANDS, RunningFlags
@@ -492,6 +493,82 @@ def test_an_unexpected_error_is_one_line(
     assert ("Traceback" in engram("list").err) == (status in (1, 2))
 
 
+LITTLE = "import resource; resource.setrlimit(resource.RLIMIT_AS, (300 << 20,) * 2)"
+
+
+@pytest.mark.parametrize(("broken", "limited"), [(LITTLE, True), ("import sys; sys.modules['torch'] = None", False)])
+def test_a_library_that_cannot_be_loaded_is_one_sentence(broken: str, limited: bool, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", f"{broken}\nfrom engram.__main__ import program\nprogram()", "list"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (2 if limited else 1, "")
+    assert done.stderr.startswith("engram: a library cannot be loaded: ")
+    assert done.stderr.count("\n") == 1
+    assert ("315 MB of memory: raise that limit ('ulimit -v')" in done.stderr) == limited
+
+
+@pytest.mark.parametrize(
+    ("broken", "words"), [("sys.modules['engram.cli.main'] = None", "engram.cli.main"), ("main.main = fail", "memory")]
+)
+def test_a_program_that_cannot_start_says_so_in_one_sentence(broken: str, words: str, tmp_path: Path) -> None:
+    code = "import sys\nfrom engram.cli import main\ndef fail(): raise MemoryError\n"
+    code += f"{broken}\nfrom engram.__main__ import program\nprogram()"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("engram: cannot start: ")
+    assert words in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+# Names that try to control the terminal.
+
+HOSTILE = ("a\x1b]0;title\x07", "b\x1b[31m", "c\nc", "d\u202ed")
+
+
+def assert_safe(outcome: Outcome) -> None:
+    for text in (outcome.out, outcome.err):
+        assert all(character.isprintable() or character in "\t\n" for character in text), repr(text)
+
+
+def test_names_cannot_control_the_terminal(engram: Engram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    photos = make_photos(tmp_path / "photos", HOSTILE)
+    for arguments in (
+        ("run", "afc-folder", "--data", photos, "--dry-run"),
+        ("run", "afc-folder", "--data", photos, "--dry-run", "--out", tmp_path / HOSTILE[0]),
+        ("run", f"afc-{HOSTILE[1]}"),
+        ("run", "afc-folder", "--data", photos, f"--{HOSTILE[0]}"),
+        ("resume", HOSTILE[2]),
+        ("report", HOSTILE[3]),
+        ("info", HOSTILE[0]),
+        ("list", "runs", HOSTILE[0]),
+    ):
+        assert_safe(engram(*arguments))
+    place = fake_run(tmp_path / "runs" / HOSTILE[0], stage_sizes=(3, 2), images_per_class=5, epochs=1)
+    edit_manifest(Path(place), recipe=HOSTILE[2])
+    for width in ("200", "60"):
+        monkeypatch.setenv("COLUMNS", width)
+        shown = engram("list", "runs")
+        assert_safe(shown)
+        assert r"a\x1b]0;title\x07" in shown.out.replace("\n", "")
+    assert json.loads(engram("list", "runs", "--json").out)[0]["recipe"] == HOSTILE[2]
+
+
+def test_names_of_classes_cannot_control_the_terminal(engram: Engram, tmp_path: Path) -> None:
+    photos = make_photos(tmp_path / "photos", HOSTILE)
+    learned = engram("learn", "model", photos, "--epochs", "1", "--by-class")
+    assert learned.status == 0
+    assert "learned a\\x1b]0;title\\x07" in learned.out
+    for outcome in (
+        learned,
+        engram("info", "model"),
+        engram("predict", "model", photos),
+        engram("evaluate", "model", photos),
+        engram("rename", "model", HOSTILE[1], "e\x1b[2J"),
+        engram("remove", "model", HOSTILE[2], HOSTILE[3]),
+    ):
+        assert outcome.status == 0, outcome
+        assert_safe(outcome)
+
+
 # Runs.
 
 
@@ -746,7 +823,8 @@ def test_ctrl_c_while_the_program_exits_prints_no_traceback() -> None:
     program = (
         "import atexit, os, signal\n"
         "import engram.__main__ as program\n"
-        "program.main = lambda: 130\n"
+        "import engram.cli.main\n"
+        "engram.cli.main.main = lambda: 130\n"
         "atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))\n"
         "program.program()\n"
     )
@@ -773,12 +851,25 @@ SHIPPED = [
 ]
 
 
-def test_list_recipes_methods_datasets_backbones(engram: Engram) -> None:
-    shown = engram("list")
+def test_list_recipes_methods_datasets_backbones(engram: Engram, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = engram("list", "recipes")
     assert shown.status == 0
     assert shown.out.index("afc-cifar100-b50-s10") < shown.out.index("afc-mini-b10-s5") < shown.out.index("afc-folder")
     names = [row["recipe"] for row in json.loads(engram("list", "recipes", "--json").out)]
     assert all(name in shown.out for name in names)
+    monkeypatch.setenv("COLUMNS", "100")
+    overview = engram("list").out
+    assert overview.count("\n") <= 30, "it fits a screen"
+    assert "METHOD-mini-b10-sN: 10 classes, then N = 10 or 5 stages" in overview
+    assert "METHOD-folder: half of the classes, then one class a stage" in overview
+    rows = json.loads(engram("list", "--json").out)
+    unfolded = {
+        row["recipes"].replace("METHOD", method).replace("-sN", f"-s{stages}")
+        for row in rows
+        for method in row["methods"]
+        for stages in row["stages"] or [0]
+    }
+    assert unfolded == set(names)
     methods = {row["method"]: row for row in json.loads(engram("list", "methods", "--json").out)}
     assert methods["afc"]["paper"] == "Kang, Park, Han, CVPR 2022"
     assert methods["naive"]["memory"] == "none"
@@ -963,7 +1054,7 @@ def test_doctor_reports_a_torch_that_cannot_be_loaded(tmp_path: Path) -> None:
 
 def test_commands_that_need_no_torch_do_not_load_it(tmp_path: Path) -> None:
     code = "import sys, engram.cli.commands.{0}; assert 'torch' not in sys.modules"
-    for name in ("report", "prepare", "doctor"):
+    for name in ("write_pages", "setup"):
         subprocess.run([sys.executable, "-c", code.format(name)], cwd=tmp_path, check=True)
 
 
@@ -977,9 +1068,9 @@ def test_prepare_downloads_checks_and_prints_the_path(
         report(5_000_000, 10_000_000)
         return folder / "archive"
 
-    monkeypatch.setattr("engram.cli.commands.prepare.fetch_cifar100", fetch)
-    monkeypatch.setattr("engram.cli.commands.prepare.read_cifar100", lambda path: store)
-    monkeypatch.setattr("engram.cli.commands.prepare.PLAIN_SECONDS", 0)
+    monkeypatch.setattr("engram.data.sources.download.fetch_cifar100", fetch)
+    monkeypatch.setattr("engram.data.sources.cifar.read_cifar100", lambda path: store)
+    monkeypatch.setattr("engram.cli.commands.setup.PLAIN_SECONDS", 0)
     outcome = engram("prepare", "cifar100", "--out", tmp_path / "there")
     assert outcome.status == 0
     assert "cifar100: 5 MB (50%)" in outcome.out
@@ -1007,6 +1098,8 @@ def test_demo_compares_three_methods_and_writes_the_report(
         method: json.loads((tmp_path / "runs/demo" / method / "result.json").read_text()) for method in DEMO_METHODS
     }
     assert {(result["seed"], result["order"]) for result in results.values()} == {(3, 3)}
+    tuned = [method for method, result in results.items() if f"finetune.epochs={FINETUNE_EPOCHS}" in result["recipe"]]
+    assert tuned == ["replay", "afc"], "those with a memory"
     last = [f"{results[method]['final_accuracy']['cnn']:.1f}" for method in DEMO_METHODS]
     assert any(line.split() == ["5", "20", *last] for line in outcome.out.splitlines())
     average = {method: results[method]["average_incremental_accuracy"]["cnn"] for method in DEMO_METHODS}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import errno
 import io
 import json
@@ -9,11 +10,16 @@ import os
 import re
 import signal
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
 
 from engram import ImageStore, RunConfig, run
+from engram.cli import display as display_module
 from engram.cli.display import (
     AnimatedDisplay,
     Display,
@@ -27,7 +33,19 @@ from engram.cli.display import (
     row_cells,
 )
 from engram.cli.signals import SAVING, Interrupt
-from engram.cli.text import clock, duration, make_console, shorten, stage_name, summary_line, summary_table
+from engram.cli.streams import printable, tell
+from engram.cli.text import (
+    clock,
+    duration,
+    make_console,
+    make_table,
+    print_line,
+    print_table,
+    shorten,
+    stage_name,
+    summary_line,
+    summary_table,
+)
 from engram.core.events import (
     Checkpointed,
     EpochFinished,
@@ -312,7 +330,7 @@ def test_an_error_ends_the_live_area_and_closes_the_run() -> None:
     ],
 )
 def test_the_display_suits_the_console(
-    console: Console, flags: dict[str, bool], kind: type[Display], announces: bool
+    console: Console, flags: dict[str, Any], kind: type[Display], announces: bool
 ) -> None:
     interrupt = Interrupt()
     assert type(make_display(console, interrupt, **flags)) is kind
@@ -366,3 +384,60 @@ def test_a_closed_terminal_is_not_an_error_but_a_full_disk_is(monkeypatch: pytes
     stream.error = errno.ENOSPC
     with pytest.raises(OSError, match="No space"):
         console.print("onto a full disk")
+
+
+# Text that comes from names of files, classes and runs.
+
+HOSTILE = "a\x1b]0;title\x07b\x1b[31mc\nd\u202ee\udcfff"
+ESCAPED = r"a\x1b]0;title\x07b\x1b[31mc\nd\u202ee\udcfff"
+
+
+def test_text_is_escaped_where_it_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert printable(HOSTILE) == ESCAPED
+    assert printable(ESCAPED) == ESCAPED
+    assert printable("é 猫 ± …") == "é 猫 ± …"
+    console = make_console()
+    table = make_table(["class", "two\nlines"])
+    table.add_row(HOSTILE, "1")
+    print_line(console, HOSTILE)
+    print_table(console, table)
+    PlainDisplay(console).show(Warned(HOSTILE))
+    JsonDisplay(console).show(Warned(HOSTILE))
+    tell(HOSTILE)
+    printed = capsys.readouterr()
+    line, *rows, warning, as_json = filter(str.strip, printed.out.splitlines())
+    assert line == ESCAPED
+    assert rows[-1].split() == [ESCAPED, "1"]
+    assert len(rows) == 4, "two lines of the heading, a rule, one row"
+    assert warning == f"warning: {ESCAPED}"
+    assert json.loads(as_json)["message"] == HOSTILE
+    assert printed.err == f"engram: {ESCAPED}\n"
+    for renderable in (HOSTILE, Text(HOSTILE), Padding(HOSTILE)):
+        console.print(renderable)
+        shown = capsys.readouterr().out
+        assert shown.replace("\n", "").isprintable()
+
+
+def test_a_live_display_escapes_names(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    with LiveDisplay(make_console(), Interrupt(), refresh=False) as display:
+        display.show(RunStarted(HOSTILE, "afc", None, 2, {}, False))
+        display.show(PhaseStarted(1, HOSTILE, 12, 50, 40))
+    shown = capsys.readouterr().out
+    assert ESCAPED in shown
+    assert "\x1b]0" not in shown
+    assert "\x1b[31m" not in shown
+
+
+def test_nothing_is_printed_in_another_way() -> None:
+    """Every module prints with print_line, tell or a console of make_console, which escape."""
+    folder = Path(display_module.__file__).parent
+    allowed = {"streams.py": {"print"}, "main.py": {"print"}, "parser.py": {"print"}, "text.py": set()}
+    for path in sorted(folder.rglob("*.py")):
+        calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        named = {call.id for call in calls if isinstance(call, ast.Name)} & {"print", "Console"}
+        assert named <= allowed.get(path.name, set()), path

@@ -12,9 +12,16 @@ from rich.console import Console
 
 from conftest import make_config, make_store
 from engram.cli.commands.several import exit_status, print_failures
-from engram.cli.display import Display, JsonDisplay, QuietDisplay
-from engram.cli.multi_display import LiveMultiDisplay, PlainMultiDisplay, make_multi_display, shorten_name
-from engram.cli.recipe_tables import differences_table, results_table, spread
+from engram.cli.display import (
+    Display,
+    JsonDisplay,
+    LiveMultiDisplay,
+    PlainDisplay,
+    QuietDisplay,
+    make_display,
+    shorten_name,
+)
+from engram.cli.result_tables import differences_table, results_table, spread
 from engram.cli.run_progress import RunsProgress
 from engram.cli.signals import SAVING, Interrupt
 from engram.core.events import (
@@ -162,7 +169,7 @@ def test_time_left_counts_a_shared_base_stage_once(members: list[Member]) -> Non
 
 def test_plain_lines(members: list[Member]) -> None:
     console = pipe()
-    display = PlainMultiDisplay(console, RunsProgress(members))
+    display = PlainDisplay(console, progress=RunsProgress(members))
     for run, event in story(members):
         display.show(event, run)
     done, first, second, third = (member.name for member in members)
@@ -177,7 +184,7 @@ def test_plain_lines(members: list[Member]) -> None:
         f"{first}: average cnn 51.3, nme 49.0; final cnn 40.0, nme 41.0; 1:15",
     ]
     often = pipe()
-    PlainMultiDisplay(often, RunsProgress(members), seconds=0).show(progress(0.5), first)
+    PlainDisplay(often, 0, progress=RunsProgress(members)).show(progress(0.5), first)
     assert written(often) == "0 of 4 done, 4 waiting\n"
 
 
@@ -209,7 +216,7 @@ def test_json_names_the_run_and_quiet_prints_one_line_per_run(members: list[Memb
     ("console", "flags", "kind", "announces"),
     [
         (terminal(80), {}, LiveMultiDisplay, False),
-        (pipe(), {}, PlainMultiDisplay, True),
+        (pipe(), {}, PlainDisplay, True),
         (terminal(80), {"quiet": True}, QuietDisplay, True),
         (terminal(80), {"as_json": True}, JsonDisplay, True),
     ],
@@ -218,7 +225,7 @@ def test_the_display_suits_the_console(
     console: Console, flags: dict[str, bool], kind: type[Display], announces: bool, members: list[Member]
 ) -> None:
     interrupt = Interrupt()
-    assert type(make_multi_display(console, interrupt, RunsProgress(members), **flags)) is kind
+    assert type(make_display(console, interrupt, progress=RunsProgress(members), **flags)) is kind
     assert interrupt.announce is announces
 
 

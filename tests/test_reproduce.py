@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from engram.cli.commands.reproduce import cells_json, results_tables
-from engram.cli.paper_plan import cost_lines
+from engram.cli.commands.reproduce import cells_json, cost_lines, results_tables
 from engram.core.errors import EngramError
 from engram.experiment.recipe_changes import apply_changes, named_after_changes
 from engram.experiment.recipes import recipe, recipe_names

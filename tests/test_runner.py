@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 
 from conftest import make_config, make_store
 from engram import EngramError, ImageStore, RunConfig, read_mini, recipe, resume, run, run_together, train
-from engram.cli import display
+from engram.cli import text
 from engram.core import events
 from engram.core.events import (
     Checkpointed,
@@ -372,7 +372,7 @@ def test_a_stage_keeps_the_tensors_that_its_method_tells_of(
 def test_the_work_that_is_displayed_is_documented() -> None:
     page = (Path(__file__).parents[1] / "docs" / "run-directory.md").read_text(encoding="utf-8")
     (listed,) = re.findall(r"^\| `working` \| .*`what` \((.*)\) \|$", page, re.MULTILINE)
-    assert listed.split(", ") == list(display.WORK)
+    assert listed.split(", ") == list(text.WORK)
 
 
 def test_epochs_count_from_one_in_every_event(tmp_path: Path) -> None:

@@ -660,5 +660,5 @@ def test_images_may_be_named_on_standard_input_slowly(
 ) -> None:
     _, held = kept_of(model, 1)
     (tmp_path / "it.png").write_bytes(png(held[0]))
-    monkeypatch.setattr("engram.cli.commands.remove.expand", lambda typed: iter([None, "it.png", None]))
+    monkeypatch.setattr("engram.cli.commands.change_model.expand", lambda typed: iter([None, "it.png", None]))
     assert engram("remove", model, "--images", "-").out.startswith("1 of 1 images were found\n")

@@ -5,16 +5,24 @@ from __future__ import annotations
 import importlib
 import io
 import os
+import resource
 import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 
 from engram.cli.plugins import import_methods
+from engram.cli.streams import tell
 from engram.core.errors import DetailsNote, explain, spell_options
 
 # Modules in cli/commands that are not named after their command. They are imported when needed: most import torch.
-_MODULES = {"resume": "run", "list": "list_all"}
+_MODULES = {
+    "resume": "run",
+    "list": "list_all",
+    **dict.fromkeys(("remove", "rename", "undo", "export"), "change_model"),
+    **dict.fromkeys(("prepare", "doctor"), "setup"),
+    **dict.fromkeys(("report", "results"), "write_pages"),
+}
 FLAGS = {"directory": "--out"}  # parameters whose flag has another name
 UNREADABLE, INTERRUPTED, BROKEN_PIPE = 3, 130, 141
 
@@ -47,7 +55,7 @@ def _status(given: list[str]) -> int:
     except SystemExit as request:
         status = request.code if isinstance(request.code, int) else 1
     except KeyboardInterrupt as interrupt:
-        print(f"engram: {str(interrupt) or 'interrupted'}", file=sys.stderr)
+        tell(str(interrupt) or "interrupted")
         status = INTERRUPTED
     except BrokenPipeError:
         status = _leave_pipe()
@@ -87,8 +95,14 @@ def _explain(error: Exception) -> int:
     if os.environ.get("ENGRAM_DEBUG") == "1":
         traceback.print_exception(error)
     message, unexpected = explain(error)
+    if isinstance(error, ImportError) and error.args:
+        message = f"a library cannot be loaded: {str(error).strip().splitlines()[-1]}"
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if isinstance(error, (ImportError, MemoryError)) and limit != resource.RLIM_INFINITY:
+        message += f"; this process may use only {limit / 1e6:,.0f} MB of memory: raise that limit ('ulimit -v')"
+        unexpected = False
     if unexpected:
         notes = (note for note in getattr(error, "__notes__", []) if isinstance(note, DetailsNote))
         message += f"; {next(notes, 'run again with ENGRAM_DEBUG=1 for the details')}"
-    print(f"engram: {message}", file=sys.stderr)
+    tell(message)
     return 1 if unexpected else 2

@@ -29,7 +29,7 @@ To begin:
     engram learn MODEL IMAGES        learn your own images, in one folder per class
     engram predict MODEL PATH        classify an image
     engram run afc-mini-b10-s5       train one recipe
-    engram list                      list all recipes
+    engram list                      list data sets, methods and recipes
     engram COMMAND --help            show the options of a command
     engram --version                 show the version
 """

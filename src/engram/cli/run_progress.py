@@ -6,23 +6,8 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from engram.cli.display import WORK
-from engram.cli.text import clock
-from engram.core.events import (
-    BaseAwaited,
-    BaseReused,
-    Event,
-    PhaseStarted,
-    Progress,
-    RunFailed,
-    RunFinished,
-    RunSkipped,
-    RunStarted,
-    StageFinished,
-    StageStarted,
-    Stopped,
-    Working,
-)
+from engram.cli.text import clock, doing_text
+from engram.core import events
 from engram.experiment.parallel import Member
 
 
@@ -30,11 +15,8 @@ from engram.experiment.parallel import Member
 class ActiveRun:
     """A run that is training or waiting.
 
-    Parameters
-    ----------
-    done: the share of its work that is done, 0 to 1.
-    began: the share that was done before this process continued it; None until its first report.
-    holder: the run whose base stage it waits for.
+    done: the share of its work that is done, 0 to 1. began: the share that was done before this process continued it;
+    None until its first report. holder: the run whose base stage it waits for.
     """
 
     member: Member
@@ -47,25 +29,21 @@ class ActiveRun:
     left: float | None = None
     holder: str | None = None
 
-    def update(self, event: Event) -> None:
+    def update(self, event: events.Event) -> None:
         """Take over what an event reports."""
-        self.holder = event.holder if isinstance(event, BaseAwaited) else None
-        if isinstance(event, (BaseAwaited, BaseReused)) and self.began is None:
+        self.holder = event.holder if isinstance(event, events.BaseAwaited) else None
+        if isinstance(event, (events.BaseAwaited, events.BaseReused)) and self.began is None:
             # Another run trains the base stage. If that fails, the next report corrects this.
             self.done = self.member.base_work / max(self.member.total_work, 1.0)
-        if isinstance(event, StageStarted):
-            self.stage, self.stages, self.doing = event.stage, event.stages, "starting"
-        elif isinstance(event, PhaseStarted):
-            self.doing = event.phase
-        elif isinstance(event, Working):
-            self.doing = WORK.get(event.what, event.what)
-        elif isinstance(event, Progress):
+        self.doing = doing_text(event) or self.doing
+        if isinstance(event, (events.StageStarted, events.Progress)):
             self.stage, self.stages = event.stage, event.stages
+        if isinstance(event, events.Progress):
             self.doing = f"{event.phase} {event.epoch}/{event.epochs}"
             self.done, self.left = event.done, event.seconds_left
             # Work before the first report was done by another process, or is a base stage from the cache.
             self.began = event.done if self.began is None else self.began
-        elif isinstance(event, StageFinished):
+        elif isinstance(event, events.StageFinished):
             self.accuracy = event.average.get(self.member.config.predictor)
 
     def work_done(self) -> float:
@@ -94,24 +72,24 @@ class RunsProgress:
         self._begun: float | None = None  # time of the first report, after kernels were compiled
         self._work_done = 0.0  # by runs that ended here
 
-    def note(self, run: str, event: Event) -> None:
+    def note(self, run: str, event: events.Event) -> None:
         """Take an event into account."""
-        if isinstance(event, RunStarted):
+        if isinstance(event, events.RunStarted):
             member = self._members[run]
             self._waiting.pop(run, None)
             if self._bases is not None and member.base_key is not None:
                 self._bases.add(member.base_key)
             self._active[run] = ActiveRun(member, stages=event.stages, doing="starting")
-        elif isinstance(event, RunFailed):
+        elif isinstance(event, events.RunFailed):
             self._end(run, "failed")
-        elif isinstance(event, Stopped):
+        elif isinstance(event, events.Stopped):
             self._end(run, "stopped")
-        elif isinstance(event, (RunFinished, RunSkipped)):
+        elif isinstance(event, (events.RunFinished, events.RunSkipped)):
             if run in self._active:
                 self._active[run].done = 1.0
             self._end(run, "done")
         elif run in self._active:
-            if self._begun is None and isinstance(event, Progress):
+            if self._begun is None and isinstance(event, events.Progress):
                 self._begun = self._now()
             self._active[run].update(event)
 

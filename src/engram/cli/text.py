@@ -1,80 +1,85 @@
-"""Consoles, and the words and tables that several commands print."""
+"""Consoles, and the lines, words and tables that several commands print."""
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import takewhile
 from typing import Any, TextIO, cast
 
 from rich import box
 from rich.cells import cell_len
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.padding import Padding
+from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as ProgressBars
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from engram.core.events import RunFailed, RunFinished, RunSkipped, Stopped
+from engram.cli.streams import Terminal, printable
+from engram.core import events
 from engram.core.metrics import METRICS
 
 PIPE_WIDTH = 200  # columns; a pipe has no width, and tables get the width they need
 NAME_WIDTH = 12  # columns that names get at least in a table; longer names are folded
 MIN_WIDTH = 20  # columns; a smaller COLUMNS is ignored
-ENDS = (RunFinished, RunSkipped, RunFailed, Stopped)
+ENDS = (events.RunFinished, events.RunSkipped, events.RunFailed, events.Stopped)
+WORK = {
+    "kernels": "compiling kernels",
+    "importance": "finishing the stage",
+    "exemplars": "choosing exemplars",
+    "evaluate": "evaluating",
+}
+PHASES = {"main": "training", "balance": "fine-tuning", "correct": "correcting the bias"}
 
 
-class _Console(Console):
-    """A console that raises an error if its pipe is closed, for the command line to handle."""
+class _SafeConsole(Console):
+    """A console that escapes all text, and raises an error if its pipe is closed, for the command line to handle."""
+
+    def render_str(self, text: str, **how: Any) -> Text:  # so that widths are those of the escaped text
+        return super().render_str(printable(text, keep="\n"), **how)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        for segment in super().render(renderable, options):
+            safe = segment.control is not None or segment.text.isprintable()
+            yield segment if safe else segment._replace(text=printable(segment.text, keep="\n"))
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
 
 
-class _Terminal:
-    """A terminal stream. If the terminal was closed, writing to it does nothing; SIGHUP reports the closing."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        with _unless_closed():
-            self._stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with _unless_closed():
-            self._stream.flush()
-
-
-@contextmanager
-def _unless_closed() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno != errno.EIO:
-            raise
-
-
-def make_console() -> Console:
-    """Return a console on stdout without markup; on a pipe it has COLUMNS columns, or many."""
-    columns = os.environ.get("COLUMNS", "")
-    width = int(columns) if columns.isdecimal() and int(columns) >= MIN_WIDTH else PIPE_WIDTH
-    file = cast("TextIO", _Terminal(sys.stdout)) if sys.stdout.isatty() else sys.stdout
-    console = _Console(file=file, markup=False, highlight=False, emoji=False)
-    if not console.is_terminal:
-        console = _Console(file=sys.stdout, markup=False, highlight=False, emoji=False, width=width)
-    return console
+def make_console(stderr: bool = False, quiet: bool = False) -> Console:
+    """Return a console on stdout or stderr without markup; on a pipe it has COLUMNS columns, or many."""
+    stream = sys.stderr if stderr else sys.stdout
+    width = None
+    if stream.isatty():
+        stream = cast("TextIO", Terminal(stream))
+    else:
+        columns = os.environ.get("COLUMNS", "")
+        width = int(columns) if columns.isdecimal() and int(columns) >= MIN_WIDTH else PIPE_WIDTH
+    return _SafeConsole(file=stream, width=width, quiet=quiet, markup=False, highlight=False, emoji=False)
 
 
 def is_live(console: Console) -> bool:
     """Whether the console can show an animation."""
     return console.is_terminal and not console.is_dumb_terminal
+
+
+def bar(console: Console, what: str, *columns: ProgressColumn) -> ProgressBars:
+    """Return a progress bar that disappears at the end, and shows nothing on a console that is not live.
+
+    columns: what to show between the bar and the remaining time; without any, how many are done.
+    """
+    shown = (TextColumn(what, markup=False), BarColumn(), *(columns or [MofNCompleteColumn()]), TimeRemainingColumn())
+    # Lines printed meanwhile stay on stdout.
+    return ProgressBars(*shown, console=console, transient=True, disable=not is_live(console), redirect_stdout=False)
+
+
+def print_line(console: Console, text: str, style: str = "") -> None:
+    """Print one line without wrapping it, so that a path stays whole on a narrow terminal."""
+    console.print(Text(printable(text), style=style), soft_wrap=True)
 
 
 def percent(value: float | None) -> str:
@@ -121,14 +126,16 @@ def shorten(names: Sequence[str], width: int = 40) -> str:
     return shown
 
 
-def print_line(console: Console, text: str) -> None:
-    """Print a line without wrapping it, so that a path stays whole on a narrow terminal."""
-    console.print(text, soft_wrap=True)
+class _Table(Table):
+    """A table that escapes line breaks in names too; a cell with several lines is a Text."""
+
+    def add_row(self, *cells: RenderableType | None, **how: Any) -> None:
+        super().add_row(*[printable(cell) if isinstance(cell, str) else cell for cell in cells], **how)
 
 
 def make_table(columns: Iterable[str], right: Sequence[str] = (), title: str | None = None) -> Table:
     """Return an empty table in the style of the command line; the columns in `right` hold numbers."""
-    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False)
+    table = _Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False)
     for column in columns:
         number = column in right
         table.add_column(column, justify="right" if number else "left", no_wrap=number, overflow="fold")
@@ -155,9 +162,9 @@ def print_table(console: Console, table: Table) -> None:
             print_indented(console, ", ".join(rest))
 
 
-def print_indented(console: Console, text: str) -> None:
+def print_indented(console: Console, text: str, columns: int = 4) -> None:
     """Print an indented paragraph."""
-    console.print(Padding(text, (0, 0, 0, 4)))
+    console.print(Padding(printable(text), (0, 0, 0, columns)))
 
 
 def fits(console: Console, table: Table) -> bool:
@@ -177,7 +184,7 @@ def card_table(card: Mapping[str, str]) -> Table:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for label, text in card.items():
-        table.add_row(label, text)
+        table.add_row(label, printable(text))
     return table
 
 
@@ -191,22 +198,78 @@ def summary_table(result: Mapping[str, Any]) -> Table:
     return table
 
 
-def end_line(event: RunFinished | RunSkipped | RunFailed | Stopped) -> str:
+def start_line(event: events.RunStarted) -> str:
+    """Return which run this is, its number of stages and its directory."""
+    increments = event.stages - 1
+    stages = f"base and {increments} stage{'s' if increments > 1 else ''}" if increments else "only the base"
+    verb = "continuing " if event.resumed else ""
+    place = f", in {event.directory}" if event.directory else ""
+    return f"{verb}{event.recipe}: {stages}{place}"
+
+
+def base_line(event: events.BaseReused | events.BaseAwaited) -> str:
+    """Return that another run trained the base stage, or is training it."""
+    if isinstance(event, events.BaseAwaited):
+        return f"waiting for the base stage of {event.holder}"
+    return f"base: trained by another run, from {event.path} (--no-cache trains it again)"
+
+
+def loss_text(terms: dict[str, float]) -> str:
+    """Return the loss and, if it has several, its terms."""
+    text = f"loss {sum(terms.values()):.3f}"
+    if len(terms) > 1:
+        text += " (" + ", ".join(f"{name} {value:.3f}" for name, value in terms.items()) + ")"
+    return text
+
+
+def stage_or_lesson(event: events.StageStarted | events.Progress, lesson: int | None) -> str:
+    """Return the name of a run's stage, or of the lesson."""
+    return stage_name(event.stage, event.stages) if lesson is None else f"lesson {lesson}"
+
+
+def phase_text(phase: str, lesson: int | None) -> str:
+    """Return the phase as methods name it, or in plain words in a lesson."""
+    return phase if lesson is None else PHASES.get(phase, phase)
+
+
+def doing_text(event: events.Event, lesson: int | None = None) -> str | None:
+    """Return what a run does from an event on; None if the event does not say it."""
+    if isinstance(event, events.StageStarted):
+        return f"{len(event.new_classes)} new class{'es' if len(event.new_classes) > 1 else ''}"
+    if isinstance(event, events.PhaseStarted):
+        return phase_text(event.phase, lesson)
+    if isinstance(event, events.Working):
+        return WORK.get(event.what, event.what)
+    if isinstance(event, events.BaseAwaited):
+        return base_line(event)
+    return event.reason if isinstance(event, events.Stopped) else None
+
+
+def progress_line(event: events.Progress, lesson: int | None = None) -> str:
+    """Return the progress of training in one line."""
+    return (
+        f"{stage_or_lesson(event, lesson)}, {phase_text(event.phase, lesson)}, epoch {event.epoch}/{event.epochs}, "
+        f"{loss_text(event.terms)}, {event.images_per_second:,.0f} images/s, {event.done:.0%} done, "
+        f"{clock(event.seconds_left)} left"
+    )
+
+
+def end_line(event: events.RunFinished | events.RunSkipped | events.RunFailed | events.Stopped) -> str:
     """Return how a run ended, in one line."""
-    if isinstance(event, RunFailed):
+    if isinstance(event, events.RunFailed):
         return f"failed: {event.message}"
-    if isinstance(event, Stopped):
+    if isinstance(event, events.Stopped):
         how = "saved, interrupted in" if event.reason == "interrupted" else "stopped after"
         return f"{how} {stage_name(event.stage, event.stages)}"
     result = event.result
-    already = "done already; " if isinstance(event, RunSkipped) else ""
+    already = "done already; " if isinstance(event, events.RunSkipped) else ""
     return (
         f"{already}average {measures_text(result['average_incremental_accuracy'])}; "
         f"final {measures_text(result['final_accuracy'])}; {duration(result['seconds'])}"
     )
 
 
-def summary_line(event: RunFinished) -> str:
+def summary_line(event: events.RunFinished) -> str:
     """Return recipe, result and directory of a run in one line."""
     place = f" ({event.directory})" if event.directory else ""
     return f"{event.result['recipe']}: {end_line(event)}{place}"

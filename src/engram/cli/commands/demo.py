@@ -11,8 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from engram.cli.commands.run_common import check_threads, refuse_used, use_threads
-from engram.cli.commands.run_paths import REPORT, new_directory
+from engram.cli.commands.run_common import REPORT, check_threads, new_directory, refuse_used, use_threads
 from engram.cli.display import follow, make_display
 from engram.cli.options.runs import Demo
 from engram.cli.signals import Interrupt
@@ -23,12 +22,16 @@ from engram.core.events import RunFinished
 from engram.core.io import typed_path
 from engram.data.sources.load import load_store
 from engram.experiment.base_cache import StageCache
+from engram.experiment.recipe_changes import named_after_changes
 from engram.experiment.recipes import recipe
 from engram.experiment.run_config import RunConfig
 from engram.experiment.runner import run
 from engram.methods.defaults import DEMO_METHODS
 
 EPOCHS = 12
+# A balanced set fills one or two batches. After ten epochs the newest classes have not recovered from the first steps:
+# on held-out images the last two had 6 % instead of 24 % (class order and seed 1).
+FINETUNE_EPOCHS = 30
 RECIPES = "{method}-mini-b10-s5"
 INTRODUCTION = (
     "Ten classes at first, then five stages of two more. Each stage has only the images of its new classes and the "
@@ -71,14 +74,14 @@ def _run_all(options: Demo, place: Path, console: Console, command: str) -> dict
             if not options.quiet:
                 console.print()
                 explained = explanation.format(kept=config.memory.size)
-                console.print(bold(f"{number} of {len(DEMO_METHODS)}  {method}: {explained}"))
+                console.print(f"{number} of {len(DEMO_METHODS)}  {method}: {explained}", style="bold")
             display = make_display(console, interrupt, quiet=options.quiet)
             events = run(config, store, place / method, stop=interrupt, cache=cache, command=command)
             last = follow(events, display)
             if not isinstance(last, RunFinished):
                 again = f" --seed {options.seed}" if options.seed != 1 else ""
                 print_line(console, f"interrupted; the runs so far are in {place}. To start again:")
-                console.print(bold(f"engram demo{again}"))
+                print_line(console, f"engram demo{again}", "bold")
                 return interrupt.status
             results[method] = last.result
     return results
@@ -86,12 +89,13 @@ def _run_all(options: Demo, place: Path, console: Console, command: str) -> dict
 
 def demo_config(method: str, seed: int) -> RunConfig:
     """Return the recipe with fewer epochs, so that three runs take about a minute on two cores; its name says so."""
-    config = recipe(RECIPES.format(method=method))
-    ((setting, training),) = with_role(config.settings, "main").items()
-    epochs = min(EPOCHS, training.epochs)
-    settings = change_training(config.settings, ("main",), epochs=epochs)
-    name = f"{config.recipe} ({setting}.epochs={epochs})"
-    return replace(config, settings=settings, seed=seed, order=str(seed), recipe=name)
+    original = recipe(RECIPES.format(method=method))
+    (training,) = with_role(original.settings, "main").values()
+    settings = change_training(original.settings, ("main",), epochs=min(EPOCHS, training.epochs))
+    if original.memory.budget != "none":
+        settings = change_training(settings, ("finetune",), epochs=FINETUNE_EPOCHS)
+    config = replace(original, settings=settings, seed=seed, order=str(seed))
+    return named_after_changes(original, config)
 
 
 def comparison(results: Mapping[str, Mapping[str, Any]]) -> Table:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,18 +13,17 @@ from rich.console import Console
 from rich.table import Table
 
 from engram.cli.commands.model_common import (
-    bar,
     exclude,
     labels_by_name,
     prepare_hardware,
-    printable,
     refuse_models,
     tell_skipped_files,
     tell_unreadable,
 )
 from engram.cli.main import UNREADABLE
 from engram.cli.options.models import Evaluate
-from engram.cli.text import fits, make_console, make_table, percent, print_line, print_table, shorten
+from engram.cli.streams import printable, tell
+from engram.cli.text import bar, fits, make_console, make_table, percent, print_line, print_table, shorten
 from engram.core.errors import EngramError
 from engram.core.io import typed_path
 from engram.data.sources.folder import list_classes
@@ -55,7 +53,7 @@ def evaluate_command(options: Evaluate, typed: Sequence[str]) -> int:
     if not done.images:
         raise EngramError(f"none of the {len(paths)} images in {options.images} could be read")
     if done.learned:
-        print(f"engram: {learned_text(done.learned, done.images)}", file=sys.stderr)
+        tell(learned_text(done.learned, done.images))
     found = summary(model, done, unknown, options)
     if report is not None:
         from engram.report.page import write_evaluation  # matplotlib takes a second to import
@@ -66,7 +64,7 @@ def evaluate_command(options: Evaluate, typed: Sequence[str]) -> int:
     else:
         _tell(console, found, options.quiet, report)
     if done.skipped:
-        print(f"engram: {len(done.skipped)} of {len(paths)} images could not be read", file=sys.stderr)
+        tell(f"{len(done.skipped)} of {len(paths)} images could not be read")
         return UNREADABLE
     return 0
 
@@ -82,12 +80,12 @@ def known_images(
         raise EngramError(f"the model knows none of the classes in {folder}: {shorten(list(unknown), 60)}")
     if unknown:
         names = shorten([printable(name) for name in unknown], 60)
-        print(f"engram: left out what the model does not know: {names}", file=sys.stderr)
+        tell(f"left out what the model does not know: {names}")
     return [path for path, _ in pairs], [place for _, place in pairs], unknown
 
 
 def _evaluate(model: Model, paths: Sequence[str], places: Sequence[int], options: Evaluate) -> Evaluated:
-    console = Console(stderr=True, quiet=options.quiet or options.json)
+    console = make_console(stderr=True, quiet=options.quiet or options.json)
     done: Evaluated | None = None
     reported = 0
     with bar(console, "evaluating") as progress:

@@ -9,9 +9,9 @@ from typing import Any
 
 from rich.table import Table
 
-from engram.cli.commands.model_common import printable
-from engram.cli.commands.undo import back_to
+from engram.cli.commands.change_model import back_to
 from engram.cli.options.models import Info
+from engram.cli.streams import printable
 from engram.cli.text import (
     bold,
     card_table,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
 import time
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
@@ -18,16 +17,16 @@ from engram.cli.commands.model_common import (
     exclude,
     labels_by_name,
     prepare_hardware,
-    printable,
     read_files,
     refuse_models,
     tell_skipped_files,
 )
 from engram.cli.display import follow, make_display
-from engram.cli.lesson_tables import by_class_table, learned_line, lesson_table
 from engram.cli.options.models import Learn, NewModelFlags
+from engram.cli.result_tables import by_class_table, learned_line, lesson_table
 from engram.cli.signals import Interrupt
-from engram.cli.text import bold, clock, count_classes, duration, make_console, print_line, print_table, shorten
+from engram.cli.streams import printable, tell
+from engram.cli.text import clock, count_classes, duration, make_console, print_line, print_table, shorten
 from engram.core.errors import EngramError
 from engram.core.events import EpochsChosen, Event, ImagesRead, Learned, Stopped
 from engram.core.io import typed_path
@@ -239,7 +238,7 @@ def _names(labels: Sequence[Hashable]) -> str:
 
 
 def _print_notice(text: str) -> None:
-    print(f"engram: {text}", file=sys.stderr)
+    tell(text)
 
 
 def _tell_learned_before(
@@ -308,7 +307,7 @@ def _follow(
     assert isinstance(last, Stopped), f"unexpected last event {last.name}"
     if not options.json:
         print_line(console, f"saved; the model did not change. To continue, run {same_command}:")
-        console.print(bold(command), soft_wrap=True)
+        print_line(console, command, "bold")
     return interrupt.status
 
 

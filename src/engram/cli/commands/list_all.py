@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from engram.cli.commands.run_paths import run_status
+from engram.cli.commands.run_common import run_status
 from engram.cli.options.runs import List
 from engram.cli.text import make_console, make_table, percent, print_indented, print_line, print_table
 from engram.contract.settings import with_role
@@ -53,11 +53,11 @@ NUMBERS = ("megabytes", "base", "increment", "epochs", "order", "seed", "stages"
 TITLES = {"dataset": "data set", "average": "average %"}
 
 
-def list_command(options: List, typed: Sequence[str]) -> int:
+def list_command(options: List, _: Sequence[str]) -> int:
     """Run `engram list`."""
-    del typed
     console = make_console()
     rows = {
+        "overview": _protocols,
         "recipes": _recipes,
         "methods": _methods,
         "datasets": lambda: [{"dataset": name, "description": text} for name, text in DATASETS.items()],
@@ -69,15 +69,12 @@ def list_command(options: List, typed: Sequence[str]) -> int:
         rows = _filter(rows, options, options.text)
     if options.json:
         print_line(console, json.dumps(rows))
+    elif options.what == "overview":
+        _print_overview(console, rows)
     elif options.what == "runs":
         _print_runs(console, rows, options.root)
     elif options.what == "cache":
         _print_cache(console, rows)
-    elif options.what == "recipes":
-        for dataset in dict.fromkeys(row["dataset"] for row in rows):
-            if dataset in DATASETS:
-                print_line(console, f"{dataset}: {DATASETS[dataset]}")
-            _print_rows(console, options.what, [row for row in rows if row["dataset"] == dataset])
     elif options.what == "methods":
         _print_methods(console, rows)
     else:
@@ -88,7 +85,7 @@ def list_command(options: List, typed: Sequence[str]) -> int:
 def _filter(rows: Sequence[Row], options: List, text: str) -> list[Row]:
     """Return the rows that contain the text; without any, raise an error, except for --json."""
     wanted = text.casefold()
-    found = [row for row in rows if any(wanted in cell.casefold() for cell in row.values() if isinstance(cell, str))]
+    found = [row for row in rows if wanted in " ".join(map(str, row.values())).casefold()]
     if not found and not options.json:
         raise EngramError(
             f"nothing in the list of {options.what} contains {text!r}; 'engram list {options.what}' has all"
@@ -105,6 +102,17 @@ def _print_rows(console: Console, what: str, rows: Sequence[Row]) -> None:
             *["-" if cell is None else percent(cell) if isinstance(cell, float) else str(cell) for cell in cells]
         )
     print_table(console, table)
+
+
+def _print_overview(console: Console, rows: Sequence[Row]) -> None:
+    """Print the recipes by data set and protocol, with their methods, and where more is listed."""
+    for dataset in dict.fromkeys(row["dataset"] for row in rows):
+        print_line(console, f"{dataset}: {DATASETS.get(dataset, 'of a method from outside the package')}")
+        for row in (row for row in rows if row["dataset"] == dataset):
+            numbers = f"N = {' or '.join(map(str, row['stages']))} stages" if row["stages"] else "one class a stage"
+            print_indented(console, f"{row['recipes']}: {row['base']}, then {numbers}")
+            print_indented(console, f"METHOD: {', '.join(row['methods'])}", 8)
+    print_line(console, "'engram list recipes [TEXT]' shows the settings of each; 'engram list methods' the methods")
 
 
 def _print_runs(console: Console, rows: Sequence[Row], root: str) -> None:
@@ -167,6 +175,21 @@ def _cache() -> list[Row]:
         }
         for kind, path, entry, trained_by in [*stages, *decoded]
     ]
+
+
+def _protocols() -> list[Row]:
+    """List the recipes that differ only in their method or number of stages as one row."""
+    rows: dict[str, Row] = {}
+    for config in map(recipe, recipe_names()):
+        name = f"METHOD{config.recipe.removeprefix(config.method)}"
+        stem, _, stages = name.rpartition("-s")
+        name = f"{stem}-sN" if stages.isdecimal() else name
+        base = "half of the classes" if config.base is None else f"{config.base} classes"
+        empty = {"dataset": config.data.name, "recipes": name, "base": base, "stages": {}, "methods": {}}
+        row = rows.setdefault(name, empty)
+        row["methods"][config.method] = None
+        row["stages"] |= {int(stages): None} if stages.isdecimal() else {}
+    return [row | {"stages": list(row["stages"]), "methods": list(row["methods"])} for row in rows.values()]
 
 
 def _recipes() -> list[Row]:

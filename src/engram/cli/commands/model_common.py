@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from engram.cli.commands.run_common import check_threads, use_threads
 from engram.cli.options.models import HardwareFlags
-from engram.cli.text import is_live, shorten
+from engram.cli.streams import tell
+from engram.cli.text import bar, make_console, shorten
 from engram.core.errors import EngramError, suggest
 from engram.core.io import typed_path
 from engram.data.decode.image import EXTENSIONS
@@ -50,34 +48,16 @@ def tell_skipped_files(images: str) -> None:
     """Print on stderr which files in the folder of images are not read."""
     others, loose = list_ignored(images)
     if others:
-        names = shorten([printable(name) for name in others], 60)
-        print(f"engram: left out files that are not {', '.join(EXTENSIONS)}: {names}", file=sys.stderr)
+        tell(f"left out files that are not {', '.join(EXTENSIONS)}: {shorten(others, 60)}")
     if loose:
-        names = shorten([printable(name) for name in loose], 60)
-        print(f"engram: left out images that are not in a class folder: {names}", file=sys.stderr)
+        tell(f"left out images that are not in a class folder: {shorten(loose, 60)}")
 
 
 def tell_other_files(others: Counter[str]) -> None:
     """Print on stderr how many files with other extensions were left out."""
     if others:
-        kinds = [f"{count:,} {printable(ending) or 'without an extension'}" for ending, count in others.most_common()]
-        print(f"engram: left out files that are not {', '.join(EXTENSIONS)}: {shorten(kinds, 60)}", file=sys.stderr)
-
-
-def printable(value: Any) -> str:
-    """Return the value as text on one line, with control characters escaped."""
-    text = str(value)
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def confirmed(question: str) -> bool:
-    """Ask on the terminal; return whether the answer is yes. Without a terminal, return True."""
-    if sys.stdin is None or not sys.stdin.isatty():  # None if it is closed
-        return True
-    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
-    return sys.stdin.readline().strip().lower() in ("y", "yes")
+        kinds = [f"{count:,} {ending or 'without an extension'}" for ending, count in others.most_common()]
+        tell(f"left out files that are not {', '.join(EXTENSIONS)}: {shorten(kinds, 60)}")
 
 
 def labels_by_name(labels: Iterable[Hashable]) -> dict[str, Hashable]:
@@ -99,16 +79,9 @@ def find_label(labels: Sequence[Hashable], typed: str, call: Callable[[str], str
     raise EngramError(f"the model knows no class {typed!r}: {suggest(typed, map(str, labels))}")
 
 
-def bar(console: Console, what: str) -> Progress:
-    """Return a progress bar that disappears at the end, and shows nothing on a console that is not live."""
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    # Lines printed meanwhile stay on stdout.
-    return Progress(*columns, console=console, transient=True, disable=not is_live(console), redirect_stdout=False)
-
-
 def read_files(paths: Sequence[str], size: int, skip_bad: bool, console: Console | None) -> tuple[Images, list[int]]:
     """Read image files; return the images and their positions in `paths`. Skipped files are named on stderr."""
-    shown = console if console is not None else Console(quiet=True)
+    shown = console if console is not None else make_console(quiet=True)
     with bar(shown, "reading images") as progress:
         task = progress.add_task("", total=len(paths))
         images, kept, skipped = decode_files(
@@ -119,7 +92,7 @@ def read_files(paths: Sequence[str], size: int, skip_bad: bool, console: Console
         )
     if skipped:
         tell_unreadable(skipped)
-        print(f"engram: {len(skipped)} of {len(paths)} images could not be read and are left out", file=sys.stderr)
+        tell(f"{len(skipped)} of {len(paths)} images could not be read and are left out")
     return images, kept
 
 
@@ -127,6 +100,6 @@ def tell_unreadable(skipped: Iterable[tuple[str, str]], shown: int = SHOWN) -> N
     """Print on stderr the files that cannot be read, each with the reason."""
     for number, (path, reason) in enumerate(skipped):
         if number == shown:
-            print("engram: and more", file=sys.stderr)
+            tell("and more")
             break
-        print(f"engram: {printable(path)} cannot be read ({printable(reason)})", file=sys.stderr)
+        tell(f"{path} cannot be read ({reason})")

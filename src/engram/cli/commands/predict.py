@@ -13,12 +13,12 @@ from itertools import repeat
 from typing import Any, TextIO
 
 import numpy as np
-from rich.console import Console
 
-from engram.cli.commands.model_common import bar, prepare_hardware, printable, tell_other_files, tell_unreadable
+from engram.cli.commands.model_common import prepare_hardware, tell_other_files, tell_unreadable
 from engram.cli.main import UNREADABLE
 from engram.cli.options.models import Predict
-from engram.cli.stdin_lines import arriving_lines
+from engram.cli.streams import arriving_lines, printable, tell
+from engram.cli.text import bar, make_console
 from engram.core.errors import EngramError
 from engram.core.io import typed_path
 from engram.data.sources.folder import walk_images
@@ -44,7 +44,7 @@ def predict_command(options: Predict, typed: Sequence[str]) -> int:
     model.predictor(options.by)
     # No progress bar if the results are printed on the same terminal.
     hidden = options.quiet or sys.stdout.isatty()
-    console = Console(stderr=True, quiet=hidden, markup=False, highlight=False)
+    console = make_console(stderr=True, quiet=hidden)
     streamed = STANDARD_INPUT in paths
     moving = console.is_terminal and not hidden
     total = sum(1 for _ in expand(paths)) if moving and not streamed else None
@@ -64,7 +64,7 @@ def predict_command(options: Predict, typed: Sequence[str]) -> int:
             raise EngramError("standard input named no image; give it the path of an image or a folder on each line")
         raise EngramError(f"there is no image in {', '.join(paths)}")
     if unreadable:
-        print(f"engram: {unreadable} of {done + unreadable} images could not be read", file=sys.stderr)
+        tell(f"{unreadable} of {done + unreadable} images could not be read")
         return UNREADABLE
     return 0
 

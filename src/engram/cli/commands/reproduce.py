@@ -1,10 +1,12 @@
-"""`engram reproduce`: the paper's tables and figures, our numbers next to the published ones."""
+"""`engram reproduce`: the paper's tables and figures, our numbers next to the published ones, and what is missing."""
 
 from __future__ import annotations
 
 import json
-import sys
+import re
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +14,21 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from engram.cli.commands.run_common import check_last_stage, check_running, read_images, use_threads
+from engram.cli.commands.run_common import DRY_RUN, check_last_stage, check_running, read_images, use_threads
 from engram.cli.commands.several import train_all
 from engram.cli.options.overrides import images_at, split_seeds, split_values
 from engram.cli.options.runs import Reproduce
-from engram.cli.paper_plan import CompletedRuns, missing_line, origin_line, print_plan, read_completed
-from engram.cli.text import make_console, make_table, print_line
+from engram.cli.streams import tell
+from engram.cli.text import make_console, make_table, print_line, print_table
+from engram.contract import OWN_METHODS
 from engram.core.errors import EngramError
 from engram.core.io import typed_path
+from engram.core.provenance import processor_name
 from engram.data.sources.load import DataConfig
 from engram.data.store import ImageStore
-from engram.experiment.parallel import plan_members
+from engram.experiment.parallel import ON_CPU, ON_CUDA, plan_members
 from engram.experiment.run_config import RunConfig
-from engram.report.formatting import count_runs
+from engram.report.formatting import count_runs, join
 from engram.report.html_page import check_page_path
 from engram.reproduce.cell_plan import PaperPlan, PaperRequest, make_plan, refuse_edited
 from engram.reproduce.cells import (
@@ -38,14 +42,19 @@ from engram.reproduce.cells import (
     measure,
     remarks,
 )
-from engram.reproduce.cost import costs
+from engram.reproduce.cost import Cost, costs, this_hardware
 from engram.reproduce.paper import MEASURES, Experiment, Paper, load_paper
 from engram.reproduce.paper_page import write_page
 from engram.reproduce.paper_tables import against_first, caption, grid, legend, lines
+from engram.reproduce.records import Record
+from engram.reproduce.results_files import SUFFIX, is_ours, merge, read_results
+from engram.runs.directory import find_runs
 
 PAGE = "reproduction.html"
 COLUMN_GAP = 3  # console columns between two columns of a table
 _STYLES = {WITHIN_STD: "green", WITHIN_POINT: "cyan", FURTHER: "yellow", NOT_RUN: "dim"}
+RESULTS = Path("results")
+NO_RESULTS = "none"  # value of --results: count only the runs in --out
 
 
 def reproduce_command(options: Reproduce, typed: Sequence[str]) -> int:
@@ -107,7 +116,7 @@ def with_images(
         raise next(iter(refused.values()))
     for data, error in refused.items():
         count = sum(wanted.config.data == data for wanted in plan.left.values())
-        print(f"engram: left out {count_runs(count)} of {data.name}: {error}", file=sys.stderr)
+        tell(f"left out {count_runs(count)} of {data.name}: {error}")
     configs = {name: wanted.config for name, wanted in plan.left.items() if wanted.config.data in stores}
     return configs, stores
 
@@ -207,3 +216,161 @@ def cells_json(plan: PaperPlan) -> list[dict[str, Any]]:
 
 def _numbers(value: object, *names: str) -> dict[str, Any] | None:
     return None if value is None else {name: getattr(value, name) for name in names}
+
+
+@dataclass(frozen=True)
+class CompletedRuns:
+    """Every complete run that counts. places: file or directory of each record, by its source. runs: that of --out."""
+
+    records: list[Record]
+    places: dict[str, Path]
+    runs: Path
+
+
+def read_completed(results: str | None, runs: Path) -> CompletedRuns:
+    """Read the complete runs in the results and in the directory of runs.
+
+    results: the value of --results. None reads the folder "results" if it exists; files in it that are not engram's
+    are left out.
+    """
+    places = [typed_path(results)] if results not in (None, NO_RESULTS) else []
+    for file in sorted(RESULTS.glob(f"*{SUFFIX}")) if results is None else ():
+        if is_ours(file):
+            places.append(file)
+        else:
+            tell(f"left out {file}: it has no results of engram (--results names others)")
+    if runs.is_dir() and find_runs(runs):
+        places.append(runs)
+    found = [(record, place) for place in places for record in read_results([place]).records]
+    places_by_source = {record.source: place for record, place in found}
+    return CompletedRuns(merge(record for record, _ in found), places_by_source, runs)
+
+
+def origins(plan: PaperPlan, completed: CompletedRuns) -> dict[Path, int]:
+    """Count the finished runs by the place that they come from."""
+    done = {
+        wanted.name: completed.places[record.source]
+        for cell in plan.cells
+        for wanted, record in zip(cell.wanted, cell.found, strict=True)
+        if record is not None and wanted.name not in plan.left
+    }
+    return dict(Counter(done.values()))
+
+
+def origin_line(plan: PaperPlan, completed: CompletedRuns) -> str:
+    """Return where the finished runs come from; empty if there are none."""
+    counts = origins(plan, completed)
+    here = counts.pop(completed.runs, 0)
+    if not counts:
+        return f"done: {here} in {completed.runs}" if here else ""
+    before = f"{sum(counts.values())} measured before ({', '.join(map(str, counts))})"
+    return f"done: {before}, {here} in {completed.runs}; --results none counts only the latter"
+
+
+def print_plan(
+    console: Console, plan: PaperPlan, estimates: Sequence[Cost], completed: CompletedRuns, options: Reproduce
+) -> None:
+    """Print which runs the experiments need, how many are done, and how long the rest would take."""
+    here = this_hardware(options.device)
+    if options.running.json:
+        print_line(console, json.dumps(plan_json(plan, estimates, completed, here)))
+        return
+    table = make_table(["", "cells", "runs", "done", "no recipe yet"], ["cells", "runs", "done", "no recipe yet"])
+    for experiment in plan.experiments:
+        cells = plan.of(experiment)
+        names = {wanted.name for cell in cells for wanted in cell.wanted}
+        done = len(names) - len({wanted.name for cell in cells for wanted in cell.left})
+        lacking = sum(bool(cell.missing) for cell in cells)
+        table.add_row(caption(experiment), str(len(cells)), str(len(names)), str(done), str(lacking) if lacking else "")
+    print_table(console, table)
+    print_table(console, _runs_table(plan))
+    total, left = len(plan.runs), len(plan.left)
+    counted = f"{count_runs(total)}, each counted once: {total - left} done, {left} to do"
+    at_once = options.at_once or (ON_CPU if here == processor_name() else ON_CUDA)
+    texts = [missing_line(plan), counted, _bare_line(plan), origin_line(plan, completed)]
+    texts += cost_lines(estimates, here, left, min(at_once, left))
+    for text in filter(None, [*texts, DRY_RUN]):
+        print_line(console, text)
+
+
+def _bare_line(plan: PaperPlan) -> str:
+    """Return how many of the runs to do count as done in other tables; empty if none does."""
+    cells = [cell for cell in plan.cells if cell.bare]
+    if not cells:
+        return ""
+    names = {wanted.name for cell in cells for wanted in cell.bare}
+    shown = join(dict.fromkeys(cell.experiment.heading for cell in cells))
+    return f"{len(names)} of those to do were run before without saving the importance that {shown} shows"
+
+
+def _runs_table(plan: PaperPlan) -> Table:
+    """Return the number of runs, of finished runs, and the experiments that need them, by recipe and its changes."""
+    table = make_table(["recipe", "runs", "done", "for"], ["runs", "done"])
+    users: dict[str, dict[str, None]] = {}
+    names: dict[str, list[str]] = {}
+    for cell in plan.cells:
+        for wanted in cell.wanted:
+            label = wanted.config.recipe + ("" if wanted.config.precision == "auto" else f" {wanted.config.precision}")
+            users.setdefault(label, {})[cell.experiment.heading] = None
+            names.setdefault(label, []).append(wanted.name)
+    for label, each in names.items():
+        unique = set(each)
+        table.add_row(label, str(len(unique)), str(len(unique - set(plan.left))), ", ".join(users[label]))
+    return table
+
+
+def cost_lines(estimates: Sequence[Cost], here: str, left: int, at_once: int) -> list[str]:
+    """Return how long the runs to do would take on each hardware that was measured, this one first.
+
+    at_once: how many this command would do at a time here.
+    """
+    if not left:
+        return []
+    ordered = sorted(estimates, key=lambda cost: cost.hardware != here)
+    lines: list[str] = []
+    if not any(cost.hardware == here for cost in estimates):
+        lines.append(f"{here} (here): no measurement of such runs on this hardware")
+    for cost in ordered:
+        name = f"{cost.hardware}{' (here)' if cost.hardware == here else ''}"
+        lacking = [f"{count} run{'s' if count > 1 else ''} {why}" for why, count in cost.uncounted.items()]
+        if cost.seconds is None:
+            lines.append(f"{name}: no estimate of {', '.join(lacking)}")
+            continue
+        together = "one at a time" if cost.at_once == 1 else f"up to {cost.at_once} side by side"
+        text = f"{name}: about {_minutes(cost.seconds)}, "
+        text += f"from {cost.measured} measured run{'s' if cost.measured > 1 else ''}, {together}"
+        if cost.hardware == here and at_once != cost.at_once:
+            text += f" (this command would do {at_once} at a time: --at-once)"
+        text += "".join(f"; without {runs}" for runs in lacking)
+        if cost.unmeasured:
+            text += f"; not measured there and assumed to cost the same: {', '.join(cost.unmeasured)}"
+        lines.append(text)
+    return lines
+
+
+def _minutes(seconds: float) -> str:
+    minutes = max(1, round(seconds / 60))
+    return f"{minutes} min" if minutes < 120 else f"{minutes} min ({minutes / 60:.1f} h)"
+
+
+def missing_line(plan: PaperPlan) -> str:
+    """Return the beginnings of the recipes that the plan needs and that do not exist; empty if all exist."""
+    missing = list(dict.fromkeys(re.sub(r"-b\d+-s\d+$", "", cell.missing) for cell in plan.cells if cell.missing))
+    return f"no recipe yet: {', '.join(missing)} {OWN_METHODS}" if missing else ""
+
+
+def plan_json(plan: PaperPlan, estimates: Sequence[Cost], completed: CompletedRuns, here: str) -> dict[str, Any]:
+    """Return the plan as plain data."""
+    return {
+        "runs": [
+            {"run": name, "recipe": wanted.config.recipe, "order": wanted.config.order, "seed": wanted.config.seed}
+            | {"done": name not in plan.left}
+            for name, wanted in plan.runs.items()
+        ],
+        "done": len(plan.runs) - len(plan.left),
+        "done_in": {str(place): count for place, count in origins(plan, completed).items()},
+        "left": len(plan.left),
+        "no_recipe": list(dict.fromkeys(cell.missing for cell in plan.cells if cell.missing)),
+        "hardware": here,
+        "minutes": {cost.hardware: cost.seconds / 60 for cost in estimates if cost.seconds is not None},
+    }

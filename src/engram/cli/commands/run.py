@@ -15,14 +15,14 @@ from engram.cli.commands.run_common import (
     check_running,
     command_line,
     follow_run,
+    new_directory,
     print_finished,
     print_missing,
+    proceeding,
     read_images,
     refuse_used,
-    shared_stages,
     use_threads,
 )
-from engram.cli.commands.run_paths import new_directory
 from engram.cli.commands.several import run_several
 from engram.cli.options.overrides import configure_all, images_at
 from engram.cli.options.runs import Resume, Run
@@ -63,22 +63,13 @@ def run_command(options: Run, typed: Sequence[str]) -> int:
             print_missing(config.data)
         return 0
     interrupt = Interrupt()
-    events = run(
-        config,
-        store,
-        place,
-        stop=interrupt,
-        stop_after_stage=flags.stop_after_stage,
-        checkpoint_minutes=flags.checkpoint_minutes,
-        cache=shared_stages(flags),
-        command=command_line(typed, [config.method]),
-    )
+    command = command_line(typed, [config.method])
+    events = run(config, store, place, command=command, **proceeding(flags, interrupt))
     return follow_run(events, console, interrupt, flags, place)
 
 
-def resume_command(options: Resume, typed: Sequence[str]) -> int:
+def resume_command(options: Resume, _: Sequence[str]) -> int:
     """Run `engram resume`."""
-    del typed
     flags = options.running
     check_running(flags)
     place = typed_path(options.directory)
@@ -99,14 +90,7 @@ def resume_command(options: Resume, typed: Sequence[str]) -> int:
     use_threads(flags.threads or manifest.hardware.get("threads"))
     store = read_images(data, console, silent=flags.quiet or flags.json)
     interrupt = Interrupt()
-    events = resume(
-        place,
-        store,
-        stop=interrupt,
-        stop_after_stage=flags.stop_after_stage,
-        checkpoint_minutes=flags.checkpoint_minutes,
-        cache=shared_stages(flags),
-    )
+    events = resume(place, store, **proceeding(flags, interrupt))
     return follow_run(events, console, interrupt, flags, place)
 
 

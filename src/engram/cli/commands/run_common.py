@@ -1,21 +1,22 @@
-"""Shared by the commands that train: checks of flags, reading images, following a run, printing how it ended."""
+"""Shared by the commands that train: checks of flags, reading images, where a run goes, following it, how it ended."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shlex
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from engram.cli.display import follow, make_display
-from engram.cli.options.runs import RunningFlags
+from engram.cli.options.runs import RUNS, RunningFlags
 from engram.cli.plugins import VARIABLE
 from engram.cli.signals import Interrupt
-from engram.cli.text import bold, end_line, is_live, print_line, print_table, summary_line, summary_table
+from engram.cli.streams import tell
+from engram.cli.text import bar, end_line, is_live, print_line, print_table, summary_line, summary_table
 from engram.core.errors import EngramError
 from engram.core.events import Event, RunFinished, Stopped
 from engram.core.io import writing
@@ -23,10 +24,13 @@ from engram.data.sources.load import FOLDERS, DataConfig, load_store
 from engram.data.store import ImageStore
 from engram.experiment.base_cache import StageCache, user_cache
 from engram.methods import find_method
-from engram.runs.directory import CHECKPOINT, MANIFEST, is_used
+from engram.runs.directory import CHECKPOINT, ERROR, LOCK, MANIFEST, RESULT, free_directory, is_used
+from engram.runs.reader import read_manifest, read_result
 
 MAX_THREADS = 1024
 DRY_RUN = "this was a dry run: nothing was written"
+REPORT = "report.html"  # the last file that a demo writes
+NO_STAGE = "no stage finished"
 
 
 def check_running(flags: RunningFlags, at_once: int | None = None) -> None:
@@ -79,6 +83,12 @@ def shared_stages(flags: RunningFlags) -> StageCache | None:
     return None if flags.no_cache else user_cache()
 
 
+def proceeding(flags: RunningFlags, interrupt: Interrupt) -> dict[str, Any]:
+    """Return how runs proceed, as arguments of the functions that run them."""
+    kept = {name: getattr(flags, name) for name in ("stop_after_stage", "checkpoint_minutes")}
+    return {**kept, "stop": interrupt, "cache": shared_stages(flags)}
+
+
 def refuse_used(path: Path) -> None:
     """Refuse a file or a directory that is not empty, before the images are read."""
     with writing(path):
@@ -96,15 +106,14 @@ def read_images(data: DataConfig, console: Console, silent: bool) -> ImageStore:
     if data.name not in FOLDERS:
         with console.status(f"reading {data.name}"):
             return load_store(data)
-    columns = (TextColumn("reading images"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    with bar(console, "reading images") as progress:
         task = progress.add_task("", total=None)
         return load_store(data, lambda done, total: progress.update(task, completed=done, total=total))
 
 
 def print_missing(data: DataConfig) -> None:
     """Print on stderr that a plan was made without the images."""
-    print(f"engram: {data.name} is not here yet; 'engram prepare {data.name}' downloads it", file=sys.stderr)
+    tell(f"{data.name} is not here yet; 'engram prepare {data.name}' downloads it")
 
 
 def follow_run(
@@ -126,7 +135,7 @@ def follow_run(
     assert isinstance(last, Stopped), f"a run ends finished or stopped, not with {last.name}"
     if not flags.json:
         print_line(console, f"{end_line(last)}; to continue:")
-        console.print(bold(f"engram resume {shlex.quote(str(last.directory))}"), soft_wrap=True)
+        print_line(console, f"engram resume {shlex.quote(str(last.directory))}", "bold")
     return interrupt.status if interrupt() and last.reason == "interrupted" else 0
 
 
@@ -138,3 +147,52 @@ def print_finished(console: Console, last: RunFinished, quiet: bool) -> None:
     print_table(console, summary_table(last.result))
     print_line(console, f"files in {last.directory}")
     print_line(console, f"next: engram report {shlex.quote(str(last.directory))}")
+
+
+def run_status(path: Path, total: int, done: int) -> str:
+    """Return the state of a run in a few words. total, done: its stages."""
+    if done == total:
+        return "finished"
+    if is_running(path):
+        return "running"
+    has_failed = (path / ERROR).exists()
+    if not done:
+        return "failed in the base" if has_failed else NO_STAGE
+    return f"{'failed' if has_failed else 'stopped'} after {'the base' if done == 1 else f'stage {done - 1}'}"
+
+
+def is_running(path: Path) -> bool:
+    """Whether a process holds the run's lock."""
+    try:
+        with (path / LOCK).open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def new_directory(name: str, silent: bool) -> Path:
+    """Return a free directory of that name under runs/, numbered if needed; print what is in the one before it."""
+    place = free_directory(Path(RUNS), name)
+    if place.name != name and not silent:
+        number = int(place.name.removeprefix(f"{name}-")) - 1
+        before = Path(RUNS) / (name if number == 1 else f"{name}-{number}")
+        tell(f"{_describe(before)}; this one goes to {place}")
+    return place
+
+
+def _describe(place: Path) -> str:
+    """Return what is in a directory, and how to continue a run that is not finished."""
+    if any(place.glob(f"*/{MANIFEST}")):
+        return f"the demo in {place} {'is finished' if (place / REPORT).exists() else 'was stopped'}"
+    try:
+        finished = len(read_result(place).stages) if (place / RESULT).exists() else 0
+        status = run_status(place, len(read_manifest(place).stage_sizes), finished)
+    except EngramError:
+        return f"there is something in {place} already"
+    if status in ("finished", "running"):
+        return f"the run in {place} is {status}"
+    how = "has not finished a stage" if status == NO_STAGE else status
+    return f"the run in {place} {how} ('engram resume {place}' continues it)"

@@ -18,18 +18,19 @@ from engram.cli.commands.run_common import (
     check_last_stage,
     command_line,
     print_missing,
+    proceeding,
     read_images,
     shared_stages,
     use_threads,
 )
-from engram.cli.commands.run_paths import RUNS
+from engram.cli.display import make_display
 from engram.cli.main import INTERRUPTED
-from engram.cli.multi_display import make_multi_display
-from engram.cli.options.runs import Run, RunningFlags
-from engram.cli.recipe_tables import EndedRuns, print_results
+from engram.cli.options.runs import RUNS, Run, RunningFlags
+from engram.cli.result_tables import EndedRuns, print_results
 from engram.cli.run_progress import RunsProgress
 from engram.cli.signals import Interrupt
-from engram.cli.text import bold, make_console, make_table, print_line, print_table
+from engram.cli.streams import printable, tell
+from engram.cli.text import make_console, make_table, print_line, print_table
 from engram.core.errors import details_note
 from engram.core.events import RunFailed, Stopped
 from engram.core.io import typed_path
@@ -47,7 +48,7 @@ STOP = "--stop-after-stage"
 def run_several(options: Run, configs: Sequence[RunConfig], typed: Sequence[str]) -> int:
     """Run `engram run` with several runs."""
     flags, console = options.running, make_console()
-    parent = RUNS if options.out is None else typed_path(options.out)
+    parent = typed_path(options.out or RUNS)
     silent = flags.quiet or flags.json
     use_threads(flags.threads)
     missing: list[DataConfig] = []
@@ -91,19 +92,11 @@ def train_all(
     methods = {member.config.method for member in members}
     command = command_line(typed, methods)
     interrupt, cache = Interrupt(), shared_stages(flags)
-    workers = Workers(
-        members,
-        at_once=at_once,
-        stop=interrupt,
-        stop_after_stage=flags.stop_after_stage,
-        checkpoint_minutes=flags.checkpoint_minutes,
-        cache=cache,
-        command=command,
-    )
+    workers = Workers(members, at_once=at_once, command=command, **proceeding(flags, interrupt))
     if not flags.quiet and not flags.json:
         print_line(console, f"{count_runs(len(members))}, at most {workers.at_once} at a time, in {parent}")
     progress = RunsProgress(members, None if cache is None else {entry.key for entry in cache.entries()})
-    display = make_multi_display(console, interrupt, progress, quiet=flags.quiet, as_json=flags.json)
+    display = make_display(console, interrupt, quiet=flags.quiet, as_json=flags.json, progress=progress)
     last: EndedRuns = {}
     events = workers.events()
     try:
@@ -144,10 +137,9 @@ def _threads_begun_with(members: Sequence[Member]) -> int | None:
     unfinished = [member for member in members if member.progress.state == "incomplete"]
     found = {member.progress.threads for member in unfinished if member.config.device == "cpu"} - {None}
     if len(found) > 1:
-        print(
-            "engram: the runs to continue began with different numbers of CPU threads; "
-            "the last bits of some will differ from a run that was never stopped",
-            file=sys.stderr,
+        tell(
+            "the runs to continue began with different numbers of CPU threads; "
+            "the last bits of some will differ from a run that was never stopped"
         )
     return found.pop() if len(found) == 1 else None
 
@@ -157,10 +149,9 @@ def _warn_of_other_code(members: Sequence[Member]) -> None:
     other = [member.name for member in members if member.has_other_code]
     if other:
         what = "1 run is" if len(other) == 1 else f"{len(other)} runs are"
-        print(
-            f"engram: {what} done already, but not recorded with the present code of the method; the table and reports "
-            f"list different code separately, and another --out runs everything again: {', '.join(other)}",
-            file=sys.stderr,
+        tell(
+            f"{what} done already, but not recorded with the present code of the method; the table and reports "
+            f"list different code separately, and another --out runs everything again: {', '.join(other)}"
         )
 
 
@@ -186,13 +177,13 @@ def print_failures(last: EndedRuns, count: int) -> None:
     """Print on stderr which runs failed and why."""
     failed = {run: event for run, event in last.items() if isinstance(event, RunFailed)}
     if failed:
-        print(f"engram: {len(failed)} of {count} runs failed", file=sys.stderr)
+        tell(f"{len(failed)} of {count} runs failed")
     for run, event in failed.items():
         kept = Path(event.directory or "") / ERROR
         where = f"; {details_note(kept)}" if event.unexpected and kept.exists() else ""
-        print(f"engram: {run}: {event.message}{where}", file=sys.stderr)
+        tell(f"{run}: {event.message}{where}")
         if event.traceback is not None and not where:
-            print(event.traceback.rstrip(), file=sys.stderr)
+            sys.stderr.write(printable(event.traceback, keep="\n").rstrip() + "\n")
 
 
 def _print_unfinished(console: Console, members: Sequence[Member], last: EndedRuns, how: str, command: str) -> None:
@@ -203,7 +194,7 @@ def _print_unfinished(console: Console, members: Sequence[Member], last: EndedRu
         parts = [f"{stopped} stopped and saved"] if stopped else []
         parts += [f"{waiting} not begun"] if waiting else []
         print_line(console, f"{', '.join(parts)}; to continue, {how}")
-        console.print(bold(command), soft_wrap=True)
+        print_line(console, command, "bold")
 
 
 def _print_plan(console: Console, members: Sequence[Member], cache: StageCache | None, as_json: bool) -> None:

@@ -16,11 +16,8 @@ OptionsT = TypeVar("OptionsT")
 class Shown:
     """Marker of a field: how the help shows it.
 
-    Parameters
-    ----------
-    metavar: name of the value, such as PATH.
-    default: what happens without the option, if the field's default does not say it, such as "the recipe's".
-    positional: typed without a flag.
+    metavar: name of the value, such as PATH. default: what happens without the option, if the field's default does not
+    say it, such as "the recipe's". positional: typed without a flag.
     """
 
     metavar: str | None = None
@@ -32,11 +29,8 @@ class Shown:
 class Argument:
     """One thing that can be typed.
 
-    Parameters
-    ----------
-    name: as typed (--image-size), or its metavar if it is positional.
-    kind: bool for a flag without a value; int, float or str; or the allowed words.
-    many: may be repeated.
+    name: as typed (--image-size), or its metavar if it is positional. kind: bool for a flag without a value; int, float
+    or str; or the allowed words. many: may be repeated.
     """
 
     name: str

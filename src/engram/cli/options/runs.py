@@ -6,22 +6,12 @@ from typing import Annotated, Final, Literal
 
 from tyro.conf import UseAppendAction, arg
 
+from engram.cli.options import models
 from engram.cli.options.declare import Shown, options
-from engram.cli.options.models import (
-    Device,
-    Evaluate,
-    Export,
-    Info,
-    Json,
-    Learn,
-    Predict,
-    Remove,
-    Rename,
-    Threads,
-    Undo,
-)
+from engram.cli.options.models import Device, Json, Threads
 
 OF_RECIPE: Final = "the recipe's"
+RUNS: Final = "runs"  # the directory of runs, if none is given
 
 DeviceOfRecipe = Annotated[Device | None, Shown("WHERE", OF_RECIPE), arg(help="auto, cpu or cuda.")]
 Precision = Annotated[Literal["auto", "float32", "tf32", "bf16"] | None, Shown("KIND", OF_RECIPE)]
@@ -130,7 +120,7 @@ class Run:
     training: TrainingFlags
     running: RunningFlags
     recipes: Annotated[tuple[str, ...], Shown("RECIPE [RECIPE ...]", positional=True)]
-    """The recipe or recipes, such as afc-mini-b10-s5; 'engram list' shows all."""
+    """The recipe or recipes, such as afc-mini-b10-s5; 'engram list' shows them."""
     out: Annotated[str | None, Shown("DIR", "a new one under runs/; of several runs, runs")] = None
     """Run directory; refused if it is not empty. Of several runs, the directory that holds theirs."""
     at_once: AtOnce = None
@@ -184,12 +174,14 @@ class List:
     """
 
     what: Annotated[
-        Literal["recipes", "methods", "datasets", "backbones", "runs", "cache"], Shown("[WHAT]", positional=True)
-    ] = "recipes"
-    """recipes, methods, datasets, backbones, runs, or the cache of trained base stages and decoded images."""
+        Literal["overview", "recipes", "methods", "datasets", "backbones", "runs", "cache"],
+        Shown("[WHAT]", positional=True),
+    ] = "overview"
+    """overview (data sets, protocols and methods), recipes (all of them), methods, datasets, backbones, runs, or the
+    cache of trained base stages and decoded images."""
     text: Annotated[str | None, Shown("[TEXT]", "all", positional=True)] = None
     """Only those that contain this text, such as cifar100 or icarl."""
-    root: Annotated[str, Shown("DIR")] = "runs"
+    root: Annotated[str, Shown("DIR")] = RUNS
     """Where to look for runs."""
     json: Json = False
 
@@ -240,7 +232,7 @@ class Reproduce:
     """Seeds: one run for each, with each class order."""
     results: Annotated[str | None, Shown("PATH", "results, if it exists")] = None
     """Earlier results: a file of 'engram results merge', a folder of such files, or none to count only --out."""
-    out: Annotated[str, Shown("DIR")] = "runs"
+    out: Annotated[str, Shown("DIR")] = RUNS
     """The directory that holds the runs."""
     page: Annotated[str | None, Shown("FILE", "reproduction.html in --out")] = None
     """The HTML page to write; tables as Markdown and CSV and plots as SVG go to a folder next to it."""
@@ -308,7 +300,8 @@ class Doctor:
 COMMANDS: Final[dict[str, type]] = {
     kind.__name__.lower(): kind
     for kind in (
-        *(Demo, Learn, Predict, Info, Evaluate, Remove, Rename, Undo, Export),
+        *(Demo, models.Learn, models.Predict, models.Info, models.Evaluate),
+        *(models.Remove, models.Rename, models.Undo, models.Export),
         *(Run, Resume, List, Report, Reproduce, Results, Prepare, Doctor),
     )
 }

@@ -1,4 +1,7 @@
-"""`engram doctor`: check the installation, the hardware and the data."""
+"""`engram prepare` and `engram doctor`: download public data sets; check the installation, hardware and data.
+
+Modules that need other packages are imported in the functions, so that the doctor can report a broken package.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +11,73 @@ import os
 import platform
 import shutil
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
+from rich.progress import DownloadColumn, TransferSpeedColumn
 from rich.table import Table
 
-from engram.cli.commands.run_paths import RUNS
-from engram.cli.options.runs import Doctor
-from engram.cli.text import make_console, print_line
-from engram.core.errors import EngramError
+from engram.cli.options.runs import RUNS, Doctor, Prepare
+from engram.cli.streams import printable
+from engram.cli.text import bar, is_live, make_console, print_line
+from engram.core.errors import EngramError, UnknownNameError
+from engram.core.io import typed_path
 
+PREPARED = ("cifar100",)
+PLAIN_SECONDS = 5.0
 STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 LITTLE_MEMORY, LITTLE_DISK = 4e9, 2e9
 PACKAGES = ("numpy", "safetensors", "pillow", "tyro", "rich", "matplotlib", "jinja2")
+
+
+def prepare_command(options: Prepare, _: Sequence[str]) -> int:
+    """Run `engram prepare`."""
+    from engram.data.sources.cifar import read_cifar100
+    from engram.data.sources.download import data_home, fetch_cifar100
+    from engram.data.sources.imagenet import IMAGENET
+
+    if options.dataset in ("mini", "folder"):
+        raise EngramError(f"{options.dataset} needs no preparation; only 'cifar100' can be downloaded")
+    if options.dataset in IMAGENET:
+        raise EngramError(
+            f"{options.dataset} cannot be downloaded: get ImageNet from https://image-net.org and give 'engram run' "
+            "the folder with its train/ and val/ with --data"
+        )
+    if options.dataset not in PREPARED:
+        raise UnknownNameError("data set", options.dataset, PREPARED)
+    folder = data_home() if options.out is None else typed_path(options.out)
+    console = make_console()
+    printed = time.monotonic()
+    try:
+        with bar(console, "cifar100", DownloadColumn(), TransferSpeedColumn()) as progress:
+            task = progress.add_task("", total=None)
+
+            def report(done: int, total: int | None) -> None:
+                nonlocal printed
+                progress.update(task, completed=done, total=total)
+                if not is_live(console) and time.monotonic() - printed >= PLAIN_SECONDS:
+                    printed = time.monotonic()
+                    share = f" ({done / total:.0%})" if total else ""
+                    print_line(console, f"cifar100: {done / 1e6:.0f} MB{share}")
+
+            path = fetch_cifar100(folder, report=report)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("interrupted; what was downloaded is kept, and the same command continues") from None
+    store = read_cifar100(path)
+    print_line(
+        console,
+        f"{path}: {store.num_classes} classes, {len(store.train):,} training and {len(store.test):,} test images; "
+        "it is complete and readable",
+    )
+    if options.out is not None and folder.resolve() != data_home().resolve():
+        print_line(
+            console, f"engram does not look there by default: give --data {path}, or set ENGRAM_DATA to {folder}"
+        )
+    return 0
 
 
 @dataclass(frozen=True)
@@ -35,9 +89,8 @@ class Finding:
     advice: str = ""
 
 
-def doctor_command(options: Doctor, typed: Sequence[str]) -> int:
+def doctor_command(options: Doctor, _: Sequence[str]) -> int:
     """Run `engram doctor`."""
-    del typed
     console = make_console()
     findings: dict[str, Finding] = {}
     for what, check in CHECKS.items():
@@ -53,7 +106,7 @@ def doctor_command(options: Doctor, typed: Sequence[str]) -> int:
             row.add_column(width=7, style=STYLES[finding.status])
             row.add_column(width=15)
             row.add_column(overflow="fold")
-            row.add_row(finding.status, what, "; ".join(filter(None, (finding.found, finding.advice))))
+            row.add_row(finding.status, what, printable("; ".join(filter(None, (finding.found, finding.advice)))))
             console.print(row)
     if options.json:
         print_line(console, json.dumps([{"what": what, **asdict(finding)} for what, finding in findings.items()]))
@@ -116,7 +169,7 @@ def check_memory() -> Finding:
 
 def check_disk() -> Finding:
     """Disk space for runs, and permission to write there."""
-    place = RUNS if RUNS.is_dir() else Path.cwd()
+    place = Path(RUNS) if Path(RUNS).is_dir() else Path.cwd()
     free = shutil.disk_usage(place).free
     found = f"{free / 1e9:.1f} GB free in {place}"
     if not os.access(place, os.W_OK | os.X_OK):

@@ -1,0 +1,212 @@
+"""The commands that change a model or write it elsewhere: `engram remove`, `rename`, `undo` and `export`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from engram.cli.commands.model_common import exclude, find_label
+from engram.cli.commands.predict import check_paths, expand
+from engram.cli.options.models import Export, Remove, Rename, Undo
+from engram.cli.streams import confirmed, tell
+from engram.cli.text import count_classes, make_console, print_line, shorten
+from engram.core.errors import EngramError
+from engram.core.io import typed_path
+from engram.models.edit import RemovedImages, Undone, remove_class, remove_images, rename_class, undo
+from engram.models.labels import encode_label
+from engram.models.model import Model
+from engram.models.onnx_export import export_onnx, require_onnx
+from engram.models.store.codec import open_model, read_manifest
+from engram.models.store.writer import clean_up_model
+
+
+def rename_command(options: Rename, _: Sequence[str]) -> int:
+    """Carry out `engram rename`; return the exit status."""
+    exclude(options.quiet, options.json)
+    place = typed_path(options.model)
+    labels = [known["label"] for known in read_manifest(place)["classes"]]
+    old = find_label(labels, options.old, lambda label: f"rename_class({str(place)!r}, {label}, {options.new!r})")
+    rename_class(place, old, options.new, drop_learning=options.drop_learning)
+    if options.json:
+        print_line(make_console(), json.dumps({"renamed": encode_label(old), "to": options.new}))
+    elif not options.quiet:
+        print_line(make_console(), f"{old} is now called {options.new}")
+    return 0
+
+
+def remove_command(options: Remove, _: Sequence[str]) -> int:
+    """Carry out `engram remove`; return the exit status."""
+    exclude(options.quiet, options.json)
+    console = make_console()
+    place = typed_path(options.model)
+    if options.images:
+        return _remove_images(options, place, console)
+    classes = read_manifest(place)["classes"]
+    clean_up_model(place)  # even if the class is gone already: a killed removal may have left files
+    labels = [known["label"] for known in classes]
+
+    def call(label: str) -> str:
+        return f"remove_class({str(place)!r}, {label})"
+
+    asked = [find_label(labels, name, call) for name in dict.fromkeys(options.classes)]  # removes all of them or none
+    names = shorten([str(label) for label in asked], 60)
+    if _is_declined(options, f"remove {names} from {place} for good?", "nothing was removed"):
+        return 1
+    left = len(remove_class(place, *asked, drop_learning=options.drop_learning).classes)
+    for label in asked:
+        known = classes[labels.index(label)]
+        if options.json:
+            print_line(console, json.dumps({"removed": encode_label(label), "classes": left}))
+        elif not options.quiet:
+            images = f"{known['exemplars']} exemplars and {known['heldout']} held-out images"
+            print_line(console, f"removed {label} with {images}")
+    if not options.quiet and not options.json:
+        kept = "the backbone keeps in its weights what it learned from such images"
+        print_line(console, f"{count_classes(left)} left; {kept}")
+    return 0
+
+
+def _is_declined(options: Remove | Undo, question: str, outcome: str) -> bool:
+    """Ask, unless --yes or --json is given; if the answer is no, print the outcome on stderr and return True."""
+    if options.yes or options.json or confirmed(question):
+        return False
+    tell(outcome)
+    return True
+
+
+def _remove_images(options: Remove, place: Path, console: Console) -> int:
+    """Carry out `engram remove --images`; return the exit status."""
+    typed = [str(typed_path(text)) for text in options.classes]
+    check_paths(typed)
+    paths = [path for path in expand(typed) if path is not None]
+    if not paths:
+        raise EngramError(f"there is no image in {', '.join(typed)}")
+    question = f"remove what {place} kept of {len(paths)} image{'' if len(paths) == 1 else 's'} for good?"
+    if _is_declined(options, question, "nothing was removed"):
+        return 1
+    removed = remove_images(place, paths, drop_learning=options.drop_learning)
+    if options.json:
+        kinds = {"exemplars": removed.exemplars, "heldout": removed.heldout, "learned": removed.learned}
+        counts = {
+            kind: [{"class": encode_label(label), "images": number} for label, number in found.items()]
+            for kind, found in kinds.items()
+        }
+        found = {"given": removed.given, "found": removed.found, **counts, "before": removed.before}
+        print_line(console, json.dumps(found))
+    elif not removed.found:
+        tell(f"the model has nothing of the {removed.given} images; nothing was removed")
+    elif not options.quiet:
+        for line in _removed_lines(removed):
+            print_line(console, line)
+    return 0 if removed.found else 1
+
+
+def _removed_lines(removed: RemovedImages) -> list[str]:
+    """Describe what was removed, and what remains."""
+    lines = [f"{removed.found} of {removed.given} images were found"]
+    for label in dict.fromkeys([*removed.exemplars, *removed.heldout]):
+        counts = [
+            f"{found[label]} {name}{'' if found[label] == 1 else 's'}"
+            for name, found in (("exemplar", removed.exemplars), ("held-out image", removed.heldout))
+            if label in found
+        ]
+        lines.append(f"removed {' and '.join(counts)} of {label}")
+    for label, number in removed.learned.items():
+        lines.append(f"removed the digests of {number} image{'' if number == 1 else 's'} of {label}")
+    if removed.before:
+        lines.append("removed the state before the last lesson, which contained some of them")
+    if removed.exemplars or removed.learned:  # nothing was learned from held-out images
+        lines.append(
+            "the network keeps in its weights what it learned from them; only a new model without them would not"
+        )
+    return lines
+
+
+def undo_command(options: Undo, _: Sequence[str]) -> int:
+    """Carry out `engram undo`; return the exit status."""
+    exclude(options.quiet, options.json)
+    place = typed_path(options.model)
+    manifest = _readable_manifest(place)
+    if manifest is not None and manifest["undo"] is None:
+        clean_up_model(place)
+        raise EngramError(manifest["why_no_undo"])
+    back = "" if manifest is None else f" ({back_to(manifest['undo'])})"
+    if _is_declined(options, f"undo the last lesson of {place} for good{back}?", "nothing was undone"):
+        return 1
+    undone = undo(place, drop_learning=options.drop_learning)
+    if options.json:
+        named = {key: [encode_label(label) for label in getattr(undone, key)] for key in ("gone", "again")}
+        print_line(make_console(), json.dumps(asdict(undone) | named))
+    elif not options.quiet:
+        print_line(make_console(), _undone_line(undone))
+    return 0
+
+
+def back_to(undo: dict[str, Any]) -> str:
+    """Describe the state that undo restores. undo: entry of `read_manifest`."""
+    return f"back to lesson {undo['lesson']}, {count_classes(undo['classes'])}, of {undo['date'][:10]}"
+
+
+def _undone_line(undone: Undone) -> str:
+    """Describe what was undone, and the model now."""
+    parts = [
+        f"{what} {shorten([str(label) for label in labels], 60)}"
+        for what, labels in (("gone:", undone.gone), ("as before:", undone.again))
+        if labels
+    ]
+    return f"the last lesson was undone; {'; '.join([*parts, back_to(asdict(undone))])}"
+
+
+def _readable_manifest(place: Path) -> dict[str, Any] | None:
+    """Return the manifest, or None if the model is damaged; the state before may still be readable."""
+    try:
+        return read_manifest(place)
+    except EngramError:
+        if not place.is_dir():
+            raise
+        return None
+
+
+def export_command(options: Export, _: Sequence[str]) -> int:
+    """Carry out `engram export`; return the exit status."""
+    out = typed_path(options.out)
+    if out.suffix.lower() != ".onnx":
+        raise EngramError(f"the file must end in .onnx, got {out}")
+    if out.is_dir():
+        raise EngramError(f"{out} is a folder; choose another name")
+    if out.exists() and not options.overwrite:
+        raise EngramError(f"{out} exists; choose another name, or replace it with --overwrite")
+    require_onnx()
+    model = _open_for_export(typed_path(options.model))
+    exported = export_onnx(model, out, options.by)
+    console = make_console()
+    if options.json:
+        print_line(console, json.dumps(asdict(exported)))
+        return 0
+    height, width = model.config.image_size
+    print_line(
+        console,
+        f"{out}: images uint8 (N, {height}, {width}, 3) to probabilities (N, {len(model.classes)}) by {exported.by}, "
+        f"{exported.bytes / 1e6:.1f} MB",
+    )
+    print_line(
+        console,
+        f"checked in onnxruntime {exported.onnxruntime} on {exported.images} images: "
+        f"probabilities differ by {exported.difference:.1e} at most",
+    )
+    return 0
+
+
+def _open_for_export(place: Path) -> Model:
+    """Open the model with its pictures, to compare the export on them; without them if they cannot be read."""
+    try:
+        return open_model(place, "cpu", "float32")[0]
+    except EngramError as error:
+        model, _ = open_model(place, "cpu", "float32", images=False)
+        tell(f"compared on noise only: {error}")
+        return model
