@@ -21,6 +21,7 @@ import engram.models.store.writer as writer
 from engram import EngramError
 from engram.core.checkpoint import Checkpoint
 from engram.core.events import Checkpointed, EpochFinished, Learned, Stopped, Warned
+from engram.core.safe_folder import digest
 from engram.core.serialize import replace_at
 from engram.data.stage import Samples
 from engram.methods import METHODS
@@ -32,7 +33,6 @@ from engram.models.model import Model
 from engram.models.model_config import LATER_LEAST, ModelConfig
 from engram.models.store.codec import read_manifest
 from engram.models.store.generations import NoModelYet
-from engram.models.store.safe_folder import digest
 from model_helpers import NAMES, everything, learn, make, memory_of, opened, pictures, png, same, scores, tiny
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import sys
 from pathlib import Path
 
 from engram.core.errors import EngramError
-from engram.runs.directory import ERROR, LOCK, MANIFEST, RESULT, free_directory
+from engram.runs.directory import ERROR, MANIFEST, RESULT, free_directory, is_running
 from engram.runs.reader import read_manifest, read_result
 
 RUNS = Path("runs")
@@ -27,18 +26,6 @@ def run_status(path: Path, total: int, done: int) -> str:
     return f"{'failed' if has_failed else 'stopped'} after {'the base' if done == 1 else f'stage {done - 1}'}"
 
 
-def is_running(path: Path) -> bool:
-    """Whether a process holds the run's lock."""
-    try:
-        with (path / LOCK).open("rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
-
-
 def new_directory(name: str, silent: bool) -> Path:
     """Return a free directory of that name under runs/, numbered if needed; print what is in the one before it."""
     place = free_directory(RUNS, name)
@@ -54,8 +41,9 @@ def _describe(place: Path) -> str:
     if any(place.glob(f"*/{MANIFEST}")):
         return f"the demo in {place} {'is finished' if (place / REPORT).exists() else 'was stopped'}"
     try:
-        finished = len(read_result(place).stages) if (place / RESULT).exists() else 0
-        status = run_status(place, len(read_manifest(place).stage_sizes), finished)
+        manifest = read_manifest(place)
+        finished = len(read_result(place, manifest).stages) if (place / RESULT).exists() else 0
+        status = run_status(place, len(manifest.stage_sizes), finished)
     except EngramError:
         return f"there is something in {place} already"
     if status in ("finished", "running"):
