@@ -45,6 +45,8 @@ def write_page_and_files(
     folder = page.with_name(f"{page.stem}_files")
     names = {"folder": quote(os.fsencode(folder.name)), "folder_name": folder.name, "version": version()}
     text = source.render(**context, **names)
+    if folder.is_symlink():
+        raise EngramError(f"{folder} is a link, and the report writes only next to its page; remove it")
     index = folder / FILES
     earlier = index.read_text(encoding="utf-8").splitlines() if index.is_file() else []
     for name, content in files.items():
