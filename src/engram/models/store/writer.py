@@ -232,9 +232,8 @@ class Writer:
         self._refuse_links()
         place, pointer = self.path / GENERATIONS, self.current()
         named = {each.generation for each in _named_by(pointer)}
-        is_certain = False
-        if pointer is not None:
-            is_certain = all(map(self._is_intact, _named_by(pointer)[: 1 if pointer.is_verified else 2]))
+        doubtful = _named_by(pointer)[:1] if pointer is None or pointer.is_verified else _named_by(pointer)
+        is_certain = all(map(self._is_intact, doubtful))
         for entry in list(place.iterdir()) if place.exists() else []:
             is_replaced = is_certain and GENERATION.fullmatch(entry.name) and entry.name not in named
             if (is_replaced or _PARTIAL.fullmatch(entry.name)) and is_real_folder(entry):
