@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
 
 from engram.core.errors import EngramError
-from engram.core.io import parse_json
+from engram.core.io import MAX_DEPTH, parse_json
 from engram.core.safe_folder import MissingFile, read_inside
 
 T = TypeVar("T")
@@ -186,10 +186,12 @@ def _exactly(kind: type, value: Any) -> Any:
     return value
 
 
-def _plain(value: Any) -> Any:
-    """Return any JSON value; refuse numbers that are not finite."""
+def _plain(value: Any, depth: int = 0) -> Any:
+    """Return any JSON value; refuse numbers that are not finite, and nesting that would exhaust the stack."""
+    if depth > MAX_DEPTH:
+        raise _WrongValueError("is nested too deeply")
     if isinstance(value, float):
         return _number(value)
     for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        _plain(item)
+        _plain(item, depth + 1)
     return value
