@@ -931,6 +931,8 @@ def test_list_runs_shows_damaged_ones_too(engram: Engram, stopped: Path, finishe
     shutil.rmtree(tmp_path / "runs" / "c")
     for run in ("a", "b", "demo/afc"):
         edit_manifest(tmp_path / "runs" / run, recipe="afc-folder")
+        told = tmp_path / "runs" / run / "result.json"
+        told.write_text(json.dumps(json.loads(told.read_text()) | {"recipe": "afc-folder"}))
     assert any(
         line.split()[:5] == ["runs/b", "afc-folder", "1", "1", "2/3"]
         for line in engram("list", "runs").out.splitlines()

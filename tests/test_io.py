@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from engram.core.io import write_bytes
+from engram.core.errors import EngramError
+from engram.core.io import lock, parse_json, write_bytes
+from engram.core.safe_folder import Folder, MissingFile
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
@@ -30,3 +32,45 @@ def test_a_new_file_has_the_mode_of_the_current_umask(tmp_path: Path, umask: int
 def test_importing_never_sets_the_umask() -> None:
     code = "import os\ndef refuse(mode): raise AssertionError\nos.umask = refuse\nimport engram.core.io"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("content", [b"[" * 10**5, b"[" * 60 + b"]" * 60, b"1" * 1001, b"\xff", b"", b'{"a": 1'])
+def test_damaged_json_is_an_error_of_one_line(content: bytes) -> None:
+    with pytest.raises(ValueError, match=r"^[^\n]+$"):
+        parse_json(content)
+
+
+def test_a_folder_reads_and_writes_only_inside_itself(tmp_path: Path) -> None:
+    outside, inside = tmp_path / "outside", tmp_path / "inside"
+    (outside / "deep").mkdir(parents=True)
+    (outside / "file").write_text("theirs")
+    inside.mkdir()
+    (inside / "link").symlink_to(outside)
+    (inside / "file").symlink_to(outside / "file")
+    os.mkfifo(inside / "pipe")
+    with Folder.open(inside) as folder:
+        for name in ("file", "link/file", "pipe", "link"):
+            with pytest.raises(EngramError):
+                folder.read(name, 100)
+            with pytest.raises(EngramError):
+                folder.append(name, b"ours")
+        with pytest.raises(EngramError, match="is a link"):
+            folder.write("link/new", b"ours")
+        with pytest.raises(MissingFile):
+            folder.read("nothing", 100)
+        folder.write("file", b"ours")  # replaces the link
+        folder.write("new/file", b"ours")
+        folder.append("new/file", b" too")
+        assert folder.read("new/file", 100) == b"ours too"
+        assert (folder.has("link"), folder.has("new/nothing")) == (True, False)
+        with pytest.raises(EngramError, match="has 8 bytes and may have 7"):
+            folder.read("new/file", 7)
+    assert sorted(path.name for path in outside.iterdir()) == ["deep", "file"]
+    assert (outside / "file").read_text() == "theirs"
+    assert (inside / "file").read_text() == "ours"
+
+
+def test_only_a_regular_file_is_locked(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(EngramError, match="not a regular file"):
+        lock(tmp_path / "pipe")

@@ -21,6 +21,7 @@ import engram.models.store.writer as writer
 from engram import EngramError
 from engram.core.checkpoint import Checkpoint
 from engram.core.events import Checkpointed, EpochFinished, Learned, Stopped, Warned
+from engram.core.safe_folder import digest
 from engram.core.serialize import replace_at
 from engram.data.stage import Samples
 from engram.methods import METHODS
@@ -32,7 +33,6 @@ from engram.models.model import Model
 from engram.models.model_config import LATER_LEAST, ModelConfig
 from engram.models.store.codec import read_manifest
 from engram.models.store.generations import NoModelYet
-from engram.models.store.safe_folder import digest
 from model_helpers import NAMES, everything, learn, make, memory_of, opened, pictures, png, same, scores, tiny
 
 
@@ -651,7 +651,7 @@ def test_a_first_lesson_can_be_stopped_and_goes_on(tmp_path: Path) -> None:
     assert same(opened(path), in_memory(tiny(), NAMES[:3]))
 
 
-@pytest.mark.parametrize("damage", ["truncated", "link", "folder"])
+@pytest.mark.parametrize("damage", ["truncated", "link", "folder", "number", "epoch", "step"])
 def test_a_damaged_checkpoint_is_said_and_can_be_dropped(damage: str, tmp_path: Path) -> None:
     path = make(tmp_path / "m", NAMES[:3])
     learn(path, NAMES[3:5], stop=stop_after(2))
@@ -663,8 +663,11 @@ def test_a_damaged_checkpoint_is_said_and_can_be_dropped(damage: str, tmp_path: 
     elif damage == "link":
         (tmp_path / "elsewhere").write_bytes(content)
         state.symlink_to(tmp_path / "elsewhere")
-    else:
+    elif damage == "folder":
         state.mkdir()
+    else:
+        place = content.index(f'\\"{damage}\\": '.encode()) + len(damage) + 6
+        state.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
     with pytest.raises(EngramError, match="cannot be resumed"):
         learn(path, NAMES[3:5])
     assert isinstance(learn(path, NAMES[3:5], restart=True)[-1], Learned)

@@ -20,10 +20,10 @@ from typing import Any
 import pytest
 
 from engram import EngramError
+from engram.core.safe_folder import digest
 from engram.models.model import Model
 from engram.models.store.codec import read_manifest
 from engram.models.store.generations import NoModelYet
-from engram.models.store.safe_folder import digest
 from model_helpers import NAMES, learn_in_child, make, opened, pictures, same, tiny
 
 KILLS = int(os.environ.get("ENGRAM_KILLS", "15"))

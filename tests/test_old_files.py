@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from engram import learn_into, open_model, open_run, read_mini
+from engram import EngramError, learn_into, open_model, open_run, read_mini
 from engram.core.events import Learned, RunFinished
 from engram.experiment.runner import resume
 from helpers import last_state, timeless, toy_store
@@ -62,3 +62,32 @@ def test_an_old_interrupted_lesson_is_finished(tmp_path: Path) -> None:
     found = model.probabilities(torch.from_numpy(store.test.images[::40]), "cnn")
     expected = json.loads((FIXTURES / "lesson-format1.json").read_text())
     np.testing.assert_allclose(np.asarray(found), expected, atol=0.02)
+
+
+def swap(file: Path, before: bytes, after: bytes) -> None:
+    """Replaces some bytes of a file, once."""
+    content = file.read_bytes()
+    assert content.count(before) == 1, before
+    file.write_bytes(content.replace(before, after))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        (b'\\"accuracy\\": {\\"cnn\\": 100.0', b'\\"accuracy\\": {\\"cnn\\": 000.0', "is damaged"),
+        (b'\\"accuracy\\": {\\"cnn\\": 100.0', b'\\"accuracy\\": {\\"cnn\\": 90.00', "predictions are 100.00 % right"),
+        (b'\\"classes\\": 2', b'\\"classes\\": 3', "should be stage 0 with 2 classes"),
+        (b'\\"number\\": 0', b'\\"number\\": 7', "has no phase 7, epoch 0, step 3"),
+        (b'\\"epoch\\": 0', b'\\"epoch\\": 9', "has no phase 0, epoch 9, step 3"),
+        (b'\\"step\\": 3', b'\\"step\\": 2', "has no phase 0, epoch 0, step 2"),
+        (b'\\"format\\": 1', b'\\"format\\": 2', "its checksum does not match"),
+    ],
+)
+def test_damage_in_an_old_checkpoint_without_a_checksum_of_its_numbers_is_found(
+    before: bytes, after: bytes, words: str, tmp_path: Path
+) -> None:
+    with tarfile.open(FIXTURES / "runs-format1.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    swap(tmp_path / "afc" / "checkpoint" / "state.safetensors", before, after)
+    with pytest.raises(EngramError, match=words):
+        list(resume(tmp_path / "afc", toy_store(num_classes=4, per_class=6, test_per_class=2)))

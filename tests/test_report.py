@@ -689,7 +689,7 @@ BROKEN = {
     ),
     "empty tensors": (lambda run: (run / "stages/002.safetensors").write_bytes(b""), "cannot be read"),
     "foreign tensors": (_swap_predictions, "right, result.json has"),
-    "too many stages": (lambda run: edit_json(run / "run.json", stage_sizes=[4, 2]), "has 3 stages"),
+    "too many stages": (lambda run: edit_json(run / "run.json", stage_sizes=[4, 4]), "has 3 stages"),
     "not a percentage": (
         lambda run: _edit_stage(run, accuracy={"cnn": 140.0, "nme": 1.0}),
         "stages[1].accuracy.cnn is 140.0, not in the range 0 to 100",

@@ -348,8 +348,8 @@ def test_a_checkpoint_whose_tensors_are_read_otherwise_is_damaged(tmp_path: Path
 
 
 def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path / "state", Checkpoint({"value": torch.ones(2)}, {"format": 2}))
-    with pytest.raises(EngramError, match="has format 2, and this version reads format 1; use the version"):
+    save_checkpoint(tmp_path / "state", Checkpoint({"value": torch.ones(2)}, {"format": 3}))
+    with pytest.raises(EngramError, match="has format 3, and this version reads format 2; use the version"):
         load_checkpoint(tmp_path / "state")
 
 

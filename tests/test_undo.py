@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -238,10 +239,61 @@ def test_a_damaged_model_can_go_back(before: Path, model: Path) -> None:
 @pytest.mark.parametrize("previous", [3, [], {}, {"generation": "../x", "digest": "0" * 32}, {"generation": "000001"}])
 def test_a_pointer_that_lies_about_the_state_before_is_refused(previous: Any, model: Path) -> None:
     pointer = json.loads((model / "current").read_text())
+    del pointer["checksum"]  # as early versions wrote it
     (model / "current").write_text(json.dumps({**pointer, "previous": previous}))
     for call in (opened, undo, read_manifest):
         with pytest.raises(EngramError, match="is damaged"):
             call(model)
+
+
+@pytest.mark.parametrize("is_old", [False, True], ids=["with a checksum", "as early versions wrote it"])
+def test_one_flipped_bit_of_the_pointer_deletes_nothing(is_old: bool, model: Path) -> None:
+    pointer = json.loads((model / "current").read_text())
+    if is_old:
+        del pointer["checksum"]
+    content, kept, read = json.dumps(pointer).encode(), generations(model), read_manifest(model)
+    read_as_whole = 0
+    for place in range(len(content)):
+        flipped = bytearray(content)
+        flipped[place] ^= 1 << place % 7
+        (model / "current").write_bytes(flipped)
+        with suppress(EngramError):
+            writer.Writer(model, create=True).close()
+        assert generations(model) == kept, bytes(flipped)
+        with suppress(EngramError):
+            found = read_manifest(model)
+            assert {**found, "undo": None, "why_no_undo": None} == {**read, "undo": None, "why_no_undo": None}
+            read_as_whole += 1
+    # In an early pointer, damage in the name or checksum of the previous generation is found by undo only.
+    assert read_as_whole <= (len(pointer["previous"]["generation"] + pointer["previous"]["digest"]) if is_old else 0)
+
+
+@pytest.mark.parametrize("change", [{"generation": None}, {"generation": None, "digest": None}])
+@pytest.mark.parametrize("is_old", [False, True])
+def test_a_pointer_that_names_no_generation_is_damaged_if_there_is_one(
+    change: dict[str, Any], is_old: bool, model: Path
+) -> None:
+    pointer = json.loads((model / "current").read_text()) | change
+    if is_old:
+        pointer = {key: value for key, value in pointer.items() if key not in ("checksum", "previous")}
+    (model / "current").write_text(json.dumps(pointer))
+    for call in (opened, undo, lambda path: learn(path, NAMES[5:6])):
+        with pytest.raises(EngramError, match="current is damaged"):
+            call(model)
+    assert generations(model) == ["000001", "000002"]
+
+
+@pytest.mark.parametrize("make_stray", [Path.touch, Path.mkdir], ids=["file", "folder"])
+@pytest.mark.parametrize("name", ["000003.part", "000003", "notes", "000003.0a1b2c3d.part"])
+def test_something_stray_beside_the_generations_stops_no_lesson(
+    make_stray: Callable[[Path], None], name: str, model: Path
+) -> None:
+    stray = model / "generations" / name
+    make_stray(stray)
+    learn(model, NAMES[5:6])
+    assert len(opened(model).labels) == 6
+    is_ours = make_stray is Path.mkdir and name != "notes"
+    assert stray.exists() != is_ours or name == "000003"
 
 
 def test_a_reader_whose_generation_was_made_anew_begins_again(

@@ -117,7 +117,7 @@ def _code(event: RunFinished | RunSkipped) -> str:
 
 def _reused_base(event: RunFinished | RunSkipped) -> bool:
     """Whether another run trained the run's base stage, so that its time is not counted here."""
-    with suppress(OSError):
+    with suppress(EngramError):
         kinds = (found.get("event") for found in read_events(Path(event.directory or "") / EVENTS))
         return next((kind for kind in kinds if kind in ("base_reused", "stage_finished")), None) == "base_reused"
     return False

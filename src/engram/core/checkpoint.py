@@ -4,70 +4,135 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 from torch import Tensor
 
 from engram.core.errors import EngramError
-from engram.core.io import write_bytes
+from engram.core.io import parse_json, writing
+from engram.core.memory_limits import check_memory
+from engram.core.safe_folder import Folder, MissingFile
 
-FORMAT = 1
+FORMAT = 2
+TENSORS_ONLY = 1  # the format whose checksum, an entry of the data, is of the tensors only
+HEADER_BYTES = 100_000_000  # the limit of safetensors
+_DATA, _DIGEST = "engram", "digest"  # keys in the metadata of the file
 
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """Named tensors, and data that JSON can hold."""
+    """Named tensors, and data that JSON can hold. is_verified: a checksum covers the data as well as the tensors."""
 
     tensors: dict[str, Tensor]
     data: dict[str, Any]
+    is_verified: bool = True
 
 
-def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
-    """Write a checkpoint; an older one at the path stays intact until the new one is complete."""
+def save_checkpoint(path: Path, checkpoint: Checkpoint, within: Path | None = None) -> None:
+    """Write a checkpoint; an older one at the path stays intact until the new one is complete.
+
+    within: a folder above; links between it and the file are refused.
+    """
     tensors = {name: value.detach().cpu().contiguous().clone() for name, value in checkpoint.tensors.items()}
-    data = {"format": FORMAT, "digest": _digest(tensors), **checkpoint.data}
-    write_bytes(path, save(tensors, metadata={"engram": json.dumps(data)}))
+    text = json.dumps({"format": FORMAT, **checkpoint.data})
+    content = save(tensors, metadata={_DATA: text, _DIGEST: _digest(tensors, text)})
+    root = within or path.parent
+    with writing(root):
+        root.mkdir(parents=True, exist_ok=True)
+    with Folder.open(root) as folder:
+        folder.write(path.relative_to(root).as_posix(), content)
 
 
-def load_checkpoint(path: Path) -> Checkpoint:
-    """Read a checkpoint and verify its checksum."""
-    if not path.is_file():
-        raise EngramError(f"there is no checkpoint at {path}, so there is nothing to resume; start the run again")
+def load_checkpoint(path: Path, within: Path | None = None) -> Checkpoint:
+    """Read a checkpoint and verify its checksum. within: as for `save_checkpoint`."""
+    with _damage(path), _open_file(path, within) as (file, size):
+        check_memory(2 * size, f"the tensors of {path}", "free some memory")
+        metadata = _metadata(file, size)
+        file.seek(0)
+        data, tensors = _data(metadata), load(file.read(size))
+        found, text = data.get("format"), metadata[_DATA]
+        if found not in (FORMAT, TENSORS_ONLY) or type(found) is not int:
+            raise EngramError(
+                f"the checkpoint {path} has format {found!r:.40}, and this version reads format {FORMAT}; "
+                "use the version of engram that wrote it"
+            )
+        old = found == TENSORS_ONLY
+        checksum = data.get(_DIGEST) if old else metadata.get(_DIGEST)
+        if checksum != _digest(tensors, "" if old else text):
+            raise EngramError(f"the checkpoint {path} is damaged (its checksum does not match); start the run again")
+    return Checkpoint(tensors, {key: data[key] for key in data if key not in ("format", _DIGEST)}, not old)
+
+
+def read_data(path: Path, within: Path | None = None) -> dict[str, Any]:
+    """Read only the data of a checkpoint, without its tensors and unverified; empty if that fails."""
     try:
-        with safe_open(str(path), framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        data = json.loads(metadata["engram"])
-        intact = data["digest"] == _digest(tensors)
-    except (SafetensorError, OSError, KeyError, TypeError, json.JSONDecodeError, ValueError) as error:
-        raise EngramError(f"the checkpoint {path} is damaged ({type(error).__name__}); start the run again") from error
-    if data.get("format") != FORMAT:
-        raise EngramError(
-            f"the checkpoint {path} has format {data.get('format')}, and this version reads format {FORMAT}; "
-            "use the version of engram that wrote it"
-        )
-    if not intact:
-        raise EngramError(f"the checkpoint {path} is damaged (its checksum does not match); start the run again")
-    return Checkpoint(tensors, data)
-
-
-def read_data(path: Path) -> dict[str, Any]:
-    """Read only the data of a checkpoint, without its tensors; empty if that fails."""
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            data = json.loads((file.metadata() or {})["engram"])
-    except (SafetensorError, OSError, KeyError, TypeError, ValueError):
+        with _damage(path), _open_file(path, within) as (file, size):
+            return _data(_metadata(file, size))
+    except EngramError:
         return {}
-    return data if isinstance(data, dict) else {}
 
 
-def _digest(tensors: dict[str, Tensor]) -> str:
-    digest = hashlib.blake2b(digest_size=16)
+@contextmanager
+def _open_file(path: Path, within: Path | None) -> Iterator[tuple[BinaryIO, int]]:
+    root = within or path.parent
+    try:
+        with Folder.open(root) as folder, folder.open_file(path.relative_to(root).as_posix()) as found:
+            yield found
+    except MissingFile:
+        raise EngramError(
+            f"there is no checkpoint at {path}, so there is nothing to resume; start the run again"
+        ) from None
+
+
+@contextmanager
+def _damage(path: Path) -> Iterator[None]:
+    """Turn the errors of a damaged file into one sentence."""
+    try:
+        yield
+    except EngramError:
+        raise
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise EngramError(f"the checkpoint {path} is damaged ({type(error).__name__}); start the run again") from error
+
+
+@contextmanager
+def fitting(path: Path) -> Iterator[None]:
+    """Turn an error inside this context, in which a checkpoint is put to use, into an EngramError."""
+    try:
+        yield
+    except EngramError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:120]
+        raise EngramError(
+            f"the checkpoint {path} does not fit its run ({type(error).__name__}: {reason}); start the run again"
+        ) from error
+
+
+def _metadata(file: BinaryIO, size: int) -> dict[str, Any]:
+    """Read the metadata of a safetensors file: eight bytes with the length of its header, then the header as JSON."""
+    length = int.from_bytes(file.read(8), "little")
+    if length > min(size, HEADER_BYTES):
+        raise ValueError("header")
+    return parse_json(file.read(length))["__metadata__"]
+
+
+def _data(metadata: dict[str, Any]) -> dict[str, Any]:
+    data = parse_json(metadata[_DATA])
+    if not isinstance(data, dict):
+        raise TypeError("data")
+    return data
+
+
+def _digest(tensors: dict[str, Tensor], text: str) -> str:
+    digest = hashlib.blake2b(text.encode(), digest_size=16)
     for name in sorted(tensors):
         value = tensors[name]
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from engram.core.io import parse_json
+from engram.core.safe_folder import MissingFile, read_inside
+
+MAX_BYTES = 2**28  # of an events file; a long run has a few megabytes
+
 
 def read_events(file: Path) -> Iterator[dict[str, Any]]:
     """Yield the events of a run's events file as dictionaries, in order; none if the file does not exist."""
-    if not file.exists():
+    try:
+        content = read_inside(file.parent, file.name, MAX_BYTES)
+    except MissingFile:
         return
-    with file.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            try:
-                event = json.loads(line)
-            except (ValueError, RecursionError):
-                continue  # a killed run may leave an incomplete last line
-            if isinstance(event, dict):
-                yield event
+    for line in content.splitlines():
+        try:
+            event = parse_json(line)
+        except ValueError:
+            continue  # a killed run may leave an incomplete last line
+        if isinstance(event, dict):
+            yield event
 
 
 @dataclass(frozen=True)

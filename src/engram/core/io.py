@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import secrets
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,6 +17,7 @@ from typing import Any, BinaryIO
 from engram.core.errors import EngramError
 
 TEMPORARY = ".part"  # suffix of a file that is being written
+MAX_DEPTH, MAX_DIGITS = 50, 1000  # of JSON; configurations have about four levels
 
 
 def typed_path(text: str | Path) -> Path:
@@ -43,6 +45,8 @@ def writing(path: Path) -> Iterator[None]:
             reason = "the disk is full"
         elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             reason = "there is no permission to write there"
+        elif error.errno in (errno.ELOOP, errno.ENXIO, errno.ENOTDIR):
+            reason = "it is a link or has the wrong type"
         else:
             reason = error.strerror or str(error)
         raise EngramError(f"cannot write {path}: {reason}; files written before are intact") from error
@@ -51,12 +55,14 @@ def writing(path: Path) -> Iterator[None]:
 def lock(path: Path) -> int | None:
     """Lock the file at a path and return its handle, or None if another process has locked it.
 
-    The file is created if necessary. Closing the handle releases the lock. Symbolic links are not followed.
+    The file is created if necessary. Closing the handle releases the lock. Only a regular file is locked.
     """
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                raise EngramError(f"{path} is not a regular file; remove it")
             with suppress(FileNotFoundError):
                 if os.path.samestat(path.lstat(), os.fstat(handle)):
                     return handle
@@ -102,7 +108,7 @@ def remove_temporaries(folder: Path, older_than: float = 0.0) -> None:
     """Delete the temporary files that killed processes left in a folder, if they are that many seconds old."""
     for path in folder.rglob(f".*{TEMPORARY}"):
         with suppress(OSError):
-            if time.time() - path.stat().st_mtime >= older_than:
+            if time.time() - path.lstat().st_mtime >= older_than:
                 path.unlink()
 
 
@@ -111,13 +117,43 @@ def write_json(path: Path, data: Any) -> None:
     write_bytes(path, (json.dumps(data, indent=1, allow_nan=False) + "\n").encode())
 
 
+def parse_json(content: bytes | str) -> Any:
+    """Parse JSON from a file; raise a ValueError of one line if it is damaged.
+
+    Nesting and the length of numbers are bounded, so that nothing that uses the data exhausts the stack or stops at
+    Python's limit of 4,300 digits. Numbers may be infinite or NaN: typed readers refuse them and name the key.
+    """
+    try:
+        data = json.loads(content.decode() if isinstance(content, bytes) else content, parse_int=_whole_number)
+        _check_depth(data)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(str(error).splitlines()[0]) from None
+    return data
+
+
+def _whole_number(text: str) -> int:
+    if len(text) > MAX_DIGITS:
+        raise ValueError(f"a number has {len(text)} digits")
+    return int(text)
+
+
+def _check_depth(data: Any, depth: int = 0) -> None:
+    if depth > MAX_DEPTH:
+        raise ValueError("it is nested too deeply")
+    for item in data.values() if isinstance(data, dict) else data if isinstance(data, list) else ():
+        if isinstance(item, (dict, list)):
+            _check_depth(item, depth + 1)
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Read a file that holds a JSON object."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = parse_json(path.read_bytes())
     except FileNotFoundError as error:
         raise EngramError(f"there is no {path}") from error
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise EngramError(f"{path} cannot be read as JSON: it is half-written or damaged ({error})") from error
     if not isinstance(data, dict):
         raise EngramError(f"{path} should contain a JSON object, but contains a {type(data).__name__}")

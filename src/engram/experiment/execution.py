@@ -232,7 +232,7 @@ class RunExecution:
             number, state = phase
             packed, data["phase"] = pack_phase(number, state)
             tensors |= packed
-        save_checkpoint(self.files.checkpoint, Checkpoint(tensors, data))
+        save_checkpoint(self.files.checkpoint, Checkpoint(tensors, data), self.files.path)
         self.saved_at = time.monotonic()
 
     def restore(self, checkpoint: Checkpoint) -> None:

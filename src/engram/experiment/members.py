@@ -192,7 +192,7 @@ def progress_of(directory: Path, config: RunConfig, fingerprint: str) -> RunProg
 
 def _position(checkpoint: Path, finished: int) -> StagePosition | None:
     """Where the checkpoint is inside the stage after the finished ones; None if it is not inside a stage."""
-    data = read_data(checkpoint)
+    data = read_data(checkpoint, checkpoint.parents[1])
     records = data.get("records")
     if data.get("phase") is None or not isinstance(records, list) or len(records) != finished:
         return None

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from engram.core.checkpoint import load_checkpoint
+from engram.core.checkpoint import fitting
 from engram.core.errors import EngramError, option
 from engram.core.events import Event, RunFinished
 from engram.core.provenance import hardware
@@ -24,6 +24,7 @@ from engram.methods import find_method
 from engram.runs.directory import RunDirectory
 from engram.runs.reader import read_manifest
 from engram.runs.result import Result
+from engram.runs.run_checkpoint import read_run_checkpoint
 
 
 def run(
@@ -77,11 +78,7 @@ def resume(
         store = load_store(config.data)
     files = RunDirectory.open(path, manifest.content)
     try:
-        checkpoint = None
-        if files.checkpoint.exists() or files.has_results():
-            checkpoint = load_checkpoint(files.checkpoint)
-        if checkpoint is not None and checkpoint.data.get("config_hash") != manifest.config_hash:
-            raise EngramError(f"the checkpoint in {path} belongs to another configuration than that in its run.json")
+        checkpoint = read_run_checkpoint(path, manifest) if files.is_started() else None
         if store.fingerprint() != manifest.data.fingerprint:
             raise EngramError(
                 f"the images are not those that the run in {path} started with; give the same data with "
@@ -93,7 +90,8 @@ def resume(
             raise EngramError(f"the class order or the stages of the run in {path} do not match its configuration")
         execution = RunExecution(session, files, stop, stop_after_stage, checkpoint_minutes, which_cache(cache))
         if checkpoint is not None:
-            execution.restore(checkpoint)
+            with fitting(files.checkpoint):
+                execution.restore(checkpoint)
     except BaseException:
         files.close()
         raise

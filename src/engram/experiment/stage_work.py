@@ -18,10 +18,13 @@ from engram.contract import Method, Phase
 from engram.contract.exemplars import class_means
 from engram.contract.image_state import fit_image_state
 from engram.contract.learner import Learner
+from engram.core.errors import EngramError
 from engram.core.events import EpochFinished, Event, PhaseStarted, Progress, Working
 from engram.data.stage import Stage
 from engram.engine import Engine, PhaseLoop, PhaseState
 from engram.nn.network import Part
+from engram.runs.checked import Source, checked
+from engram.runs.stored_run import StagePosition
 
 PROGRESS_SECONDS = 0.2
 RATE_SECONDS = 5.0
@@ -100,7 +103,8 @@ def unpack_phase(tensors: dict[str, Tensor], data: dict[str, Any] | None) -> tup
     if data is None:
         return None
     assert rows is not None
-    return data["number"], PhaseState(rows, momentum, data["epoch"], data["step"], extensions, terms, image_state)
+    at = checked(StagePosition, data, Source("the checkpoint", "start again"))
+    return at.number, PhaseState(rows, momentum, at.epoch, at.step, extensions, terms, image_state)
 
 
 class StageWork:
@@ -138,11 +142,27 @@ class StageWork:
             with self.timed("train"):
                 method.grow(learner, stage, engine)
         self.phases = method.phases(learner, stage, engine)
+        if state is not None:
+            self._check_position(first, state)
         for number, phase in enumerate(self.phases):
             if number >= first:
                 with self.timed("train"):
                     loop = engine.start(learner, stage, phase, number, state if number == first else None)
                 yield from self._phase(number, loop)
+
+    def _check_position(self, number: int, state: PhaseState) -> None:
+        """Refuse to continue at a place that the phases of this stage do not have."""
+        phase = self.phases[number] if number < len(self.phases) else None
+        known = 0 if state.terms is None else len(state.terms)  # steps of this epoch whose loss was saved
+        steps = 0 if phase is None else phase.batches(len(state.rows))[0]
+        if phase is None or state.epoch > phase.training.epochs or not known <= state.step <= steps:
+            place = f"phase {number}, epoch {state.epoch}, step {state.step}"
+            raise EngramError(f"the checkpoint is damaged: this stage has no {place}; start again")
+        shapes = {name: value.shape for name, value in self.learner.network.named_parameters()}
+        if {name: value.shape for name, value in state.momentum.items()} != shapes:
+            raise EngramError("the checkpoint is damaged: its momentum does not fit the network; start again")
+        if not 0 <= int(state.rows.min()) <= int(state.rows.max()) < len(self.stage.pool):
+            raise EngramError("the checkpoint is damaged: its images are not those of the stage; start again")
 
     def _fit_image_state(self) -> None:
         """Give each image of the pool the tensors that the method keeps per image."""

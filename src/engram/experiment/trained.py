@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engram.contract.learner import load_network
-from engram.core.checkpoint import load_checkpoint
+from engram.core.checkpoint import fitting
 from engram.core.errors import EngramError
 from engram.data.augment import centre, to_unit
 from engram.experiment.run_config import RunConfig
@@ -20,6 +20,7 @@ from engram.methods import find_method
 from engram.nn.network import Network, Output
 from engram.runs.directory import CHECKPOINT
 from engram.runs.reader import read_manifest
+from engram.runs.run_checkpoint import read_run_checkpoint
 
 BATCH = 256  # images at a time
 
@@ -67,10 +68,11 @@ def open_run(directory: str | Path, device: str | torch.device = "cpu") -> Train
     path = Path(directory)
     manifest = read_manifest(path)
     config, names = RunConfig.from_plain(manifest.config), manifest.data.class_names
-    checkpoint = load_checkpoint(path / CHECKPOINT)
+    checkpoint = read_run_checkpoint(path, manifest)
     method = find_method(config.method).make(config.settings)
     network = make_network(config, method, len(names), (0.0,) * 3, (1.0,) * 3)  # mean and std are loaded below
-    load_network(network, checkpoint.tensors)
+    with fitting(path / CHECKPOINT):
+        load_network(network, checkpoint.tensors)
     means = checkpoint.tensors.get("class_means")
     order = manifest.order.class_ids[: network.head.num_classes]
     height, width = manifest.data.image_size

@@ -17,7 +17,7 @@ from engram.core import metrics
 from engram.core.errors import EngramError
 from engram.experiment.run_config import RunConfig
 from engram.runs.checked import Source, checked, load_json
-from engram.runs.reader import check_identity, check_result, read_log, read_result, read_stage, stage_file
+from engram.runs.reader import check_identity, check_result, read_log, read_result, read_stage
 from engram.runs.stored_run import RunIdentity, RunManifest, RunResult, StageArrays
 
 KIND, FORMAT = "engram run", 1
@@ -135,7 +135,7 @@ def protocol_key(config: RunConfig) -> str:
 
 def read_record(directory: Path, manifest: RunManifest) -> Record:
     """Make the record of a complete run directory, without the path of the images and the name of the host."""
-    result, log = read_result(directory), read_log(directory)
+    result, log = read_result(directory, manifest), read_log(directory)
     config = dict(manifest.config)
     if isinstance(config.get("data"), dict):
         config["data"] = {key: value for key, value in config["data"].items() if key != "path"}
@@ -157,8 +157,8 @@ def read_record(directory: Path, manifest: RunManifest) -> Record:
         "result": result.content,
     }
     record = check_record(data, str(directory))
-    stages = stage_file(directory, len(manifest.stage_sizes) - 1)
-    importance = sorted_importance(read_stage(stages, result.stages[-1], result.predictors)) if stages.exists() else []
+    arrays = read_stage(directory, result.stages[-1], manifest.stage_sizes)
+    importance = [] if arrays is None else sorted_importance(arrays)
     return check_record(data | {"importance": importance}, str(directory)) if importance else record
 
 

@@ -21,7 +21,7 @@ from engram.report.formatting import natural_key
 from engram.reproduce.paper import PAPERS
 from engram.reproduce.records import KIND, Record, parse_line, protocol_key, read_record
 from engram.runs.directory import MANIFEST, runs_in
-from engram.runs.reader import read_manifest, read_result
+from engram.runs.reader import parse_result, read_manifest
 from engram.runs.stored_run import RunManifest
 
 SUFFIX = ".jsonl"
@@ -69,7 +69,7 @@ def read_results(places: Sequence[Path]) -> FoundResults:
 def _is_complete(directory: Path, manifest: RunManifest) -> bool:
     """Whether every stage is finished. A run whose result.json cannot be read is resumed, which writes it again."""
     try:
-        return len(read_result(directory).stages) >= len(manifest.stage_sizes)
+        return len(parse_result(directory).stages) >= len(manifest.stage_sizes)
     except EngramError:
         return False
 

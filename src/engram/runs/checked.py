@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import types
 import typing
@@ -13,9 +12,12 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
 
 from engram.core.errors import EngramError
+from engram.core.io import MAX_DEPTH, parse_json
+from engram.core.safe_folder import MissingFile, read_inside
 
 T = TypeVar("T")
-MAX_DEPTH = 50  # of nested lists and objects; configurations have about four levels
+MAX_BYTES = 2**26  # of a JSON file
+_LARGEST = 2**63  # whole numbers are smaller
 _SHOWN = 60  # characters of a wrong value in a message
 
 Count = Annotated[int, (0, math.inf)]
@@ -26,33 +28,32 @@ Percent = Annotated[float, (-1e-6, 100 + 1e-6)]
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Where data was read from, and what a user can do if it is damaged."""
+    """Where data was read from, what a user can do if it is damaged, and how a message says that it is."""
 
     name: object
     remedy: str
+    verdict: str = "cannot be used"
 
     def fail(self, what: str) -> NoReturn:
         """Raise the error for this source."""
-        raise EngramError(f"{self.name} cannot be used: {what}; {self.remedy}")
+        raise EngramError(f"{self.name} {self.verdict}: {what}; {self.remedy}")
 
 
 def read_checked(cls: type[T], file: Path, remedy: str) -> T:
-    """Read a JSON file as the dataclass `cls`."""
+    """Read a JSON file as the dataclass `cls`; links, pipes and devices are refused."""
     source = Source(file, remedy)
     try:
-        text = file.read_text(encoding="utf-8")
-    except OSError as error:
-        source.fail(f"it cannot be read ({error.strerror})")
-    except UnicodeDecodeError as error:
-        source.fail(f"it is damaged: not valid JSON ({error})")
-    return checked(cls, load_json(text, source), source)
+        content = read_inside(file.parent, file.name, MAX_BYTES)
+    except MissingFile:
+        source.fail("it is missing")
+    return checked(cls, load_json(content, source), source)
 
 
-def load_json(text: str, source: Source) -> Any:
+def load_json(content: bytes | str, source: Source) -> Any:
     """Parse JSON."""
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
+        return parse_json(content)
+    except ValueError as error:
         source.fail(f"it is half-written or damaged: not valid JSON ({error})")
 
 
@@ -85,6 +86,8 @@ def _wrong_type(value: Any, kind: str) -> _WrongValueError:
 
 
 def _object(cls: type[T], data: Any) -> T:
+    if type(data) is cls:
+        return data
     if not isinstance(data, dict):
         raise _wrong_type(data, "a JSON object")
     values: dict[str, Any] = {}
@@ -98,7 +101,10 @@ def _object(cls: type[T], data: Any) -> T:
                 raise wrong.below(f".{name}") from None
         elif required:
             raise _WrongValueError("is missing").below(f".{name}")
-    return cls(**values)
+    try:
+        return cls(**values)
+    except EngramError as error:  # of the dataclass's own checks
+        raise _WrongValueError(str(error)) from None
 
 
 @cache
@@ -126,7 +132,7 @@ def _parser(hint: Any) -> Callable[[Any], Any]:
         return lambda value: None if value is None else parse(value)
     if origin is tuple:
         return partial(_list, _parser(arguments[0]))
-    if origin is Mapping:
+    if origin in (Mapping, dict):
         return partial(_mapping, _parser(arguments[1]))
     return {Any: _plain, float: _number}.get(hint, partial(_exactly, hint))
 
@@ -175,7 +181,7 @@ def _number(value: Any) -> float:
 
 
 def _exactly(kind: type, value: Any) -> Any:
-    if type(value) is not kind:
+    if type(value) is not kind or (kind is int and abs(value) >= _LARGEST):
         raise _wrong_type(value, {int: "a whole number", str: "text", bool: "true or false"}[kind])
     return value
 

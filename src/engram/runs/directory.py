@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import time
@@ -17,8 +18,9 @@ from safetensors.numpy import save
 
 from engram.core.errors import EngramError, details_note, explain
 from engram.core.events import Event
-from engram.core.io import TEMPORARY, lock, remove_temporaries, write_bytes, write_json, writing
+from engram.core.io import TEMPORARY, lock, remove_temporaries, write_json, writing
 from engram.core.provenance import METHOD_CODE, version, versions
+from engram.core.safe_folder import Folder, MissingFile
 
 FORMAT = 1
 MANIFEST, RESULT, EVENTS, LOCK = "run.json", "result.json", "events.jsonl", ".lock"
@@ -71,7 +73,11 @@ class RunDirectory:
         """Open an existing run directory to continue its run. manifest: the content of its run.json."""
         run = cls(path, manifest)
         run._acquire()
-        run._clean_up()
+        try:
+            run._clean_up()
+        except BaseException:
+            run.close()
+            raise
         return run
 
     @property
@@ -79,9 +85,10 @@ class RunDirectory:
         """Path of the checkpoint."""
         return self.path / CHECKPOINT
 
-    def has_results(self) -> bool:
-        """Whether a stage is finished: its result is written after its checkpoint."""
-        return (self.path / RESULT).exists()
+    def is_started(self) -> bool:
+        """Whether there is a checkpoint, or should be one: the result of a stage is written after it."""
+        with Folder.open(self.path) as folder:
+            return folder.has(CHECKPOINT) or folder.has(RESULT)
 
     def record_code(self, method: Mapping[str, str], restart: bool) -> bool:
         """Return whether the method's code is the code in run.json; if it is not, add it to run.json.
@@ -100,9 +107,8 @@ class RunDirectory:
     def append(self, event: Event) -> None:
         """Append an event to events.jsonl."""
         line = json.dumps({"time": round(time.time(), 3), **event.to_json()})
-        path = self.path / EVENTS
-        with writing(path), path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        with Folder.open(self.path) as folder:
+            folder.append(EVENTS, f"{line}\n".encode())
 
     def write_result(self, result: dict[str, Any]) -> None:
         """Replace result.json."""
@@ -110,14 +116,17 @@ class RunDirectory:
 
     def write_stage(self, stage: int, arrays: Mapping[str, np.ndarray]) -> None:
         """Write the predictions and the importance of a stage to stages/."""
-        write_bytes(self.path / "stages" / f"{stage:03d}.safetensors", save(dict(arrays)))
+        with Folder.open(self.path) as folder:
+            folder.write(stage_name(stage), save(dict(arrays)))
 
     def write_error(self, error: Exception) -> None:
         """Save the traceback of an unexpected error in the directory, and add a note to the error that says where."""
         if not explain(error)[1]:
             return
         with suppress(EngramError):  # such as a full disk: the error itself is more important
-            write_bytes(self.path / ERROR, "".join(traceback.format_exception(error)).encode())
+            with Folder.open(self.path) as folder:
+                text = "".join(traceback.format_exception(error))
+                folder.write(ERROR, text.encode(errors="backslashreplace"))
             error.add_note(details_note(self.path / ERROR))
 
     def clear_error(self) -> None:
@@ -134,10 +143,12 @@ class RunDirectory:
     def _clean_up(self) -> None:
         """Remove half-written files of a killed process, and end a line of events.jsonl that was cut off."""
         remove_temporaries(self.path)
-        path = self.path / EVENTS
-        if path.exists() and not path.read_bytes().endswith(b"\n"):
-            with writing(path), path.open("a", encoding="utf-8") as file:
-                file.write("\n")
+        with Folder.open(self.path) as folder, suppress(MissingFile):
+            with folder.open_file(EVENTS) as (file, size):
+                file.seek(max(0, size - 1))
+                cut_off = file.read(1) != b"\n"
+            if cut_off:
+                folder.append(EVENTS, b"\n")
 
     def _acquire(self) -> None:
         with writing(self.path / LOCK):
@@ -145,6 +156,23 @@ class RunDirectory:
         if handle is None:
             raise EngramError(f"another process is writing to {self.path}; wait for it or stop it")
         self._lock = os.fdopen(handle, "w", encoding="utf-8")  # closed when the file object is deleted
+
+
+def stage_name(stage: int) -> str:
+    """Return the name of the file with the arrays of a stage."""
+    return f"stages/{stage:03d}.safetensors"
+
+
+def is_running(path: Path) -> bool:
+    """Return whether a process holds the lock of the run."""
+    try:
+        with Folder.open(path) as folder, folder.open_file(LOCK) as (file, _):
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except (EngramError, MissingFile, OSError):
+        return False
+    return False
 
 
 def find_runs(root: Path) -> list[Path]:

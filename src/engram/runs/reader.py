@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError
 from safetensors.numpy import load as load_tensors
 
 from engram.core import metrics
 from engram.core.errors import EngramError
 from engram.core.events import read_events
 from engram.core.provenance import version
+from engram.core.safe_folder import MissingFile, read_inside
 from engram.runs.checked import Source, checked, read_checked
-from engram.runs.directory import EVENTS, FORMAT, MANIFEST, RESULT
+from engram.runs.directory import EVENTS, FORMAT, MANIFEST, RESULT, stage_name
 from engram.runs.result import stage_metrics
 from engram.runs.stored_run import (
     LossPoint,
@@ -39,6 +40,8 @@ from engram.runs.stored_run import (
 
 TOLERANCE = 1e-6  # of a metric computed again from the stages
 ACCURACY_TOLERANCE = 0.05  # of an accuracy computed again from the predictions, in percent
+MAX_THREADS = 1024  # of torch; more of them end the program without a message
+_ARRAY_BYTES = 2**28
 _RUN_AGAIN = "run it again, or leave this run out"
 _RESUME = "resume the run, which writes it again, or leave this run out"
 
@@ -48,7 +51,7 @@ def read_manifest(directory: Path) -> RunManifest:
     if not directory.is_dir():
         raise EngramError(f"there is no run directory at {directory}")
     file = directory / MANIFEST
-    if not file.is_file():
+    if not os.path.lexists(file):
         raise EngramError(f"{directory} is not a run directory: it has no {MANIFEST}")
     form = read_checked(_Format, file, _RUN_AGAIN)
     if form.format != FORMAT:
@@ -61,6 +64,8 @@ def read_manifest(directory: Path) -> RunManifest:
     check_identity(manifest, source, num_classes=len(manifest.data.class_names))
     if not manifest.predictors:
         source.fail("predictors is empty")
+    if len(manifest.data.image_size) != 2:
+        source.fail("data.image_size should be a height and a width")
     return manifest
 
 
@@ -76,10 +81,13 @@ def check_identity(run: RunIdentity, source: Source, num_classes: int | None = N
     if config_hash(run.config) != run.config_hash:
         source.fail("its configuration was changed after the run began")
     ids = run.order.class_ids
-    if len(set(ids)) < len(ids) or (num_classes is not None and max(ids, default=0) >= num_classes):
+    if sorted(ids) != list(range(len(ids) if num_classes is None else num_classes)):
         source.fail("order.class_ids is not an order of the classes")
-    if not run.stage_sizes or sum(run.stage_sizes) > len(ids):
+    if not run.stage_sizes or sum(run.stage_sizes) != len(ids):
         source.fail(f"stage_sizes does not fit the {len(ids)} classes of the class order")
+    threads = run.hardware.get("threads")
+    if threads is not None and (type(threads) is not int or not 1 <= threads <= MAX_THREADS):
+        source.fail(f"hardware.threads should be a whole number from 1 to {MAX_THREADS}, got {threads!r:.60}")
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
@@ -93,8 +101,22 @@ def config_hash(config: Mapping[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(data, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
-def read_result(directory: Path) -> RunResult:
-    """Read result.json. `check_result` checks it against run.json."""
+def read_result(directory: Path, manifest: RunManifest) -> RunResult:
+    """Read result.json; compute its metrics again from its stages, and its stages from their predictions.
+
+    A stage whose predictions were deleted is not computed again.
+    """
+    result, source = parse_result(directory), Source(directory / RESULT, _RESUME)
+    check_result(result, manifest, source)
+    if result.stages and (missing := [name for name in manifest.predictors if name not in result.predictors]):
+        source.fail(f"it has no {missing[0]} accuracy")
+    for row in result.stages:
+        read_stage(directory, row, manifest.stage_sizes)
+    return result
+
+
+def parse_result(directory: Path) -> RunResult:
+    """Read result.json with its types checked, but not its numbers."""
     return read_checked(RunResult, directory / RESULT, _RESUME)
 
 
@@ -104,16 +126,7 @@ def check_result(result: RunResult, run: RunIdentity, source: Source) -> None:
         source.fail(f"its result is of another run: recipe {result.recipe!r}, not {run.recipe!r}")
     if result.seed != run.config.get("seed"):
         source.fail(f"its result is of another run: seed {result.seed}, not {run.config.get('seed')}")
-    if len(result.stages) > len(run.stage_sizes):
-        source.fail(f"it has {len(result.stages)} stages and the run has {len(run.stage_sizes)}")
-    if result.stages and not result.predictors:
-        source.fail("stages[0].accuracy is empty")
-    for index, (row, seen) in enumerate(zip(result.stages, accumulate(run.stage_sizes), strict=False)):
-        if row.stage != index or row.classes != seen:
-            source.fail(f"stages[{index}] should be stage {index} with {seen} classes")
-        for name in result.predictors:
-            if name not in row.accuracy or len(row.accuracy_by_stage.get(name, ())) != index + 1:
-                source.fail(f"stages[{index}] should have a {name} accuracy for each of {index + 1} stages")
+    check_stages(result.stages, run, source)
     for name in result.predictors:
         accuracy = [row.accuracy[name] for row in result.stages]
         again = stage_metrics(accuracy, [row.accuracy_by_stage[name] for row in result.stages])
@@ -123,16 +136,37 @@ def check_result(result: RunResult, run: RunIdentity, source: Source) -> None:
                 source.fail(f"its {metric} ({name}) is {stored} and its stages give {value}")
 
 
-def read_stage(file: Path, row: StageRow, predictors: tuple[str, ...]) -> StageArrays:
-    """Read stages/NNN.safetensors, and check it against the accuracies of the stage."""
-    source = Source(file, _RUN_AGAIN)
+def check_stages(stages: Sequence[StageRow], run: RunIdentity, source: Source) -> None:
+    """Check that stages are the first ones of a run, each with the accuracies of the same predictors."""
+    if len(stages) > len(run.stage_sizes):
+        source.fail(f"it has {len(stages)} stages and the run has {len(run.stage_sizes)}")
+    if stages and not stages[0].accuracy:
+        source.fail("stages[0].accuracy is empty")
+    for index, (row, seen) in enumerate(zip(stages, accumulate(run.stage_sizes), strict=False)):
+        if row.stage != index or row.classes != seen:
+            source.fail(f"stages[{index}] should be stage {index} with {seen} classes")
+        if row.accuracy.keys() != stages[0].accuracy.keys():
+            source.fail(f"stages[{index}] should have the predictors of stages[0]")
+        for name in row.accuracy:
+            if len(row.accuracy_by_stage.get(name, ())) != index + 1:
+                source.fail(f"stages[{index}] should have a {name} accuracy for each of {index + 1} stages")
+
+
+def read_stage(directory: Path, row: StageRow, sizes: Sequence[int]) -> StageArrays | None:
+    """Read the predictions of a stage and check its accuracies; None if stages/NNN.safetensors is missing.
+
+    sizes: number of new classes of each stage.
+    """
+    source = Source(directory / stage_name(row.stage), _RUN_AGAIN)
     try:
-        tensors = load_tensors(file.read_bytes())
-    except FileNotFoundError:
-        source.fail("it is missing")
-    except (OSError, SafetensorError, ValueError, KeyError) as error:
+        tensors = load_tensors(read_inside(directory, stage_name(row.stage), _ARRAY_BYTES))
+    except MissingFile:
+        return None
+    except EngramError:
+        raise
+    except Exception as error:  # safetensors has its own error types, and NumPy and JSON raise others
         source.fail(f"it cannot be read ({error})")
-    names = {"targets": "targets"} | {name: f"predictions.{name}" for name in predictors}
+    names = {"targets": "targets"} | {name: f"predictions.{name}" for name in row.accuracy}
     labels: dict[str, np.ndarray] = {}
     for key, name in names.items():
         values = tensors.get(name)
@@ -142,12 +176,16 @@ def read_stage(file: Path, row: StageRow, predictors: tuple[str, ...]) -> StageA
             source.fail(f"{name} has a label outside the {row.classes} classes seen")
         labels[key] = values.astype(np.int64)
     targets = labels.pop("targets")
+    born = np.repeat(np.arange(row.stage + 1), sizes[: row.stage + 1])
+    if set(born[targets]) != set(born):
+        source.fail("targets has no image of one of the stages")
     for name, values in labels.items():
         if len(values) != len(targets):
             source.fail(f"predictions.{name} has {len(values)} labels for {len(targets)} test images")
-        accuracy = metrics.accuracy(targets, values)
-        if abs(accuracy - row.accuracy[name]) > ACCURACY_TOLERANCE:
-            source.fail(f"its {name} predictions are {accuracy:.2f} % right, {RESULT} has {row.accuracy[name]:.2f} %")
+        found = [metrics.accuracy(targets, values), *metrics.accuracy_by_stage(targets, values, sizes[: row.stage + 1])]
+        for accuracy, stored in zip(found, (row.accuracy[name], *row.accuracy_by_stage[name]), strict=True):
+            if abs(accuracy - stored) > ACCURACY_TOLERANCE:
+                source.fail(f"its {name} predictions are {accuracy:.2f} % right, {RESULT} has {stored:.2f} %")
     importance: list[np.ndarray] = []
     while (values := tensors.get(f"importance.{len(importance)}")) is not None:
         if values.ndim != 1 or not len(values) or not np.isfinite(values).all() or values.min() < 0:
@@ -156,26 +194,18 @@ def read_stage(file: Path, row: StageRow, predictors: tuple[str, ...]) -> StageA
     return StageArrays(targets, labels, tuple(importance))
 
 
-def stage_file(directory: Path, stage: int) -> Path:
-    """Path of the arrays of a stage."""
-    return directory / "stages" / f"{stage:03d}.safetensors"
-
-
 def read_log(directory: Path) -> RunLog:
     """Read events.jsonl. Lines that are cut off or have wrong types are skipped; the file may be missing."""
     losses: dict[tuple[int, str, int], LossPoint] = {}
     times: list[float] = []
     starts, reused = 0, False
-    try:
-        for event in read_events(directory / EVENTS):
-            times += _finite({"time": event.get("time")}).values()
-            starts += event.get("event") == "run_started"
-            reused |= event.get("event") == "base_reused"
-            if event.get("event") == "epoch_finished" and (point := _loss_point(event)) is not None:
-                # A resumed run repeats the epochs after its checkpoint: the last values count, in the first position.
-                losses[point.stage, point.phase, point.epoch] = point
-    except OSError as error:
-        Source(directory / EVENTS, _RUN_AGAIN).fail(f"it cannot be read ({error.strerror})")
+    for event in read_events(directory / EVENTS):
+        times += _finite({"time": event.get("time")}).values()
+        starts += event.get("event") == "run_started"
+        reused |= event.get("event") == "base_reused"
+        if event.get("event") == "epoch_finished" and (point := _loss_point(event)) is not None:
+            # A resumed run repeats the epochs after its checkpoint: the last values count, in the first position.
+            losses[point.stage, point.phase, point.epoch] = point
     return RunLog(tuple(losses.values()), reused, (times[0], times[-1]) if times and starts == 1 else None)
 
 
@@ -198,16 +228,14 @@ def _finite(values: Mapping[str, Any]) -> dict[str, float]:
 def read_run(directory: Path) -> StoredRun:
     """Read a run directory with every check. At least one stage must be finished."""
     manifest = read_manifest(directory)
-    if not (directory / RESULT).exists():
+    if not os.path.lexists(directory / RESULT):
         raise EngramError(f"{directory} has no finished stage yet (no {RESULT}); let its first stage finish first")
-    result, source = read_result(directory), Source(directory / RESULT, _RESUME)
+    result = read_result(directory, manifest)
     if not result.stages:
         raise EngramError(f"{directory} has no finished stage yet; let its first stage finish first")
-    check_result(result, manifest, source)
-    missing = [name for name in manifest.predictors if name not in result.predictors]
-    if missing:
-        source.fail(f"it has no {missing[0]} accuracy")
-    arrays = read_stage(stage_file(directory, len(result.stages) - 1), result.stages[-1], manifest.predictors)
+    arrays = read_stage(directory, result.stages[-1], manifest.stage_sizes)
+    if arrays is None:
+        Source(directory / stage_name(len(result.stages) - 1), _RUN_AGAIN).fail("it is missing")
     return StoredRun(directory, manifest, result, arrays, read_log(directory))
 
 
@@ -216,16 +244,11 @@ def read_progress(directory: Path, manifest: RunManifest) -> RunProgress:
 
     If result.json is missing or damaged, no stage counts as finished: a resumed run writes it again.
     """
+    threads = manifest.hardware.get("threads")
     try:
-        result = read_result(directory)
-        check_result(result, manifest, Source(directory / RESULT, _RESUME))
+        result = read_result(directory, manifest)
     except EngramError:
-        return RunProgress("incomplete", threads=manifest.hardware.get("threads"))
-    done, finished = len(result.stages) == len(manifest.stage_sizes), len(result.stages)
-    return RunProgress(
-        state="done" if done else "incomplete",
-        finished=finished,
-        result=result.content if done else None,
-        threads=manifest.hardware.get("threads"),
-        code=manifest.method_code if done else "",
-    )
+        return RunProgress("incomplete", threads=threads)
+    if len(result.stages) < len(manifest.stage_sizes):
+        return RunProgress("incomplete", len(result.stages), threads=threads)
+    return RunProgress("done", len(result.stages), result.content, threads, code=manifest.method_code)

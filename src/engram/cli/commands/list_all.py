@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -252,8 +253,8 @@ def list_runs(root: Path) -> list[Row]:
 def _describe_run(path: Path) -> Row:
     manifest = read_manifest(path)
     total, done, average = len(manifest.stage_sizes), 0, None
-    if (path / RESULT).exists():
-        result = read_result(path)
+    if os.path.lexists(path / RESULT):
+        result = read_result(path, manifest)
         done, averages = len(result.stages), result.average_incremental_accuracy
         average = averages.get(str(manifest.config.get("predictor")), next(iter(averages.values()), None))
     return {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shlex
 from collections.abc import Iterable, Sequence
@@ -24,7 +23,7 @@ from engram.data.sources.load import FOLDERS, DataConfig, load_store
 from engram.data.store import ImageStore
 from engram.experiment.base_cache import StageCache, user_cache
 from engram.methods import find_method
-from engram.runs.directory import CHECKPOINT, ERROR, LOCK, MANIFEST, RESULT, free_directory, is_used
+from engram.runs.directory import CHECKPOINT, ERROR, MANIFEST, RESULT, free_directory, is_running, is_used
 from engram.runs.reader import read_manifest, read_result
 
 MAX_THREADS = 1024
@@ -161,18 +160,6 @@ def run_status(path: Path, total: int, done: int) -> str:
     return f"{'failed' if has_failed else 'stopped'} after {'the base' if done == 1 else f'stage {done - 1}'}"
 
 
-def is_running(path: Path) -> bool:
-    """Whether a process holds the run's lock."""
-    try:
-        with (path / LOCK).open("rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
-
-
 def new_directory(name: str, silent: bool) -> Path:
     """Return a free directory of that name under runs/, numbered if needed; print what is in the one before it."""
     place = free_directory(Path(RUNS), name)
@@ -188,8 +175,9 @@ def _describe(place: Path) -> str:
     if any(place.glob(f"*/{MANIFEST}")):
         return f"the demo in {place} {'is finished' if (place / REPORT).exists() else 'was stopped'}"
     try:
-        finished = len(read_result(place).stages) if (place / RESULT).exists() else 0
-        status = run_status(place, len(read_manifest(place).stage_sizes), finished)
+        manifest = read_manifest(place)
+        finished = len(read_result(place, manifest).stages) if (place / RESULT).exists() else 0
+        status = run_status(place, len(manifest.stage_sizes), finished)
     except EngramError:
         return f"there is something in {place} already"
     if status in ("finished", "running"):

@@ -1,6 +1,7 @@
 """A model directory: complete generations, and a small file that names the current one.
 
-    MODEL/current                   current generation and the checksum of its model.json; the same of the previous one
+    MODEL/current                   current generation and the checksum of its model.json; the same of the previous
+                                    one; a checksum of this file
     MODEL/generations/000003/       model.json, weights.safetensors, exemplars/, heldout/
     MODEL/generations/000002/       the model before the last lesson, for undo
     MODEL/learning/                 checkpoint of a lesson in progress
@@ -13,7 +14,6 @@ process is killed at any moment, `current` names a complete generation. Readers 
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from engram.core.errors import EngramError
+from engram.core.io import parse_json
 from engram.core.provenance import version
-from engram.models.store.safe_folder import Folder, MissingFile, digest
+from engram.core.safe_folder import Folder, MissingFile, digest
 
 FORMAT = 1
 POINTER, MANIFEST, LOCK, GENERATIONS, LEARNING = "current", "model.json", ".lock", "generations", "learning"
@@ -60,13 +61,15 @@ class _ChecksumMismatch(MissingFile):
 class Pointer:
     """The content of `current`: the generation's name and the checksum of its model.json.
 
-    previous: the generation that undo restores. why: if there is none, the reason, a key of NOTHING_KEPT.
+    previous: the generation that undo restores. why: if there is none, the reason, a key of NOTHING_KEPT. is_verified:
+    `current` has a checksum of itself.
     """
 
     generation: str
     digest: str
     previous: Pointer | None = field(default=None, compare=False)
     why: str = field(default="", compare=False)
+    is_verified: bool = field(default=True, compare=False)
 
 
 class Snapshot:
@@ -88,13 +91,13 @@ class Snapshot:
         """Return the size of a file in bytes, as listed."""
         return self._files[name][0]
 
-    def paths(self) -> dict[str, Path]:
-        """Return the path of each file by its checksum."""
-        return {checksum: self.path / name for name, (_, checksum) in self._files.items()}
+    def by_checksum(self) -> dict[str, tuple[Path, str]]:
+        """Return the folder of this generation and the name of each file, by the file's checksum."""
+        return {checksum: (self.path, name) for name, (_, checksum) in self._files.items()}
 
     def extra_bytes(self, other: Snapshot) -> int:
         """Return the bytes of the files that the other generation does not have; shared files are hard links."""
-        theirs = other.paths()
+        theirs = other.by_checksum()
         return sum(size for size, checksum in self._files.values() if checksum not in theirs)
 
     def read(self, name: str) -> bytes:
@@ -167,45 +170,55 @@ def looks_like_model(path: Path) -> bool:
 
 
 def read_pointer(folder: Folder) -> Pointer:
-    """Read `current`."""
+    """Read `current`. Damage never reads as "no model yet" or "nothing to undo"."""
     path = folder.path / POINTER
-    data = parse_json(folder.read(POINTER, POINTER_BYTES), path)
+    data = _json_object(folder.read(POINTER, POINTER_BYTES), path)
     _check_format(data, path)
+    is_verified = "checksum" in data
+    if is_verified and data["checksum"] != pointer_checksum(data):
+        raise _damaged(path, "its checksum does not match")
+    if unknown := data.keys() - {"format", "generation", "digest", "previous", "why", "checksum"}:
+        raise _damaged(path, f"it has an unknown entry {min(unknown)!r:.40}")
+    if not is_verified and data.get("why", "") not in NOTHING_KEPT:
+        raise _damaged(path, f"{data['why']!r:.40} is no reason")
     if data.get("generation", "") is None:
+        if not is_verified and (data.keys() != {"format", "generation", "digest"} or has_generations(folder.path)):
+            raise _damaged(path, "it names no generation")
         raise NoModelYet(f"there is no model at {folder.path} yet: learning its first classes is not finished")
-    before = data.get("previous")
-    previous = None if before is None else Pointer(*_named(before, path))
-    return Pointer(*_named(data, path), previous, str(data.get("why", "")))
+    previous = Pointer(*_named(data["previous"], path)) if "previous" in data else None
+    return Pointer(*_named(data, path), previous, str(data.get("why", "")), is_verified)
+
+
+def has_generations(model: Path) -> bool:
+    """Return whether there is a complete generation in the model at a path."""
+    return any(GENERATION.fullmatch(entry.parent.name) for entry in model.glob(f"{GENERATIONS}/*/{MANIFEST}"))
+
+
+def pointer_checksum(data: dict[str, Any]) -> str:
+    """Return the checksum of everything in `current` but the checksum."""
+    entries = {key: value for key, value in data.items() if key != "checksum"}
+    return digest(json.dumps(entries, sort_keys=True).encode())
+
+
+def _damaged(path: Path, how: str) -> EngramError:
+    return EngramError(f"{path} is damaged: {how}; restore it from a copy of the model")
 
 
 def _named(data: Any, path: Path) -> tuple[str, str]:
     """Return the generation that an entry of `current` names, and its checksum."""
     generation, checksum = (data.get(key) for key in ("generation", "digest")) if isinstance(data, dict) else ("", "")
     if not isinstance(generation, str) or not GENERATION.fullmatch(generation):
-        raise EngramError(f"{path} names no generation: it is damaged; restore it from a copy of the model")
+        raise _damaged(path, "it names no generation")
     if not isinstance(checksum, str) or not _DIGEST.fullmatch(checksum):
-        raise EngramError(f"{path} has no checksum: it is damaged; restore it from a copy of the model")
+        raise _damaged(path, "it has no checksum of a generation")
     return generation, checksum
 
 
-def parse_json(content: bytes, path: Path) -> dict[str, Any]:
-    """Parse a JSON object; refuse anything else. path: for messages."""
-
-    def number(text: str) -> float:
-        if not math.isfinite(value := float(text)):
-            raise ValueError(f"{text[:40]} is not a finite number")
-        return value
-
-    def whole(text: str) -> int:
-        if len(text) > 20:
-            raise ValueError(f"{text[:20]}... is too large")
-        return int(text)
-
+def _json_object(content: bytes, path: Path) -> dict[str, Any]:
     try:
-        data = json.loads(content.decode("utf-8"), parse_constant=number, parse_float=number, parse_int=whole)
-    except (ValueError, RecursionError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise EngramError(f"{path} is not valid JSON: it is damaged ({reason})") from None
+        data = parse_json(content)
+    except ValueError as error:
+        raise EngramError(f"{path} is not valid JSON: it is damaged ({error})") from None
     if not isinstance(data, dict):
         raise EngramError(f"{path} should hold a JSON object and holds a {type(data).__name__}; it is damaged")
     return data
@@ -227,7 +240,7 @@ def _snapshot(generation: Folder, pointer: Pointer) -> Snapshot:
     content = generation.read(MANIFEST, MANIFEST_BYTES)
     if digest(content) != pointer.digest:
         raise _ChecksumMismatch(str(path))
-    data = parse_json(content, path)
+    data = _json_object(content, path)
     _check_format(data, path)
     return Snapshot(generation, pointer, data)
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import typing
 from base64 import b64decode, b64encode
 from collections.abc import Hashable
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,6 +18,7 @@ from engram.models.labels import decode_label, encode_label
 from engram.models.model import KnownClass, LessonRecord, Model
 from engram.models.model_config import ModelConfig
 from engram.models.split import DIGEST_BYTES
+from engram.runs.checked import Source, checked
 
 MOST_CLASSES, MOST_IMAGES = 30_000, 10**9
 
@@ -126,10 +126,8 @@ class Manifest:
             config = ModelConfig.from_plain(data.get("config"))
         except EngramError as error:
             raise EngramError(f"this version cannot use the configuration in {path}: {error}") from None
-        try:
-            return read_strictly(cls, {**data, "config": config}, "")
-        except EngramError as error:
-            raise EngramError(f"{path} is damaged: {error}") from None
+        source = Source(path, "restore it from a copy of the model", "is damaged")
+        return checked(cls, {**data, "config": config}, source)
 
     def to_plain(self) -> dict[str, Any]:
         """Return the manifest as plain data.
@@ -157,29 +155,3 @@ class Manifest:
 
 def _number_kept(memory: Memory | None, label: int) -> int:
     return len(memory.of(label)) if memory is not None and label in memory.labels else 0
-
-
-def read_strictly(kind: Any, value: Any, name: str) -> Any:
-    """Return JSON data as the annotation says. Unlike `from_plain`, text is never read as a number.
-
-    A dataclass ignores unknown keys: a later version may add some.
-    """
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if kind is Any or (is_dataclass(kind) and type(value) is kind):
-        return value
-    if is_dataclass(kind) and isinstance(value, dict):
-        hints = typing.get_type_hints(kind)
-        for each in fields(kind):
-            if each.name not in value and each.default is MISSING and each.default_factory is MISSING:
-                raise EngramError(f"{name or 'it'} has no {each.name}")
-        given = {key: read_strictly(hints[key], item, f"{name}.{key}") for key, item in value.items() if key in hints}
-        return kind(**given)  # pyright: ignore[reportCallIssue]
-    if origin is tuple and isinstance(value, list):
-        return tuple(read_strictly(arguments[0], item, f"{name}[{place}]") for place, item in enumerate(value))
-    if origin is dict and isinstance(value, dict):
-        return {key: read_strictly(arguments[1], item, f"{name}[{key!r:.40}]") for key, item in value.items()}
-    if kind is float and type(value) in (int, float):
-        return float(value)
-    if type(value) is kind:
-        return value
-    raise EngramError(f"{name.lstrip('.')} is {value!r:.40}, which has the wrong type")

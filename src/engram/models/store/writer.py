@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import secrets
 import shutil
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +19,15 @@ from engram.core.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from engram.core.errors import EngramError, option
 from engram.core.io import TEMPORARY, lock, writing
 from engram.core.provenance import version
+from engram.core.safe_folder import (
+    Folder,
+    MissingFile,
+    digest,
+    is_real_folder,
+    read_inside,
+    sync_folder,
+    write_new,
+)
 from engram.models.store.generations import (
     FILE,
     FORMAT,
@@ -25,17 +36,19 @@ from engram.models.store.generations import (
     LEARNING,
     LOCK,
     MANIFEST,
+    MANIFEST_BYTES,
     POINTER,
     NoModelYet,
     Pointer,
     Snapshot,
+    pointer_checksum,
     read_model,
     read_pointer,
     read_previous,
 )
-from engram.models.store.safe_folder import Folder, MissingFile, digest, is_real_folder, sync_folder, write_new
 
 STATE = "state.safetensors"
+_PARTIAL = re.compile(rf"{GENERATION.pattern}(\.[0-9a-f]{{8}})?{re.escape(TEMPORARY)}")  # names of partial generations
 
 File = tuple[str, Callable[[], bytes]]  # name, and a function that returns the content
 
@@ -124,9 +137,8 @@ class Writer:
 
         A file that the current or the previous generation has, under any name, is linked instead of written.
         """
-        number = 1 + max([int(name) for name in self._generations()], default=0)
-        place = self.path / GENERATIONS / f"{number:06d}"
-        part = place.with_name(place.name + TEMPORARY)
+        place = self._free_place()
+        part = place.with_name(f"{place.name}.{secrets.token_hex(4)}{TEMPORARY}")
         try:
             with writing(part):
                 part.mkdir(parents=True)
@@ -145,17 +157,17 @@ class Writer:
 
     def _write_files(self, part: Path, files: Iterable[File]) -> dict[str, list[int | str]]:
         """Write files in parallel, because each waits for the disk; return size and checksum of each by name."""
-        held: dict[str, Path] = {}
+        held: dict[str, tuple[Path, str]] = {}
         for read in (read_previous, read_model):
             with suppress(EngramError):  # without a file to link to, it is written
-                held |= read(self.path, Snapshot.paths)
+                held |= read(self.path, Snapshot.by_checksum)
 
         def put(file: File) -> tuple[str, list[int | str]]:
             name, content = file[0], file[1]()
             assert FILE.fullmatch(name), name
             path, checksum = part / name, digest(content)
             path.parent.mkdir(parents=True, exist_ok=True)
-            if not (checksum in held and _link(held[checksum], path, content)):
+            if not (checksum in held and _link(*held[checksum], path, content)):
                 write_new(path, content)
             return name, [len(content), checksum]
 
@@ -172,7 +184,7 @@ class Writer:
             data["previous"] = _pointer_entry(pointer.previous)
         elif pointer is not None and pointer.why:
             data["why"] = pointer.why
-        text = json.dumps(data)
+        text = json.dumps({**data, "checksum": pointer_checksum(data)})
         temporary = self.path / f".{POINTER}{TEMPORARY}"
         with writing(self.path / POINTER):
             temporary.unlink(missing_ok=True)
@@ -182,27 +194,20 @@ class Writer:
 
     def learning(self) -> Checkpoint | None:
         """Return the checkpoint of an unfinished lesson, or None."""
-        place = self.path / LEARNING
-        if not (place / STATE).exists() and not (place / STATE).is_symlink():
+        path = self.path / LEARNING / STATE
+        if not os.path.lexists(path):
             return None
-        how = f"drop it with {option('restart', True)} and start again"
-        if not is_real_folder(place) or (place / STATE).is_symlink() or not (place / STATE).is_file():
-            raise EngramError(f"learning in {self.path} cannot be resumed: {place} is not a folder of engram; {how}")
         try:
-            return load_checkpoint(place / STATE)
+            return load_checkpoint(path, self.path)
         except EngramError as error:
             raise EngramError(
-                f"learning in {self.path} cannot be resumed: the checkpoint {place / STATE} is damaged or from another "
-                f"version; {how}"
+                f"learning in {self.path} cannot be resumed: the checkpoint {path} is damaged or from another "
+                f"version; drop it with {option('restart', True)} and start again"
             ) from error
 
     def save_learning(self, checkpoint: Checkpoint) -> None:
         """Save the checkpoint of a lesson, replacing the one before."""
-        place = self.path / LEARNING
-        with writing(place):
-            place.mkdir(exist_ok=True)
-        self._refuse_links()
-        save_checkpoint(place / STATE, checkpoint)
+        save_checkpoint(self.path / LEARNING / STATE, checkpoint, self.path)
 
     def drop_learning(self) -> None:
         """Delete the checkpoint of an unfinished lesson."""
@@ -210,23 +215,39 @@ class Writer:
         if is_real_folder(place):
             shutil.rmtree(place, ignore_errors=True)
 
-    def _generations(self) -> list[str]:
-        place = self.path / GENERATIONS
-        if not is_real_folder(place):
-            return []
-        return [entry.name for entry in place.iterdir() if GENERATION.fullmatch(entry.name)]
+    def _free_place(self) -> Path:
+        """Return the path of the next generation: a number above the current one that nothing has yet."""
+        pointer = self.current()
+        number = 1 if pointer is None else 1 + max(int(each.generation) for each in _named_by(pointer))
+        while os.path.lexists(place := self.path / GENERATIONS / f"{number:06d}"):
+            number += 1
+        return place
 
     def clean_up(self) -> None:
-        """Delete what a killed process left: partial generations, and those that `current` does not name."""
+        """Delete what a killed process left: partial generations, and those that were replaced.
+
+        Anything else in the folder is left alone. Complete generations are deleted only if it is certain that the
+        current one is another: `current` is verified, and so is the generation that it names.
+        """
         self._refuse_links()
         place, pointer = self.path / GENERATIONS, self.current()
-        named = {each.generation for each in (pointer, pointer and pointer.previous) if each is not None}
-        if place.exists():
-            for entry in list(place.iterdir()):
-                if entry.name not in named:
-                    shutil.rmtree(entry, ignore_errors=True)
+        named = {each.generation for each in _named_by(pointer)}
+        doubtful = _named_by(pointer)[:1] if pointer is None or pointer.is_verified else _named_by(pointer)
+        is_certain = all(map(self._is_intact, doubtful))
+        for entry in list(place.iterdir()) if place.exists() else []:
+            is_replaced = is_certain and GENERATION.fullmatch(entry.name) and entry.name not in named
+            if (is_replaced or _PARTIAL.fullmatch(entry.name)) and is_real_folder(entry):
+                shutil.rmtree(entry, ignore_errors=True)
         with suppress(OSError):
             (self.path / f".{POINTER}{TEMPORARY}").unlink()
+
+    def _is_intact(self, pointer: Pointer) -> bool:
+        """Return whether the model.json of a generation has the checksum in `current`."""
+        try:
+            content = read_inside(self.path, f"{GENERATIONS}/{pointer.generation}/{MANIFEST}", MANIFEST_BYTES)
+        except (EngramError, MissingFile):
+            return False
+        return digest(content) == pointer.digest
 
     def _refuse_links(self) -> None:
         for name in (GENERATIONS, LEARNING):
@@ -245,6 +266,11 @@ def clean_up_model(path: str | Path) -> None:
     """Delete what a killed process left in the model at that path, unless another process is writing there."""
     with suppress(EngramError, OSError):
         Writer(path).close()
+
+
+def _named_by(pointer: Pointer | None) -> list[Pointer]:
+    """Return the generations that `current` names: the current one, and the previous one if it is kept."""
+    return [each for each in (pointer, pointer and pointer.previous) if each is not None]
 
 
 def _pointer_entry(pointer: Pointer | None) -> dict[str, str | None]:
@@ -269,12 +295,12 @@ def refuse_other_directory(path: Path) -> None:
         raise EngramError(f"{path} is not a model directory and holds {min(others)!r}; choose a new or empty one")
 
 
-def _link(source: Path, path: Path, content: bytes) -> bool:
-    """Create a hard link to a file that has this content; return whether that worked."""
+def _link(folder: Path, name: str, path: Path, content: bytes) -> bool:
+    """Create a hard link to a file in a folder if it has this content; return whether that worked."""
     try:
-        if source.is_symlink() or source.read_bytes() != content:
+        if read_inside(folder, name, len(content)) != content:
             return False
-        os.link(source, path, follow_symlinks=False)
-    except OSError:
+        os.link(folder / name, path, follow_symlinks=False)
+    except (OSError, EngramError, MissingFile):
         return False
     return True
