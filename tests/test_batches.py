@@ -20,9 +20,8 @@ from engram.engine.planning import plan_epochs
 from engram.engine.sgd import FlatSGD
 from engram.experiment.session import PhasePlan, Session
 from engram.experiment.stage_work import STEP_COST
-from engram.methods.blocks.mixing import CutMix, Mixed, paste_box, plan_boxes
+from engram.methods.blocks.batches import CutMix, Mixed, SecondStream, paste_box, plan_boxes
 from engram.methods.blocks.phases import EVERYTHING
-from engram.methods.blocks.second_stream import SecondStream
 from helpers import (
     NO_AUGMENTATION,
     assert_resumes_to,

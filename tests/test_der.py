@@ -24,7 +24,7 @@ from engram.experiment.session import Session
 from engram.experiment.stage_work import STEP_COST, PhasePlan, predict
 from engram.methods import find_method
 from engram.methods.der import DERSettings, ExpandingBackbone, ExpandingHead, auxiliary_loss
-from engram.nn.backbones import both_means, resnet10
+from engram.nn.backbones import BACKBONES, ResNet, both_means, resnet10
 from engram.nn.network import Output
 from helpers import (
     assert_resumes_to,
@@ -464,6 +464,20 @@ def test_settings_that_make_no_sense_are_refused(change: dict[str, float]) -> No
     (name,) = change
     with pytest.raises(EngramError, match=f"{name} must be"):
         tiny_config("der").with_settings(**change)
+
+
+class Foreign(ResNet):
+    """A backbone of one's own, of which DER knows no way to make a copy."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__(resnet10(generator).specification, generator)
+        self.stem = torch.nn.Conv2d(3, 3, 1)
+
+
+def test_a_backbone_that_it_cannot_copy_is_refused_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BACKBONES, "foreign", Foreign)
+    with pytest.raises(EngramError, match=r"der cannot use the backbone Foreign: .*choose one of resnet32, resnet10"):
+        tiny_session(tiny_config("der", backbone="foreign"))
 
 
 def test_the_recipes_have_the_papers_schedule() -> None:

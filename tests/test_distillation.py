@@ -212,7 +212,7 @@ def test_icarl_asks_the_labels_alone_in_the_base_stage() -> None:
     case = Case([[0.5, -1.0, 2.0, *[-INFINITY] * 5]], [[-INFINITY] * 8], [2])
     step, scores = case.step(stage=0)
     expected = (slow_binary(0.5, 0) + slow_binary(-1.0, 0) + slow_binary(2.0, 1)) / 3
-    (loss,) = ICaRL(ICaRLSettings()).classify(step).values()
+    (loss,) = ICaRL(ICaRLSettings()).base_loss(step).values()
     assert float(loss.detach()) == pytest.approx(expected, rel=1e-9)
     (gradient,) = torch.autograd.grad(loss, scores)
     assert gradient.isfinite().all()
@@ -245,9 +245,9 @@ def test_wa_weighs_old_and_new_by_their_share_of_the_classes(seed: int) -> None:
 def test_lwf_classifies_among_the_new_and_distils_the_old(seed: int) -> None:
     case = case_of(seed)
     case = Case(case.student, case.teacher, [5 + label % 2 for label in case.labels])
-    step, scores = case.step(weights={"distillation": 3.0})
+    step, scores = case.step()
     classified = [-math.log(softmax(row, [5, 6])[label]) for row, label in zip(case.student, case.labels, strict=True)]
-    terms = LwF(LwFSettings()).loss(step)
+    terms = LwF(LwFSettings(lambda_kd=3.0)).loss(step)
     assert float(terms["classification"].detach()) == pytest.approx(sum(classified) / 5, rel=1e-9)
     assert float(terms["distillation"].detach()) == pytest.approx(3 * slow_parts(case, 2.0)[1], rel=1e-9)
     (gradient,) = torch.autograd.grad(terms["classification"], scores, retain_graph=True)

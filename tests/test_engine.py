@@ -24,12 +24,11 @@ from engram.engine.capture import NotRecordable
 from engram.engine.loop import Epoch, NonFiniteLoss
 from engram.engine.planning import learning_rates
 from engram.experiment.session import Session
-from engram.methods.blocks.mixing import CutMix
-from engram.methods.blocks.penalty import QuadraticPenalty
-from engram.methods.blocks.second_stream import SecondStream
+from engram.methods.blocks.batches import CutMix, SecondStream
 from engram.methods.dde import Neighbours, TrackMomentum
 from engram.methods.der import FrozenBranches
 from engram.methods.mnemonics import TrainFactors
+from engram.methods.penalty import QuadraticPenalty
 from engram.nn.backbones import BACKBONES, build_backbone
 from engram.nn.network import Network, Part
 

@@ -17,7 +17,7 @@ from engram.core.events import BaseReused
 from engram.data.memory import MemoryConfig
 from engram.experiment.base_cache import StageCache
 from engram.experiment.session import Session
-from engram.methods.blocks.mixing import CutMix, Mixed
+from engram.methods.blocks.batches import CutMix, Mixed
 from engram.methods.gdumb import NormalisedHead, classify
 from engram.nn.network import Output
 from helpers import learn_stage, tiny_config, tiny_session, toy_store, train_phase

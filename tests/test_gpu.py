@@ -19,10 +19,12 @@ from engram.experiment.base_cache import StageCache
 from engram.experiment.execution import RunExecution
 from engram.experiment.session import Session
 from engram.methods.dde import NeighbourLogits
-from engram.methods.mas import squared_length
 from engram.methods.mnemonics import as_factored, convolution_weights
+from engram.methods.penalty import MAS, MeasuredSettings
 from engram.nn.network import Network
 from helpers import learn_stage, tiny_config, tiny_session, toy_store
+
+squared_length = MAS(MeasuredSettings()).measure
 
 pytestmark = [
     pytest.mark.gpu,

@@ -34,7 +34,7 @@ from engram.engine.fused import (  # noqa: E402
 from engram.engine.sgd import FlatSGD  # noqa: E402
 from engram.kernels import launch  # noqa: E402
 from engram.kernels.launch import ARITHMETIC, Arithmetic, Conv, Norm, NormGradient, Scratch  # noqa: E402
-from engram.methods.blocks.mixing import paste_box  # noqa: E402
+from engram.methods.blocks.batches import paste_box  # noqa: E402
 from engram.methods.der import ExpandingBackbone  # noqa: E402
 from engram.nn.backbones import Block, BlockGroup, ResNet  # noqa: E402
 from engram.nn.heads import CosineHead  # noqa: E402

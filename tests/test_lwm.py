@@ -17,7 +17,7 @@ from engram.core.events import Warned
 from engram.data.stage import NEVER
 from engram.experiment.session import Session
 from engram.methods import find_method
-from engram.methods.lwm import ROWS, LwM, LwMSettings, attention_loss
+from engram.methods.lwf import ROWS, LwM, LwMSettings, attention_loss
 from engram.nn.heads import LinearHead
 from engram.nn.network import Output
 from helpers import learn_stage, tiny_config, tiny_session, toy_store, train_phase

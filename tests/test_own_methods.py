@@ -5,7 +5,25 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engram.contract import Extension, Learner, Method, Passes, Phase, Stage, Step, Terms, register
+from engram.core.errors import EngramError
+from engram.core.events import EpochFinished, RunFinished, StageFinished
+from engram.data.memory import MemoryConfig
+from engram.experiment.runner import resume, run
+from engram.methods import METHODS
+from engram.methods.blocks.linear import LinearMethod, SteppedSettings
+from engram.methods.blocks.lsc import LSCMethod, LSCSettings
+from helpers import begin_stage, last_state, tiny_config, tiny_session, toy_store, train_phase
+from model_helpers import NAMES, learn, make, opened, pictures, scores, tiny
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ["own-mini-b10-s5", "--epochs", "1", "--threads", "1", "--no-cache"]
@@ -13,7 +31,7 @@ METHOD = """
 import torch
 from engram.contract import register
 from engram.methods.blocks.lsc import LSCSettings, classification_loss, lsc_phases
-from engram.methods.replay import Replay
+from engram.methods.bounds import Replay
 
 
 @register("own", settings=LSCSettings, title="Replay that keeps a number from stage to stage")
@@ -91,3 +109,106 @@ def test_the_contract_tests_run_for_a_method_from_outside(tmp_path: Path) -> Non
     done = call(tmp_path, *flags, "-k", "own and resumes_exactly", program="pytest")
     assert done.returncode == 0, done.stdout
     assert " passed" in done.stdout
+
+
+Register = Callable[..., None]
+
+
+@pytest.fixture
+def own() -> Iterator[Register]:
+    """Registers a method as "own" until the test ends."""
+
+    def add(kind: type[Method], **declared: Any) -> None:
+        register("own", **{"settings": LSCSettings, "title": "A method of one's own"} | declared)(kind)
+
+    yield add
+    METHODS.pop("own", None)
+
+
+class Counting(LSCMethod[LSCSettings]):
+    """Keeps a number for each row of the head, and reads it in the loss."""
+
+    class_buffers = ("counts",)
+
+    def loss(self, step: Step) -> Terms:
+        return {"classification": super().loss(step)["classification"] + 0 * (step.buffers["counts"] * step.new).sum()}
+
+    def finish(self, learner: Learner, stage: Stage, passes: Passes) -> None:
+        head = learner.network.head
+        kept = learner.buffers.get("counts", torch.zeros(head.capacity)).clone()
+        kept[stage.num_old : stage.num_seen] = stage.index + 1.0
+        learner.store("counts", kept)
+
+
+def test_tensors_with_a_row_per_class_grow_with_the_head(own: Register, tmp_path: Path) -> None:
+    own(Counting)
+    model = opened(make(tmp_path / "model", NAMES[:2], NAMES[2:5], NAMES[5:6], config=tiny("own")))
+    assert model.learner is not None
+    assert model.learner.buffers["counts"].tolist() == [1, 1, 2, 2, 2, 3]
+
+
+class ClosedForm(LinearMethod[SteppedSettings]):
+    """Trains nothing, in no stage: the weight of a class is the mean of its embeddings."""
+
+    predictors = ("cnn",)
+    uses_teacher = False
+
+    def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
+        return []
+
+    @torch.no_grad()
+    def finish(self, learner: Learner, stage: Stage, passes: Passes) -> None:
+        for label in stage.new_labels:
+            own = passes.embed(learner.network, stage.pool.images[stage.rows_of(label)])
+            learner.network.get_parameter("head.weight")[label] = own.mean(dim=0)
+
+
+def test_a_method_without_a_phase_runs_and_resumes(own: Register, tmp_path: Path) -> None:
+    own(ClosedForm, settings=SteppedSettings, memory="none")
+    config, store = tiny_config("own", memory=MemoryConfig("none", 0)), toy_store()
+    events = list(run(config, store, tmp_path / "whole"))
+    assert isinstance(events[-1], RunFinished)
+    assert not any(isinstance(event, EpochFinished) for event in events)
+    halted = run(config, store, tmp_path / "halted")
+    for event in halted:
+        if isinstance(event, StageFinished) and event.stage == 1:
+            halted.close()
+            break
+    assert isinstance(list(resume(tmp_path / "halted", store))[-1], RunFinished)
+    whole, resumed = last_state(tmp_path / "whole"), last_state(tmp_path / "halted")
+    assert whole.keys() == resumed.keys()
+    assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
+
+
+@pytest.mark.parametrize("method", ["own", "ridge"])
+def test_lessons_without_a_phase(own: Register, tmp_path: Path, method: str) -> None:
+    own(ClosedForm, settings=SteppedSettings, memory="none")
+    path = make(tmp_path / "model", NAMES[:3], config=tiny(method, memory="none"))
+    before = opened(path).learner
+    learn(path, NAMES[3:5])
+    after = opened(path).learner
+    assert before is not None
+    assert after is not None
+    assert after.num_classes == 5
+    for name, value in before.network.backbone.state_dict().items():
+        assert torch.equal(value, after.network.backbone.state_dict()[name]), "the second lesson trains nothing"
+    images, labels = pictures(NAMES[:5], 4, seed=3)
+    best = scores(opened(path), images)["cnn"].argmax(axis=1)
+    right = np.mean([NAMES[place] == label for place, label in zip(best, labels, strict=True)])
+    assert right > (0.6 if method == "ridge" else 0.2)
+
+
+@dataclass(frozen=True)
+class Unnamed(Extension):
+    """Says that it has a stream, and not of which rows."""
+
+    def stream(self) -> tuple[str, int]:
+        return "more", 2
+
+
+def test_a_stream_without_rows_says_what_to_define() -> None:
+    session = tiny_session()
+    stage = begin_stage(session, 0)
+    (main,) = session.method.phases(session.learner, stage, session.engine)
+    with pytest.raises(EngramError, match=r"Unnamed adds a stream of images, .*define stream_rows\(epochs, steps, "):
+        train_phase(session, stage, replace(main, extensions=(Unnamed(),)))

@@ -24,10 +24,19 @@ from engram.experiment.recipes import recipe
 from engram.experiment.run_config import RunConfig
 from engram.experiment.session import Session
 from engram.methods import find_method
-from engram.methods.blocks.importance import sampled_rows
-from engram.methods.blocks.penalty import ANCHOR, OMEGA, PATH, QuadraticPenalty, keep_omega, set_anchor
-from engram.methods.ewc import EWC, EWCSettings
-from engram.methods.mas import squared_length
+from engram.methods.blocks.phases import sampled_rows
+from engram.methods.penalty import (
+    ANCHOR,
+    EWC,
+    MAS,
+    OMEGA,
+    PATH,
+    EWCSettings,
+    MeasuredSettings,
+    QuadraticPenalty,
+    keep_omega,
+    set_anchor,
+)
 from engram.nn.network import Output
 from helpers import (
     NO_AUGMENTATION,
@@ -42,6 +51,8 @@ from helpers import (
     tiny_session,
     toy_store,
 )
+
+squared_length = MAS(MeasuredSettings()).measure
 
 FAMILY = ["ewc", "si", "mas"]
 MEMORY = MemoryConfig(size=3)
@@ -183,7 +194,7 @@ def test_the_base_stage_has_no_penalty_and_its_omega_stands_alone(method: str) -
     if method == "mas":
         fresh = session.engine.sensitivity(session.learner, stage, stage.all_rows, squared_length, power=1)
     else:
-        objective = EWC(EWCSettings()).log_likelihood
+        objective = EWC(EWCSettings()).measure
         fresh = session.engine.sensitivity(session.learner, stage, stage.all_rows, objective, power=2)
     for name, value in fresh.items():
         assert torch.equal(session.learner.buffers[OMEGA + name], value)

@@ -14,7 +14,7 @@ from engram.core.errors import suggest
 from engram.data.augment import Augmentation
 from engram.experiment.session import Session
 from engram.methods import METHODS
-from engram.methods.replay import Replay
+from engram.methods.bounds import Replay
 
 
 @pytest.mark.parametrize("name", recipe_names())

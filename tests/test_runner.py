@@ -35,7 +35,7 @@ from engram.data.sources.load import DataConfig, load_store
 from engram.engine import NonFiniteLoss
 from engram.experiment.runner import settle
 from engram.experiment.session import Session
-from engram.methods.lwm import LwM
+from engram.methods.lwf import LwM
 from engram.reproduce.records import protocol_key
 from helpers import learn_stage, tiny_config, tiny_session
 

@@ -19,11 +19,12 @@ from engram.data.augment import Augmentation
 from engram.data.memory import MemoryConfig
 from engram.data.stage import Stage
 from engram.experiment.session import Session
-from engram.methods.ewc import EWC, EWCSettings, draw_labels
-from engram.methods.mas import squared_length
+from engram.methods.penalty import EWC, MAS, EWCSettings, MeasuredSettings, draw_labels
 from engram.nn.heads import LSCHead
 from engram.nn.network import Network
 from helpers import buffers_of, learn_stage, parameters_of, tiny_config, tiny_session
+
+squared_length = MAS(MeasuredSettings()).measure
 
 SHARPNESS = 1.5  # of the proxies' similarities
 
@@ -67,7 +68,7 @@ def test_the_sensitivity_is_that_of_single_images(kind: str) -> None:
     if kind == "length":
         ours = engine.sensitivity(learner, stage, stage.all_rows, squared_length, power=1)
     else:
-        ours = engine.sensitivity(learner, stage, stage.all_rows, EWC(EWCSettings(label=kind)).log_likelihood, 2)  # pyright: ignore[reportArgumentType]
+        ours = engine.sensitivity(learner, stage, stage.all_rows, EWC(EWCSettings(label=kind)).measure, 2)  # pyright: ignore[reportArgumentType]
     theirs = slow_sensitivity(learner.network, stage, kind)
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
@@ -169,7 +170,7 @@ def test_the_sensitivity_does_not_depend_on_the_batches(label: Any, monkeypatch:
 
     def fisher(images: int) -> dict[str, Tensor]:
         monkeypatch.setitem(engram.engine.sensitivity.PIXELS, "cpu", images * 8 * 8)
-        log_likelihood = EWC(EWCSettings(label=label)).log_likelihood
+        log_likelihood = EWC(EWCSettings(label=label)).measure
         return session.engine.sensitivity(session.learner, stage, stage.all_rows, log_likelihood, power=2)
 
     whole = fisher(1000)
@@ -216,9 +217,7 @@ def test_the_square_of_the_mean_gradient_is_something_else() -> None:
     """What public code computes shrinks as the batch grows; the mean of the squares does not."""
     session, stage = trained()
     learner = session.learner
-    fisher = session.engine.sensitivity(
-        learner, stage, stage.all_rows, EWC(EWCSettings(label="true")).log_likelihood, power=2
-    )
+    fisher = session.engine.sensitivity(learner, stage, stage.all_rows, EWC(EWCSettings(label="true")).measure, power=2)
     network = copy.deepcopy(learner.network).double().eval()
     rows = range(len(stage.pool))
     name = "backbone.conv.weight"

@@ -17,6 +17,7 @@ from torch import Tensor
 from engram.contract.batch_plan import BatchPlan
 from engram.contract.learner import Learner
 from engram.contract.settings import Training
+from engram.core.errors import EngramError
 from engram.data.stage import Stage
 from engram.nn.network import Network, Output
 
@@ -151,8 +152,11 @@ class Extension:
         return None
 
     def stream_rows(self, epochs: range, steps: int, purpose: tuple[str | int, ...], seed: int) -> Tensor:
-        """The pool rows (S, images) of the stream in all steps of these epochs."""
-        raise NotImplementedError
+        """The pool rows (S, images) of the stream in all steps of these epochs; needed if `stream` is defined."""
+        raise EngramError(
+            f"{type(self).__name__} adds a stream of images, but does not say which; define stream_rows(epochs, steps, "
+            "purpose, seed) in it, which returns a row of the pool for each step and image (example: SecondStream)"
+        )
 
     def attach(self, context: PhaseContext, state: Mapping[str, Tensor]) -> StepHooks | None:
         """Return the hooks for a phase; state: what `StepHooks.state` returned, if the phase is resumed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
+import torch
 from torch import Tensor
 
 from engram.data.memory import Memory
@@ -54,6 +55,19 @@ class Learner:
         state = self.network.state_dict()
         self.teacher.resize_for_state(state)
         self.teacher.load_state_dict(state)
+
+    def reserve(self, capacity: int, class_buffers: Collection[str] = ()) -> None:
+        """Make room for that many classes in both heads, whose scores losses compare column by column.
+
+        class_buffers: names of the method's tensors that have one row per row of the head; their new rows are zero.
+        """
+        before = self.network.head.capacity
+        for network in (self.network, self.teacher):
+            network.head.reserve(capacity)
+        for name in self.buffers.keys() & set(class_buffers):
+            held = self.buffers[name]
+            if len(held) == before < capacity:
+                self.buffers[name] = torch.cat([held, held.new_zeros(capacity - before, *held.shape[1:])])
 
     def drop(
         self, labels: Collection[int], class_buffers: Collection[str] = (), class_state: Iterable[str] = ()

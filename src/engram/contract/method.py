@@ -17,8 +17,9 @@ from engram.contract.image_state import ImageTensor
 from engram.contract.learner import Learner
 from engram.contract.passes import Passes
 from engram.contract.phase import Phase
-from engram.contract.settings import SettingsT
+from engram.contract.settings import SettingsT, base_settings
 from engram.core.errors import EngramError
+from engram.core.rng import generator
 from engram.data.stage import Samples, Stage
 from engram.nn.backbones import ResNet
 from engram.nn.heads import Head
@@ -30,9 +31,11 @@ class Method(ABC, Generic[SettingsT]):
 
     predictors: how it predicts ("cnn", "nme"); "nme" needs exemplars. Its recipes report the first.
     uses_teacher: whether any phase has a teacher; if not, none is kept.
-    class_buffers: names of its tensors in the learner that have one row per class.
+    class_buffers: names of its tensors in the learner that have one row per row of the head. They grow with the head
+        (new rows are zero) and lose the rows of removed classes.
     logged_buffers: prefixes of the names of its tensors that are saved with each stage's results.
     image_state: tensors that are kept for each image, by name.
+    family: names the head, growth and training of the base stage, for `base_key`; None: the base stage is not shared.
 
     A method is immutable. What a stage leaves for the next goes into the learner (`Learner.store`), which is what a
     checkpoint holds.
@@ -43,6 +46,7 @@ class Method(ABC, Generic[SettingsT]):
     class_buffers: tuple[str, ...] = ()
     logged_buffers: tuple[str, ...] = ()
     image_state: Mapping[str, ImageTensor] = MappingProxyType({})
+    family: str | None = None
 
     _is_made = False
 
@@ -73,9 +77,9 @@ class Method(ABC, Generic[SettingsT]):
         """The network; a subclass of Network for a method that changes how parameters are trained."""
         return Network(backbone, head, mean, std)
 
-    @abstractmethod
     def grow(self, learner: Learner, stage: Stage, passes: Passes) -> None:
-        """Open the head's rows for the stage's new classes."""
+        """Open the head's rows for the stage's new classes; by default with random values."""
+        learner.network.head.grow(stage.num_new, generator(learner.seed, "head", stage.index))
 
     @abstractmethod
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
@@ -88,7 +92,7 @@ class Method(ABC, Generic[SettingsT]):
 
     def base_key(self) -> dict[str, Any] | None:
         """The settings that determine the base stage: runs that agree in them can share one. None: it is not shared."""
-        return None
+        return None if self.family is None else {"family": self.family, **base_settings(self.settings)}
 
     def finish(self, learner: Learner, stage: Stage, passes: Passes) -> None:
         """Called after the training of a stage, to compute what the next stage needs; nothing by default."""

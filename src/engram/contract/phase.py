@@ -60,16 +60,8 @@ class Step:
         return next((each for each in self.extras if isinstance(each, kind)), None)
 
 
-def _step_settings(training: Training) -> Hashable:
-    return training.in_step()
-
-
-def _no_key(_: Any) -> None:
-    return None
-
-
 # Fields that only matter before a step, or that a step reads from tensors.
-_PLANNED = {"key": _no_key}
+_PLANNED = {"key": lambda _: None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +87,7 @@ class Phase:
     rows: Callable[[], Tensor] = field(metadata=_PLANNED)
     loss: Callable[[Step], Terms]
     train: Part
-    training: Training = field(metadata={"key": _step_settings})
+    training: Training = field(metadata={"key": Training.in_step})
     teacher: bool = False
     weights: Mapping[str, float] = field(default_factory=dict, metadata={"key": tuple})
     augment: bool = field(default=True, metadata=_PLANNED)
@@ -112,7 +104,8 @@ class Phase:
 
     def recording_key(self) -> Hashable:
         """The key of a recorded step of this phase: every field except those marked as planned."""
-        return tuple(each.metadata.get("key", _identity)(getattr(self, each.name)) for each in fields(self))
+        keys = ((each.metadata.get("key"), getattr(self, each.name)) for each in fields(self))
+        return tuple(value if key is None else key(value) for key, value in keys)
 
     @property
     def streams(self) -> list[tuple[str, int]]:
@@ -124,7 +117,3 @@ class Phase:
         steps, size = self.training.batches(images)
         extra = sum(count for _, count in self.streams)
         return steps, size + extra, min(size, images - (steps - 1) * size) + extra
-
-
-def _identity(value: T) -> T:
-    return value

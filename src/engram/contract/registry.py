@@ -15,6 +15,7 @@ from engram.core.errors import EngramError, UnknownNameError
 from engram.core.provenance import user_code_versions
 from engram.data.memory import SELECTORS, Selection
 
+PREDICTORS = ("cnn", "nme")
 MemoryUse = Literal["needed", "none", "all", "optional"]
 NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")  # recipes and directories begin with it
 NME_ENDING = "-nme"
@@ -106,6 +107,7 @@ def register(
         _check_name(name)
         _check_class(name, cls)
         _check_settings(name, settings)
+        _check_predictors(name, cls)
         for what, value, valid in (("memory", memory, get_args(MemoryUse)), ("selection", selection, SELECTORS)):
             if value not in valid:
                 raise EngramError(f"the {what} of {name} must be one of {', '.join(valid)}, got {value!r}")
@@ -164,6 +166,15 @@ def _check_name(name: str) -> None:
 def _check_class(name: str, cls: type) -> None:
     if not isinstance(cls, type) or not issubclass(cls, Method):
         raise EngramError(f"{name} is registered with {cls!r}; register takes a subclass of Method")
+
+
+def _check_predictors(name: str, cls: type[Method]) -> None:
+    unknown = [each for each in cls.predictors if each not in PREDICTORS]
+    if unknown or not cls.predictors or isinstance(cls.predictors, str):
+        raise EngramError(
+            f"{cls.__name__}.predictors of {name} must be a tuple of some of {', '.join(PREDICTORS)}, "
+            f'got {cls.predictors!r}; write predictors = ("cnn",), for instance'
+        )
 
 
 def _check_settings(name: str, settings: type[Settings]) -> None:

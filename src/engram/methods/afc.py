@@ -13,19 +13,10 @@ from typing import final
 
 from torch import Tensor
 
-from engram.contract import Learner, Passes, Phase, RecipeHints, Stage, Step, Terms, both_imagenets, register, setting
-from engram.methods.blocks import losses
-from engram.methods.blocks.importance import check_finite, sampled_rows
-from engram.methods.blocks.lsc import (
-    LSC_NME,
-    LSCMethod,
-    LSCSettings,
-    Variant,
-    classification_loss,
-    distilled,
-    lsc_phases,
-    stage_weight,
-)
+from engram.contract import Learner, Passes, RecipeHints, Stage, Step, Terms, both_imagenets, register, setting
+from engram.methods.blocks import losses, lsc
+from engram.methods.blocks.lsc import LSC_NME, LSCMethod, LSCSettings, Variant, distilled, stage_weight
+from engram.methods.blocks.phases import check_finite, sampled_rows
 
 
 @dataclass(frozen=True)
@@ -81,9 +72,8 @@ class AFC(LSCMethod[AFCSettings]):
 
     logged_buffers = ("importance.",)
 
-    def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
-        weights = {"discrepancy": stage_weight(self.settings.lambda_disc, stage)}
-        return lsc_phases(self.settings, learner, stage, passes, self.loss, weights)
+    def weights(self, stage: Stage) -> dict[str, float]:
+        return {"discrepancy": stage_weight(self.settings.lambda_disc, stage)}
 
     def loss(self, step: Step) -> Terms:
         """Eq. (16): classification plus weighted discrepancy."""
@@ -91,7 +81,7 @@ class AFC(LSCMethod[AFCSettings]):
 
     def importance(self, step: Step) -> list[Tensor]:
         """The contribution of a batch to the importance of each map's channels, before normalisation."""
-        return losses.channel_importance(classification_loss(self.settings, step).sum(), step.student.maps)
+        return losses.channel_importance(lsc.classification_loss(self.settings, step).sum(), step.student.maps)
 
     def finish(self, learner: Learner, stage: Stage, passes: Passes) -> None:
         """Algorithm 1: estimate the importance of each channel; every sample has the same weight."""

@@ -8,49 +8,25 @@ class that are not used for training. The next stage distils the corrected score
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, final
 
 import torch
 from torch import Tensor, nn
 
-from engram.contract import (
-    Learner,
-    Part,
-    Passes,
-    Phase,
-    RecipeHints,
-    Settings,
-    Stage,
-    Step,
-    Terms,
-    Training,
-    both_imagenets,
-    choose_exemplars,
-    register,
-    setting,
-)
+from engram.contract import Learner, Part, Passes, Phase, Stage, Step, Terms, Training, setting
+from engram.contract.exemplars import choose_exemplars
+from engram.contract.registry import RecipeHints, both_imagenets, register
 from engram.core.errors import EngramError
 from engram.core.rng import generator
-from engram.methods.blocks.linear import LinearMethod, classify, convex_distillation, convex_weights
+from engram.methods.blocks.linear import LinearMethod, SteppedSettings, classify, convex_distillation, convex_weights
 from engram.methods.blocks.losses import binary_cross_entropy
-from engram.methods.blocks.phases import main_phase
+from engram.methods.blocks.phases import main_phase, stepped
 from engram.nn.heads import Head, LinearHead
 
 
-def bic_training() -> Training:
-    """250 epochs; learning rate times 0.1 after 100, 150 and 200."""
-    return Training(250, schedule="steps", milestones=(0.4, 0.6, 0.8), weight_decay=2e-4, clip=None)
-
-
-def correction_training() -> Training:
-    """200 epochs without weight decay, which would pull the factor to 0; the last batch is kept."""
-    milestones = (0.3, 0.6, 0.8, 0.9)
-    return Training(200, schedule="steps", milestones=milestones, weight_decay=0.0, clip=None, remainder="keep")
-
-
 @dataclass(frozen=True)
-class BiCSettings(Settings):
+class BiCSettings(SteppedSettings):
     """BiC's settings; the defaults are those of CIFAR-100.
 
     distillation: "softmax": weighted against the classification by the share of old classes, as in the paper.
@@ -63,8 +39,11 @@ class BiCSettings(Settings):
     temperature: float = setting(2.0, above=0)
     validation: float = setting(0.1, above=0, at_most=0.5)
     penalty: float = setting(0.1, at_least=0)
-    train: Training = setting(factory=bic_training, role="main")
-    correction: Training = setting(factory=correction_training, role="correction")
+    train: Training = setting(stepped(250, 100, 150, 200, weight_decay=2e-4), role="main")
+    # Weight decay would pull the factor to 0.
+    correction: Training = setting(
+        stepped(200, 60, 120, 160, 180, weight_decay=0.0, remainder="keep"), role="correction"
+    )
 
     @property
     def held(self) -> slice:
@@ -145,6 +124,8 @@ def balanced_validation(held: dict[int, Tensor]) -> Tensor:
 class BiC(LinearMethod[BiCSettings]):
     """Distils the scores of old classes, then corrects the scores of new classes by two numbers."""
 
+    family = None  # the base stage is not shared: the images that it holds out depend on the memory
+
     def head(self, dim: int, capacity: int) -> Head:
         return CorrectedHead(dim, capacity)
 
@@ -155,15 +136,12 @@ class BiC(LinearMethod[BiCSettings]):
         assert isinstance(head, CorrectedHead)
         head.correct(stage.new_labels)
 
-    def base_key(self) -> None:
-        """None: the base stage is not shared, because the images it holds out depend on the memory."""
-
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
-        settings, held = self.settings, held_back(self.settings, learner, stage)
+        held = held_back(self.settings, learner, stage)
         seen = torch.ones(len(stage.pool), dtype=torch.bool)
         seen[torch.cat(list(held.values()))] = False
-        loss = classify if stage.is_base else self.loss
-        main = main_phase(stage, settings.train, loss, rows=stage.all_rows[seen], weights=convex_weights(stage))
+        loss, weights = classify if stage.is_base else self.loss, convex_weights(stage)
+        main = main_phase(stage, self.settings.train, loss, rows=stage.all_rows[seen], weights=weights)
         if stage.is_base:
             return [main]
         if not any(len(held[label]) for label in range(stage.num_old)):
@@ -177,20 +155,13 @@ class BiC(LinearMethod[BiCSettings]):
 
     def _correction_phase(self, stage: Stage, rows: Tensor) -> Phase:
         """The phase that trains only factor and offset, on images without augmentation."""
-        penalty = self.settings.penalty
+        training, penalty = self.settings.correction, self.settings.penalty
         # A single new class has only a few images to fit two numbers to: penalise both.
         weights = {"offset": penalty, "factor": penalty if stage.num_new == 1 else 0.0}
-        return Phase(
-            name="correct",
-            images=len(rows),
-            rows=lambda: rows,
-            loss=self.correct,
-            train=Part.HEAD_SHARED,
-            training=self.settings.correction,
-            weights=weights,
-            augment=False,
-            frozen=True,
+        phase = main_phase(
+            stage, training, self.correct, rows=rows, train=Part.HEAD_SHARED, teacher=False, weights=weights
         )
+        return replace(phase, name="correct", augment=False, frozen=True)
 
     def loss(self, step: Step) -> Terms:
         """Classification, and distillation of the teacher's corrected scores."""

@@ -8,7 +8,7 @@ embeddings in one direction, which favours the new classes: its effect on the sc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar, final
@@ -17,36 +17,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engram.contract import (
-    BatchPlan,
-    Extension,
-    Learner,
-    Method,
-    Network,
-    Output,
-    Passes,
-    Phase,
-    PhaseContext,
-    RecipeHints,
-    Settings,
-    Stage,
-    Step,
-    StepHooks,
-    Terms,
-    balanced_rows,
-    register,
-    setting,
-)
+from engram.contract import Learner, Method, Passes, Phase, RecipeHints, Settings, Stage, Step, Terms, register, setting
+from engram.contract.exemplars import balanced_rows
+from engram.contract.extension import BatchPlan, Extension, PhaseContext, StepHooks
 from engram.core.errors import EngramError
 from engram.core.rng import generator
 from engram.data.augment import Draws
-from engram.methods.blocks.cosine import CosineMethod, cosine_phases, cross_entropy
-from engram.methods.blocks.lsc import LSCMethod, classification_loss, lsc_phases, weighted
 from engram.methods.podnet import IMAGENET as PODNET_IMAGENET
-from engram.methods.podnet import PODNetSettings, pod_distances, pod_weights
+from engram.methods.podnet import PODMethod, PODNetSettings
 from engram.methods.ucir import IMAGENET as UCIR_IMAGENET
-from engram.methods.ucir import RebalancingSettings, rebalancing, rebalancing_weights
+from engram.methods.ucir import RebalancingMethod, RebalancingSettings
 from engram.nn.heads import Head
+from engram.nn.network import Network, Output
 
 Removal = Literal["fixed", "learned", "none"]
 # If more than MANY_CLASSES classes are seen, only one neighbour is used, searched among that many images of an epoch.
@@ -207,12 +189,11 @@ class _NeighbourLookup(StepHooks):
         self._context, self._count, self._first = context, neighbours.count, neighbours.first
         self._used = min(context.steps * context.batch_size, context.num_images)
         rows, width = len(context.plan), context.batch_size * self._count
-        names = ("rows", "top", "left", "mirror", "factor", "lr")
-        planned_rows, top, left, mirror, factor, lr = (
-            context.persistent_buffer(f"neighbours.{name}", (rows, width) if own.ndim == 2 else (rows,), own.dtype)
-            for name, own in zip(names, context.plan.tensors(), strict=True)
+        planned_rows, *draws, lr = (
+            context.persistent_buffer(f"neighbours.{i}", (rows, width) if own.ndim == 2 else (rows,), own.dtype)
+            for i, own in enumerate(context.plan.tensors())
         )
-        self._planned = BatchPlan(planned_rows, Draws(top, left, mirror, factor), lr)
+        self._planned = BatchPlan(planned_rows, Draws(*draws), lr)
         self._shares = context.persistent_buffer("neighbours.shares", (rows, width))
         dim = context.learner.network.backbone.dim
         self._unit = context.persistent_buffer("neighbours.embeddings", (rows, context.batch_size, dim))
@@ -276,12 +257,13 @@ def neighbour_entropy(logits: Tensor, labels: Tensor, neighbours: Tensor, shares
     return -torch.logaddexp(own + (1 - shares.sum(dim=1) / 2).log(), around)
 
 
-def dde_classification(step: Step, otherwise: Tensor) -> Tensor:
-    """The mean entropy of the images with their neighbours. otherwise: the term for phases without neighbours."""
+def with_neighbours(step: Step, terms: Terms) -> Terms:
+    """A method's terms, but classification is the mean entropy of the images with their neighbours, if it has any."""
     neighbours = step.extra(NeighbourLogits)
     if neighbours is None:
-        return otherwise
-    return neighbour_entropy(step.student.logits, step.labels, neighbours.logits, neighbours.shares).mean()
+        return terms
+    entropy = neighbour_entropy(step.student.logits, step.labels, neighbours.logits, neighbours.shares)
+    return {**terms, "classification": entropy.mean()}
 
 
 def momentum_effect(network: Network) -> MomentumEffect:
@@ -289,34 +271,6 @@ def momentum_effect(network: Network) -> MomentumEffect:
     effect = network.head.get_submodule("effect")
     assert isinstance(effect, MomentumEffect)
     return effect
-
-
-def with_neighbours(settings: DDESettings, stage: Stage, phases: Sequence[Phase]) -> list[Phase]:
-    """Add DDE to a method's phases: the first tracks the momentum and, after the base stage, finds neighbours."""
-    main, *others = phases
-    neighbours = settings.neighbour_search(stage)
-    extensions = (TrackMomentum(),) if neighbours is None else (neighbours, TrackMomentum())
-    return [replace(main, extensions=extensions), *others]
-
-
-def begin_effect(settings: DDESettings, learner: Learner, stage: Stage) -> None:
-    """Start a new direction; from the second stage on, its effect is subtracted in predictions."""
-    effect = momentum_effect(learner.network)
-    effect.begin()
-    effect.remove(0.0, 0.0 if stage.is_base or settings.removal == "none" else settings.strength)
-
-
-def finish_effect(settings: DDESettings, learner: Learner, stage: Stage, passes: Passes) -> None:
-    """If the removal is learned, fit it on as many images of each class as the memory keeps."""
-    if settings.removal != "learned" or stage.is_base:
-        return
-    rows = balanced_rows(learner, stage, passes)
-    embeddings = passes.embed(learner.network, stage.pool.images[rows])
-    labels = stage.pool.labels[rows].to(embeddings.device)
-    blend, strength = fit_removal(settings, learner, stage, embeddings, labels)
-    if not bool((blend + strength).isfinite()):
-        raise EngramError(f"the removal learned after stage {stage.index} is not finite; try a lower fit_rate")
-    momentum_effect(learner.network).remove(strength * (1 - blend), strength * blend)
 
 
 def fit_removal(
@@ -356,7 +310,7 @@ WithDDESettingsT = TypeVar("WithDDESettingsT", bound=WithDDESettings)
 
 
 class WithDDE(Method[WithDDESettingsT]):
-    """Mixin that adds DDE to a family of methods: `class PODNetDDE(WithDDE[...], LSCMethod[...])`."""
+    """Mixin that adds DDE to a family of methods: `class PODNetDDE(WithDDE[...], PODMethod[...])`."""
 
     def head(self, dim: int, capacity: int) -> Head:
         head = super().head(dim, capacity)
@@ -368,11 +322,31 @@ class WithDDE(Method[WithDDESettingsT]):
         return {**(super().base_key() or {}), "effect": True}
 
     def grow(self, learner: Learner, stage: Stage, passes: Passes) -> None:
+        """Start a new direction; from the second stage on, its effect is subtracted in predictions."""
         super().grow(learner, stage, passes)
-        begin_effect(self.settings.dde, learner, stage)
+        effect, settings = momentum_effect(learner.network), self.settings.dde
+        effect.begin()
+        effect.remove(0.0, 0.0 if stage.is_base or settings.removal == "none" else settings.strength)
+
+    def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
+        """The method's phases; the first tracks the momentum and, after the base stage, finds neighbours."""
+        main, *others = super().phases(learner, stage, passes)
+        neighbours = self.settings.dde.neighbour_search(stage)
+        extensions = (TrackMomentum(),) if neighbours is None else (neighbours, TrackMomentum())
+        return [replace(main, extensions=extensions), *others]
 
     def finish(self, learner: Learner, stage: Stage, passes: Passes) -> None:
-        finish_effect(self.settings.dde, learner, stage, passes)
+        """If the removal is learned, fit it on as many images of each class as the memory keeps."""
+        settings = self.settings.dde
+        if settings.removal != "learned" or stage.is_base:
+            return
+        rows = balanced_rows(learner, stage, passes)
+        embeddings = passes.embed(learner.network, stage.pool.images[rows])
+        labels = stage.pool.labels[rows].to(embeddings.device)
+        blend, strength = fit_removal(settings, learner, stage, embeddings, labels)
+        if not bool((blend + strength).isfinite()):
+            raise EngramError(f"the removal learned after stage {stage.index} is not finite; try a lower fit_rate")
+        momentum_effect(learner.network).remove(strength * (1 - blend), strength * blend)
 
 
 @dataclass(frozen=True)
@@ -388,18 +362,12 @@ class PODNetDDESettings(WithDDESettings, PODNetSettings):
     paper="Hu et al., CVPR 2021",
     recipes=RecipeHints(imagenet=PODNET_IMAGENET),
 )
-class PODNetDDE(WithDDE[PODNetDDESettings], LSCMethod[PODNetDDESettings]):
+class PODNetDDE(WithDDE[PODNetDDESettings], PODMethod[PODNetDDESettings]):
     """PODNet that classifies an image together with its neighbours."""
-
-    def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
-        weights = pod_weights(self.settings, stage)
-        phases = lsc_phases(self.settings, learner, stage, passes, self.loss, weights)
-        return with_neighbours(self.settings.dde, stage, phases)
 
     def loss(self, step: Step) -> Terms:
         """The entropy of an image and its neighbours, and PODNet's distillation."""
-        classification = dde_classification(step, classification_loss(self.settings, step).mean())
-        return {"classification": classification, **weighted(step, **pod_distances(step))}
+        return with_neighbours(step, super().loss(step))
 
 
 @dataclass(frozen=True)
@@ -419,14 +387,9 @@ class UCIRDDESettings(WithDDESettings, RebalancingSettings):
         imagenet={"imagenet100": {**UCIR_IMAGENET, "lambda_embedding": 5.0}, "imagenet1000": UCIR_IMAGENET}
     ),
 )
-class UCIRDDE(WithDDE[UCIRDDESettings], CosineMethod[UCIRDDESettings]):
+class UCIRDDE(WithDDE[UCIRDDESettings], RebalancingMethod[UCIRDDESettings]):
     """UCIR that classifies an image together with its neighbours."""
-
-    def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
-        phases = cosine_phases(self.settings, stage, self.loss, rebalancing_weights(self.settings, stage))
-        return with_neighbours(self.settings.dde, stage, phases)
 
     def loss(self, step: Step) -> Terms:
         """The entropy of an image and its neighbours, and UCIR's two other terms."""
-        classification = dde_classification(step, cross_entropy(step))
-        return {"classification": classification, **rebalancing(self.settings, step)}
+        return with_neighbours(step, super().loss(step))

@@ -15,33 +15,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, final
+from typing import final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engram.contract import (
-    Extension,
-    Learner,
-    Method,
-    Passes,
-    Phase,
-    RecipeHints,
-    Settings,
-    Stage,
-    Step,
-    Terms,
-    Training,
-    base_settings,
-    register,
-    setting,
-)
+from engram.contract import Learner, Method, Passes, Phase, Settings, Stage, Step, Terms, Training, setting
+from engram.contract.extension import Extension
+from engram.contract.registry import RecipeHints, register
+from engram.core.errors import EngramError
 from engram.core.rng import generator
 from engram.methods.blocks.linear import classify, seen_columns
 from engram.methods.blocks.losses import cross_entropy
-from engram.methods.blocks.phases import balanced_phase, main_phase
-from engram.nn.backbones import ResNet
+from engram.methods.blocks.phases import balanced_phase, main_phase, stepped
+from engram.nn.backbones import BACKBONES, ResNet
 from engram.nn.heads import Head
 
 BRANCH_COST = 0.3  # of an image, relative to training on it without a teacher
@@ -143,16 +131,6 @@ class FrozenBranches(Extension):
         return BRANCH_COST * self.count
 
 
-def der_training() -> Training:
-    """160 epochs after a warm-up; learning rate times 0.1 after 100 and 120."""
-    return Training(160, schedule="steps", milestones=(100 / 160, 120 / 160), clip=None)
-
-
-def der_finetuning() -> Training:
-    """30 epochs of the head only; learning rate times 0.1 after 15."""
-    return Training(30, schedule="steps", milestones=(0.5,), clip=None)
-
-
 @dataclass(frozen=True)
 class DERSettings(Settings):
     """DER's settings; the defaults are those of CIFAR-100.
@@ -164,8 +142,8 @@ class DERSettings(Settings):
     warmup: float = setting(1 / 16, at_least=0)
     lambda_aux: float = setting(1.0, at_least=0, after_base=True)
     temperature: float = setting(5.0, above=0, after_base=True)
-    train: Training = setting(factory=der_training, role="main")
-    finetune: Training = setting(factory=der_finetuning, after_base=True, role="finetune")
+    train: Training = setting(stepped(160, 100, 120), role="main")
+    finetune: Training = setting(stepped(30, 15), after_base=True, role="finetune")
 
 
 def auxiliary_loss(scores: Tensor, labels: Tensor, new: Tensor) -> Tensor:
@@ -189,15 +167,19 @@ class DER(Method[DERSettings]):
     """Adds a backbone at every stage, freezes the earlier ones, and has one head over all of them."""
 
     uses_teacher = False
+    family = "DER"
 
     def backbone(self, backbone: ResNet) -> ResNet:
+        if type(backbone) is not ResNet:  # a subclass may compute something else
+            raise EngramError(
+                f"der cannot use the backbone {type(backbone).__name__}: at every stage it adds a copy of it, which it "
+                f"can only make of engram's own backbones; choose one of {', '.join(BACKBONES)}, or another method",
+                parameter="backbone",
+            )
         return ExpandingBackbone(backbone)
 
     def head(self, dim: int, capacity: int) -> Head:
         return ExpandingHead(dim, capacity)
-
-    def base_key(self) -> dict[str, Any] | None:
-        return {"family": "DER", **base_settings(self.settings)}
 
     def grow(self, learner: Learner, stage: Stage, passes: Passes) -> None:
         """Freeze the backbone and continue with a copy; initialise the head for all classes and all embeddings."""
@@ -207,7 +189,7 @@ class DER(Method[DERSettings]):
         if not stage.is_base:
             backbone.expand()
             head.widen(backbone.dim)
-        head.grow(stage.num_new, generator(learner.seed, "head", stage.index))
+        super().grow(learner, stage, passes)
         renew_head(learner, stage, "grow")
 
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:

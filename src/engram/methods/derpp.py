@@ -10,40 +10,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor
 
-from engram.contract import (
-    ImageTensor,
-    Learner,
-    Passes,
-    Phase,
-    Settings,
-    Stage,
-    Step,
-    Terms,
-    Training,
-    register,
-    setting,
-)
-from engram.methods.blocks.linear import LinearMethod, seen_columns
+from engram.contract import ImageTensor, Learner, Passes, Phase, Stage, Step, Terms, register, setting
+from engram.methods.blocks.batches import SecondStream
+from engram.methods.blocks.linear import LinearMethod, SteppedSettings, seen_columns
 from engram.methods.blocks.losses import cross_entropy
 from engram.methods.blocks.phases import main_phase
-from engram.methods.blocks.second_stream import SecondStream
 
 STORED = "logits"  # of each image; minus infinity for outputs that did not exist, and for an image never trained on
 FOR_LOGITS, FOR_LABELS = "logits", "labels"  # the two streams of exemplars
 
 
-def derpp_training() -> Training:
-    """160 epochs, a tenth of the rate after 80 and 120."""
-    return Training(160, schedule="steps", milestones=(0.5, 0.75), clip=None)
-
-
 @dataclass(frozen=True)
-class DERPPSettings(Settings):
+class DERPPSettings(SteppedSettings):
     """DER++'s settings.
 
     alpha: weight of the distance from the stored logits. beta: weight of the classification of exemplars. replay: the
@@ -53,7 +36,6 @@ class DERPPSettings(Settings):
     alpha: float = setting(0.3, at_least=0, after_base=True)
     beta: float = setting(0.5, at_least=0, after_base=True)
     replay: int = setting(32, at_least=1, after_base=True)
-    train: Training = setting(factory=derpp_training, role="main")
 
 
 def stored_distance(logits: Tensor, stored: Tensor) -> Tensor:
@@ -76,11 +58,8 @@ class DERPP(LinearMethod[DERPPSettings]):
     """Keeps the logits of exemplars close to the stored ones, and classifies other exemplars."""
 
     uses_teacher = False
+    family = None  # a shared base stage has no logits of its images
     image_state: Mapping[str, ImageTensor] = MappingProxyType({STORED: ImageTensor(per_class=True, fill=-torch.inf)})
-
-    def base_key(self) -> dict[str, Any] | None:
-        """None: a shared base stage has no logits of its images."""
-        return None
 
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
         exemplar, train = stage.pool.exemplar, self.settings.train

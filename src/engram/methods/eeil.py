@@ -10,41 +10,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
-from engram.contract import (
-    Learner,
-    Passes,
-    Phase,
-    RecipeHints,
-    Settings,
-    Stage,
-    Step,
-    Terms,
-    Training,
-    register,
-    setting,
-)
-from engram.methods.blocks.linear import LinearMethod, classify
-from engram.methods.blocks.losses import distillation, distillation_by_group
-from engram.methods.blocks.phases import EVERYTHING, balanced_phase, main_phase
-
-
-def eeil_training() -> Training:
-    """40 epochs; learning rate times 0.1 every 10."""
-    return Training(40, schedule="steps", milestones=(0.25, 0.5, 0.75), weight_decay=1e-4, clip=None)
-
-
-def eeil_finetuning() -> Training:
-    """30 epochs, starting at a tenth of the learning rate; times 0.1 every 10."""
-    return Training(30, lr=0.01, schedule="steps", milestones=(10 / 30, 20 / 30), weight_decay=1e-4, clip=None)
+from engram.contract import Learner, Passes, Phase, RecipeHints, Stage, Step, Terms, Training, register, setting
+from engram.methods.blocks.linear import LinearMethod, SteppedSettings, classify, distil
+from engram.methods.blocks.losses import distillation_by_group
+from engram.methods.blocks.phases import EVERYTHING, balanced_phase, stepped
 
 
 @dataclass(frozen=True)
-class EEILSettings(Settings):
+class EEILSettings(SteppedSettings):
     """EEIL's settings; the defaults are those of CIFAR-100. temperature: of both softmaxes in the distillation."""
 
     temperature: float = setting(2.0, above=0, after_base=True)
-    train: Training = setting(factory=eeil_training, role="main")
-    finetune: Training = setting(factory=eeil_finetuning, after_base=True, role="finetune")
+    train: Training = setting(stepped(40, 10, 20, 30, weight_decay=1e-4), role="main")
+    finetune: Training = setting(stepped(30, 10, 20, lr=0.01, weight_decay=1e-4), after_base=True, role="finetune")
 
 
 @final
@@ -59,11 +37,9 @@ class EEIL(LinearMethod[EEILSettings]):
     """Distils every earlier stage's softmax, then fine-tunes the whole network on a balanced set."""
 
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
-        if stage.is_base:
-            return [main_phase(stage, self.settings.train, classify)]
-        main = main_phase(stage, self.settings.train, self.loss)
-        if not self.settings.finetune.epochs:
-            return [main]
+        phases = super().phases(learner, stage, passes)
+        if stage.is_base or not self.settings.finetune.epochs:
+            return phases
         balance = balanced_phase(
             learner,
             stage,
@@ -74,7 +50,7 @@ class EEIL(LinearMethod[EEILSettings]):
             teacher=True,
             start=learner.snapshot_teacher,
         )
-        return [main, balance]
+        return [*phases, balance]
 
     def loss(self, step: Step) -> Terms:
         """Classification of all classes seen plus a separate distillation of each earlier stage."""
@@ -86,6 +62,4 @@ class EEIL(LinearMethod[EEILSettings]):
 
     def balance(self, step: Step) -> Terms:
         """Classification of all classes seen plus the distillation of new classes from the copy of this stage."""
-        assert step.teacher is not None
-        distilled = distillation(step.student.logits, step.teacher.logits, step.new, self.settings.temperature)
-        return {**classify(step), "distillation": distilled.mean()}
+        return {**classify(step), "distillation": distil(step, step.new, self.settings.temperature)}

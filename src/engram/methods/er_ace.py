@@ -13,27 +13,21 @@ from typing import final
 import torch
 from torch import Tensor
 
-from engram.contract import Learner, Passes, Phase, Settings, Stage, Step, Terms, Training, register, setting
+from engram.contract import Learner, Passes, Phase, Stage, Step, Terms, register, setting
 from engram.core.rng import generator
-from engram.methods.blocks.linear import LinearMethod, classify, seen_columns
+from engram.methods.blocks.batches import SecondStream
+from engram.methods.blocks.linear import LinearMethod, SteppedSettings, classify, seen_columns
 from engram.methods.blocks.losses import cross_entropy
 from engram.methods.blocks.phases import main_phase
-from engram.methods.blocks.second_stream import SecondStream
 
 REPLAY = "replay"  # the stream of replayed images
 
 
-def er_ace_training() -> Training:
-    """160 epochs, a tenth of the rate after 80 and 120."""
-    return Training(160, schedule="steps", milestones=(0.5, 0.75), clip=None)
-
-
 @dataclass(frozen=True)
-class ERACESettings(Settings):
+class ERACESettings(SteppedSettings):
     """ER-ACE's settings. replay: the replayed images in each batch, in addition to its new images."""
 
     replay: int = setting(32, at_least=1, after_base=True)
-    train: Training = setting(factory=er_ace_training, role="main")
 
 
 def replayed_rows(learner: Learner, stage: Stage) -> Tensor:

@@ -9,29 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, final
+from typing import final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engram.contract import (
-    Learner,
-    Method,
-    Passes,
-    Phase,
-    RecipeHints,
-    Settings,
-    Stage,
-    Step,
-    Terms,
-    Training,
-    base_settings,
-    register,
-    setting,
-)
+from engram.contract import Learner, Method, Passes, Phase, Settings, Stage, Step, Terms, Training, setting
+from engram.contract.registry import RecipeHints, register
 from engram.core.rng import generator
-from engram.methods.blocks.mixing import CutMix, Mixed
+from engram.methods.blocks.batches import CutMix, Mixed
 from engram.methods.blocks.phases import EVERYTHING, balanced_phase, main_phase
 from engram.nn.heads import Head
 
@@ -50,9 +37,9 @@ class GDumbSettings(Settings):
     train: training of the base stage. rehearse: training of each later stage. cutmix: in both.
     """
 
-    train: Training = setting(factory=lambda: _training(256), role="main")
-    rehearse: Training = setting(factory=lambda: _training(32), after_base=True, role="later")
-    cutmix: CutMix = setting(factory=CutMix)
+    train: Training = setting(_training(256), role="main")
+    rehearse: Training = setting(_training(32), after_base=True, role="later")
+    cutmix: CutMix = setting(CutMix())
 
 
 class NormalisedHead(Head):
@@ -116,12 +103,10 @@ class GDumb(Method[GDumbSettings]):
     """Trains on the memory only, in each stage from the weights of the base stage."""
 
     uses_teacher = False
+    family = "gdumb"
 
     def head(self, dim: int, capacity: int) -> Head:
         return NormalisedHead(dim, capacity)
-
-    def base_key(self) -> dict[str, Any] | None:
-        return {"family": "gdumb", **base_settings(self.settings)}
 
     def grow(self, learner: Learner, stage: Stage, passes: Passes) -> None:
         network, fresh = learner.network, generator(learner.seed, "head", stage.index)

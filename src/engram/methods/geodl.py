@@ -15,15 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engram.contract import Learner, Passes, Phase, RecipeHints, Stage, Step, Terms, both_imagenets, register, setting
-from engram.methods.blocks.cosine import (
-    IMAGENET_TRAINING,
-    CosineMethod,
-    CosineSettings,
-    cosine_phases,
-    cross_entropy,
-    old_weight,
-)
+from engram.contract import RecipeHints, Stage, Step, Terms, both_imagenets, register, setting
+from engram.methods.blocks.cosine import IMAGENET_TRAINING, CosineMethod, cross_entropy, old_weight
+from engram.methods.blocks.linear import SteppedSettings
 
 Centre = Literal["batch", "sample"]  # the mean that is subtracted from the features first
 # Directions with a singular value below 1.5^-ROUNDS of the total count less, like the truncation in the released code.
@@ -110,7 +104,7 @@ Reading = Literal["released", "paper"]
 
 
 @dataclass(frozen=True)
-class GeoDLSettings(CosineSettings):
+class GeoDLSettings(SteppedSettings):
     """GeoDL's settings, in addition to those of the family. Defaults: UCIR's on CIFAR-100, as none were published.
 
     lambda_geodesic: weight of the distance, before sqrt(n_old / m). distance: the quadratic form of the released code,
@@ -136,9 +130,8 @@ class GeoDLSettings(CosineSettings):
 class GeoDL(CosineMethod[GeoDLSettings]):
     """Distils the features of a batch along the geodesic between old and new subspaces."""
 
-    def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
-        weights = {"geodesic": old_weight(self.settings.lambda_geodesic, stage)}
-        return cosine_phases(self.settings, stage, self.loss, weights)
+    def weights(self, stage: Stage) -> dict[str, float]:
+        return {"geodesic": old_weight(self.settings.lambda_geodesic, stage)}
 
     def loss(self, step: Step) -> Terms:
         """Cross-entropy and the geodesic-flow distance of the last map's features."""

@@ -13,37 +13,18 @@ from typing import final
 import torch
 from torch import Tensor
 
-from engram.contract import (
-    Learner,
-    Passes,
-    Phase,
-    RecipeHints,
-    Settings,
-    Stage,
-    Step,
-    Terms,
-    Training,
-    both_imagenets,
-    register,
-    setting,
-)
-from engram.methods.blocks.linear import LinearMethod, seen_columns
+from engram.contract import RecipeHints, Step, Terms, Training, both_imagenets, register, setting
+from engram.methods.blocks.linear import LinearMethod, SteppedSettings, seen_columns
 from engram.methods.blocks.losses import binary_cross_entropy
-from engram.methods.blocks.phases import main_phase
-
-
-def icarl_training() -> Training:
-    """70 epochs; learning rate times 0.2 after 49 and 63. It is high because the loss is also a mean over classes."""
-    return Training(
-        70, lr=2.0, schedule="steps", milestones=(49 / 70, 63 / 70), factor=0.2, weight_decay=5e-5, clip=None
-    )
+from engram.methods.blocks.phases import stepped
 
 
 @dataclass(frozen=True)
-class ICaRLSettings(Settings):
+class ICaRLSettings(SteppedSettings):
     """iCaRL's settings; the defaults are those of CIFAR-100."""
 
-    train: Training = setting(factory=icarl_training, role="main")
+    # The learning rate is high because the loss is also a mean over classes.
+    train: Training = setting(stepped(70, 49, 63, lr=2.0, factor=0.2, weight_decay=5e-5), role="main")
 
 
 @final
@@ -70,18 +51,15 @@ class ICaRL(LinearMethod[ICaRLSettings]):
 
     predictors = ("nme", "cnn")
 
-    def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
-        return [main_phase(stage, self.settings.train, self.classify if stage.is_base else self.loss)]
-
-    def classify(self, step: Step) -> Terms:
-        """The base stage: binary cross-entropy with the labels, a mean over batch and classes."""
+    def base_loss(self, step: Step) -> Terms:
+        """Binary cross-entropy with the labels, a mean over batch and classes."""
         return {"classification": self._mean(step, _is_label(step), step.new)}
 
     def loss(self, step: Step) -> Terms:
         """Binary cross-entropy, split by the source of the targets: labels, or the previous model."""
         assert step.teacher is not None
         return {
-            "classification": self._mean(step, _is_label(step), step.new),
+            **self.base_loss(step),
             "distillation": self._mean(step, step.teacher.logits.sigmoid(), step.old),
         }
 

@@ -16,33 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engram.contract import (
-    Extension,
-    ImageTuningStep,
-    Learner,
-    Network,
-    Output,
-    Part,
-    Passes,
-    Phase,
-    PhaseContext,
-    RecipeHints,
-    Samples,
-    Stage,
-    Step,
-    StepHooks,
-    Terms,
-    Training,
-    both_imagenets,
-    choose_exemplars,
-    register,
-    setting,
-    unit_means,
-)
+from engram.contract import Learner, Network, Output, Part, Passes, Phase, Samples, Stage, Terms, Training, setting
+from engram.contract.exemplars import choose_exemplars, unit_means
+from engram.contract.extension import Extension, PhaseContext, StepHooks
+from engram.contract.passes import ImageTuningStep
+from engram.contract.registry import RecipeHints, both_imagenets, register
 from engram.core.errors import EngramError
-from engram.methods.blocks.cosine import CosineMethod, cosine_phases
 from engram.methods.ucir import IMAGENET as UCIR_IMAGENET
-from engram.methods.ucir import RebalancingSettings, rebalanced, rebalancing_weights
+from engram.methods.ucir import RebalancingMethod, RebalancingSettings
 from engram.nn.backbones import ResNet
 from engram.nn.heads import Head
 
@@ -127,13 +108,13 @@ class Factors(nn.Module):
 
     def __init__(self, backbone: ResNet) -> None:
         super().__init__()
-        weights = [weight.detach() for weight in convolution_weights(backbone)]
-        learns = backbone.conv.weight.requires_grad
+        weights = convolution_weights(backbone)
         self.values = nn.ParameterList(
-            nn.Parameter(torch.ones(weight.shape[:2], device=weight.device), requires_grad=learns) for weight in weights
+            nn.Parameter(torch.ones(weight.shape[:2], device=weight.device), requires_grad=weight.requires_grad)
+            for weight in weights
         )
         for number, weight in enumerate(weights):
-            self.register_buffer(f"base_{number}", weight.clone(memory_format=torch.contiguous_format))
+            self.register_buffer(f"base_{number}", weight.detach().clone(memory_format=torch.contiguous_format))
 
     @property
     def bases(self) -> list[Tensor]:
@@ -228,7 +209,7 @@ class _FactorHooks(StepHooks):
     shares_base=True,
     recipes=RecipeHints(imagenet=both_imagenets(UCIR_IMAGENET)),
 )
-class Mnemonics(CosineMethod[MnemonicsSettings]):
+class Mnemonics(RebalancingMethod[MnemonicsSettings]):
     """UCIR with tuned exemplars, and convolutions that are trained by factors."""
 
     logged_buffers = ("exemplars.changed",)
@@ -246,14 +227,10 @@ class Mnemonics(CosineMethod[MnemonicsSettings]):
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
         if learner.memory.config.budget == "all":
             raise EngramError("mnemonics tunes exemplars, but memory=all keeps every image unchanged; give a budget")
-        phases = cosine_phases(self.settings, stage, self.loss, rebalancing_weights(self.settings, stage))
+        phases = super().phases(learner, stage, passes)
         if stage.is_base or not self.settings.factors:
             return phases
         return [replace(phase, extensions=(TrainFactors(),)) for phase in phases]
-
-    def loss(self, step: Step) -> Terms:
-        """UCIR's three terms."""
-        return rebalanced(self.settings, step)
 
     def exemplars(self, learner: Learner, stage: Stage, passes: Passes) -> Mapping[int, Tensor | Samples]:
         """The chosen images of the new classes, tuned; in the paper's variant, also the exemplars of old classes."""

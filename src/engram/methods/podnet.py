@@ -7,13 +7,11 @@ so that a map may still change inside a row or a column. Head and balanced fine-
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, TypeVar, final
 
-from torch import Tensor
-
-from engram.contract import Learner, Passes, Phase, RecipeHints, Stage, Step, Terms, register, setting
+from engram.contract import RecipeHints, Stage, Step, Terms, register, setting
 from engram.methods.blocks import losses
-from engram.methods.blocks.lsc import LSC_NME, LSCMethod, LSCSettings, distilled, lsc_phases, stage_weight
+from engram.methods.blocks.lsc import LSC_NME, LSCMethod, LSCSettings, distilled, stage_weight
 
 
 @dataclass(frozen=True)
@@ -45,22 +43,25 @@ def _imagenet(weight_decay: float) -> dict[str, Any]:
 IMAGENET = {"imagenet100": _imagenet(5e-4), "imagenet1000": _imagenet(1e-4)}
 
 
-def pod_weights(settings: PODNetSettings, stage: Stage) -> dict[str, float]:
-    """The loss weights of a stage after the base stage."""
-    return {
-        "flat": stage_weight(settings.lambda_flat, stage),
-        "spatial": stage_weight(settings.lambda_spatial, stage),
-    }
+PODNetSettingsT = TypeVar("PODNetSettingsT", bound=PODNetSettings)
 
 
-def pod_distances(step: Step) -> dict[str, Tensor]:
-    """The flat and the spatial distance of student and teacher, without their weights."""
-    student, teacher = step.student, step.teacher
-    assert teacher is not None
-    return {
-        "flat": losses.cosine_distance(student.embedding, teacher.embedding),
-        "spatial": losses.pooled_distance(student.maps, teacher.maps, losses.over_rows_and_columns),
-    }
+class PODMethod(LSCMethod[PODNetSettingsT]):
+    """PODNet's loss, for PODNet and what is built on it."""
+
+    def weights(self, stage: Stage) -> dict[str, float]:
+        return {
+            "flat": stage_weight(self.settings.lambda_flat, stage),
+            "spatial": stage_weight(self.settings.lambda_spatial, stage),
+        }
+
+    def loss(self, step: Step) -> Terms:
+        """Classification, and the flat and the spatial term with their weights."""
+        student, teacher = step.student, step.teacher
+        assert teacher is not None
+        flat = losses.cosine_distance(student.embedding, teacher.embedding)
+        spatial = losses.pooled_distance(student.maps, teacher.maps, losses.over_rows_and_columns)
+        return distilled(self.settings, step, flat=flat, spatial=spatial)
 
 
 @final
@@ -72,13 +73,5 @@ def pod_distances(step: Step) -> dict[str, Tensor]:
     shares_base=True,
     recipes=RecipeHints(nme={**LSC_NME, "lambda_spatial": 5.0}, imagenet=IMAGENET),
 )
-class PODNet(LSCMethod[PODNetSettings]):
+class PODNet(PODMethod[PODNetSettings]):
     """Distils the embedding and the maps pooled over rows and over columns."""
-
-    def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
-        weights = pod_weights(self.settings, stage)
-        return lsc_phases(self.settings, learner, stage, passes, self.loss, weights)
-
-    def loss(self, step: Step) -> Terms:
-        """Classification, and the flat and the spatial term with their weights."""
-        return distilled(self.settings, step, **pod_distances(step))

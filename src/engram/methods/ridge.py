@@ -15,9 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engram.contract import Learner, Passes, Phase, Settings, Stage, Training, register, setting
-from engram.methods.blocks.linear import LinearMethod, classify
-from engram.methods.blocks.phases import main_phase
+from engram.contract import Learner, Passes, Phase, Stage, register, setting
+from engram.methods.blocks.linear import LinearMethod, SteppedSettings
 from engram.nn.heads import LinearHead
 
 # With x the features of an image and a 1: (D + 1, D + 1), the sum of x x^T; (K, D + 1), the sum of x for each class.
@@ -25,13 +24,8 @@ PRODUCTS, SUMS = "ridge.A", "ridge.B"
 CHUNK = 4096  # images whose features are held at a time
 
 
-def ridge_training() -> Training:
-    """160 epochs, a tenth of the rate after 80 and 120."""
-    return Training(160, schedule="steps", milestones=(0.5, 0.75), clip=None)
-
-
 @dataclass(frozen=True)
-class RidgeSettings(Settings):
+class RidgeSettings(SteppedSettings):
     """Ridge's settings; all but `train` have no effect on the training of the base stage.
 
     gamma: the penalty on the squared weights. mirror: count the mirrored images too. train: of the base stage.
@@ -39,7 +33,6 @@ class RidgeSettings(Settings):
 
     gamma: float = setting(1.0, above=0, after_base=True)
     mirror: bool = setting(True, after_base=True)
-    train: Training = setting(factory=ridge_training, role="main")
 
 
 def ridge_weights(products: Tensor, sums: Tensor, gamma: float) -> Tensor:
@@ -65,7 +58,7 @@ class Ridge(LinearMethod[RidgeSettings]):
     class_buffers = (SUMS,)
 
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
-        return [main_phase(stage, self.settings.train, classify)] if stage.is_base else []
+        return super().phases(learner, stage, passes) if stage.is_base else []
 
     @torch.no_grad()
     def finish(self, learner: Learner, stage: Stage, passes: Passes) -> None:

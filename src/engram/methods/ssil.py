@@ -14,24 +14,11 @@ from typing import final
 import torch
 from torch import Tensor
 
-from engram.contract import (
-    Learner,
-    Passes,
-    Phase,
-    RecipeHints,
-    Settings,
-    Stage,
-    Step,
-    Terms,
-    Training,
-    register,
-    setting,
-)
-from engram.methods.blocks.linear import LinearMethod, classify, note_single_class, seen_columns
+from engram.contract import Learner, Passes, Phase, RecipeHints, Stage, Step, Terms, register, setting
+from engram.methods.blocks.batches import SecondStream
+from engram.methods.blocks.linear import LinearMethod, SteppedSettings, classify, note_single_class, seen_columns
 from engram.methods.blocks.losses import cross_entropy, distillation_by_group
 from engram.methods.blocks.phases import main_phase
-from engram.methods.blocks.second_stream import SecondStream
-from engram.nn.heads import LinearHead
 
 NEWEST, GROUPS = "ssil.newest", "ssil.groups"
 SINGLE_CLASS = (
@@ -40,13 +27,8 @@ SINGLE_CLASS = (
 )
 
 
-def ssil_training() -> Training:
-    """160 epochs; learning rate times 0.1 after 80 and 120."""
-    return Training(160, schedule="steps", milestones=(0.5, 0.75), clip=None)
-
-
 @dataclass(frozen=True)
-class SSILSettings(Settings):
+class SSILSettings(SteppedSettings):
     """SS-IL's settings; the defaults are those of CIFAR-100.
 
     temperature: of both softmaxes in the distillation. replay: exemplars in each batch, in addition to the new images.
@@ -58,7 +40,6 @@ class SSILSettings(Settings):
     replay: int = setting(32, at_least=1, after_base=True)
     divided: bool = setting(True, after_base=True)
     min_group: int = setting(1, at_least=1, after_base=True)
-    train: Training = setting(factory=ssil_training, role="main")
 
 
 def group_stages(sizes: Sequence[int], least: int) -> list[int]:
@@ -83,10 +64,8 @@ def centre_new_rows(learner: Learner, stage: Stage) -> None:
     New classes are only compared with each other, so no gradient would ever change the mean, and it would shift all new
     scores relative to the old ones.
     """
-    head = learner.network.head
-    assert isinstance(head, LinearHead)
     with torch.no_grad():
-        new = head.weight[stage.num_old : stage.num_seen]
+        new = learner.network.get_parameter("head.weight")[stage.num_old : stage.num_seen]
         new -= new.mean(dim=0)
 
 

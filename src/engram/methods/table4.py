@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, final
+from types import MappingProxyType
+from typing import TypeVar, final
 
 from torch import Tensor
 
@@ -19,19 +20,12 @@ Distance = Callable[[Output, Output], Tensor]
 MethodT = TypeVar("MethodT", bound=LSCMethod)
 
 
-def register_row(
-    name: str, *, settings: type[LSCSettings], title: str, paper: str, nme: Mapping[str, Any] | None = None
-) -> Callable[[type[MethodT]], type[MethodT]]:
-    """Register a row of the table. nme: settings of its NME recipe, in addition to LSC_NME."""
-    recipes = RecipeHints(nme={**LSC_NME, **(nme or {})})
-    return register(name, settings=settings, title=title, paper=paper, shares_base=True, recipes=recipes)
-
-
 @dataclass(frozen=True)
 class MapsSettings(LSCSettings):
     """Settings of the methods of Table 4, in addition to those of the family.
 
-    lambda_maps: weight of the distillation term. growing: times sqrt(classes seen / new classes).
+    lambda_maps: weight of the distillation term; most defaults are those of PODNet's ablation. growing: times
+    sqrt(classes seen / new classes).
     """
 
     lambda_maps: float = setting(1.0, at_least=0, after_base=True)
@@ -50,73 +44,70 @@ class Preserve:
         return distilled(self.settings, step, maps=self.distance(step.student, step.teacher))
 
 
-def maps_phases(
-    settings: MapsSettings, learner: Learner, stage: Stage, passes: Passes, distance: Distance
-) -> list[Phase]:
-    """The phases of the LSC family with this distance as the distillation term."""
-    weight = stage_weight(settings.lambda_maps, stage) if settings.growing else settings.lambda_maps
-    return lsc_phases(settings, learner, stage, passes, Preserve(settings, distance), {"maps": weight})
-
-
 MapsSettingsT = TypeVar("MapsSettingsT", bound=MapsSettings)
 
 
 class MapsMethod(LSCMethod[MapsSettingsT]):
-    """Base class of rows whose distance depends only on the two outputs; each adds its distance."""
+    """Base class of the rows; each adds its distance."""
 
-    @staticmethod
     @abstractmethod
-    def distance(student: Output, teacher: Output) -> Tensor:
+    def distance(self, learner: Learner) -> Distance:
         """The distance of the outputs of student and teacher."""
 
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
-        return maps_phases(self.settings, learner, stage, passes, self.distance)
+        loss = Preserve(self.settings, self.distance(learner))
+        return lsc_phases(self.settings, learner, stage, passes, loss, self.weights(stage))
+
+    def weights(self, stage: Stage) -> dict[str, float]:
+        weight = self.settings.lambda_maps
+        return {"maps": stage_weight(weight, stage) if self.settings.growing else weight}
 
 
-@dataclass(frozen=True)
-class ChannelSettings(MapsSettings):
-    """Settings with the weight of PODNet's ablation."""
-
-    lambda_maps: float = setting(2.0, at_least=0, after_base=True)
-
-
-@final
-@register_row(
-    "channel",
-    settings=ChannelSettings,
-    title="Preserves the sum over the channels",
-    paper="Douillard et al., ECCV 2020; AFC's Table 4: channel",
-)
-class Channel(MapsMethod[ChannelSettings]):
-    """Distils the maps pooled over their channels."""
-
-    @staticmethod
-    def distance(student: Output, teacher: Output) -> Tensor:
-        """Distance of the sums over the channels."""
-        return losses.pooled_distance(student.maps, teacher.maps, losses.over_channels)
+def register_row(
+    name: str, settings: type[LSCSettings], title: str, paper: str, nme: Mapping[str, float] = MappingProxyType({})
+) -> Callable[[type[MethodT]], type[MethodT]]:
+    """Register a row of the table. nme: settings of its NME recipe, in addition to LSC_NME."""
+    recipes = RecipeHints(nme={**LSC_NME, **nme})
+    return register(name, settings=settings, title=title, paper=paper, shares_base=True, recipes=recipes)
 
 
-@dataclass(frozen=True)
-class GAPSettings(MapsSettings):
-    """Settings with the weight of PODNet's ablation."""
+def add_row(
+    name: str, title: str, paper: str, measure: Distance, weight: float, grows: bool = True, nme: float | None = None
+) -> None:
+    """Make and register a row whose distance depends only on the two outputs.
 
-    lambda_maps: float = setting(5.0, at_least=0, after_base=True)
+    weight, grows: its default settings. nme: the weight in its NME recipe, if it is another.
+    """
+
+    @dataclass(frozen=True)
+    class RowSettings(MapsSettings):
+        lambda_maps: float = setting(weight, at_least=0, after_base=True)
+        growing: bool = setting(grows, after_base=True)
+
+    @register_row(name, RowSettings, title, paper, {} if nme is None else {"lambda_maps": nme})
+    class RowMethod(MapsMethod[RowSettings]):
+        def distance(self, learner: Learner) -> Distance:
+            return measure
 
 
-@final
-@register_row(
-    "gap",
-    settings=GAPSettings,
-    title="Preserves the mean of each channel",
-    paper="Douillard et al., ECCV 2020; AFC's Table 4: GAP",
-)
-class GAP(MapsMethod[GAPSettings]):
-    """Distils the maps pooled over all pixels."""
+def pooled(pool: Callable[[Tensor], Tensor]) -> Distance:
+    """The distance of the maps pooled like this."""
+    return lambda student, teacher: losses.pooled_distance(student.maps, teacher.maps, pool)
 
-    @staticmethod
-    def distance(student: Output, teacher: Output) -> Tensor:
-        """Distance of the means over the pixels."""
-        return losses.pooled_distance(student.maps, teacher.maps, losses.over_pixels)
+
+def of_maps(measure: Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]) -> Distance:
+    """The distance of the maps by this measure."""
+    return lambda student, teacher: measure(student.maps, teacher.maps)
+
+
+ABLATION, UNIFORM = "Douillard et al., ECCV 2020; AFC's Table 4: ", "Kang, Park, Han, CVPR 2022 (Table 4: uniform)"
+GRAM = "Johnson et al., ECCV 2016; AFC's Table 4: Gram matrix"
+# The weights are those of PODNet's ablation; of "pod", PODNet's; of "pixels", AFC's.
+add_row("channel", "Preserves the sum over the channels", ABLATION + "channel", pooled(losses.over_channels), 2.0)
+add_row("gap", "Preserves the mean of each channel", ABLATION + "GAP", pooled(losses.over_pixels), 5.0)
+add_row("gram", "Preserves the Gram matrix of each map", GRAM, of_maps(losses.gram_distance), 0.1, grows=False)
+add_row("pixels", "Uniform importance, weak reading", UNIFORM, of_maps(losses.whole_map_distance), 4.0)
+add_row("pod", "Only PODNet's spatial term", ABLATION + "PODNet", pooled(losses.over_rows_and_columns), 3.0, nme=5.0)
 
 
 @dataclass(frozen=True)
@@ -152,102 +143,24 @@ class Attention:
 @final
 @register_row(
     "gradcam",
-    settings=GradCAMSettings,
-    title="Preserves the attention on the top old class",
-    paper="Dhar et al., CVPR 2019; AFC's Table 4: GradCam",
+    GradCAMSettings,
+    "Preserves the attention on the top old class",
+    "Dhar et al., CVPR 2019; AFC's Table 4: GradCam",
 )
-class GradCAM(LSCMethod[GradCAMSettings]):
+class GradCAM(MapsMethod[GradCAMSettings]):
     """Distils the attention of the last map for the student's highest old class."""
 
-    def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
-        distance = Attention(learner.teacher.head, self.settings.summed)
-        return maps_phases(self.settings, learner, stage, passes, distance)
-
-
-@dataclass(frozen=True)
-class GramSettings(MapsSettings):
-    """Settings with the weight of PODNet's ablation, which is the same at every stage."""
-
-    lambda_maps: float = setting(0.1, at_least=0, after_base=True)
-    growing: bool = setting(False, after_base=True)
+    def distance(self, learner: Learner) -> Distance:
+        return Attention(learner.teacher.head, self.settings.summed)
 
 
 @final
-@register_row(
-    "gram",
-    settings=GramSettings,
-    title="Preserves the Gram matrix of each map",
-    paper="Johnson et al., ECCV 2016; AFC's Table 4: Gram matrix",
-)
-class Gram(MapsMethod[GramSettings]):
-    """Distils the Gram matrices of the maps."""
-
-    @staticmethod
-    def distance(student: Output, teacher: Output) -> Tensor:
-        """Distance of the Gram matrices."""
-        return losses.gram_distance(student.maps, teacher.maps)
-
-
-@dataclass(frozen=True)
-class PixelsSettings(MapsSettings):
-    """Settings with AFC's weight."""
-
-    lambda_maps: float = setting(4.0, at_least=0, after_base=True)
-
-
-@final
-@register_row(
-    "pixels",
-    settings=PixelsSettings,
-    title="Uniform importance, weak reading",
-    paper="Kang, Park, Han, CVPR 2022 (Table 4: uniform)",
-)
-class Pixels(MapsMethod[PixelsSettings]):
-    """Distils the maps without pooling."""
-
-    @staticmethod
-    def distance(student: Output, teacher: Output) -> Tensor:
-        """Distance of all values."""
-        return losses.whole_map_distance(student.maps, teacher.maps)
-
-
-@dataclass(frozen=True)
-class PODSettings(MapsSettings):
-    """Settings with PODNet's weight for the CNN recipe; the NME recipe has 5."""
-
-    lambda_maps: float = setting(3.0, at_least=0, after_base=True)
-
-
-@final
-@register_row(
-    "pod",
-    settings=PODSettings,
-    title="Only PODNet's spatial term",
-    paper="Douillard et al., ECCV 2020; AFC's Table 4: PODNet",
-    nme={"lambda_maps": 5.0},
-)
-class POD(MapsMethod[PODSettings]):
-    """Distils the maps pooled over rows and over columns."""
-
-    @staticmethod
-    def distance(student: Output, teacher: Output) -> Tensor:
-        """Distance of the sums over the width and over the height."""
-        return losses.pooled_distance(student.maps, teacher.maps, losses.over_rows_and_columns)
-
-
-@final
-@register_row(
-    "uniform",
-    settings=AFCSettings,
-    title="AFC with uniform importance",
-    paper="Kang, Park, Han, CVPR 2022 (Table 4: uniform)",
-)
+@register_row("uniform", AFCSettings, "AFC with uniform importance", UNIFORM)
 class Uniform(LSCMethod[AFCSettings]):
     """Distils feature maps with the same weight for all channels."""
 
-    def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
-        weights = {"discrepancy": stage_weight(self.settings.lambda_disc, stage)}
-        return lsc_phases(self.settings, learner, stage, passes, self.loss, weights)
+    def weights(self, stage: Stage) -> dict[str, float]:
+        return {"discrepancy": stage_weight(self.settings.lambda_disc, stage)}
 
     def loss(self, step: Step) -> Terms:
         """Classification plus the discrepancy with importance 1."""

@@ -9,34 +9,17 @@ than to the most similar new classes, by a margin.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import TypeVar, final
 
-from engram.contract import (
-    Learner,
-    Passes,
-    Phase,
-    RecipeHints,
-    Stage,
-    Step,
-    Terms,
-    Training,
-    register,
-    setting,
-)
-from engram.methods.blocks.cosine import (
-    IMAGENET_TRAINING,
-    CosineMethod,
-    CosineSettings,
-    cosine_phases,
-    cross_entropy,
-    old_weight,
-)
+from engram.contract import Learner, Passes, Phase, RecipeHints, Stage, Step, Terms, Training, register, setting
+from engram.methods.blocks.cosine import IMAGENET_TRAINING, CosineMethod, cross_entropy, old_weight
+from engram.methods.blocks.linear import SteppedSettings
 from engram.methods.blocks.losses import cosine_distance, ranking
 from engram.methods.blocks.phases import balanced_phase
 
 
 @dataclass(frozen=True)
-class RebalancingSettings(CosineSettings):
+class RebalancingSettings(SteppedSettings):
     """Settings of UCIR's losses, in addition to those of the family; the defaults are those of CIFAR-100.
 
     lambda_embedding: weight of the embedding term, before sqrt(n_old / m). lambda_ranking, margin, rivals: of the
@@ -54,34 +37,32 @@ class UCIRSettings(RebalancingSettings):
     """UCIR's settings. finetune: of the head on a balanced set, as on ImageNet-1000; 0 epochs: not at all."""
 
     finetune: Training = setting(
-        factory=lambda: Training(0, lr=0.01, schedule="steps", milestones=(0.5,), factor=0.1, clip=None),
-        after_base=True,
-        role="finetune",
+        Training(0, lr=0.01, schedule="steps", milestones=(0.5,), clip=None), after_base=True, role="finetune"
     )
 
 
 IMAGENET = {"lambda_embedding": 10.0, **IMAGENET_TRAINING}
 
 
-def rebalancing_weights(settings: RebalancingSettings, stage: Stage) -> dict[str, float]:
-    """The loss weights of a stage after the base stage."""
-    return {"embedding": old_weight(settings.lambda_embedding, stage)}
+RebalancingSettingsT = TypeVar("RebalancingSettingsT", bound=RebalancingSettings)
 
 
-def rebalancing(settings: RebalancingSettings, step: Step) -> Terms:
-    """UCIR's terms in addition to classification: less-forget constraint and inter-class separation."""
-    assert step.teacher is not None
-    student = step.student
-    apart = ranking(student.scores, step.labels, step.old, step.new, settings.rivals, settings.margin)
-    return {
-        "embedding": step.weights["embedding"] * cosine_distance(student.embedding, step.teacher.embedding),
-        "ranking": settings.lambda_ranking * apart,
-    }
+class RebalancingMethod(CosineMethod[RebalancingSettingsT]):
+    """UCIR's loss, for UCIR and what is built on it."""
 
+    def weights(self, stage: Stage) -> dict[str, float]:
+        return {"embedding": old_weight(self.settings.lambda_embedding, stage)}
 
-def rebalanced(settings: RebalancingSettings, step: Step) -> Terms:
-    """UCIR's three terms: cross-entropy, less-forget constraint, inter-class separation."""
-    return {"classification": cross_entropy(step), **rebalancing(settings, step)}
+    def loss(self, step: Step) -> Terms:
+        """UCIR's three terms: cross-entropy, less-forget constraint, inter-class separation."""
+        assert step.teacher is not None
+        settings, student = self.settings, step.student
+        apart = ranking(student.scores, step.labels, step.old, step.new, settings.rivals, settings.margin)
+        return {
+            "classification": cross_entropy(step),
+            "embedding": step.weights["embedding"] * cosine_distance(student.embedding, step.teacher.embedding),
+            "ranking": settings.lambda_ranking * apart,
+        }
 
 
 @final
@@ -99,12 +80,11 @@ def rebalanced(settings: RebalancingSettings, step: Step) -> Terms:
         }
     ),
 )
-class UCIR(CosineMethod[UCIRSettings]):
+class UCIR(RebalancingMethod[UCIRSettings]):
     """Keeps the direction of embeddings, and keeps old images closer to their class than to new classes."""
 
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
-        weights = rebalancing_weights(self.settings, stage)
-        phases = cosine_phases(self.settings, stage, self.loss, weights)
+        phases, weights = super().phases(learner, stage, passes), self.weights(stage)
         if stage.is_base or not self.settings.finetune.epochs:
             return phases
         # Trains only the weights of all classes: not the scale, and not the running statistics.
@@ -112,7 +92,3 @@ class UCIR(CosineMethod[UCIRSettings]):
             learner, stage, passes, self.settings.finetune, self.loss, teacher=True, weights=weights, frozen=True
         )
         return [*phases, balance]
-
-    def loss(self, step: Step) -> Terms:
-        """UCIR's three terms, in both phases."""
-        return rebalanced(self.settings, step)

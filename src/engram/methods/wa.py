@@ -7,41 +7,24 @@ new classes are scaled to the mean length of those of old classes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 import torch
 
-from engram.contract import (
-    AfterUpdate,
-    Learner,
-    Network,
-    Passes,
-    Phase,
-    Settings,
-    Stage,
-    Step,
-    Terms,
-    Training,
-    register,
-    setting,
-)
-from engram.methods.blocks.linear import LinearMethod, classify, convex_distillation, convex_weights
-from engram.methods.blocks.phases import main_phase
+from engram.contract import AfterUpdate, Learner, Passes, Phase, Stage, Step, Terms, Training, register, setting
+from engram.methods.blocks.linear import LinearMethod, SteppedSettings, convex_distillation, convex_weights
+from engram.methods.blocks.phases import stepped
 from engram.nn.heads import Head, LinearHead
-
-
-def wa_training() -> Training:
-    """200 epochs; learning rate times 0.1 after 60, 120 and 170."""
-    return Training(200, schedule="steps", milestones=(0.3, 0.6, 0.85), weight_decay=2e-4, clip=None)
+from engram.nn.network import Network
 
 
 @dataclass(frozen=True)
-class WASettings(Settings):
+class WASettings(SteppedSettings):
     """WA's settings; the defaults are those of CIFAR-100. temperature: of both softmaxes in the distillation."""
 
     temperature: float = setting(2.0, above=0, after_base=True)
-    train: Training = setting(factory=wa_training, role="main")
+    train: Training = setting(stepped(200, 60, 120, 170, weight_decay=2e-4), role="main")
 
 
 def clamp_weights(network: Network) -> None:
@@ -50,12 +33,7 @@ def clamp_weights(network: Network) -> None:
 
 
 @final
-@register(
-    "wa",
-    settings=WASettings,
-    title="Weight Aligning",
-    paper="Zhao, Xiao, Gan, Zhang, Xia, CVPR 2020",
-)
+@register("wa", settings=WASettings, title="Weight Aligning", paper="Zhao, Xiao, Gan, Zhang, Xia, CVPR 2020")
 class WA(LinearMethod[WASettings]):
     """Distils the scores of old classes, then scales the weights of new classes to the length of the old ones."""
 
@@ -63,9 +41,11 @@ class WA(LinearMethod[WASettings]):
         return LinearHead(dim, capacity, bias=False)
 
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
-        loss = classify if stage.is_base else self.loss
-        weights = convex_weights(stage)
-        return [main_phase(stage, self.settings.train, loss, weights=weights, extensions=(AfterUpdate(clamp_weights),))]
+        (main,) = super().phases(learner, stage, passes)
+        return [replace(main, extensions=(AfterUpdate(clamp_weights),))]
+
+    def weights(self, stage: Stage) -> dict[str, float]:
+        return convex_weights(stage)
 
     def loss(self, step: Step) -> Terms:
         """(1 - n_old / n) classification + n_old / n distillation."""

@@ -144,8 +144,7 @@ class Lesson:
             model.learner = model.make_learner(mean, std, len(self.new))
         elif not first:
             model.reset_head()
-        for network in (model.learner.network, model.learner.teacher):  # losses compare their outputs column by column
-            network.head.reserve(first + len(self.new))
+        model.learner.reserve(first + len(self.new), model.method.class_buffers)
         model.sizes = (*model.sizes, len(self.new))
         out = _labelled(held)
         model.heldout.update(out, {place: out.rows_of(place) for place, own in held if len(own)}, len(self.new))

@@ -1,15 +1,23 @@
-"""The linear family: a linear head that grows by random rows, and losses on its scores."""
+"""The linear family: a linear head that grows by random rows, one phase per stage, and losses on its scores."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import TypeVar
 
 from torch import Tensor
 
-from engram.contract import Learner, Method, Passes, SettingsT, Stage, Step, Terms, base_settings
-from engram.core.rng import generator
+from engram.contract import Learner, Method, Part, Passes, Phase, Settings, Stage, Step, Terms, Training, setting
 from engram.methods.blocks.losses import cross_entropy, distillation
+from engram.methods.blocks.phases import EVERYTHING, main_phase, stepped
 from engram.nn.heads import Head, LinearHead
+
+
+@dataclass(frozen=True)
+class SteppedSettings(Settings):
+    """Settings of methods whose learning rate falls in steps. train: of a stage's main phase."""
+
+    train: Training = setting(stepped(160, 80, 120), role="main")
 
 
 def seen_columns(step: Step) -> Tensor:
@@ -27,6 +35,12 @@ def classify_new(step: Step) -> Terms:
     return {"classification": cross_entropy(step.student.logits, step.labels, step.new).mean()}
 
 
+def distil(step: Step, columns: Tensor, temperature: float) -> Tensor:
+    """The mean distillation loss of the teacher's scores over these columns (K,)."""
+    assert step.teacher is not None
+    return distillation(step.student.logits, step.teacher.logits, columns, temperature).mean()
+
+
 def note_single_class(learner: Learner, stage: Stage, meaning: str) -> None:
     """Warn about a single new class, at the first stage after the base stage that has one. meaning: of this case."""
     if not stage.is_base and stage.num_new == 1 and 1 not in stage.sizes[1:-1]:
@@ -41,22 +55,40 @@ def convex_weights(stage: Stage) -> dict[str, float]:
 
 def convex_distillation(step: Step, temperature: float) -> Terms:
     """Classification over all classes seen and distillation of the old classes, weighted by `convex_weights`."""
-    assert step.teacher is not None
-    distilled = distillation(step.student.logits, step.teacher.logits, step.old, temperature).mean()
-    return {
-        "classification": step.weights["classification"] * classify(step)["classification"],
-        "distillation": step.weights["distillation"] * distilled,
-    }
+    terms = {**classify(step), "distillation": distil(step, step.old, temperature)}
+    return {name: step.weights[name] * term for name, term in terms.items()}
 
 
-class LinearMethod(Method[SettingsT]):
-    """Base class of the linear family; each method adds its phases and its loss."""
+SteppedSettingsT = TypeVar("SteppedSettingsT", bound=SteppedSettings)
+
+
+class LinearMethod(Method[SteppedSettingsT]):
+    """Base class of the linear family; a method adds its loss and its weights, or phases of its own.
+
+    trained: the parts that are trained after the base stage.
+    """
+
+    family = "linear"
+    trained: Part = EVERYTHING
 
     def head(self, dim: int, capacity: int) -> Head:
         return LinearHead(dim, capacity)
 
-    def grow(self, learner: Learner, stage: Stage, passes: Passes) -> None:
-        learner.network.head.grow(stage.num_new, generator(learner.seed, "head", stage.index))
+    def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
+        """One phase over the whole pool: cross-entropy in the base stage, then the loss, with the teacher."""
+        train, weights = self.settings.train, self.weights(stage)
+        if stage.is_base:
+            return [main_phase(stage, train, self.base_loss)]
+        return [main_phase(stage, train, self.loss, train=self.trained, weights=weights)]
 
-    def base_key(self) -> dict[str, Any] | None:
-        return {"family": "linear", **base_settings(self.settings)}
+    def weights(self, stage: Stage) -> dict[str, float]:
+        """The weights of the loss after the base stage."""
+        return {}
+
+    def base_loss(self, step: Step) -> Terms:
+        """The loss of the base stage."""
+        return classify(step)
+
+    def loss(self, step: Step) -> Terms:
+        """The loss after the base stage."""
+        return classify(step)

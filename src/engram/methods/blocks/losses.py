@@ -60,6 +60,17 @@ def _mean_over(per_sample: Tensor, counted: Tensor | None) -> Tensor:
     return (per_sample * counted).sum() / counted.sum().clamp(min=1)
 
 
+def _mean_over_maps(
+    student: Sequence[Tensor],
+    teacher: Sequence[Tensor],
+    features: Callable[[Tensor], Tensor],
+    size: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """The mean over maps of the size of the difference of their features. Only the student gets a gradient."""
+    pairs = zip(student, teacher, strict=True)
+    return torch.stack([size(features(ours) - features(theirs.detach())) for ours, theirs in pairs]).mean()
+
+
 def _for_kernels(maps: Sequence[Tensor]) -> bool:
     """Whether engram's kernels support these maps."""
     return all(is_available_for(each) and each.dtype in (torch.bfloat16, torch.float32) for each in maps)
@@ -156,11 +167,7 @@ def pooled_distance(student: Sequence[Tensor], teacher: Sequence[Tensor], pool: 
     def unit(maps: Tensor) -> Tensor:
         return F.normalize(pool(maps.float().square()), dim=1)
 
-    per_map = [
-        torch.linalg.vector_norm(unit(ours) - unit(theirs.detach()), dim=1).mean()
-        for ours, theirs in zip(student, teacher, strict=True)
-    ]
-    return torch.stack(per_map).mean()
+    return _mean_over_maps(student, teacher, unit, lambda apart: torch.linalg.vector_norm(apart, dim=1).mean())
 
 
 def whole_map_distance(student: Sequence[Tensor], teacher: Sequence[Tensor]) -> Tensor:
@@ -169,10 +176,7 @@ def whole_map_distance(student: Sequence[Tensor], teacher: Sequence[Tensor]) -> 
     def unit(maps: Tensor) -> Tensor:
         return F.normalize(maps.float().flatten(1), dim=1)
 
-    per_map = [
-        (unit(ours) - unit(theirs.detach())).square().mean() for ours, theirs in zip(student, teacher, strict=True)
-    ]
-    return torch.stack(per_map).mean()
+    return _mean_over_maps(student, teacher, unit, lambda apart: apart.square().mean())
 
 
 def gram_distance(student: Sequence[Tensor], teacher: Sequence[Tensor]) -> Tensor:
@@ -186,11 +190,7 @@ def gram_distance(student: Sequence[Tensor], teacher: Sequence[Tensor]) -> Tenso
         matrix = maps.float().flatten(2)
         return matrix @ matrix.transpose(1, 2) / matrix[0].numel()
 
-    per_map = [
-        (gram(ours) - gram(theirs.detach())).square().sum(dim=(1, 2)).mean()
-        for ours, theirs in zip(student, teacher, strict=True)
-    ]
-    return torch.stack(per_map).mean()
+    return _mean_over_maps(student, teacher, gram, lambda apart: apart.square().sum(dim=(1, 2)).mean())
 
 
 def cosine_distance(student: Tensor, teacher: Tensor) -> Tensor:

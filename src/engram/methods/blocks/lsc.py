@@ -10,26 +10,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-import torch
 from torch import Tensor
 
-from engram.contract import (
-    Learner,
-    Method,
-    Part,
-    Passes,
-    Phase,
-    Settings,
-    Stage,
-    Step,
-    Terms,
-    Training,
-    base_settings,
-    setting,
-    unit_embeddings,
-)
+from engram.contract import Learner, Method, Passes, Phase, Settings, Stage, Step, Terms, Training, setting
 from engram.core.rng import generator
 from engram.methods.blocks import losses
+from engram.methods.blocks.cosine import NEW_AND_SCALE, imprint
 from engram.methods.blocks.phases import balanced_phase, main_phase
 from engram.nn.heads import Head, LSCHead, Similarity
 from engram.nn.kmeans import kmeans
@@ -76,19 +62,6 @@ class LSCSettings(Settings):
         return DIFFERENCES[difference][self.variant] if value is None else value
 
 
-def lsc_base_key(settings: LSCSettings) -> dict[str, Any]:
-    """The key of the base stage of every method of the family, with the values of the differences."""
-    key = base_settings(settings)
-    readings = {name: settings.reading(name) for name in DIFFERENCES if name in key}
-    return {"family": "lsc", **key, **readings}
-
-
-def lsc_head(settings: LSCSettings, dim: int, capacity: int) -> LSCHead:
-    """A new LSC head with these settings."""
-    similarity = settings.reading("similarity")
-    return LSCHead(dim, capacity, settings.proxies, settings.sharpness, similarity, settings.learned_scale)
-
-
 def classification_loss(settings: LSCSettings, step: Step) -> Tensor:
     """The NCA loss of each sample (B,), as in the paper or the released code."""
     student = step.student
@@ -99,12 +72,8 @@ def classification_loss(settings: LSCSettings, step: Step) -> Tensor:
 
 def distilled(settings: LSCSettings, step: Step, **distances: Tensor) -> Terms:
     """The classification term, and the distances of student and teacher, each times the phase's weight of its name."""
-    return {"classification": classification_loss(settings, step).mean(), **weighted(step, **distances)}
-
-
-def weighted(step: Step, **distances: Tensor) -> Terms:
-    """The distances of student and teacher, each times the phase's weight of its name."""
-    return {name: step.weights[name] * distance for name, distance in distances.items()}
+    weighted = {name: step.weights[name] * distance for name, distance in distances.items()}
+    return {"classification": classification_loss(settings, step).mean(), **weighted}
 
 
 def stage_weight(weight: float, stage: Stage) -> float:
@@ -122,40 +91,6 @@ class Classify:
         return {"classification": classification_loss(self.settings, step).mean()}
 
 
-def imprint_proxies(learner: Learner, stage: Stage, passes: Passes) -> None:
-    """Open rows for the new classes and, after the base stage, set their proxies.
-
-    The proxies of a new class are the k-means centres of the unit embeddings of its training images under the old
-    model, times the mean norm of the existing proxies.
-    """
-    head = learner.network.head
-    assert isinstance(head, LSCHead)
-    head.grow(stage.num_new, generator(learner.seed, "head", stage.index))
-    if stage.is_base:
-        return
-    with torch.no_grad():
-        norm = head.weight[: stage.num_old].norm(dim=2).mean()
-        for label, own in unit_embeddings(learner, stage, passes).items():
-            centres = kmeans(own, head.proxies, generator(learner.seed, "kmeans", label))
-            head.weight[label] = centres * norm
-
-
-def lsc_main_phase(
-    settings: LSCSettings,
-    stage: Stage,
-    distil: Callable[[Step], Terms] | None = None,
-    weights: Mapping[str, float] | None = None,
-) -> Phase:
-    """The phase over the whole pool. Trains the backbone, the proxies of the new classes and the scale.
-
-    distil: the loss after the base stage, which uses the teacher, with these weights; None: only classification.
-    """
-    parts = Part.BACKBONE | Part.NEW_CLASSES | Part.HEAD_SHARED
-    if distil is None or stage.is_base:
-        return main_phase(stage, settings.train, Classify(settings), train=parts, teacher=False)
-    return main_phase(stage, settings.train, distil, train=parts, weights=weights)
-
-
 def lsc_phases(
     settings: LSCSettings,
     learner: Learner,
@@ -164,24 +99,55 @@ def lsc_phases(
     distil: Callable[[Step], Terms] | None = None,
     weights: Mapping[str, float] | None = None,
 ) -> list[Phase]:
-    """The main phase and, after the base stage, fine-tuning of all proxies (and nothing else) on a balanced set."""
-    main = lsc_main_phase(settings, stage, distil, weights)
+    """The main phase and, after the base stage, fine-tuning of all proxies (and nothing else) on a balanced set.
+
+    The main phase trains the backbone, the proxies of the new classes and the scale. distil: its loss after the base
+    stage, which uses the teacher, with these weights; None: only classification.
+    """
+    classify = Classify(settings)
+    if distil is None or stage.is_base:
+        main = main_phase(stage, settings.train, classify, train=NEW_AND_SCALE, teacher=False)
+    else:
+        main = main_phase(stage, settings.train, distil, train=NEW_AND_SCALE, weights=weights)
     if stage.is_base or not settings.reading("balanced") or not settings.finetune.epochs:
         return [main]
-    return [main, balanced_phase(learner, stage, passes, settings.finetune, Classify(settings))]
+    return [main, balanced_phase(learner, stage, passes, settings.finetune, classify)]
 
 
 LSCSettingsT = TypeVar("LSCSettingsT", bound=LSCSettings)
 
 
 class LSCMethod(Method[LSCSettingsT]):
-    """Base class of the LSC family; each method adds its phases and, if it has one, its loss."""
+    """Base class of the LSC family; a method adds its loss after the base stage and the weights of its terms."""
+
+    family = "lsc"
 
     def head(self, dim: int, capacity: int) -> Head:
-        return lsc_head(self.settings, dim, capacity)
+        settings = self.settings
+        similarity = settings.reading("similarity")
+        return LSCHead(dim, capacity, settings.proxies, settings.sharpness, similarity, settings.learned_scale)
 
     def base_key(self) -> dict[str, Any] | None:
-        return lsc_base_key(self.settings)
+        """The key of every method of the family, with the values of the differences."""
+        key = super().base_key()
+        return key and key | {name: self.settings.reading(name) for name in DIFFERENCES if name in key}
 
     def grow(self, learner: Learner, stage: Stage, passes: Passes) -> None:
-        imprint_proxies(learner, stage, passes)
+        """The proxies of a new class are the k-means centres of its unit embeddings, scaled as `imprint` does."""
+
+        def centres(label: int, own: Tensor) -> Tensor:
+            return kmeans(own, self.settings.proxies, generator(learner.seed, "kmeans", label))
+
+        imprint(learner, stage, passes, centres)
+
+    def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
+        distil = self.loss if self.uses_teacher else None
+        return lsc_phases(self.settings, learner, stage, passes, distil, self.weights(stage))
+
+    def weights(self, stage: Stage) -> dict[str, float]:
+        """The weights of the loss after the base stage."""
+        return {}
+
+    def loss(self, step: Step) -> Terms:
+        """The loss after the base stage, of a method with a teacher."""
+        return distilled(self.settings, step)

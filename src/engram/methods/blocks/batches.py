@@ -1,12 +1,8 @@
-"""CutMix: an extension that pastes a box of another image into each image (Yun et al., ICCV 2019).
-
-Which box, in which steps, and from which image is drawn in advance. A step that is not mixed has an empty box, so that
-every step is the same sequence of operations.
-"""
+"""Extensions that change a batch: SecondStream adds images of other rows, CutMix mixes its images."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,6 +12,38 @@ from torch import Tensor
 from engram.contract import BatchPlan, Extension, PhaseContext, StepHooks, copy_ahead, setting
 from engram.contract.settings import check_fields
 from engram.core.rng import generator
+
+
+@dataclass(frozen=True, eq=False)
+class SecondStream(Extension):
+    """`batch_size` more images in each batch, from their own rows. They are first in the batch (`Step.streams[name]`).
+
+    The phase's own rows determine how long an epoch is. This stream goes through its rows in one random order after
+    another, across the ends of batches and epochs, so that each row is used as often as any other, or once more. With
+    fewer rows than batch_size, a batch has some of them twice.
+
+    rows: of the stage's pool. They must not depend on what training changes: a resumed phase asks for them again.
+    """
+
+    rows: Tensor
+    batch_size: int
+    name: str = "beside"
+
+    def recording_key(self) -> Hashable:
+        """The rows are read from the plan."""
+        return (type(self), self.batch_size, self.name)
+
+    def stream(self) -> tuple[str, int]:
+        return self.name, self.batch_size
+
+    def stream_rows(self, epochs: range, steps: int, purpose: tuple[str | int, ...], seed: int) -> Tensor:
+        count, size = len(self.rows), self.batch_size
+        start, stop = epochs.start * steps * size, epochs.stop * steps * size
+        rounds = range(start // count, -(-stop // count))
+        named = ("shuffle", *purpose, self.name)
+        orders = [torch.randperm(count, generator=generator(seed, *named, each)) for each in rounds]
+        places = torch.cat(orders)[start - rounds.start * count : stop - rounds.start * count]
+        return self.rows[places].view(-1, size)
 
 
 class Mixed(NamedTuple):
@@ -30,10 +58,12 @@ class Mixed(NamedTuple):
 
 @dataclass(frozen=True)
 class CutMix(Extension):
-    """In a fraction of the steps, a box of each image is replaced by that of another image of the batch.
+    """In a fraction of the steps, a box of each image is replaced by that of another image (Yun et al., ICCV 2019).
 
-    The box is at the same place in all images of a step. The share of an image that stays its own is uniform in [0, 1],
-    except for the part of the box that falls outside the image. The loss finds the other labels by `step.extra(Mixed)`.
+    Boxes and partners are drawn in advance. A step that is not mixed has an empty box, so that every step is the same
+    sequence of operations. The box is at the same place in all images of a step. The share of an image that stays its
+    own is uniform in [0, 1], except for the part of the box that falls outside the image. The loss finds the other
+    labels by `step.extra(Mixed)`.
     """
 
     probability: float = setting(0.5, at_least=0, at_most=1)
