@@ -726,7 +726,10 @@ def test_ctrl_c_saves_and_resume_ends_with_the_same_result(engram: Engram, photo
     assert timeless(tmp_path / "cut") == timeless(tmp_path / "whole")
 
 
-def test_a_second_ctrl_c_reports_whether_something_was_saved(tmp_path: Path) -> None:
+def test_a_second_ctrl_c_reports_whether_something_was_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engram.cli.signals.AGAIN_SECONDS", 0)
+    before = signal.getsignal(signal.SIGINT)
+
     def events() -> Iterator[Event]:
         yield RunStarted("afc-folder", "afc", str(tmp_path), 3, {}, False)
         os.kill(os.getpid(), signal.SIGINT)
@@ -740,19 +743,21 @@ def test_a_second_ctrl_c_reports_whether_something_was_saved(tmp_path: Path) -> 
     (tmp_path / "checkpoint").mkdir()
     with pytest.raises(KeyboardInterrupt, match=f"'engram resume {tmp_path}' continues from the last checkpoint"):
         quit_twice()
+    signal.signal(signal.SIGINT, before)
 
 
 def test_ctrl_c_while_the_program_exits_prints_no_traceback() -> None:
     program = (
         "import atexit, os, signal\n"
         "import engram.__main__ as program\n"
-        "program.main = lambda: 130\n"
-        "atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))\n"
+        "program.main = lambda: {}\n"
+        "atexit.register(lambda: {})\n"
         "program.program()\n"
     )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert ended.stderr == ""
-    assert ended.returncode == -signal.SIGINT
+    ctrl_c = "os.kill(os.getpid(), signal.SIGINT)"
+    for text, status in ((program.format(130, ctrl_c), -signal.SIGINT), (program.format(ctrl_c, None), 130)):
+        ended = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60, check=False)
+        assert (ended.stderr, ended.returncode) == ("", status)
 
 
 def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:

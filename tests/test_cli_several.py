@@ -265,7 +265,7 @@ def test_json_has_the_name_of_the_run(engram: Engram, photos: Path, tmp_path: Pa
 
 
 def cut_off(photos: Path, tmp_path: Path, number: signal.Signals, *flags: str) -> tuple[Outcome, list[str | Path]]:
-    """Send a signal when a run is in its second stage; return the outcome and the command."""
+    """Send a signal twice when a run is in its second stage; return the outcome and the command."""
     command = several(photos, "--epochs", "15", "--threads", "1", "--at-once", "3", "--out", "cut")
     process = start(*command, *flags, cwd=tmp_path)
     assert process.stdout is not None
@@ -273,7 +273,8 @@ def cut_off(photos: Path, tmp_path: Path, number: signal.Signals, *flags: str) -
     for line in process.stdout:
         seen.append(line)
         if ": base: " in line or '"event": "stage_finished"' in line:
-            process.send_signal(number)
+            for _ in range(2):  # as `timeout` does: to the process, and to its group
+                process.send_signal(number)
             break
     out, err = process.communicate(timeout=60)
     return Outcome(process.returncode, "".join(seen) + out, err), command
@@ -339,7 +340,9 @@ def test_a_second_ctrl_c_quits_at_once(photos: Path, tmp_path: Path) -> None:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     assert process.stderr.readline() == "engram: saving... (Ctrl-C again to quit at once)\n"
-    process.send_signal(signal.SIGINT)
+    for _ in range(15):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.1)
     err = process.communicate(timeout=10)[1]
     assert process.returncode == 130
     assert err == "engram: quit at once; the same command again continues from the last checkpoints\n"
