@@ -21,6 +21,7 @@ from engram.cli.parser import parse
 from engram.experiment.members import name_runs
 from engram.experiment.recipes import recipe
 from engram.experiment.run_config import directory_name
+from engram.runs.directory import RunDirectory
 from helpers import Engram, Outcome, timeless
 from test_cli import assert_refused, contents, one_thread, photos, start
 
@@ -262,6 +263,24 @@ def test_json_has_the_name_of_the_run(engram: Engram, photos: Path, tmp_path: Pa
     finished = {event["run"]: event["result"] for event in events if event["event"] == "run_finished"}
     assert finished == {name: json.loads((tmp_path / "runs" / name / "result.json").read_text()) for name in finished}
     assert len(finished) == 4
+
+
+def test_runs_that_another_process_does_are_left_to_it(photos: Path, tmp_path: Path, engram: Engram) -> None:
+    command = ["run", "replay-folder", "--data", photos, *SMALL, "--seeds", "1,2", "--out", "both"]
+    first, second = (name_of("replay-folder", seed) for seed in (1, 2))
+    assert engram(*command, "--stop-after-stage", "0", "--quiet").status == 0
+    held = RunDirectory.open(tmp_path / "both" / first, {})
+    outcome = engram(*command)
+    held.close()
+    assert outcome.status == 4
+    assert outcome.err == (
+        "engram: another process is doing 1 of the 2 runs, which is no failure; when it has ended, the same command "
+        f"shows all results: {first}\n"
+    )
+    assert f"{first}: left to another process, which is doing it now" in outcome.out
+    assert f"{second}: average" in outcome.out
+    again = engram(*command)
+    assert (again.status, again.err) == (0, "")
 
 
 def cut_off(photos: Path, tmp_path: Path, number: signal.Signals, *flags: str) -> tuple[Outcome, list[str | Path]]:

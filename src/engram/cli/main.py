@@ -16,13 +16,14 @@ from engram.core.errors import DetailsNote, explain, spell_options
 # Modules in cli/commands that are not named after their command. They are imported when needed: most import torch.
 _MODULES = {"resume": "run", "list": "list_all"}
 FLAGS = {"directory": "--out"}  # parameters whose flag has another name
-UNREADABLE, INTERRUPTED, BROKEN_PIPE = 3, 130, 141
+UNREADABLE, ELSEWHERE, INTERRUPTED, BROKEN_PIPE = 3, 4, 130, 141
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status.
 
-    0 is success, 1 an unexpected error, 2 a mistake in the request, 3 success except for unreadable images, 130 Ctrl-C.
+    0 is success, 1 an unexpected error, 2 a mistake in the request, 3 success except for unreadable images, 4 success
+    except for runs that another process is doing, 130 Ctrl-C.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     for stream in (sys.stdout, sys.stderr):

@@ -17,13 +17,13 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from engram.core.events import RunFailed, RunFinished, RunSkipped, Stopped
+from engram.core.events import RunBusy, RunFailed, RunFinished, RunSkipped, Stopped
 from engram.core.metrics import METRICS
 
 PIPE_WIDTH = 200  # columns; a pipe has no width, and tables get the width they need
 NAME_WIDTH = 12  # columns that names get at least in a table; longer names are folded
 MIN_WIDTH = 20  # columns; a smaller COLUMNS is ignored
-ENDS = (RunFinished, RunSkipped, RunFailed, Stopped)
+ENDS = (RunFinished, RunSkipped, RunBusy, RunFailed, Stopped)
 
 
 class _Console(Console):
@@ -191,8 +191,10 @@ def summary_table(result: Mapping[str, Any]) -> Table:
     return table
 
 
-def end_line(event: RunFinished | RunSkipped | RunFailed | Stopped) -> str:
+def end_line(event: RunFinished | RunSkipped | RunBusy | RunFailed | Stopped) -> str:
     """Return how a run ended, in one line."""
+    if isinstance(event, RunBusy):
+        return "left to another process, which is doing it now"
     if isinstance(event, RunFailed):
         return f"failed: {event.message}"
     if isinstance(event, Stopped):

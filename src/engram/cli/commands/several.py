@@ -23,7 +23,7 @@ from engram.cli.commands.run_common import (
     use_threads,
 )
 from engram.cli.commands.run_paths import RUNS
-from engram.cli.main import INTERRUPTED
+from engram.cli.main import ELSEWHERE, INTERRUPTED
 from engram.cli.multi_display import make_multi_display
 from engram.cli.options.runs import Run, RunningFlags
 from engram.cli.recipe_tables import EndedRuns, print_results
@@ -31,7 +31,7 @@ from engram.cli.run_progress import RunsProgress
 from engram.cli.signals import Interrupt
 from engram.cli.text import bold, make_console, make_table, print_line, print_table
 from engram.core.errors import details_note
-from engram.core.events import RunFailed, Stopped
+from engram.core.events import RunBusy, RunFailed, Stopped
 from engram.core.io import typed_path
 from engram.data.sources.load import DataConfig, outline_store
 from engram.data.store import ImageStore
@@ -174,16 +174,29 @@ def _quit_at_once() -> NoReturn:
 
 
 def exit_status(last: EndedRuns, count: int, interrupt: Interrupt) -> int:
-    """Return the signal's status if a run was interrupted, 1 after an unexpected error, 2 after another, or else 0."""
+    """Return the exit status of several runs.
+
+    The signal's if a run was interrupted, 1 after an unexpected error, 2 after another, 4 if another process is doing a
+    run, or else 0.
+    """
     cut = any(isinstance(event, Stopped) and event.reason == "interrupted" for event in last.values())
     if interrupt() and (cut or len(last) < count):
         return interrupt.status
     failed = [event for event in last.values() if isinstance(event, RunFailed)]
-    return 0 if not failed else 1 if any(event.unexpected for event in failed) else 2
+    if failed:
+        return 1 if any(event.unexpected for event in failed) else 2
+    return ELSEWHERE if any(isinstance(event, RunBusy) for event in last.values()) else 0
 
 
 def print_failures(last: EndedRuns, count: int) -> None:
-    """Print on stderr which runs failed and why."""
+    """Print on stderr which runs failed and why, and which runs another process is doing."""
+    busy = [run for run, event in last.items() if isinstance(event, RunBusy)]
+    if busy:
+        print(
+            f"engram: another process is doing {len(busy)} of the {count} runs, which is no failure; "
+            f"when it has ended, the same command shows all results: {', '.join(busy)}",
+            file=sys.stderr,
+        )
     failed = {run: event for run, event in last.items() if isinstance(event, RunFailed)}
     if failed:
         print(f"engram: {len(failed)} of {count} runs failed", file=sys.stderr)
