@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,7 +17,6 @@ from engram.cli.commands.run_common import (
     command_line,
     follow_run,
     print_finished,
-    print_missing,
     read_images,
     refuse_used,
     shared_stages,
@@ -54,13 +54,13 @@ def run_command(options: Run, typed: Sequence[str]) -> int:
     use_threads(flags.threads)
     console = make_console()
     outline = outline_store(config.data) if options.dry_run else None
-    store = outline or read_images(config.data, console, silent)
+    store = outline[0] if outline is not None else read_images(config.data, console, silent)
     check_last_stage(flags, len(config.stream(store)))
     place = given or new_directory(directory_name(config), silent)
     if options.dry_run:
         _print_plan(config, store, place, console, flags.json)
         if outline is not None:
-            print_missing(config.data)
+            print(f"engram: {outline[1]}", file=sys.stderr)
         return 0
     interrupt = Interrupt()
     events = run(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -100,11 +99,6 @@ def read_images(data: DataConfig, console: Console, silent: bool) -> ImageStore:
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=None)
         return load_store(data, lambda done, total: progress.update(task, completed=done, total=total))
-
-
-def print_missing(data: DataConfig) -> None:
-    """Print on stderr that a plan was made without the images."""
-    print(f"engram: {data.name} is not here yet; 'engram prepare {data.name}' downloads it", file=sys.stderr)
 
 
 def follow_run(

@@ -17,7 +17,6 @@ from engram.cli.commands.run_common import (
     DRY_RUN,
     check_last_stage,
     command_line,
-    print_missing,
     read_images,
     shared_stages,
     use_threads,
@@ -30,7 +29,7 @@ from engram.cli.recipe_tables import EndedRuns, print_results
 from engram.cli.run_progress import RunsProgress
 from engram.cli.signals import Interrupt
 from engram.cli.text import bold, make_console, make_table, print_line, print_table
-from engram.core.errors import details_note
+from engram.core.errors import EngramError, details_note
 from engram.core.events import RunBusy, RunFailed, Stopped
 from engram.core.io import typed_path
 from engram.data.sources.load import DataConfig, outline_store
@@ -50,22 +49,24 @@ def run_several(options: Run, configs: Sequence[RunConfig], typed: Sequence[str]
     parent = RUNS if options.out is None else typed_path(options.out)
     silent = flags.quiet or flags.json
     use_threads(flags.threads)
-    missing: list[DataConfig] = []
+    missing: list[str] = []
 
     def read(data: DataConfig) -> ImageStore:
-        # A run that exists already is compared with the images, so they are needed then.
-        begun = any((parent / directory_name(config)).exists() for config in configs if config.data == data)
-        outline = outline_store(data) if options.dry_run and not begun else None
-        missing.extend([] if outline is None else [data])
-        return outline or read_images(data, console, silent=silent)
+        outline = outline_store(data) if options.dry_run else None
+        if outline is None:
+            return read_images(data, console, silent=silent)
+        if any((parent / directory_name(config)).exists() for config in configs if config.data == data):
+            raise EngramError(f"the runs in {parent} cannot be compared with their images: {outline[1]}")
+        missing.append(outline[1])
+        return outline[0]
 
     members = plan_members(configs, directory=parent, read=read)
     check_last_stage(flags, *[member.stages for member in members])
     _warn_of_other_code(members)
     if options.dry_run:
         _print_plan(console, members, shared_stages(flags), flags.json)
-        for data in missing:
-            print_missing(data)
+        for text in missing:
+            print(f"engram: {text}", file=sys.stderr)
         return 0
 
     def report(last: EndedRuns) -> None:
