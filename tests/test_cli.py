@@ -15,6 +15,7 @@ import tarfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -194,6 +195,24 @@ def test_the_help_names_the_default_method(engram: Engram) -> None:
 
 def test_version(engram: Engram) -> None:
     assert engram("--version").out.startswith("engram 0.")
+
+
+def test_a_source_tree_that_is_not_installed_can_be_run(
+    engram: Engram, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = metadata.Distribution.from_name
+
+    def from_name(name: str) -> metadata.Distribution:
+        if name == "engram":
+            raise metadata.PackageNotFoundError(name)
+        return find(name)
+
+    monkeypatch.setattr(metadata.Distribution, "from_name", from_name)
+    assert engram("--version").out == "engram unknown (not installed)\n"
+    assert "unknown (not installed)" in engram("doctor").out
+    run = ("run", "naive-folder", "--data", photos, "--backbone", "resnet10", "--epochs", "1", "--out", "run")
+    assert engram(*run, "--stop-after-stage", "0", "--quiet").status == 0
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["engram"] == "unknown (not installed)"
 
 
 def test_no_arguments_print_the_help(engram: Engram) -> None:

@@ -59,9 +59,9 @@ def _status(given: list[str]) -> int:
 
 def _dispatch(given: list[str]) -> int:
     if given in (["--version"], ["-V"]):
-        from importlib import metadata
+        from engram.core.provenance import version
 
-        print(f"engram {metadata.version('engram')}")
+        print(f"engram {version()}")
         return 0
     from engram.cli.parser import parse
 

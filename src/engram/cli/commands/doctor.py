@@ -20,6 +20,7 @@ from engram.cli.commands.run_paths import RUNS
 from engram.cli.options.runs import Doctor
 from engram.cli.text import make_console, print_line
 from engram.core.errors import EngramError
+from engram.core.provenance import version
 
 STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 LITTLE_MEMORY, LITTLE_DISK = 4e9, 2e9
@@ -67,7 +68,7 @@ def check_python() -> Finding:
 
 def check_engram() -> Finding:
     """The installed engram."""
-    return Finding(f"{metadata.version('engram')} ({Path(__file__).parents[2]})")
+    return Finding(f"{version()} ({Path(__file__).parents[2]})")
 
 
 def check_torch() -> Finding:
