@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -52,88 +52,50 @@ class Compute:
         return unsupported(backbone, self.image_size)
 
 
-class Forward(Protocol):
-    """The passes of a step over one learner, and its update."""
+class Forward:
+    """The passes of a step over one learner, and its update, by torch's modules.
 
-    optimiser: FlatSGD
-    batch_size: int
-    height_dim: int  # dimension of a batch of images that is their height; the width is the next
-
-    def refresh(self, frozen: bool = False) -> None:
-        """Read weights that changed between phases. frozen: also those that `frozen` passes use."""
-        ...
-
-    def images(self, pool: DevicePool, plan: BatchPlan, counter: Tensor, size: int) -> Tensor:
-        """The augmented batch of the step that the counter is at, in the layout that the passes need."""
-        ...
-
-    def student(self, images: Tensor, train_backbone: bool) -> Output:
-        """Output of the network with batch statistics."""
-        ...
-
-    def frozen(self, images: Tensor) -> Output:
-        """Output of the network with running statistics; only its head gets gradients."""
-        ...
-
-    def teacher(self, images: Tensor) -> Output:
-        """Output of the teacher, without gradient."""
-        ...
-
-    def with_teacher(self, images: Tensor, student_pass: Callable[[], Output]) -> tuple[Output, Output]:
-        """The result of `student_pass` and the output of the teacher, computed in parallel if possible."""
-        ...
-
-    def predict(self, images: Tensor) -> Output:
-        """Output of the network in training with its running statistics, which stay unchanged; without gradient."""
-        ...
-
-    def update(self, lr: Tensor, training: Training) -> None:
-        """Update the parameters from the current gradients."""
-        ...
-
-    def follow(self) -> None:
-        """Read parameters that an extension changed after an update."""
-        ...
-
-    def state(self) -> list[Tensor]:
-        """The tensors that a step changes, except those of the method."""
-        ...
-
-
-class PlainForward:
-    """Passes by torch's modules."""
+    height_dim: dimension of a batch of images that is their height; the width is the next.
+    """
 
     height_dim = 2
 
-    def __init__(self, compute: Compute, learner: Learner, batch_size: int) -> None:
-        self._compute, self._learner = compute, learner
-        self.optimiser = FlatSGD(learner.network, compute.layout)
-        self.batch_size = batch_size
+    def __init__(
+        self, compute: Compute, learner: Learner, batch_size: int, layout: torch.memory_format | None = None
+    ) -> None:
+        self._compute, self._learner, self.batch_size = compute, learner, batch_size
+        self.optimiser = FlatSGD(learner.network, layout or compute.layout)
 
     def refresh(self, frozen: bool = False) -> None:
-        pass
+        """Read weights that changed between phases. frozen: also those that `frozen` passes use."""
 
     def images(self, pool: DevicePool, plan: BatchPlan, counter: Tensor, size: int) -> Tensor:
+        """The augmented batch of the step that the counter is at, in the layout that the passes need."""
         rows, draws = plan.row(counter, size)
         images = apply(self._compute.augmentation, pool.padded, rows, draws, self._compute.image_size)
         return images.contiguous(memory_format=self._compute.layout)
 
     def student(self, images: Tensor, train_backbone: bool) -> Output:
+        """Output of the network with batch statistics."""
         with self._compute.autocast():
             return self._learner.network(images, train_backbone)
 
     def frozen(self, images: Tensor) -> Output:
+        """Output of the network with running statistics; only its head gets gradients."""
         with self._compute.autocast():
             return self._learner.network(images, train_backbone=False)
 
     def teacher(self, images: Tensor) -> Output:
+        """Output of the teacher, without gradient."""
         with torch.no_grad(), self._compute.autocast():
             return self._learner.teacher(images)
 
     def with_teacher(self, images: Tensor, student_pass: Callable[[], Output]) -> tuple[Output, Output]:
+        """The result of `student_pass` and the output of the teacher, computed in parallel if possible."""
         return student_pass(), self.teacher(images)
 
     def predict(self, images: Tensor) -> Output:
+        """Output of the network in training with its running statistics, which stay unchanged; without gradient."""
         network = self._learner.network
         network.backbone.eval()  # only the backbone: adjustments of predictions are not part of a loss
         with torch.no_grad(), self._compute.autocast():
@@ -142,18 +104,20 @@ class PlainForward:
         return output
 
     def update(self, lr: Tensor, training: Training) -> None:
+        """Update the parameters from the current gradients."""
         if training.clip_norm is not None:
             self.optimiser.limit(training.clip_norm)
         self.optimiser.step(lr, training.momentum, training.weight_decay, training.clip)
 
     def follow(self) -> None:
-        pass
+        """Read parameters that an extension changed after an update."""
 
     def state(self) -> list[Tensor]:
+        """The tensors that a step changes, except those of the method."""
         return [*self.optimiser.state(), *self._learner.network.buffers()]
 
 
-class FusedForward:
+class FusedForward(Forward):
     """Passes by engram's own kernels (engram.kernels)."""
 
     height_dim = 1
@@ -162,17 +126,14 @@ class FusedForward:
         from engram.engine.fused import FoldedBackbone, FoldedBranches, FusedBackbone
         from engram.kernels.launch import ARITHMETIC
 
+        super().__init__(compute, learner, batch_size, torch.channels_last)
         self._arithmetic = arithmetic = ARITHMETIC[compute.precision]
-        self._learner, self._size = learner, compute.image_size
-        self.optimiser = FlatSGD(learner.network, torch.channels_last)
-        self.batch_size = batch_size
-        optimiser, network = self.optimiser, learner.network
-        self._backbone = FusedBackbone(
-            network.backbone, compute.image_size, optimiser.values, optimiser.gradients, batch_size, arithmetic
-        )
-        self._folded = FoldedBackbone(learner.teacher.backbone, compute.image_size, arithmetic)
-        self._own_folded = FoldedBackbone(network.backbone, compute.image_size, arithmetic)
-        self._branches = FoldedBranches(network.backbone, compute.image_size, arithmetic)
+        network, size = learner.network, compute.image_size
+        values, gradients = self.optimiser.values, self.optimiser.gradients
+        self._backbone = FusedBackbone(network.backbone, size, values, gradients, batch_size, arithmetic)
+        self._folded = FoldedBackbone(learner.teacher.backbone, size, arithmetic)
+        self._own_folded = FoldedBackbone(network.backbone, size, arithmetic)
+        self._branches = FoldedBranches(network.backbone, size, arithmetic)
 
     def refresh(self, frozen: bool = False) -> None:
         self._backbone.refresh()
@@ -184,9 +145,8 @@ class FusedForward:
     def images(self, pool: DevicePool, plan: BatchPlan, counter: Tensor, size: int) -> Tensor:
         from engram.kernels.launch import augment
 
-        network = self._learner.network
-        drawn = plan.tensors()[:5]
-        return augment(pool.padded, drawn, counter, size, self._size, network.mean, network.std, self._arithmetic)
+        network, seen, drawn = self._learner.network, self._compute.image_size, plan.tensors()[:5]
+        return augment(pool.padded, drawn, counter, size, seen, network.mean, network.std, self._arithmetic)
 
     def student(self, images: Tensor, train_backbone: bool) -> Output:
         with torch.set_grad_enabled(train_backbone and torch.is_grad_enabled()):

@@ -12,7 +12,7 @@ from engram.core.errors import EngramError
 from engram.data.augment import Augmentation
 from engram.engine.buffers import DeviceBuffers
 from engram.engine.capture import CapturedStep, NotRecordable
-from engram.engine.forward import Compute, Forward, FusedForward, PlainForward, Precision
+from engram.engine.forward import Compute, Forward, FusedForward, Precision
 from engram.nn.network import Network
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ class Runtime(Compute):
         """The passes over the learner; made once, and again only if the network has new tensors."""
         forward = self._forward
         if forward is None or forward.batch_size < batch_size or not forward.optimiser.holds(learner.network):
-            kind = FusedForward if self.why_not_fused(learner.network.backbone) is None else PlainForward
+            kind = FusedForward if self.why_not_fused(learner.network.backbone) is None else Forward
             forward = self._forward = kind(self, learner, batch_size)
             self.buffers.version += 1
         return forward
