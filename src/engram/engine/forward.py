@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -24,18 +25,18 @@ Precision = Literal["float32", "tf32", "bf16"]
 INFERENCE_PIXELS = {"cpu": 512 * 32 * 32, "cuda": 4096 * 32 * 32}  # in a batch
 
 
+@dataclass(eq=False)
 class Compute:
     """How passes are computed: device, precision, augmentation. image_size: of images as the network sees them."""
 
-    def __init__(
-        self, device: torch.device, precision: Precision, augmentation: Augmentation, image_size: tuple[int, int]
-    ) -> None:
-        self.device = device
-        self.precision: Precision = precision
-        self.augmentation = augmentation
-        self.image_size = image_size
+    device: torch.device
+    precision: Precision
+    augmentation: Augmentation
+    image_size: tuple[int, int]
+
+    def __post_init__(self) -> None:
         # On a CPU channels-last costs a fifth of the speed with resnet10, most of it in the distillation loss.
-        self.layout = torch.channels_last if device.type == "cuda" else torch.contiguous_format
+        self.layout = torch.channels_last if self.device.type == "cuda" else torch.contiguous_format
 
     def autocast(self) -> torch.autocast:
         """The context for forward passes by torch's modules."""

@@ -23,7 +23,7 @@ from engram.engine.buffers import TERMS
 from engram.engine.forward import Forward
 from engram.engine.planning import learning_rates, plan_epochs
 from engram.engine.runtime import Runtime
-from engram.nn.network import Output, Part
+from engram.nn.network import Part
 
 T = TypeVar("T")
 
@@ -167,7 +167,7 @@ class PhaseLoop:
         self._runtime.buffers.save_image_state(self._stage)
         return PhaseState(
             rows=self.rows,
-            momentum=self._forward.optimiser.momentum_by_name(),
+            momentum=self._forward.optimiser.by_name(self._forward.optimiser.momentum),
             epoch=self.epoch,
             step=self.step,
             extensions={name: value for hooks in self._hooks for name, value in hooks.state().items()},
@@ -338,19 +338,11 @@ class _Context:
         self.steps, self.batch_size, self.last_batch = loop.steps, loop.batch_size, loop._last
         self.image_size, self.height_dim = runtime.image_size, forward.height_dim
         self.counter, self.plan, self.parameters = runtime.buffers.counter, loop._plan, forward.optimiser
-        self.device = runtime.device
-
-    def persistent_buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
-        return self._runtime.buffers.persistent_buffer(name, shape, dtype)
+        self.device, self.persistent_buffer = runtime.device, runtime.buffers.persistent_buffer
+        self.teacher, self.predict = forward.teacher, forward.predict
 
     def images(self, plan: BatchPlan, size: int) -> Tensor:
         return self._forward.images(self._runtime.buffers.pool(self.stage), plan, self.counter, size)
-
-    def teacher(self, images: Tensor) -> Output:
-        return self._forward.teacher(images)
-
-    def predict(self, images: Tensor) -> Output:
-        return self._forward.predict(images)
 
     def record(self, name: str, key: Hashable, step: Callable[[], T]) -> Callable[[], T]:
         return self._runtime.record((name, self.index, key), (name, key), step, self.learner, f"the {name}")

@@ -9,7 +9,6 @@ import torch
 
 from engram.contract.learner import Learner
 from engram.core.errors import EngramError
-from engram.data.augment import Augmentation
 from engram.engine.buffers import DeviceBuffers
 from engram.engine.capture import CapturedStep, NotRecordable
 from engram.engine.forward import Compute, Forward, FusedForward, Precision
@@ -23,16 +22,14 @@ RECORDINGS = 8  # the most that are kept
 class Runtime(Compute):
     """The buffers, forward passes and recordings of one device, which phases, sweeps and other passes use."""
 
-    def __init__(
-        self, device: torch.device, precision: Precision, augmentation: Augmentation, image_size: tuple[int, int]
-    ) -> None:
-        super().__init__(device, precision, augmentation, image_size)
-        self.capture = device.type == "cuda"
-        self.buffers = DeviceBuffers(device, augmentation.pad)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.capture = self.device.type == "cuda"
+        self.buffers = DeviceBuffers(self.device, self.augmentation.pad)
         self._forward: Forward | None = None
         self._recordings: dict[Hashable, tuple[object, CapturedStep | None]] = {}
-        if device.type == "cuda":
-            _set_flags(precision)
+        if self.device.type == "cuda":
+            _set_flags(self.precision)
 
     @property
     def is_cold(self) -> bool:
