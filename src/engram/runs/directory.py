@@ -45,7 +45,9 @@ class RunDirectory:
         with writing(path):
             if is_used(path):
                 if (path / LOCK).exists():
-                    cls(path, {})._acquire()  # raises RunInUse if another process has just started the run
+                    found = cls(path, {})
+                    found._acquire()  # raises RunInUse if another process has just started the run
+                    found.close()
                 raise EngramError(
                     f"{path} already exists and is not empty; 'engram resume {path}' continues a run, "
                     "or choose another directory"
