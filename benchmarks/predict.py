@@ -22,7 +22,7 @@ from engram.data.augment import to_unit
 from engram.data.decode.prefetch import Decoded, decode_files, decode_stream
 from engram.data.sources.mini import read_mini
 from engram.data.store import Images
-from engram.engine.inference import INFERENCE_PIXELS
+from engram.engine.forward import INFERENCE_PIXELS
 from engram.models.model import KnownClass, Model
 from engram.models.model_config import ModelConfig
 from engram.models.prediction import default_batch, predict_batches, predict_files

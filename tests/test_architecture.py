@@ -6,8 +6,10 @@ import ast
 import re
 import tomllib
 from collections import Counter
+from graphlib import TopologicalSorter
 from pathlib import Path
 
+import grimp
 import pytest
 
 from engram.methods import METHODS
@@ -39,6 +41,13 @@ def test_the_documented_layers_are_those_that_are_checked() -> None:
     table = text[text.index("## Layers") : text.index("## A method declares")]
     documented = [set(re.findall(r"`(\w+)`", row.split("|")[1])) for row in table.splitlines() if row.startswith("| `")]
     assert documented == checked
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    """Imports inside functions and those for type checkers only count too."""
+    graph = grimp.build_graph("engram", cache_dir=None)
+    imported = {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
+    assert len(list(TopologicalSorter(imported).static_order())) == len(imported)  # a cycle raises CycleError
 
 
 def test_files_named_in_the_architecture_exist() -> None:

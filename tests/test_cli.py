@@ -15,6 +15,7 @@ import tarfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -195,6 +196,24 @@ def test_the_help_names_the_default_method(engram: Engram) -> None:
 
 def test_version(engram: Engram) -> None:
     assert engram("--version").out.startswith("engram 0.")
+
+
+def test_a_source_tree_that_is_not_installed_can_be_run(
+    engram: Engram, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = metadata.Distribution.from_name
+
+    def from_name(name: str) -> metadata.Distribution:
+        if name == "engram":
+            raise metadata.PackageNotFoundError(name)
+        return find(name)
+
+    monkeypatch.setattr(metadata.Distribution, "from_name", from_name)
+    assert engram("--version").out == "engram unknown (not installed)\n"
+    assert "unknown (not installed)" in engram("doctor").out
+    run = ("run", "naive-folder", "--data", photos, "--backbone", "resnet10", "--epochs", "1", "--out", "run")
+    assert engram(*run, "--stop-after-stage", "0", "--quiet").status == 0
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["engram"] == "unknown (not installed)"
 
 
 def test_no_arguments_print_the_help(engram: Engram) -> None:
@@ -803,7 +822,10 @@ def test_ctrl_c_saves_and_resume_ends_with_the_same_result(engram: Engram, photo
     assert timeless(tmp_path / "cut") == timeless(tmp_path / "whole")
 
 
-def test_a_second_ctrl_c_reports_whether_something_was_saved(tmp_path: Path) -> None:
+def test_a_second_ctrl_c_reports_whether_something_was_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engram.cli.signals.AGAIN_SECONDS", 0)
+    before = signal.getsignal(signal.SIGINT)
+
     def events() -> Iterator[Event]:
         yield RunStarted("afc-folder", "afc", str(tmp_path), 3, {}, False)
         os.kill(os.getpid(), signal.SIGINT)
@@ -817,6 +839,7 @@ def test_a_second_ctrl_c_reports_whether_something_was_saved(tmp_path: Path) -> 
     (tmp_path / "checkpoint").mkdir()
     with pytest.raises(KeyboardInterrupt, match=f"'engram resume {tmp_path}' continues from the last checkpoint"):
         quit_twice()
+    signal.signal(signal.SIGINT, before)
 
 
 def test_ctrl_c_while_the_program_exits_prints_no_traceback() -> None:
@@ -824,13 +847,14 @@ def test_ctrl_c_while_the_program_exits_prints_no_traceback() -> None:
         "import atexit, os, signal\n"
         "import engram.__main__ as program\n"
         "import engram.cli.main\n"
-        "engram.cli.main.main = lambda: 130\n"
-        "atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))\n"
+        "engram.cli.main.main = lambda: {}\n"
+        "atexit.register(lambda: {})\n"
         "program.program()\n"
     )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert ended.stderr == ""
-    assert ended.returncode == -signal.SIGINT
+    ctrl_c = "os.kill(os.getpid(), signal.SIGINT)"
+    for text, status in ((program.format(130, ctrl_c), -signal.SIGINT), (program.format(ctrl_c, None), 130)):
+        ended = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60, check=False)
+        assert (ended.stderr, ended.returncode) == ("", status)
 
 
 def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:

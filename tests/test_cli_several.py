@@ -21,6 +21,7 @@ from engram.cli.parser import parse
 from engram.experiment.members import name_runs
 from engram.experiment.recipes import recipe
 from engram.experiment.run_config import directory_name
+from engram.runs.directory import RunDirectory
 from helpers import Engram, Outcome, timeless
 from test_cli import assert_refused, contents, one_thread, photos, start
 
@@ -264,8 +265,26 @@ def test_json_has_the_name_of_the_run(engram: Engram, photos: Path, tmp_path: Pa
     assert len(finished) == 4
 
 
+def test_runs_that_another_process_does_are_left_to_it(photos: Path, tmp_path: Path, engram: Engram) -> None:
+    command = ["run", "replay-folder", "--data", photos, *SMALL, "--seeds", "1,2", "--out", "both"]
+    first, second = (name_of("replay-folder", seed) for seed in (1, 2))
+    assert engram(*command, "--stop-after-stage", "0", "--quiet").status == 0
+    held = RunDirectory.open(tmp_path / "both" / first, {})
+    outcome = engram(*command)
+    held.close()
+    assert outcome.status == 4
+    assert outcome.err == (
+        "engram: another process is doing 1 of the 2 runs, which is no failure; when it has ended, the same command "
+        f"shows all results: {first}\n"
+    )
+    assert f"{first}: left to another process, which is doing it now" in outcome.out
+    assert f"{second}: average" in outcome.out
+    again = engram(*command)
+    assert (again.status, again.err) == (0, "")
+
+
 def cut_off(photos: Path, tmp_path: Path, number: signal.Signals, *flags: str) -> tuple[Outcome, list[str | Path]]:
-    """Send a signal when a run is in its second stage; return the outcome and the command."""
+    """Send a signal twice when a run is in its second stage; return the outcome and the command."""
     command = several(photos, "--epochs", "15", "--threads", "1", "--at-once", "3", "--out", "cut")
     process = start(*command, *flags, cwd=tmp_path)
     assert process.stdout is not None
@@ -273,7 +292,8 @@ def cut_off(photos: Path, tmp_path: Path, number: signal.Signals, *flags: str) -
     for line in process.stdout:
         seen.append(line)
         if ": base: " in line or '"event": "stage_finished"' in line:
-            process.send_signal(number)
+            for _ in range(2):  # as `timeout` does: to the process, and to its group
+                process.send_signal(number)
             break
     out, err = process.communicate(timeout=60)
     return Outcome(process.returncode, "".join(seen) + out, err), command
@@ -339,7 +359,9 @@ def test_a_second_ctrl_c_quits_at_once(photos: Path, tmp_path: Path) -> None:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     assert process.stderr.readline() == "engram: saving... (Ctrl-C again to quit at once)\n"
-    process.send_signal(signal.SIGINT)
+    for _ in range(15):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.1)
     err = process.communicate(timeout=10)[1]
     assert process.returncode == 130
     assert err == "engram: quit at once; the same command again continues from the last checkpoints\n"

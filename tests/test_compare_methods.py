@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from engram.core.errors import EngramError
-from engram.experiment.recipe_changes import apply_changes
-from engram.experiment.recipes import recipe
+from engram.experiment.recipes import apply_changes, recipe
 from engram.methods import METHODS
 from engram.reproduce.records import Record
 from engram.reproduce.results_files import write_file

@@ -242,17 +242,26 @@ def test_finished_stages_are_rows_that_stay(width: int, header: str, base: str, 
     assert (rows[0], rows[-1]) == (base, last)
 
 
-def test_a_second_signal_quits_at_once(capfd: pytest.CaptureFixture[str]) -> None:
-    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+def test_only_a_later_ctrl_c_quits_at_once(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
     with Interrupt() as interrupt:
         assert not interrupt()
-        os.kill(os.getpid(), signal.SIGTERM)
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGINT):  # at once: the same request
+            os.kill(os.getpid(), number)
         assert interrupt()
         assert interrupt.status == 143
+        monkeypatch.setattr("engram.cli.signals.AGAIN_SECONDS", 0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert capfd.readouterr().err == f"engram: {SAVING}\n"
+        os.kill(os.getpid(), signal.SIGHUP)
+    assert [signal.getsignal(number) for number in numbers] == before
+    with Interrupt(announce=False):
+        os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
-    assert capfd.readouterr().err == f"engram: {SAVING}\n"
-    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+        os.kill(os.getpid(), signal.SIGINT)  # it quits already
+    assert signal.signal(signal.SIGINT, before[0]) == signal.SIG_IGN
 
 
 def test_a_warning_is_shown_once() -> None:

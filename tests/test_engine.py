@@ -62,7 +62,7 @@ def learn(session: Session, index: int) -> None:
 
 def recording_session(monkeypatch: pytest.MonkeyPatch, recording: type) -> Session:
     """A session that would record its steps, on a CPU."""
-    monkeypatch.setattr("engram.engine.engine.CapturedStep", recording)
+    monkeypatch.setattr("engram.engine.runtime.CapturedStep", recording)
     session = Session(make_config(increment=1, settings__train__remainder="drop"), make_store())
     session.engine.capture = True
     return session

@@ -8,7 +8,7 @@ import shutil
 from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -493,11 +493,32 @@ def test_a_recipe_runs_stops_and_resumes_to_the_same_numbers(hundred: Path, tmp_
 # The command line
 
 
-def test_a_dry_run_shows_what_is_stored_and_what_is_seen(hundred: Path, engram: Engram) -> None:
-    arguments = ("run", "ucir-imagenet100-b50-s25", "--data", hundred, "--image-size", "16", "--dry-run", "--json")
-    outcome = engram(*arguments)
+def test_a_dry_run_shows_what_is_stored_and_what_is_seen_and_decodes_nothing(
+    hundred: Path, engram: Engram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(file: Path, side: int) -> NoReturn:
+        raise AssertionError(f"{file} was decoded")
+
+    monkeypatch.setenv("ENGRAM_DATA", str(tmp_path / "data"))
+    run = ("run", "ucir-imagenet100-b50-s25", "--data", hundred, "--image-size", "16", "--dry-run")
+    with monkeypatch.context() as patch:
+        patch.setattr(imagenet, "decode_square", refuse)
+        outcome, several = engram(*run, "--json"), engram(*run, "--seeds", "1,2")
+        held_out = engram(*run, "--set", "data.holdout=0.5")
+    assert (outcome.status, several.status, held_out.status) == (0, 0, 0)
+    assert outcome.err == several.err == held_out.err
+    assert outcome.err == (
+        "engram: imagenet100 is not decoded yet; the first run decodes 300 images of 16x16 pixels into "
+        f"{tmp_path / 'data' / 'images'}, about 0.00023 GB\n"
+    )
+    assert list(tmp_path.iterdir()) == [], "nothing was written"
+    read_imagenet("imagenet100", hundred, side=16)
+    decoded = engram(*run, "--json")
+    assert (decoded.out, decoded.err) == (outcome.out, "")
     plan = json.loads(outcome.out)
-    assert outcome.status == 0
+    (tmp_path / plan["directory"]).mkdir(parents=True)
+    shutil.rmtree(tmp_path / "data")
+    assert "cannot be compared with their images: imagenet100 is not decoded" in engram(*run, "--seeds", "1,2").err
     assert plan["config"]["data"]["name"] == "imagenet100"
     assert plan["card"]["Data set"].endswith("200 training and 100 test images, 16x16, of which 14x14 are seen")
     assert plan["card"]["Class order"] == "1 (published)"

@@ -29,6 +29,7 @@ from engram.core.events import (
     BaseReused,
     Event,
     Progress,
+    RunBusy,
     RunFailed,
     RunFinished,
     RunSkipped,
@@ -301,6 +302,8 @@ def test_exit_status_and_failures(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert exit_status({"a": fine}, 1, Interrupt()) == 0
     assert exit_status({"a": fine, "b": expected}, 2, Interrupt()) == 2
     assert exit_status({"a": unexpected, "b": expected}, 2, Interrupt()) == 1
+    assert exit_status({"a": fine, "b": RunBusy("b")}, 2, Interrupt()) == 4
+    assert exit_status({"a": expected, "b": RunBusy("b")}, 2, Interrupt()) == 2
     interrupt = Interrupt()
     interrupt.signal = 15
     assert exit_status({"a": unexpected, "b": Stopped(1, 3, "interrupted", None)}, 2, interrupt) == 143

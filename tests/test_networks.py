@@ -397,7 +397,7 @@ def test_a_phase_starts_from_rest_unless_it_goes_on() -> None:
     optimiser.begin(masks)
     optimiser.gradients.fill_(1)
     optimiser.step(torch.tensor([0.1]), 0.9, 0.0, None)
-    held = optimiser.momentum_by_name()
+    held = optimiser.by_name(optimiser.momentum)
     assert all((value == 1).all() for value in held.values())
     optimiser.begin(masks)
     assert (optimiser.momentum == 0).all()

@@ -15,8 +15,7 @@ from rich.console import Console
 
 from engram.cli.commands.reproduce import cells_json, cost_lines, results_tables
 from engram.core.errors import EngramError
-from engram.experiment.recipe_changes import apply_changes, named_after_changes
-from engram.experiment.recipes import recipe, recipe_names
+from engram.experiment.recipes import apply_changes, named_after_changes, recipe, recipe_names
 from engram.methods import METHODS
 from engram.report.figures import line_style
 from engram.report.formatting import signed

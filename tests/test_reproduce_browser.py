@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engram.experiment.recipe_changes import apply_changes, named_after_changes
-from engram.experiment.recipes import recipe
+from engram.experiment.recipes import apply_changes, named_after_changes, recipe
 from engram.reproduce.cell_plan import make_plan
 from engram.reproduce.paper import load_paper
 from engram.reproduce.paper_page import write_page

@@ -379,9 +379,11 @@ def test_a_directory_that_another_process_took_meanwhile_is_left_to_it(
         return lock(path)
 
     monkeypatch.setattr(rundir, "lock", lock_late)
-    with pytest.raises(EngramError, match="another process has started a run in"):
+    with pytest.raises(rundir.RunInUse, match="another process has started a run in"):
         RunDirectory.create(tmp_path / "run", {})
     assert (tmp_path / "run" / "run.json").read_text() == "of another process"
     handle = lock(tmp_path / "run" / rundir.LOCK)
     assert handle is not None, "it let go of it"
+    with pytest.raises(rundir.RunInUse, match="another process is writing"):
+        RunDirectory.create(tmp_path / "run", {})
     os.close(handle)

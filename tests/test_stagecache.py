@@ -8,6 +8,7 @@ import inspect
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from conftest import make_config, make_store
 from engram import EngramError, RunConfig, resume, run
 from engram.contract import Training, registry
 from engram.core import provenance
+from engram.core.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from engram.core.events import BaseReused, EpochFinished, Event, RunFinished, Warned
 from engram.core.provenance import _TRAINING, code_digest
 from engram.experiment.base_cache import StageCache
@@ -251,15 +253,69 @@ def test_later_stages_do_not_change_the_key() -> None:
     )
 
 
-def test_damaged_entry_is_said_and_trained_anew(tmp_path: Path) -> None:
-    cache = StageCache(tmp_path)
-    whole = curve(events_of(make_config(), cache))
-    path = cache.entries()[0].path
-    path.write_bytes(path.read_bytes()[:-100])
-    events = events_of(make_config(), cache)
-    assert any(isinstance(event, Warned) and "damaged" in event.message for event in events)
-    assert curve(events) == whole
-    assert any(isinstance(event, BaseReused) for event in events_of(make_config(), cache)), "it was mended"
+@pytest.fixture(scope="module")
+def trained_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    list(run(make_config(), make_store(), cache=StageCache(folder), stop_after_stage=0))
+    return folder
+
+
+def change_tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    """A function that changes the tensors of an entry, with a checksum that fits."""
+
+    def rewrite(path: Path) -> None:
+        checkpoint = load_checkpoint(path)
+        del checkpoint.data["digest"]
+        change(checkpoint.tensors)
+        save_checkpoint(path, checkpoint)
+
+    return rewrite
+
+
+def swap(path: Path) -> None:
+    other = path.with_name("other.safetensors")
+    save_checkpoint(other, Checkpoint(load_checkpoint(path).tensors, {"key": "other"}))
+    other.replace(path)
+
+
+def link(path: Path) -> None:
+    path.rename(path.parent.parent / "elsewhere")
+    path.symlink_to(path.parent.parent / "elsewhere")
+
+
+def fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda path: path.write_bytes(path.read_bytes()[:-100]), "damaged"),
+        (swap, "other settings"),
+        (change_tensors(lambda tensors: tensors.pop("head.weight")), "such as head.weight"),
+        (change_tensors(lambda tensors: tensors.update(more=torch.zeros(3))), "such as more"),
+        (change_tensors(lambda tensors: tensors.update({"head.weight": torch.zeros(2)})), "such as head.weight"),
+        (link, "not a regular file"),
+        (fifo, "not a regular file"),
+    ],
+    ids=["cut", "swapped", "missing", "more", "shape", "link", "fifo"],
+)
+def test_an_entry_that_cannot_be_used_is_said_and_trained_anew(
+    damage: Callable[[Path], None], said: str, trained_cache: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(trained_cache, tmp_path / "cache")
+    cache = StageCache(tmp_path / "cache")
+    (entry,) = cache.entries()
+    before = entry.path.read_bytes()
+    damage(entry.path)
+    assert len(cache.entries()) == entry.path.is_file() - entry.path.is_symlink(), "others are not listed"
+    events = list(run(make_config(), make_store(), cache=cache, stop_after_stage=0))
+    (warned,) = (event.message for event in events if isinstance(event, Warned))
+    assert warned.startswith("the cached base stage cannot be used, so it is trained again: ")
+    assert said in warned
+    assert not entry.path.is_symlink()
+    assert entry.path.read_bytes() == before, "trained anew, to the same bits, and saved"
 
 
 def test_cache_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from engram.core.events import (
     BaseReused,
     EpochFinished,
     Event,
+    RunBusy,
     RunFailed,
     RunFinished,
     RunSkipped,
@@ -280,15 +281,11 @@ def test_a_failing_run_leaves_the_others_alone(alone: Path, tmp_path: Path, monk
     assert not (tmp_path / "other" / "error.txt").exists(), "it is of no interest any more"
 
 
-def test_a_directory_in_use_fails_that_run_alone(alone: Path, tmp_path: Path) -> None:
+def test_a_run_that_another_process_does_is_left_to_it(alone: Path, tmp_path: Path) -> None:
     list(run(configs()["afc"], make_store(), tmp_path / "afc", stop_after_stage=0))
     held = RunDirectory.open(tmp_path / "afc", {})
     events = list(run_together(configs(), make_store(), tmp_path, at_once=2))
-    failed = of(events, "afc")
-    assert [event.name for event in failed] == ["run_failed"]
-    assert isinstance(failed[0], RunFailed)
-    assert "another process is writing" in failed[0].message
-    assert not failed[0].unexpected
+    assert of(events, "afc") == [RunBusy(str(tmp_path / "afc"))]
     assert not (tmp_path / "afc" / "error.txt").exists()
     for name in ("replay", "other"):
         assert outcome(tmp_path / name) == outcome(alone / name)

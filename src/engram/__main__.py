@@ -13,6 +13,8 @@ def program() -> None:
         from engram.cli.main import main
 
         status = main()
+    except KeyboardInterrupt:  # one more Ctrl-C, while the last one was reported
+        status = 128 + signal.SIGINT
     except (ImportError, MemoryError) as error:  # not even the explanation of an error could be loaded
         why = str(error) or "not enough memory; raise the limit, if there is one ('ulimit -v')"
         os.write(2, f"engram: cannot start: {why}\n".encode(errors="backslashreplace"))

@@ -24,13 +24,14 @@ _MODULES = {
     **dict.fromkeys(("report", "results"), "write_pages"),
 }
 FLAGS = {"directory": "--out"}  # parameters whose flag has another name
-UNREADABLE, INTERRUPTED, BROKEN_PIPE = 3, 130, 141
+UNREADABLE, ELSEWHERE, INTERRUPTED, BROKEN_PIPE = 3, 4, 130, 141
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status.
 
-    0 is success, 1 an unexpected error, 2 a mistake in the request, 3 success except for unreadable images, 130 Ctrl-C.
+    0 is success, 1 an unexpected error, 2 a mistake in the request, 3 success except for unreadable images, 4 success
+    except for runs that another process is doing, 130 Ctrl-C.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     for stream in (sys.stdout, sys.stderr):
@@ -66,9 +67,9 @@ def _status(given: list[str]) -> int:
 
 def _dispatch(given: list[str]) -> int:
     if given in (["--version"], ["-V"]):
-        from importlib import metadata
+        from engram.core.provenance import version
 
-        print(f"engram {metadata.version('engram')}")
+        print(f"engram {version()}")
         return 0
     from engram.cli.parser import parse
 

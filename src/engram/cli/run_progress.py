@@ -68,7 +68,7 @@ class RunsProgress:
         self._waiting = dict(self._members)
         self._bases = None if bases is None else set(bases)  # and those that a run here has begun
         self._active: dict[str, ActiveRun] = {}
-        self._counts = {"done": 0, "failed": 0, "stopped": 0}
+        self._counts = {"done": 0, "stopped": 0, "failed": 0, "left to another process": 0}
         self._begun: float | None = None  # time of the first report, after kernels were compiled
         self._work_done = 0.0  # by runs that ended here
 
@@ -84,6 +84,8 @@ class RunsProgress:
             self._end(run, "failed")
         elif isinstance(event, events.Stopped):
             self._end(run, "stopped")
+        elif isinstance(event, events.RunBusy):
+            self._end(run, "left to another process")
         elif isinstance(event, (events.RunFinished, events.RunSkipped)):
             if run in self._active:
                 self._active[run].done = 1.0
@@ -129,6 +131,6 @@ class RunsProgress:
         parts = [f"{self._counts['done']} of {len(self._members)} done"]
         parts += [f"{len(self._active)} at work"] if self._active else []
         parts += [f"{len(self._waiting)} waiting"] if self._waiting else []
-        parts += [f"{self._counts[state]} {state}" for state in ("stopped", "failed") if self._counts[state]]
+        parts += [f"{count} {state}" for state, count in self._counts.items() if count and state != "done"]
         left = self.seconds_left()
         return ", ".join(parts) + ("" if left is None else f"; {clock(left)} left")

@@ -1,15 +1,21 @@
-"""Ctrl-C, SIGTERM and SIGHUP: the first asks a run to save and stop; a second, except SIGHUP, ends it at once."""
+"""Ctrl-C, SIGTERM and SIGHUP: the first asks a run to save and stop; a later Ctrl-C quits at once.
+
+`timeout`, service managers and terminals signal a process and its group, so each signal may come twice. Therefore only
+Ctrl-C, and only some time after the first signal, means that somebody does not want to wait.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import stat
+import time
 from contextlib import suppress
 from types import FrameType
 
 HANGUP = getattr(signal, "SIGHUP", None)  # not on every system
 SAVING = "saving... (Ctrl-C again to quit at once)"
+AGAIN_SECONDS = 1.0  # a Ctrl-C sooner after the first signal is taken for the same request
 
 
 class Interrupt:
@@ -21,6 +27,8 @@ class Interrupt:
     def __init__(self, announce: bool = True) -> None:
         self.announce = announce
         self.signal: int | None = None
+        self._since = 0.0  # when the signal arrived
+        self._quits = False
         self._before: dict[int, object] = {}
 
     def __call__(self) -> bool:
@@ -39,13 +47,18 @@ class Interrupt:
         return self
 
     def __exit__(self, *error: object) -> None:
+        if self._quits:  # the program ends: one more Ctrl-C would only interrupt the message about it
+            self._before[signal.SIGINT] = signal.SIG_IGN
         for number, handler in self._before.items():
             signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.signal not in (None, HANGUP):
-            raise KeyboardInterrupt
-        self.signal = number
+            if number == signal.SIGINT and not self._quits and time.monotonic() - self._since >= AGAIN_SECONDS:
+                self._quits = True
+                raise KeyboardInterrupt
+            return
+        self.signal, self._since = number, time.monotonic()
         if self.announce:
             # A handler may run in the middle of a print: only the system call is safe here.
             with suppress(OSError):

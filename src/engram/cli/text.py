@@ -25,7 +25,7 @@ from engram.core.metrics import METRICS
 PIPE_WIDTH = 200  # columns; a pipe has no width, and tables get the width they need
 NAME_WIDTH = 12  # columns that names get at least in a table; longer names are folded
 MIN_WIDTH = 20  # columns; a smaller COLUMNS is ignored
-ENDS = (events.RunFinished, events.RunSkipped, events.RunFailed, events.Stopped)
+ENDS = (events.RunFinished, events.RunSkipped, events.RunBusy, events.RunFailed, events.Stopped)
 WORK = {
     "kernels": "compiling kernels",
     "importance": "finishing the stage",
@@ -254,8 +254,10 @@ def progress_line(event: events.Progress, lesson: int | None = None) -> str:
     )
 
 
-def end_line(event: events.RunFinished | events.RunSkipped | events.RunFailed | events.Stopped) -> str:
+def end_line(event: events.RunFinished | events.RunSkipped | events.RunBusy | events.RunFailed | events.Stopped) -> str:
     """Return how a run ended, in one line."""
+    if isinstance(event, events.RunBusy):
+        return "left to another process, which is doing it now"
     if isinstance(event, events.RunFailed):
         return f"failed: {event.message}"
     if isinstance(event, events.Stopped):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,9 +21,7 @@ from engram.core.errors import EngramError
 from engram.data.stage import Stage
 from engram.nn.network import Network, Output
 
-if TYPE_CHECKING:
-    from engram.contract.phase import Terms
-
+Terms = dict[str, Tensor]
 T = TypeVar("T")
 
 

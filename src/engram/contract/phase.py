@@ -8,12 +8,11 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from engram.contract.extension import Extension
+from engram.contract.extension import Extension, Terms
 from engram.contract.image_state import ImageStateRows
 from engram.contract.settings import Training
 from engram.nn.network import Output, Part
 
-Terms = dict[str, Tensor]
 T = TypeVar("T")
 
 

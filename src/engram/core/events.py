@@ -241,6 +241,13 @@ class RunSkipped(Event):
 
 
 @dataclass(frozen=True)
+class RunBusy(Event):
+    """One of several runs was left to another process, which is doing it now."""
+
+    directory: str
+
+
+@dataclass(frozen=True)
 class RunFailed(Event):
     """One of several runs ended with an error; the others continue.
 

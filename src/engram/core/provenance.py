@@ -29,8 +29,11 @@ _TRAINING = (
 
 
 def version() -> str:
-    """Return the version of engram."""
-    return metadata.version("engram")
+    """Return the version of engram, or that it is unknown, as in a source tree that was never installed."""
+    try:
+        return metadata.version("engram")
+    except metadata.PackageNotFoundError:
+        return "unknown (not installed)"
 
 
 def versions() -> dict[str, str]:

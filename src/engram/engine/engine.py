@@ -2,140 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import Literal, TypeVar
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from engram.contract.learner import Learner
-from engram.contract.phase import Phase
-from engram.core.errors import EngramError
-from engram.data.augment import Augmentation
+from engram.contract.phase import Phase, Step
 from engram.data.stage import Stage
-from engram.engine.buffers import DeviceBuffers
-from engram.engine.capture import CapturedStep, NotRecordable
-from engram.engine.forward import Forward, FusedForward, PlainForward
-from engram.engine.inference import Inference
+from engram.engine.capture import CapturedStep
+from engram.engine.forward import Inference
 from engram.engine.loop import PhaseLoop, PhaseState
+from engram.engine.planning import plan_sweep
+from engram.engine.runtime import Runtime
 from engram.engine.sensitivity import sensitivity
-from engram.engine.sweep import sweep
 from engram.engine.tune import tune
-from engram.kernels.availability import reason_unavailable
-from engram.nn.backbones import ResNet
 from engram.nn.network import Network
 
-Precision = Literal["float32", "tf32", "bf16"]
 
-T = TypeVar("T")
-
-RECORDINGS = 8  # the most that are kept
-
-
-class Engine:
-    """Executes phases and passes on one device at one precision. image_size: of images as the network sees them."""
-
-    def __init__(
-        self,
-        device: torch.device,
-        precision: Precision,
-        augmentation: Augmentation,
-        image_size: tuple[int, int],
-    ) -> None:
-        self.device = device
-        self.precision: Precision = precision
-        self.augmentation = augmentation
-        self.image_size = image_size
-        self.capture = device.type == "cuda"
-        # On a CPU channels-last costs a fifth of the speed with resnet10, most of it in the distillation loss.
-        self.layout = torch.channels_last if device.type == "cuda" else torch.contiguous_format
-        self.buffers = DeviceBuffers(device, augmentation.pad)
-        self._forward: Forward | None = None
-        self._recordings: dict[Hashable, tuple[object, CapturedStep | None]] = {}
-        if device.type == "cuda":
-            _set_flags(precision)
-
-    @property
-    def is_cold(self) -> bool:
-        """Whether the first step will take a while, because nothing is recorded yet."""
-        return self.capture and not self._recordings
-
-    def autocast(self) -> torch.autocast:
-        """The context for forward passes by torch's modules."""
-        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.precision == "bf16")
-
-    def bind(self, learner: Learner, batch_size: int) -> Forward:
-        """The passes over the learner; made once, and again only if the network has new tensors."""
-        forward = self._forward
-        if forward is None or forward.batch_size < batch_size or not forward.optimiser.holds(learner.network):
-            kind = FusedForward if self.why_not_fused(learner.network.backbone) is None else PlainForward
-            forward = self._forward = kind(self, learner, batch_size)
-            self.buffers.version += 1
-        return forward
-
-    def why_not_fused(self, backbone: ResNet) -> str | None:
-        """Why our kernels do not run this backbone; None if they do."""
-        if self.augmentation.view is not None:
-            return "they crop images, but do not resize them"
-        if (why := reason_unavailable(self.device)) is not None:
-            return why
-        from engram.engine.fused import unsupported
-
-        return unsupported(backbone, self.image_size)
-
-    def drops_last_image(self, network: Network, size: int, last: int) -> bool:
-        """Whether a last batch of one image, after batches of `size`, must be dropped.
-
-        It must if the backbone reduces an image to one value per channel: a batch norm in training cannot normalise a
-        single value. Refuses batches of one image then.
-        """
-        height, width = self.image_size
-        if last > 1 or network.backbone.last_map(self.image_size) != (1, 1):
-            return False
-        if size == 1:
-            raise EngramError(
-                f"a batch of one image cannot be trained on here: the backbone reduces {width}x{height} pixels to one "
-                "value per channel, which a batch norm cannot normalise; use larger batches, larger images or another "
-                "backbone"
-            )
-        return True
-
-    def record(
-        self, slot: Hashable, key: object, step: Callable[[], T], learner: Learner, what: str
-    ) -> Callable[[], T]:
-        """The step as a recording: the one in this slot, if its key is equal and no tensor has moved.
-
-        Parameters
-        ----------
-        key: what the step does.
-        what: what it is a step of, for a note.
-
-        Returns the step itself on a CPU, and if it cannot be recorded; the learner's notes say why then.
-        """
-        if not self.capture:
-            return step
-        assert self._forward is not None
-        tensors = (learner.network.state_dict(), learner.teacher.state_dict(), learner.buffers)
-        places = tuple(
-            (name, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-            for group in tensors
-            for name, tensor in group.items()
-        )
-        key = (self.buffers.version, places, key)
-        recording = self._recordings.get(slot)
-        if recording is not None and _equal(recording[0], key):
-            return recording[1] or step
-        self._recordings.pop(slot, None)
-        while len(self._recordings) >= RECORDINGS:
-            self._recordings.pop(next(iter(self._recordings)))  # the oldest; each holds the memory of a step
-        try:
-            recorded = CapturedStep(step, [*self._forward.state(), *self.buffers.state()])
-        except NotRecordable as error:
-            note = f"the steps of {what} are taken one kernel at a time, and slower, because they cannot be recorded: "
-            learner.notes.append(f"{note}{error}")
-            recorded = None  # not tried again
-        self._recordings[slot] = (key, recorded)
-        return recorded or step
+class Engine(Runtime):
+    """Executes phases, and the passes that a method may use (`Passes`), on one device at one precision."""
 
     def start(
         self, learner: Learner, stage: Stage, phase: Phase, index: int, resume: PhaseState | None = None
@@ -160,25 +47,61 @@ class Engine:
         outputs = self.inference(network).outputs(images, mirror)
         return torch.cat([output.features for output in outputs if output.features is not None])
 
+    def sweep(
+        self,
+        learner: Learner,
+        stage: Stage,
+        rows: Tensor,
+        visit: Callable[[Step], Sequence[Tensor]],
+        batch_size: int,
+    ) -> list[Tensor]:
+        """See `Passes.sweep`.
+
+        Every image is used once; the last batch may be smaller. (A single last image is left out if
+        `drops_last_image` says so.) The running statistics change, as in the released code.
+        """
+        assert len(rows) > 0, "a sweep needs at least one row"
+        size = min(batch_size, len(rows))
+        full, rest = divmod(len(rows), size)
+        if self.drops_last_image(learner.network, size, rest or size):
+            rest = 0
+        forward = self.bind(learner, size)
+        forward.refresh()
+        buffers = self.buffers
+        pool, plan, counter = buffers.pool(stage), buffers.plan(full + 1, size), buffers.counter
+        plan.load(plan_sweep(self.augmentation, rows, size, stage.index, learner.seed))
+        arrival = buffers.arrival(stage, learner.network.head.capacity)
+
+        def take(size: int, totals: list[Tensor]) -> list[Tensor]:
+            images = forward.images(pool, plan, counter, size)
+            output = forward.student(images, train_backbone=True)
+            picked = plan.rows.index_select(0, counter)[0, :size]
+            labels, exemplar = pool.labels[picked], pool.exemplar[picked]
+            sums = visit(
+                Step(labels, exemplar, output, None, {}, learner.buffers, arrival=arrival, stage=buffers.stage)
+            )
+            if not totals:
+                totals += [torch.zeros_like(value) for value in sums]
+            for total, value in zip(totals, sums, strict=True):
+                total += value.detach()
+            counter.add_(1)
+            return totals
+
+        counter.zero_()
+        what = "the sweep after a stage"
+        with learner.network.in_training():
+            step = self.record(("sweep", size), (visit, size), partial(take, size, []), learner, what)
+            if isinstance(step, CapturedStep):
+                for total in step.returned:
+                    total.zero_()
+            else:
+                step = partial(take, size, [])  # with new sums: the attempt to record may have added to the others
+            totals: list[Tensor] = []
+            for _ in range(full):
+                totals = step()
+            totals = [total.clone() for total in totals]
+            return take(rest, totals) if rest else totals
+
     # See `Passes`.
-    sweep = sweep
     sensitivity = sensitivity
     tune = tune
-
-
-def _equal(ours: object, theirs: object) -> bool:
-    """Whether two keys are equal; keys that cannot be compared (a loss that holds tensors) are not."""
-    try:
-        return bool(ours == theirs)
-    except (RuntimeError, ValueError):
-        return False
-
-
-def _set_flags(precision: Precision) -> None:
-    """Set torch's flags for convolutions and matrix products on a GPU, for the whole process.
-
-    An algorithm chosen by timing would depend on what else the GPU is doing. float32 means float32: no TF32.
-    """
-    torch.backends.cudnn.benchmark = False
-    torch.backends.cudnn.deterministic = True
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"

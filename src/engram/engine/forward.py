@@ -1,147 +1,140 @@
-"""Forward passes of a step, from rows of the pool to the outputs of student and teacher: by torch or by our kernels."""
+"""Forward passes by torch or by our kernels: of a training step, from rows of the pool to outputs, and of inference."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engram.contract.batch_plan import BatchPlan
 from engram.contract.learner import Learner
 from engram.contract.settings import Training
-from engram.data.augment import apply
+from engram.data.augment import Augmentation, apply, centre, to_unit
 from engram.engine.buffers import DevicePool
 from engram.engine.capture import Branch
 from engram.engine.sgd import FlatSGD
+from engram.kernels.availability import reason_unavailable
+from engram.nn.backbones import ResNet
 from engram.nn.network import Network, Output
 
-if TYPE_CHECKING:
-    from engram.engine.engine import Engine
+Precision = Literal["float32", "tf32", "bf16"]
+INFERENCE_PIXELS = {"cpu": 512 * 32 * 32, "cuda": 4096 * 32 * 32}  # in a batch
 
 
-class Forward(Protocol):
-    """The passes of a step over one learner, and its update."""
+@dataclass(eq=False)
+class Compute:
+    """How passes are computed: device, precision, augmentation. image_size: of images as the network sees them."""
 
-    optimiser: FlatSGD
-    batch_size: int
-    height_dim: int  # dimension of a batch of images that is their height; the width is the next
+    device: torch.device
+    precision: Precision
+    augmentation: Augmentation
+    image_size: tuple[int, int]
 
-    def refresh(self, frozen: bool = False) -> None:
-        """Read weights that changed between phases. frozen: also those that `frozen` passes use."""
-        ...
+    def __post_init__(self) -> None:
+        # On a CPU channels-last costs a fifth of the speed with resnet10, most of it in the distillation loss.
+        self.layout = torch.channels_last if self.device.type == "cuda" else torch.contiguous_format
 
-    def images(self, pool: DevicePool, plan: BatchPlan, counter: Tensor, size: int) -> Tensor:
-        """The augmented batch of the step that the counter is at, in the layout that the passes need."""
-        ...
+    def autocast(self) -> torch.autocast:
+        """The context for forward passes by torch's modules."""
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.precision == "bf16")
 
-    def student(self, images: Tensor, train_backbone: bool) -> Output:
-        """Output of the network with batch statistics."""
-        ...
+    def why_not_fused(self, backbone: ResNet) -> str | None:
+        """Why our kernels do not run this backbone; None if they do."""
+        if self.augmentation.view is not None:
+            return "they crop images, but do not resize them"
+        if (why := reason_unavailable(self.device)) is not None:
+            return why
+        from engram.engine.fused import unsupported
 
-    def frozen(self, images: Tensor) -> Output:
-        """Output of the network with running statistics; only its head gets gradients."""
-        ...
-
-    def teacher(self, images: Tensor) -> Output:
-        """Output of the teacher, without gradient."""
-        ...
-
-    def with_teacher(self, images: Tensor, student_pass: Callable[[], Output]) -> tuple[Output, Output]:
-        """The result of `student_pass` and the output of the teacher, computed in parallel if possible."""
-        ...
-
-    def predict(self, images: Tensor) -> Output:
-        """Output of the network in training with its running statistics, which stay unchanged; without gradient."""
-        ...
-
-    def update(self, lr: Tensor, training: Training) -> None:
-        """Update the parameters from the current gradients."""
-        ...
-
-    def follow(self) -> None:
-        """Read parameters that an extension changed after an update."""
-        ...
-
-    def state(self) -> list[Tensor]:
-        """The tensors that a step changes, except those of the method."""
-        ...
+        return unsupported(backbone, self.image_size)
 
 
-class PlainForward:
-    """Passes by torch's modules."""
+class Forward:
+    """The passes of a step over one learner, and its update, by torch's modules.
+
+    height_dim: dimension of a batch of images that is their height; the width is the next.
+    """
 
     height_dim = 2
 
-    def __init__(self, engine: Engine, learner: Learner, batch_size: int) -> None:
-        self._engine, self._learner = engine, learner
-        self.optimiser = FlatSGD(learner.network, engine.layout)
-        self.batch_size = batch_size
+    def __init__(
+        self, compute: Compute, learner: Learner, batch_size: int, layout: torch.memory_format | None = None
+    ) -> None:
+        self._compute, self._learner, self.batch_size = compute, learner, batch_size
+        self.optimiser = FlatSGD(learner.network, layout or compute.layout)
 
     def refresh(self, frozen: bool = False) -> None:
-        pass
+        """Read weights that changed between phases. frozen: also those that `frozen` passes use."""
 
     def images(self, pool: DevicePool, plan: BatchPlan, counter: Tensor, size: int) -> Tensor:
+        """The augmented batch of the step that the counter is at, in the layout that the passes need."""
         rows, draws = plan.row(counter, size)
-        images = apply(self._engine.augmentation, pool.padded, rows, draws, self._engine.image_size)
-        return images.contiguous(memory_format=self._engine.layout)
+        images = apply(self._compute.augmentation, pool.padded, rows, draws, self._compute.image_size)
+        return images.contiguous(memory_format=self._compute.layout)
 
     def student(self, images: Tensor, train_backbone: bool) -> Output:
-        with self._engine.autocast():
+        """Output of the network with batch statistics."""
+        with self._compute.autocast():
             return self._learner.network(images, train_backbone)
 
     def frozen(self, images: Tensor) -> Output:
-        with self._engine.autocast():
+        """Output of the network with running statistics; only its head gets gradients."""
+        with self._compute.autocast():
             return self._learner.network(images, train_backbone=False)
 
     def teacher(self, images: Tensor) -> Output:
-        with torch.no_grad(), self._engine.autocast():
+        """Output of the teacher, without gradient."""
+        with torch.no_grad(), self._compute.autocast():
             return self._learner.teacher(images)
 
     def with_teacher(self, images: Tensor, student_pass: Callable[[], Output]) -> tuple[Output, Output]:
+        """The result of `student_pass` and the output of the teacher, computed in parallel if possible."""
         return student_pass(), self.teacher(images)
 
     def predict(self, images: Tensor) -> Output:
+        """Output of the network in training with its running statistics, which stay unchanged; without gradient."""
         network = self._learner.network
         network.backbone.eval()  # only the backbone: adjustments of predictions are not part of a loss
-        with torch.no_grad(), self._engine.autocast():
+        with torch.no_grad(), self._compute.autocast():
             output = network(images)
         network.backbone.train()
         return output
 
     def update(self, lr: Tensor, training: Training) -> None:
+        """Update the parameters from the current gradients."""
         if training.clip_norm is not None:
             self.optimiser.limit(training.clip_norm)
         self.optimiser.step(lr, training.momentum, training.weight_decay, training.clip)
 
     def follow(self) -> None:
-        pass
+        """Read parameters that an extension changed after an update."""
 
     def state(self) -> list[Tensor]:
+        """The tensors that a step changes, except those of the method."""
         return [*self.optimiser.state(), *self._learner.network.buffers()]
 
 
-class FusedForward:
+class FusedForward(Forward):
     """Passes by engram's own kernels (engram.kernels)."""
 
     height_dim = 1
 
-    def __init__(self, engine: Engine, learner: Learner, batch_size: int) -> None:
+    def __init__(self, compute: Compute, learner: Learner, batch_size: int) -> None:
         from engram.engine.fused import FoldedBackbone, FoldedBranches, FusedBackbone
         from engram.kernels.launch import ARITHMETIC
 
-        self._arithmetic = arithmetic = ARITHMETIC[engine.precision]
-        self._learner, self._size = learner, engine.image_size
-        self.optimiser = FlatSGD(learner.network, torch.channels_last)
-        self.batch_size = batch_size
-        optimiser, network = self.optimiser, learner.network
-        self._backbone = FusedBackbone(
-            network.backbone, engine.image_size, optimiser.values, optimiser.gradients, batch_size, arithmetic
-        )
-        self._folded = FoldedBackbone(learner.teacher.backbone, engine.image_size, arithmetic)
-        self._own_folded = FoldedBackbone(network.backbone, engine.image_size, arithmetic)
-        self._branches = FoldedBranches(network.backbone, engine.image_size, arithmetic)
+        super().__init__(compute, learner, batch_size, torch.channels_last)
+        self._arithmetic = arithmetic = ARITHMETIC[compute.precision]
+        network, size = learner.network, compute.image_size
+        values, gradients = self.optimiser.values, self.optimiser.gradients
+        self._backbone = FusedBackbone(network.backbone, size, values, gradients, batch_size, arithmetic)
+        self._folded = FoldedBackbone(learner.teacher.backbone, size, arithmetic)
+        self._own_folded = FoldedBackbone(network.backbone, size, arithmetic)
+        self._branches = FoldedBranches(network.backbone, size, arithmetic)
 
     def refresh(self, frozen: bool = False) -> None:
         self._backbone.refresh()
@@ -153,9 +146,8 @@ class FusedForward:
     def images(self, pool: DevicePool, plan: BatchPlan, counter: Tensor, size: int) -> Tensor:
         from engram.kernels.launch import augment
 
-        network = self._learner.network
-        drawn = plan.tensors()[:5]
-        return augment(pool.padded, drawn, counter, size, self._size, network.mean, network.std, self._arithmetic)
+        network, seen, drawn = self._learner.network, self._compute.image_size, plan.tensors()[:5]
+        return augment(pool.padded, drawn, counter, size, seen, network.mean, network.std, self._arithmetic)
 
     def student(self, images: Tensor, train_backbone: bool) -> Output:
         with torch.set_grad_enabled(train_backbone and torch.is_grad_enabled()):
@@ -214,3 +206,60 @@ class FusedForward:
 def classify_maps(network: Network, maps: tuple[Tensor, ...], branches: Tensor | None = None) -> Output:
     """Output of the network's head for the backbone's maps; branches: as in `Network.classify`."""
     return network.classify(maps, maps[-1].mean(dim=(2, 3), dtype=torch.float32), branches)
+
+
+class Inference:
+    """Outputs of a network for uint8 images (N, H, W, 3), on one device, batch by batch.
+
+    The network must not change while this is used: our kernels have its norms folded into the weights. On a GPU the
+    results may still be in progress when they are returned.
+    """
+
+    def __init__(self, compute: Compute, network: Network) -> None:
+        self._compute, self._network = compute, network
+        fused = compute.why_not_fused(network.backbone) is None
+        self._forward = _fused_forward(network, compute) if fused else _plain_forward(network, compute)
+
+    def __call__(self, images: Tensor, mirror: bool = False) -> tuple[Tensor, Tensor]:
+        """Embeddings (N, D) and scores (N, K)."""
+        outputs = list(self.outputs(images, mirror))
+        return torch.cat([output.embedding for output in outputs]), torch.cat([output.scores for output in outputs])
+
+    def outputs(self, images: Tensor, mirror: bool = False) -> Iterator[Output]:
+        """The network's outputs, one for each batch."""
+        compute = self._compute
+        assert not self._network.training, "inference with a network in training would change its running statistics"
+        if compute.augmentation.view is not None:
+            images = centre(images, compute.image_size)
+        batch = max(1, INFERENCE_PIXELS[compute.device.type] // (images.shape[1] * images.shape[2]))
+        for part in images.split(batch):
+            with torch.no_grad():
+                yield self._forward(to_unit(part.to(compute.device), mirror))
+
+
+def _plain_forward(network: Network, compute: Compute) -> Callable[[Tensor], Output]:
+    """Passes by torch's modules."""
+
+    def forward(unit: Tensor) -> Output:
+        with compute.autocast():
+            return network(unit.contiguous(memory_format=compute.layout))
+
+    return forward
+
+
+@torch.no_grad()
+def _fused_forward(network: Network, compute: Compute) -> Callable[[Tensor], Output]:
+    """Passes by our kernels, the norms folded into the weights."""
+    from engram.engine.fused import FoldedBackbone, FoldedBranches
+    from engram.kernels.launch import ARITHMETIC
+
+    size, arithmetic = compute.image_size, ARITHMETIC[compute.precision]
+    backbone = FoldedBackbone(network.backbone, size, arithmetic)
+    branches = FoldedBranches(network.backbone, size, arithmetic)
+
+    def forward(unit: Tensor) -> Output:
+        normalised = ((unit - network.mean) / network.std).permute(0, 2, 3, 1)
+        packed = F.pad(normalised, (0, 1)).to(arithmetic.stored).contiguous()
+        return classify_maps(network, backbone(packed), branches(packed))
+
+    return forward

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,12 +20,10 @@ from engram.contract.phase import Phase, Step, Terms
 from engram.core.errors import EngramError
 from engram.data.stage import Stage
 from engram.engine.buffers import TERMS
+from engram.engine.forward import Forward
 from engram.engine.planning import learning_rates, plan_epochs
-from engram.nn.network import Output, Part
-
-if TYPE_CHECKING:
-    from engram.engine.engine import Engine
-    from engram.engine.forward import Forward
+from engram.engine.runtime import Runtime
+from engram.nn.network import Part
 
 T = TypeVar("T")
 
@@ -85,7 +83,7 @@ class PhaseLoop:
 
     def __init__(
         self,
-        engine: Engine,
+        runtime: Runtime,
         learner: Learner,
         stage: Stage,
         phase: Phase,
@@ -98,23 +96,23 @@ class PhaseLoop:
         if len(self.rows) == 0:
             raise EngramError(f"stage {stage.index} has no image to train on in its {phase.name} phase")
         _, size, last = phase.batches(len(self.rows))
-        if not phase.frozen and engine.drops_last_image(learner.network, size, last):
+        if not phase.frozen and runtime.drops_last_image(learner.network, size, last):
             phase = replace(phase, training=replace(phase.training, remainder="drop"))
         self.phase = phase
         self.steps, self.batch_size, self._last = phase.batches(len(self.rows))
         self.epoch, self.step = (0, 0) if resume is None else (resume.epoch, resume.step)
         self._first = self.step  # of the current epoch, the first step whose loss is known
-        self._engine, self._learner, self._stage, self._index = engine, learner, stage, index
-        self._forward = engine.bind(learner, self.batch_size)
+        self._runtime, self._learner, self._stage, self._index = runtime, learner, stage, index
+        self._forward = runtime.bind(learner, self.batch_size)
         masks = learner.network.trainable(phase.train, stage.num_old)
         self._forward.optimiser.begin(masks, None if resume is None else resume.momentum)
         self._forward.refresh(phase.frozen)
-        buffers = engine.buffers
+        buffers = runtime.buffers
         if resume is not None and resume.image_state:
             stage.pool.state.update(resume.image_state)
             buffers.load_image_state(stage)
         self._pool, self._plan = buffers.pool(stage), buffers.plan(self.steps, self.batch_size)
-        context = _Context(self, engine, self._forward)
+        context = _Context(self, runtime, self._forward)
         saved = {} if resume is None else resume.extensions
         attached = (extension.attach(context, saved) for extension in phase.extensions)
         self._hooks: list[StepHooks] = [hooks for hooks in attached if hooks is not None]
@@ -148,7 +146,7 @@ class PhaseLoop:
             while self.step < self.steps:
                 self._term_names = self._taker(self._last if self.step == self.steps - 1 else self.batch_size)()
                 self.step += 1
-                if self._engine.device.type == "cuda":
+                if self._runtime.device.type == "cuda":
                     self._wait_for_device()
                 if self.step == self.steps:
                     self._send_losses()
@@ -156,7 +154,7 @@ class PhaseLoop:
             self.epoch, self.step, self._first = self.epoch + 1, 0, 0
         for hooks in self._hooks:
             hooks.finish()
-        self._engine.buffers.save_image_state(self._stage)
+        self._runtime.buffers.save_image_state(self._stage)
 
     def state(self) -> PhaseState:
         """Where the phase is now; raises NonFiniteLoss if the weights are worthless."""
@@ -166,10 +164,10 @@ class PhaseLoop:
             self._check(losses.epoch, losses.first, losses.values)
         terms = self._values().clone()
         self._check(self.epoch, self._first, terms)
-        self._engine.buffers.save_image_state(self._stage)
+        self._runtime.buffers.save_image_state(self._stage)
         return PhaseState(
             rows=self.rows,
-            momentum=self._forward.optimiser.momentum_by_name(),
+            momentum=self._forward.optimiser.by_name(self._forward.optimiser.momentum),
             epoch=self.epoch,
             step=self.step,
             extensions={name: value for hooks in self._hooks for name, value in hooks.state().items()},
@@ -254,7 +252,7 @@ class PhaseLoop:
         self._planned = range(self.epoch, self.epoch + ahead)
         plan = plan_epochs(
             self.phase.training,
-            self._engine.augmentation,
+            self._runtime.augmentation,
             self.rows,
             self._planned,
             (self._stage.index, self._index),
@@ -271,7 +269,7 @@ class PhaseLoop:
         if size not in self._takers:
             slot, key = ("phase", self._index, size), (self.phase.recording_key(), size, self.batch_size)
             step, what = partial(self._take_step, size), f"the {self.phase.name} phase"
-            self._takers[size] = self._engine.record(slot, key, step, self._learner, what)
+            self._takers[size] = self._runtime.record(slot, key, step, self._learner, what)
         return self._takers[size]
 
     def _take_step(self, size: int) -> list[str]:
@@ -323,7 +321,7 @@ class PhaseLoop:
             self._weights,
             self._learner.buffers,
             arrival=self._arrival,
-            stage=self._engine.buffers.stage,
+            stage=self._runtime.buffers.stage,
             images=ImageStateRows(pool.state, rows, pool.ids),
             streams=self._streams,
             extras=tuple(extra for extra in extras if extra is not None),
@@ -333,29 +331,21 @@ class PhaseLoop:
 class _Context:
     """The PhaseContext of a phase: the parts of the engine that its extensions may use."""
 
-    def __init__(self, loop: PhaseLoop, engine: Engine, forward: Forward) -> None:
-        self._engine, self._forward = engine, forward
+    def __init__(self, loop: PhaseLoop, runtime: Runtime, forward: Forward) -> None:
+        self._runtime, self._forward = runtime, forward
         self.learner, self.stage, self.index = loop._learner, loop._stage, loop._index
         self.training, self.num_images = loop.phase.training, len(loop.rows)
         self.steps, self.batch_size, self.last_batch = loop.steps, loop.batch_size, loop._last
-        self.image_size, self.height_dim = engine.image_size, forward.height_dim
-        self.counter, self.plan, self.parameters = engine.buffers.counter, loop._plan, forward.optimiser
-        self.device = engine.device
-
-    def persistent_buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
-        return self._engine.buffers.persistent_buffer(name, shape, dtype)
+        self.image_size, self.height_dim = runtime.image_size, forward.height_dim
+        self.counter, self.plan, self.parameters = runtime.buffers.counter, loop._plan, forward.optimiser
+        self.device, self.persistent_buffer = runtime.device, runtime.buffers.persistent_buffer
+        self.teacher, self.predict = forward.teacher, forward.predict
 
     def images(self, plan: BatchPlan, size: int) -> Tensor:
-        return self._forward.images(self._engine.buffers.pool(self.stage), plan, self.counter, size)
-
-    def teacher(self, images: Tensor) -> Output:
-        return self._forward.teacher(images)
-
-    def predict(self, images: Tensor) -> Output:
-        return self._forward.predict(images)
+        return self._forward.images(self._runtime.buffers.pool(self.stage), plan, self.counter, size)
 
     def record(self, name: str, key: Hashable, step: Callable[[], T]) -> Callable[[], T]:
-        return self._engine.record((name, self.index, key), (name, key), step, self.learner, f"the {name}")
+        return self._runtime.record((name, self.index, key), (name, key), step, self.learner, f"the {name}")
 
 
 def _stream_slices(phase: Phase) -> dict[str, slice]:

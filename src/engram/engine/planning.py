@@ -61,6 +61,21 @@ def plan_epochs(
     return BatchPlan(torch.cat(parts, dim=1), _joined(drawn, dim=1), lr)
 
 
+def plan_sweep(augmentation: Augmentation, rows: Tensor, size: int, stage: int, seed: int) -> BatchPlan:
+    """A plan with every row once, shuffled, in batches of `size`; the last one is padded with zeros."""
+    draws = draw(augmentation, (len(rows),), generator(seed, "augment", "sweep", stage))
+    order = torch.randperm(len(rows), generator=generator(seed, "shuffle", "sweep", stage))
+    steps = -(-len(rows) // size)
+
+    def grid(values: Tensor) -> Tensor:
+        padded = torch.zeros(steps * size, dtype=values.dtype)
+        padded[: len(values)] = values[order]
+        return padded.view(steps, size)
+
+    shuffled = Draws(grid(draws.top), grid(draws.left), grid(draws.mirror), grid(draws.factor))
+    return BatchPlan(grid(rows), shuffled, torch.zeros(steps))
+
+
 def _joined(draws: Sequence[Draws], dim: int) -> Draws:
     return Draws(
         *(torch.cat([getattr(each, name) for each in draws], dim) for name in ("top", "left", "mirror", "factor"))

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -26,17 +26,15 @@ from engram.core.errors import EngramError
 from engram.core.rng import generator
 from engram.data.augment import centre, to_unit
 from engram.data.stage import Stage
+from engram.engine.runtime import Runtime
 from engram.nn.heads import CosineHead, LinearHead, LSCHead
 from engram.nn.network import Network
-
-if TYPE_CHECKING:
-    from engram.engine.engine import Engine
 
 PIXELS = {"cpu": 64 * 32 * 32, "cuda": 512 * 32 * 32}  # in a batch
 
 
 def sensitivity(
-    engine: Engine,
+    runtime: Runtime,
     learner: Learner,
     stage: Stage,
     rows: Tensor,
@@ -48,21 +46,21 @@ def sensitivity(
     Changes neither running statistics nor parameters.
     """
     assert len(rows) > 0, "sensitivity needs at least one image"
-    network, device, pool = learner.network, engine.device, stage.pool
+    network, device, pool = learner.network, runtime.device, stage.pool
     _check(network)
-    arrival, index = engine.buffers.arrival(stage, network.head.capacity), engine.buffers.stage
+    arrival, index = runtime.buffers.arrival(stage, network.head.capacity), runtime.buffers.stage
     draws = torch.rand(len(rows), generator=generator(learner.seed, "sensitivity", stage.index))
     weights = {name: parameter.detach() for name, parameter in network.named_parameters()}
     totals = {name: torch.zeros_like(weight) for name, weight in weights.items()}
     scale = weights.get("head.scale")
     if scale is not None:
         scale.requires_grad_()
-    images = centre(pool.images, engine.image_size)
+    images = centre(pool.images, runtime.image_size)
     size = max(1, PIXELS[device.type] // images[0, ..., 0].numel())
     assert not network.training
     with _watched(network, power, totals):
         for some, numbers in zip(rows.split(size), draws.split(size), strict=True):
-            unit = to_unit(images[some].to(device)).contiguous(memory_format=engine.layout)
+            unit = to_unit(images[some].to(device)).contiguous(memory_format=runtime.layout)
             labels, exemplar = pool.labels[some].to(device), pool.exemplar[some].to(device)
             with torch.enable_grad():
                 # Only the images require a gradient: that of the weights over the whole batch is not needed.

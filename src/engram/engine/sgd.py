@@ -87,10 +87,6 @@ class FlatSGD:
         """A flat tensor split by parameter: copies, in the same memory order on every device."""
         return {name: self._view(flat, name).contiguous().clone() for name in self._places}
 
-    def momentum_by_name(self) -> dict[str, Tensor]:
-        """The momentum of each parameter; see `by_name`."""
-        return self.by_name(self.momentum)
-
     def state(self) -> list[Tensor]:
         """The tensors that a step may change."""
         return [self.values, self.momentum, *self._buffers.values()]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,17 +18,15 @@ from engram.core.errors import EngramError
 from engram.data.augment import apply, to_unit
 from engram.data.stage import Stage
 from engram.engine.planning import plan_epochs
+from engram.engine.runtime import Runtime
 from engram.nn.network import Network
-
-if TYPE_CHECKING:
-    from engram.engine.engine import Engine
 
 # Pixels in one pass with gradients. More images are split into parts, which the backward pass computes again.
 GRADIENT_PIXELS = {"cpu": 512 * 32 * 32, "cuda": 2048 * 32 * 32}
 
 
 def tune(
-    engine: Engine,
+    runtime: Runtime,
     learner: Learner,
     stage: Stage,
     images: Tensor,
@@ -43,25 +40,25 @@ def tune(
     Uses torch's modules in float32 (TF32 if that is the engine's precision).
     """
     assert len(rows) > 0, "tuning images needs at least one row"
-    network, device = learner.network, engine.device
-    start = to_unit(images.to(device)).contiguous(memory_format=engine.layout)
+    network, device = learner.network, runtime.device
+    start = to_unit(images.to(device)).contiguous(memory_format=runtime.layout)
     # The change is kept apart from the image: added to it, changes far below one level would be rounded away.
     change, momentum = torch.zeros_like(start), torch.zeros_like(start)
     normalised = (start - network.mean) / network.std
     assert not network.training
     parameters = {name: parameter.detach() for name, parameter in network.named_parameters()}
     passes = partial(_passes, network, parameters, GRADIENT_PIXELS[device.type])
-    pool, (steps, size) = engine.buffers.pool(stage), training.batches(len(rows))
+    pool, (steps, size) = runtime.buffers.pool(stage), training.batches(len(rows))
     for epoch in range(training.epochs):
         named = (stage.index, "tune", purpose)
-        plan = plan_epochs(training, engine.augmentation, rows, range(epoch, epoch + 1), named, learner.seed)
+        plan = plan_epochs(training, runtime.augmentation, rows, range(epoch, epoch + 1), named, learner.seed)
         on_device = BatchPlan.allocate(steps, size, device)
         on_device.load(plan)
         counter = torch.zeros(1, dtype=torch.int64, device=device)
         for step in range(steps):
             picked, draws = on_device.row(counter, min(size, len(rows) - step * size))
-            batch = apply(engine.augmentation, pool.padded, picked, draws, engine.image_size)
-            batch = batch.contiguous(memory_format=engine.layout)
+            batch = apply(runtime.augmentation, pool.padded, picked, draws, runtime.image_size)
+            batch = batch.contiguous(memory_format=runtime.layout)
             with torch.enable_grad():
                 learned = change.requires_grad_()
                 tuned = start + learned * network.std

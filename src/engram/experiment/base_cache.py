@@ -7,9 +7,10 @@ outdated base stage is never used.
 from __future__ import annotations
 
 import os
+import stat
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -66,14 +67,22 @@ class StageCache:
         self.limit_bytes = limit_bytes
 
     def load(self, key: str) -> dict[str, Tensor] | None:
-        """The tensors saved under the key, or None. Raises EngramError if the file is damaged."""
+        """The tensors saved under the key, or None. Raises EngramError if they cannot be used."""
         path = self._path(key)
-        if not path.is_file():
+        try:
+            kind = path.lstat().st_mode
+        except FileNotFoundError:
             return None
-        tensors = load_checkpoint(path).tensors
+        if not stat.S_ISREG(kind):  # a FIFO would never end, and a link may lead anywhere
+            raise EngramError(f"{path} is not a regular file; remove it")
+        checkpoint = load_checkpoint(path)
+        if checkpoint.data.get("key") != key:
+            raise EngramError(
+                f"{path} holds the base stage of other settings, whose key is {checkpoint.data.get('key')}"
+            )
         with suppress(OSError):  # a read-only cache can still be used
             os.utime(path)
-        return tensors
+        return checkpoint.tensors
 
     def save(self, key: str, tensors: dict[str, Tensor], trained_by: str = "") -> None:
         """Save the tensors under the key, and remove the least recently used base stages beyond the limit.
@@ -125,8 +134,9 @@ class StageCache:
         found: list[CachedBaseStage] = []
         for path in self.folder.glob("*.safetensors"):
             with suppress(FileNotFoundError):
-                status = path.stat()
-                found.append(CachedBaseStage(path.stem, path, status.st_size, status.st_mtime))
+                status = path.lstat()
+                if stat.S_ISREG(status.st_mode):
+                    found.append(CachedBaseStage(path.stem, path, status.st_size, status.st_mtime))
         return sorted(found, key=lambda entry: entry.used)
 
     def trained_by(self, key: str) -> str | None:
@@ -205,18 +215,21 @@ class SharedBase:
         return "train"
 
     def _load(self, warn: bool) -> Generator[Event, None, bool]:
-        """Load the base stage from the cache; return whether it was there and not damaged."""
+        """Load the base stage from the cache; return whether it was there and could be used."""
         if self._cache is None or self._key is None:
             return False
+        network = self._session.learner.network
         try:
             tensors = self._cache.load(self._key)
+            if tensors is not None:
+                _check_fits(tensors, network.state_dict())
         except EngramError as error:
             if warn:
                 yield Warned(f"the cached base stage cannot be used, so it is trained again: {error}")
             return False
         if tensors is None:
             return False
-        self._session.learner.network.load_state_dict(tensors)
+        network.load_state_dict(tensors)
         yield BaseReused(0, str(self._cache.folder))
         return True
 
@@ -246,3 +259,13 @@ class SharedBase:
         if self._claim is not None:
             self._claim.close()
             self._claim = None
+
+
+def _check_fits(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Refuse tensors that are not those of the network: other names, shapes or types."""
+    ours, theirs = (
+        {name: (tuple(value.shape), value.dtype) for name, value in state.items()} for state in (expected, tensors)
+    )
+    wrong = sorted(name for name in ours | theirs if ours.get(name) != theirs.get(name))
+    if wrong:
+        raise EngramError(f"{len(wrong)} of its tensors are missing, unknown or of another shape, such as {wrong[0]}")

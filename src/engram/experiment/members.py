@@ -14,7 +14,7 @@ from engram.core.serialize import flatten
 from engram.data.sources.load import DataConfig, load_store
 from engram.data.store import ImageStore
 from engram.experiment.learner_config import resolve_device
-from engram.experiment.recipe_changes import named_by_recipe
+from engram.experiment.recipes import named_by_recipe
 from engram.experiment.run_config import RunConfig, directory_name
 from engram.experiment.runner import check_config, settle
 from engram.experiment.session import Session

@@ -13,13 +13,14 @@ from queue import Full, Queue
 import torch
 
 from engram.core.errors import EngramError, explain
-from engram.core.events import BaseReused, Event, RunFailed, RunSkipped, StageFinished
+from engram.core.events import BaseReused, Event, RunBusy, RunFailed, RunSkipped, StageFinished
 from engram.data.store import ImageStore
 from engram.engine.capture import MAIN_PRIORITY
 from engram.experiment.base_cache import StageCache, which_cache
 from engram.experiment.members import Member, plan_members
 from engram.experiment.run_config import RunConfig
 from engram.experiment.runner import resume, run
+from engram.runs.directory import RunInUse
 
 __all__ = ["Member", "Workers", "plan_members", "run_together"]
 
@@ -38,8 +39,9 @@ def run_together(
 ) -> Generator[tuple[str, Event], None, None]:
     """Run several configurations: a generator of (name of the run, event).
 
-    If a run fails, its last event is `RunFailed`, and the others continue. An invalid configuration or directory is
-    raised before anything starts. Closing the generator stops the runs and waits until each has saved a checkpoint.
+    If a run fails, its last event is `RunFailed`; if another process is doing it, `RunBusy`. The others continue. An
+    invalid configuration or directory is raised before anything starts. Closing the generator stops the runs and waits
+    until each has saved a checkpoint.
 
     Parameters
     ----------
@@ -199,6 +201,8 @@ class Workers:
             with self._stream(member):
                 for event in self._run(member):
                     self._put(member, event)
+        except RunInUse:
+            self._put(member, RunBusy(str(member.directory)))
         except Exception as error:
             self._put(member, _failure(member, error))
         finally:

@@ -1,21 +1,23 @@
-"""Recipes: named, complete configurations, such as `afc-cifar100-b50-s10`.
+"""Recipes: named, complete configurations, such as `afc-cifar100-b50-s10`, and changes of them.
 
 A name is method, data set, base classes and the number of stages after the base. Recipes with `-nme-` train the head as
 the paper's NME rows did; those with a backbone's name after the method have that backbone. `<method>-folder` is for
-your own images. What a method needs otherwise than by default is in its `RecipeHints`.
+your own images. What a method needs otherwise than by default is in its `RecipeHints`. Changes are made from
+`key=value`, and shown in the name of the configuration.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from engram.contract import OWN_METHODS, MethodInfo
 from engram.contract.settings import Role, change_training, with_role
-from engram.core.errors import EngramError, nearest, suggest
+from engram.core.errors import EngramError, nearest, option, suggest
+from engram.core.serialize import flatten
 from engram.data.augment import Augmentation
 from engram.data.memory import MemoryConfig
 from engram.data.sources.load import DataConfig
@@ -29,67 +31,33 @@ IMAGENET_BASE = {"imagenet100": 50, "imagenet1000": 500}
 IMAGENET_STAGES = {"imagenet100": {50: 1, 25: 2, 10: 5, 5: 10}, "imagenet1000": {10: 50, 5: 100}}
 # ImageNet's images are kept at 256x256 pixels and seen at 224x224.
 IMAGENET_AUGMENTATION = Augmentation(pad=0, view=224 / 256)
+# Settings that may differ from the recipe in the same protocol: repetitions of it, and where it runs.
+_FREE = ("recipe", "order", "seed", "data.path", "device", "precision")
 
 
 def cifar100(method: MethodInfo, stages: int) -> RunConfig:
     """The paper's CIFAR-100 protocol: 50 base classes, then 50, 25, 10 or 5 stages; 20 exemplars per class."""
-    return RunConfig(
-        method=method.name,
-        settings=method.settings(),
-        data=DataConfig("cifar100"),
-        base=50,
-        increment=CIFAR100_STAGES[stages],
-        memory=_memory(method, 20),
-        augmentation=_augmentation(method, Augmentation()),
-        predictor=method.predictors[0],
-    )
+    augmentation = _augmentation(method, Augmentation())
+    return _config(method, "cifar100", base=50, increment=CIFAR100_STAGES[stages], augmentation=augmentation)
 
 
 def mini(method: MethodInfo, stages: int) -> RunConfig:
     """The embedded data set on a CPU: 10 base classes, then 10 or 5 stages; 5 exemplars per class, a small network."""
-    config = RunConfig(
-        method=method.name,
-        settings=method.settings(),
-        data=DataConfig("mini"),
-        base=10,
-        increment=MINI_STAGES[stages],
-        memory=_memory(method, 5),
-        backbone="resnet10",
-        augmentation=Augmentation(pad=2),
-        predictor=method.predictors[0],
-    )
-    config = _with_training(config, "main", epochs=16, batch_size=64, remainder="keep")
-    finetune = {"epochs": 10, "batch_size": 64} | dict(method.recipes.finetune)
-    return _with_training(config, "finetune", **finetune, remainder="keep")
+    small = {"backbone": "resnet10", "augmentation": Augmentation(pad=2)}
+    config = _config(method, "mini", 5, base=10, increment=MINI_STAGES[stages], **small)
+    return _trained(config, method, {"epochs": 16, "batch_size": 64}, {"epochs": 10, "batch_size": 64})
 
 
 def folder(method: MethodInfo) -> RunConfig:
     """A folder of class folders: half of the classes first, then one at a time; 20 exemplars per class."""
-    config = RunConfig(
-        method=method.name,
-        settings=method.settings(),
-        data=DataConfig("folder"),
-        memory=_memory(method, 20),
-        predictor=method.predictors[0],
-    )
-    config = _with_training(config, "main", epochs=60, remainder="keep")
-    finetune = {"epochs": 20} | dict(method.recipes.finetune)
-    return _with_training(config, "finetune", **finetune, remainder="keep")
+    return _trained(_config(method, "folder"), method, {"epochs": 60}, {"epochs": 20})
 
 
 def imagenet(method: MethodInfo, dataset: str, stages: int) -> RunConfig:
     """The paper's ImageNet protocol: half of the classes first, then that many stages; ResNet-18."""
-    config = RunConfig(
-        method=method.name,
-        settings=method.settings(),
-        data=DataConfig(dataset),
-        base=IMAGENET_BASE[dataset],
-        increment=IMAGENET_STAGES[dataset][stages],
-        memory=_memory(method, 20),
-        backbone="resnet18",
-        augmentation=_augmentation(method, IMAGENET_AUGMENTATION),
-        predictor=method.predictors[0],
-    )
+    base, increment = IMAGENET_BASE[dataset], IMAGENET_STAGES[dataset][stages]
+    augmentation = _augmentation(method, IMAGENET_AUGMENTATION)
+    config = _config(method, dataset, base=base, increment=increment, backbone="resnet18", augmentation=augmentation)
     for path, value in method.recipes.imagenet[dataset].items():
         config = config.with_value(f"settings.{path}", value)
     return config
@@ -101,21 +69,28 @@ def nme(method: MethodInfo, stages: int) -> RunConfig:
     return replace(cifar100(method, stages).with_settings(**method.recipes.nme), predictor="nme")
 
 
-def _memory(method: MethodInfo, per_class: int) -> MemoryConfig:
+def _config(method: MethodInfo, dataset: str, per_class: int = 20, **fields: Any) -> RunConfig:
+    """The method with its default settings on a data set. per_class: exemplars, if it needs a memory."""
     if method.memory == "needed":
-        return MemoryConfig(size=per_class, selection=method.selection)
-    return MemoryConfig(budget="none" if method.memory == "optional" else method.memory, size=0)
+        memory = MemoryConfig(size=per_class, selection=method.selection)
+    else:
+        memory = MemoryConfig(budget="none" if method.memory == "optional" else method.memory, size=0)
+    data, predictor = DataConfig(dataset), method.predictors[0]
+    return RunConfig(method.name, method.settings(), data, memory=memory, predictor=predictor, **fields)
 
 
 def _augmentation(method: MethodInfo, augmentation: Augmentation) -> Augmentation:
     return augmentation if method.brightened else replace(augmentation, brightness=0.0)
 
 
-def _with_training(config: RunConfig, role: Role, **changes: Any) -> RunConfig:
-    """The configuration with the training of that role changed, if the method has one with epochs."""
-    if not any(training.epochs for training in with_role(config.settings, role).values()):
-        return config
-    return replace(config, settings=change_training(config.settings, (role,), **changes))
+def _trained(config: RunConfig, method: MethodInfo, main: Mapping[str, int], finetune: Mapping[str, int]) -> RunConfig:
+    """The configuration with its trainings changed; incomplete batches are kept, because the data set is small."""
+    roles: dict[Role, Mapping[str, Any]] = {"main": main, "finetune": {**finetune, **method.recipes.finetune}}
+    for role, changes in roles.items():
+        if any(training.epochs for training in with_role(config.settings, role).values()):
+            changed = change_training(config.settings, (role,), **changes, remainder="keep")
+            config = replace(config, settings=changed)
+    return config
 
 
 def _catalogue() -> Iterator[tuple[str, Callable[[], RunConfig]]]:
@@ -172,3 +147,73 @@ def _suggestion(name: str, names: list[str]) -> str:
     if nearest(name, names):
         return suggest(name, names)
     return f"a recipe is called METHOD-DATA, such as {names[0]}; 'engram list' shows all {len(names)}"
+
+
+def apply_changes(config: RunConfig, settings: Sequence[str]) -> RunConfig:
+    """The configuration with each `key=value` applied; `memory=total=2000` sets both budget and size."""
+    for setting in settings:
+        name, equals, text = setting.partition("=")
+        key, value = name.strip(), text.strip()
+        if not equals or not key:
+            raise EngramError(
+                f"a change of a recipe ({option('set')}) must be KEY=VALUE, such as augmentation.pad=2, got {setting!r}"
+            )
+        if key in ("method", "recipe"):
+            raise EngramError(
+                f"{option('set')} cannot change the {key}, got {setting!r}: the name of the recipe determines the "
+                "method; 'engram list' shows the recipes"
+            )
+        config = config.with_value(key, value)
+    return config
+
+
+def named_after_changes(original: RunConfig, config: RunConfig) -> RunConfig:
+    """The configuration with its differences from the original protocol in the name of its recipe."""
+    changed = changes(original, config)
+    return replace(config, recipe=f"{original.recipe} ({', '.join(changed)})") if changed else config
+
+
+def named_by_recipe(config: RunConfig) -> RunConfig:
+    """The configuration with its differences from its recipe in its name; unchanged if it has no recipe."""
+    name = config.recipe.partition(" (")[0]
+    if name not in recipe_names():
+        return config
+    original = recipe(name)
+    if original.data.name != config.data.name:  # images given in Python; run.json names them
+        original = replace(original, data=config.data)
+    return named_after_changes(original, replace(config, recipe=name))
+
+
+def changes(original: RunConfig, config: RunConfig) -> list[str]:
+    """The differences from the original protocol, as `key=value`, with the shortest unambiguous keys."""
+    before, after = _leaves(original), _leaves(config)
+    return [
+        f"{_short_key(key, list(after))}={_typed(value)}"
+        for key, value in after.items()
+        if key not in _FREE and (key not in before or value != before[key])
+    ]
+
+
+def _leaves(config: RunConfig) -> dict[str, Any]:
+    """Every setting by its dotted path; the memory's budget and size are one value, as a user types them."""
+    leaves: dict[str, Any] = {}
+    memory = {"memory": str(config.memory), "memory.selection": config.memory.selection}
+    for key, value in config.to_plain().items():
+        leaves |= memory if key == "memory" else flatten({key: value})
+    return leaves
+
+
+def _short_key(key: str, keys: list[str]) -> str:
+    """The shortest suffix of the dotted key that no other key ends in."""
+    parts = key.split(".")
+    # "name" by itself would be unclear.
+    for count in range(2 if parts[-1] == "name" else 1, len(parts)):
+        end = ".".join(parts[-count:])
+        if not any(other != key and f".{other}".endswith(f".{end}") for other in keys):
+            return end
+    return key
+
+
+def _typed(value: Any) -> str:
+    """The value as a user types it in `key=value`."""
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -17,7 +17,7 @@ from engram.data.sources.load import DataConfig, load_store
 from engram.data.store import ImageStore
 from engram.experiment.base_cache import StageCache, which_cache
 from engram.experiment.execution import RunExecution
-from engram.experiment.recipe_changes import named_by_recipe
+from engram.experiment.recipes import named_by_recipe
 from engram.experiment.run_config import RunConfig
 from engram.experiment.session import Session
 from engram.methods import find_method

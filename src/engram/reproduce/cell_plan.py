@@ -10,8 +10,7 @@ from engram.core.errors import EngramError, option, suggest
 from engram.core.provenance import METHOD_CODE
 from engram.data.sources.load import PLACED
 from engram.data.stream import check_order
-from engram.experiment.recipe_changes import apply_changes, named_after_changes
-from engram.experiment.recipes import recipe, recipe_names
+from engram.experiment.recipes import apply_changes, named_after_changes, recipe, recipe_names
 from engram.experiment.run_config import RunConfig, directory_name
 from engram.methods import find_method
 from engram.reproduce.paper import Experiment, PaperColumn, PaperRow, Published

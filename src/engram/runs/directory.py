@@ -29,6 +29,10 @@ CHECKPOINT = "checkpoint/state.safetensors"
 UNKNOWN_CODE = "unknown"
 
 
+class RunInUse(EngramError):
+    """Another process is doing the run."""
+
+
 class RunDirectory:
     """Writes the files of one run. Only one process at a time may write to it. manifest: the content of run.json."""
 
@@ -42,6 +46,10 @@ class RunDirectory:
         """Create a run directory; it must not exist yet, or be empty."""
         with writing(path):
             if is_used(path):
+                if (path / LOCK).exists():
+                    found = cls(path, {})
+                    found._acquire()  # raises RunInUse if another process has just started the run
+                    found.close()
                 raise EngramError(
                     f"{path} already exists and is not empty; 'engram resume {path}' continues a run, "
                     "or choose another directory"
@@ -56,7 +64,7 @@ class RunDirectory:
         run._acquire()
         if is_used(path):
             run.close()
-            raise EngramError(f"another process has started a run in {path}; choose another directory")
+            raise RunInUse(f"another process has started a run in {path}; choose another directory")
         remove_temporaries(path)
         try:
             write_json(path / MANIFEST, run.manifest)
@@ -154,7 +162,7 @@ class RunDirectory:
         with writing(self.path / LOCK):
             handle = lock(self.path / LOCK)
         if handle is None:
-            raise EngramError(f"another process is writing to {self.path}; wait for it or stop it")
+            raise RunInUse(f"another process is writing to {self.path}; wait for it or stop it")
         self._lock = os.fdopen(handle, "w", encoding="utf-8")  # closed when the file object is deleted
 
 

@@ -22,8 +22,7 @@ from engram.core.events import RunFinished
 from engram.core.io import typed_path
 from engram.data.sources.load import load_store
 from engram.experiment.base_cache import StageCache
-from engram.experiment.recipe_changes import named_after_changes
-from engram.experiment.recipes import recipe
+from engram.experiment.recipes import named_after_changes, recipe
 from engram.experiment.run_config import RunConfig
 from engram.experiment.runner import run
 from engram.methods.defaults import DEMO_METHODS

@@ -17,7 +17,6 @@ from engram.cli.commands.run_common import (
     follow_run,
     new_directory,
     print_finished,
-    print_missing,
     proceeding,
     read_images,
     refuse_used,
@@ -27,6 +26,7 @@ from engram.cli.commands.several import run_several
 from engram.cli.options.overrides import configure_all, images_at
 from engram.cli.options.runs import Resume, Run
 from engram.cli.signals import Interrupt
+from engram.cli.streams import tell
 from engram.cli.text import card_table, make_console, make_table, print_line, print_table, shorten
 from engram.core.events import RunFinished
 from engram.core.io import typed_path
@@ -54,13 +54,13 @@ def run_command(options: Run, typed: Sequence[str]) -> int:
     use_threads(flags.threads)
     console = make_console()
     outline = outline_store(config.data) if options.dry_run else None
-    store = outline or read_images(config.data, console, silent)
+    store = outline[0] if outline is not None else read_images(config.data, console, silent)
     check_last_stage(flags, len(config.stream(store)))
     place = given or new_directory(directory_name(config), silent)
     if options.dry_run:
         _print_plan(config, store, place, console, flags.json)
         if outline is not None:
-            print_missing(config.data)
+            tell(outline[1])
         return 0
     interrupt = Interrupt()
     command = command_line(typed, [config.method])

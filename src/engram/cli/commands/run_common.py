@@ -110,11 +110,6 @@ def read_images(data: DataConfig, console: Console, silent: bool) -> ImageStore:
         return load_store(data, lambda done, total: progress.update(task, completed=done, total=total))
 
 
-def print_missing(data: DataConfig) -> None:
-    """Print on stderr that a plan was made without the images."""
-    tell(f"{data.name} is not here yet; 'engram prepare {data.name}' downloads it")
-
-
 def follow_run(
     events: Iterable[Event], console: Console, interrupt: Interrupt, flags: RunningFlags, place: Path
 ) -> int:

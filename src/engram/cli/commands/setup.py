@@ -26,6 +26,7 @@ from engram.cli.streams import printable
 from engram.cli.text import bar, is_live, make_console, print_line
 from engram.core.errors import EngramError, UnknownNameError
 from engram.core.io import typed_path
+from engram.core.provenance import version
 
 PREPARED = ("cifar100",)
 PLAIN_SECONDS = 5.0
@@ -120,7 +121,7 @@ def check_python() -> Finding:
 
 def check_engram() -> Finding:
     """The installed engram."""
-    return Finding(f"{metadata.version('engram')} ({Path(__file__).parents[2]})")
+    return Finding(f"{version()} ({Path(__file__).parents[2]})")
 
 
 def check_torch() -> Finding:

@@ -17,22 +17,21 @@ from engram.cli.commands.run_common import (
     DRY_RUN,
     check_last_stage,
     command_line,
-    print_missing,
     proceeding,
     read_images,
     shared_stages,
     use_threads,
 )
 from engram.cli.display import make_display
-from engram.cli.main import INTERRUPTED
+from engram.cli.main import ELSEWHERE, INTERRUPTED
 from engram.cli.options.runs import RUNS, Run, RunningFlags
 from engram.cli.result_tables import EndedRuns, print_results
 from engram.cli.run_progress import RunsProgress
 from engram.cli.signals import Interrupt
 from engram.cli.streams import printable, tell
 from engram.cli.text import make_console, make_table, print_line, print_table
-from engram.core.errors import details_note
-from engram.core.events import RunFailed, Stopped
+from engram.core.errors import EngramError, details_note
+from engram.core.events import RunBusy, RunFailed, Stopped
 from engram.core.io import typed_path
 from engram.data.sources.load import DataConfig, outline_store
 from engram.data.store import ImageStore
@@ -51,22 +50,24 @@ def run_several(options: Run, configs: Sequence[RunConfig], typed: Sequence[str]
     parent = typed_path(options.out or RUNS)
     silent = flags.quiet or flags.json
     use_threads(flags.threads)
-    missing: list[DataConfig] = []
+    missing: list[str] = []
 
     def read(data: DataConfig) -> ImageStore:
-        # A run that exists already is compared with the images, so they are needed then.
-        begun = any((parent / directory_name(config)).exists() for config in configs if config.data == data)
-        outline = outline_store(data) if options.dry_run and not begun else None
-        missing.extend([] if outline is None else [data])
-        return outline or read_images(data, console, silent=silent)
+        outline = outline_store(data) if options.dry_run else None
+        if outline is None:
+            return read_images(data, console, silent=silent)
+        if any((parent / directory_name(config)).exists() for config in configs if config.data == data):
+            raise EngramError(f"the runs in {parent} cannot be compared with their images: {outline[1]}")
+        missing.append(outline[1])
+        return outline[0]
 
     members = plan_members(configs, directory=parent, read=read)
     check_last_stage(flags, *[member.stages for member in members])
     _warn_of_other_code(members)
     if options.dry_run:
         _print_plan(console, members, shared_stages(flags), flags.json)
-        for data in missing:
-            print_missing(data)
+        for text in missing:
+            print(f"engram: {text}", file=sys.stderr)
         return 0
 
     def report(last: EndedRuns) -> None:
@@ -165,16 +166,28 @@ def _quit_at_once() -> NoReturn:
 
 
 def exit_status(last: EndedRuns, count: int, interrupt: Interrupt) -> int:
-    """Return the signal's status if a run was interrupted, 1 after an unexpected error, 2 after another, or else 0."""
+    """Return the exit status of several runs.
+
+    The signal's if a run was interrupted, 1 after an unexpected error, 2 after another, 4 if another process is doing a
+    run, or else 0.
+    """
     cut = any(isinstance(event, Stopped) and event.reason == "interrupted" for event in last.values())
     if interrupt() and (cut or len(last) < count):
         return interrupt.status
     failed = [event for event in last.values() if isinstance(event, RunFailed)]
-    return 0 if not failed else 1 if any(event.unexpected for event in failed) else 2
+    if failed:
+        return 1 if any(event.unexpected for event in failed) else 2
+    return ELSEWHERE if any(isinstance(event, RunBusy) for event in last.values()) else 0
 
 
 def print_failures(last: EndedRuns, count: int) -> None:
-    """Print on stderr which runs failed and why."""
+    """Print on stderr which runs failed and why, and which runs another process is doing."""
+    busy = [run for run, event in last.items() if isinstance(event, RunBusy)]
+    if busy:
+        tell(
+            f"another process is doing {len(busy)} of the {count} runs; "
+            f"when it has ended, the same command shows all results: {', '.join(busy)}"
+        )
     failed = {run: event for run, event in last.items() if isinstance(event, RunFailed)}
     if failed:
         tell(f"{len(failed)} of {count} runs failed")

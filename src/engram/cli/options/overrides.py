@@ -13,8 +13,7 @@ from engram.core.io import typed_path
 from engram.data.memory import MemoryConfig
 from engram.data.sources.load import FOLDERS
 from engram.experiment.learner_config import refuse_no_epochs
-from engram.experiment.recipe_changes import apply_changes, named_after_changes
-from engram.experiment.recipes import recipe
+from engram.experiment.recipes import apply_changes, named_after_changes, recipe
 from engram.experiment.run_config import RunConfig
 from engram.methods import find_method
 

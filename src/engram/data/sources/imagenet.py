@@ -67,9 +67,7 @@ def read_imagenet(
     progress: called with the number of images decoded and of all images.
     """
     root, side = typed_path(path), SIDE if side is None else side
-    with reading(root):
-        wnids = _class_names(name, root)
-        files = {split: _list_files(root, split, wnids) for split in _SPLITS}
+    wnids, files = _list_all(name, root)
     cache, key = ImageCache(data_home() / CACHE), _key(name, side, files)
     description, decoder = cache.description(key), _Decoder(root, side, skip_bad, progress)
     if description is not None and [len(description.counts.get(split, ())) for split in _SPLITS] != 2 * [len(wnids)]:
@@ -83,6 +81,23 @@ def read_imagenet(
         description = replace(description, fingerprint=store.fingerprint())
         cache.describe(key, description)
     return _store(name, wnids, description, cache.images(key, description.images, side))
+
+
+def outline_imagenet(name: str, path: str | Path, side: int | None, skip_bad: bool) -> tuple[ImageStore, str] | None:
+    """Return ImageNet with blank images, to plan a run, and what decoding it takes; None if it is decoded already."""
+    root, side = typed_path(path), SIDE if side is None else side
+    wnids, files = _list_all(name, root)
+    cache = ImageCache(data_home() / CACHE)
+    description = cache.description(_key(name, side, files))
+    if description is not None and (skip_bad or not description.skipped):
+        return None
+    ids = {split: [file.class_id for file in files[split]] for split in _SPLITS}
+    count = sum(map(len, ids.values()))
+    counts = {split: tuple(np.bincount(ids[split], minlength=len(wnids)).tolist()) for split in _SPLITS}
+    outline = Description(count, side, counts, fingerprint="not decoded")
+    blank = np.broadcast_to(np.zeros((1, side, side, 3), np.uint8), (count, side, side, 3))
+    takes = f"{count:,} images of {side}x{side} pixels into {cache.folder}, about {count * side**2 * 3 / 1e9:.2g} GB"
+    return _store(name, wnids, outline, blank), takes
 
 
 def _store(name: str, wnids: Sequence[str], description: Description, images: Images) -> ImageStore:
@@ -138,6 +153,13 @@ def _refuse_flat(folder: Path, found: Sequence[str]) -> None:
             f"{folder} has its images directly inside instead of in class folders; move each into a folder named after "
             "its wnid, with the public script valprep.sh or by the table LOC_val_solution.csv: image, then wnid"
         )
+
+
+def _list_all(name: str, root: Path) -> tuple[tuple[str, ...], dict[str, list[_File]]]:
+    """Return the sorted wnids of the data set, and the image files of each split."""
+    with reading(root):
+        wnids = _class_names(name, root)
+        return wnids, {split: _list_files(root, split, wnids) for split in _SPLITS}
 
 
 def _list_files(root: Path, split: str, wnids: Sequence[str]) -> list[_File]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from engram.core.errors import EngramError, UnknownNameError, option
@@ -11,7 +11,7 @@ from engram.core.fields import check_fields, limits
 from engram.data.sources.cifar import ARCHIVE_NAME, FOLDER_NAME, outline_cifar100, read_cifar100
 from engram.data.sources.download import data_home
 from engram.data.sources.folder import read_folder
-from engram.data.sources.imagenet import IMAGENET, read_imagenet
+from engram.data.sources.imagenet import IMAGENET, outline_imagenet, read_imagenet
 from engram.data.sources.mini import read_mini
 from engram.data.store import ImageStore
 
@@ -68,12 +68,23 @@ def load_store(config: DataConfig, progress: Callable[[int, int], None] | None =
     return store if config.holdout is None else store.holdout(config.holdout, seed=0)
 
 
-def outline_store(config: DataConfig) -> ImageStore | None:
-    """Return a published data set that is not downloaded yet, with blank images, to plan a run; None for all others."""
-    if config.name != "cifar100" or config.path is not None or _find_cifar100() is not None:
+def outline_store(config: DataConfig) -> tuple[ImageStore, str] | None:
+    """Return a data set that is not downloaded or not decoded yet, with blank images, to plan a run.
+
+    The text says what is missing. None: the images can be read without writing anything.
+    """
+    if config.name in IMAGENET and config.path is not None:
+        found = outline_imagenet(config.name, config.path, config.image_size, config.skip_bad)
+        if found is None:
+            return None
+        store, missing = found[0], f"{config.name} is not decoded yet; the first run decodes {found[1]}"
+    elif config.name == "cifar100" and config.path is None and _find_cifar100() is None:
+        store, missing = outline_cifar100(), "cifar100 is not here yet; 'engram prepare cifar100' downloads it"
+    else:
         return None
-    store = outline_cifar100()
-    return store if config.holdout is None else store.holdout(config.holdout, seed=0)
+    if config.holdout is not None:
+        store = replace(store.holdout(config.holdout, seed=0), known_fingerprint=store.known_fingerprint)
+    return store, missing
 
 
 def _find_cifar100() -> Path | None:
