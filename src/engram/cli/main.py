@@ -15,7 +15,14 @@ from engram.core.errors import DetailsNote, explain, spell_options
 
 # Modules in cli/commands that are not named after their command. They are imported when needed: most import torch.
 _MODULES = {"resume": "run", "list": "list_all"}
-FLAGS = {"directory": "--out"}  # parameters whose flag has another name
+# Parameters whose flag has another name.
+FLAGS = {
+    "directory": "--out",
+    "validation": "--holdout",
+    "flip": "--no-mirror",
+    "settings": "--set",
+    "known": "--more-of-known",
+}
 UNREADABLE, INTERRUPTED, BROKEN_PIPE = 3, 130, 141
 
 
@@ -36,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def flag_text(name: str, value: str | None) -> str:
     """Spell the option of a parameter: `image_size` is --image-size."""
     flag = FLAGS.get(name, "--" + name.replace("_", "-"))
-    return flag if value in (None, "True") else f"{flag} {value}"
+    return flag if value in (None, "True", "refresh") else f"{flag} {value}"  # a flag without a value
 
 
 def _status(given: list[str]) -> int:

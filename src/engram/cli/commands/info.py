@@ -10,6 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from engram.cli.commands.model_common import printable
+from engram.cli.commands.run_paths import is_running
 from engram.cli.commands.undo import back_to
 from engram.cli.options.models import Info
 from engram.cli.text import (
@@ -37,16 +38,20 @@ def info_command(options: Info, typed: Sequence[str]) -> int:
     console = make_console()
     place = typed_path(options.model)
     manifest = read_manifest(place)
-    manifest["learning_interrupted"] = has_learning(place)
+    manifest["changing_now"] = is_running(place)
+    manifest["learning_interrupted"] = has_learning(place) and not manifest["changing_now"]
     if options.json:
         for known in manifest["classes"]:
             known["label"] = encode_label(known["label"])
-        print_line(console, json.dumps(manifest))
+        print_line(console, json.dumps(manifest, allow_nan=False))
         return 0
     console.print(bold(f"{place}: {count_classes(len(manifest['classes']))}"))
     console.print(card_table(card(manifest)))
     print_table(console, class_table(manifest))
     print_table(console, history_table(manifest))
+    if manifest["changing_now"]:
+        what = "learning" if has_learning(place) else "changing it, or learning"
+        print_line(console, f"another process is {what} here now; the model stays as above until it is finished")
     if manifest["learning_interrupted"]:
         print_line(console, "learning was interrupted here; run the same 'engram learn' again to continue")
     return 0
@@ -109,7 +114,9 @@ def history_table(manifest: dict[str, Any]) -> Table:
     """Return a table of lessons and removals: date, what changed, accuracy before and after."""
     by = manifest["predictors"][0] if manifest["predictors"] else "cnn"
     numbers = ["images", "epochs", "time", "old %\nbefore", "old %\nnow", "new %"]
-    table = make_table(["", "date", "what", *numbers], right=["", *numbers], title=f"held-out accuracy by {by}")
+    table = make_table(
+        ["", "date", "what", *numbers], right=["", *numbers], title=f"held-out accuracy by {by}, mean over classes"
+    )
     table.columns[1].no_wrap = True  # the date
     table.padding = (0, 1, 0, 0)  # fits into 100 columns
     for first, last in _lines(manifest["history"]):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fnmatch
 import glob
+import io
 import json
 import os
+import select
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,16 +21,17 @@ from rich.console import Console
 from engram.cli.commands.model_common import bar, prepare_hardware, printable, tell_other_files, tell_unreadable
 from engram.cli.main import UNREADABLE
 from engram.cli.options.models import Predict
-from engram.cli.stdin_lines import arriving_lines
 from engram.core.errors import EngramError
 from engram.core.io import typed_path
-from engram.data.sources.folder import walk_images
+from engram.data.sources.folder import is_image, walk_files, walk_images
 from engram.models.labels import encode_label
 from engram.models.model import Model
 from engram.models.prediction import Predicted, predict_files
 from engram.models.store.codec import open_model
 
 STANDARD_INPUT = "-"
+PAUSE = 0.01  # seconds without input; a program that writes a long list is faster
+BLOCK = 2**16  # bytes: the capacity of a pipe
 Columns = Sequence[Iterable[tuple[Any, float]]]  # best class of each image, second best, ...: name, probability
 
 
@@ -96,16 +100,64 @@ def expand(
                 path = line.rstrip("\r\n")
                 path = path.removeprefix("\ufeff") if number == 0 else path  # byte order mark of some editors
                 if path:
-                    yield from walk_images(path, others) if os.path.isdir(path) else (path,)
-        elif os.path.lexists(text):
-            yield from walk_images(text, others) if os.path.isdir(text) else (text,)
+                    yield from _files(path, others)
         else:
-            for path in _matches(text):
-                yield from walk_images(path, others) if os.path.isdir(path) else (path,)
+            yield from _files(text, others) if os.path.lexists(text) else _matches(text, others)
 
 
-def _matches(pattern: str) -> Iterator[str]:
-    return glob.iglob(pattern, recursive=True) if glob.has_magic(pattern) else iter(())
+def arriving_lines(stream: Iterable[str]) -> Iterator[str | None]:
+    """Yield the lines, and None each time the next one has not arrived yet. Other iterables yield only their lines."""
+    if not isinstance(stream, io.TextIOWrapper):
+        yield from stream
+        return
+    rest = b""
+    while True:
+        if not select.select([stream], [], [], PAUSE)[0]:
+            yield None
+        some = stream.buffer.read1(BLOCK)  # what has arrived
+        *lines, rest = (rest + some).split(b"\n")
+        yield from map(os.fsdecode, lines)
+        if not some:
+            break
+    if rest:
+        yield os.fsdecode(rest)
+
+
+def _files(path: str, others: Counter[str] | None) -> Iterator[str]:
+    """Yield the image files in a folder, or the file itself."""
+    return walk_images(path, others) if os.path.isdir(path) else iter((path,))
+
+
+def _matches(pattern: str, others: Counter[str] | None = None) -> Iterator[str]:
+    """Yield the files that match a pattern, and images in folders that match it, sorted as in a folder.
+
+    `**` enters a folder once and follows no link to a parent folder.
+    """
+    if not glob.has_magic(pattern):
+        return
+    parts = (pattern[:-1] if pattern.endswith("**/") else pattern).split("/")
+    while parts[-1] == "**" and len(parts) > 1:  # all that is in a folder
+        parts.pop()
+    if "**" not in parts:
+        for path in sorted(glob.iglob("/".join(parts) or "/"), key=lambda path: path.split("/")):
+            yield from _files(path, others)
+        return
+    place = parts.index("**")
+    for root in sorted(glob.iglob("/".join(parts[:place]) or "/")) if place else ["."]:
+        for path in walk_files(root) if os.path.isdir(root) else ():
+            names = os.path.relpath(path, root).split("/")
+            inside = any(_fits(names[:depth], parts[place:]) for depth in range(1, len(names)))
+            if _fits(names, parts[place:]) or (inside and is_image(path, others)):
+                yield path if place else path.removeprefix("./")
+
+
+def _fits(names: Sequence[str], parts: Sequence[str]) -> bool:
+    """Return whether the names in a path match the parts of a pattern; `**` matches any number of names."""
+    if not parts:
+        return not names
+    if parts[0] == "**":
+        return any(_fits(names[skipped:], parts[1:]) for skipped in range(len(names) + 1))
+    return bool(names) and fnmatch.fnmatchcase(names[0], parts[0]) and _fits(names[1:], parts[1:])
 
 
 def write_lines(out: TextIO, model: Model, part: Predicted, top: int, as_json: bool) -> None:
@@ -138,4 +190,4 @@ def _text(paths: Sequence[str], columns: Columns) -> Iterator[str]:
 def _json(paths: Sequence[str], columns: Columns) -> Iterator[str]:
     for path, *best in zip(paths, *columns, strict=True):
         top = [{"class": name, "probability": share} for name, share in best]
-        yield json.dumps({"path": path, **top[0], "top": top}) + "\n"
+        yield json.dumps({"path": path, **top[0], "top": top}, allow_nan=False) + "\n"

@@ -7,6 +7,7 @@ import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 
+from engram.cli.commands.run_paths import refuse_model
 from engram.cli.options.runs import Report
 from engram.cli.text import make_console, print_line
 from engram.core.errors import EngramError
@@ -49,6 +50,7 @@ def expand(given: Sequence[Path]) -> list[Path]:
     finished = [run for run in runs if (run / RESULT).exists()]
     if not runs:
         path = found[0][0] if found else given[0]
+        refuse_model(path)
         raise EngramError(f"{path} is not a run directory (it has no {MANIFEST}) and contains none; give another")
     for path in [path for path, inner in found if not inner]:
         print(f"engram: left out {path}: it is not a run directory and contains none", file=sys.stderr)

@@ -22,7 +22,7 @@ from engram.cli.commands.run_common import (
     shared_stages,
     use_threads,
 )
-from engram.cli.commands.run_paths import new_directory
+from engram.cli.commands.run_paths import new_directory, refuse_model
 from engram.cli.commands.several import run_several
 from engram.cli.options.overrides import configure_all, images_at
 from engram.cli.options.runs import Resume, Run
@@ -82,6 +82,7 @@ def resume_command(options: Resume, typed: Sequence[str]) -> int:
     flags = options.running
     check_running(flags)
     place = typed_path(options.directory)
+    refuse_model(place)
     console = make_console()
     manifest = read_manifest(place)
     finished = _finished(place, manifest)

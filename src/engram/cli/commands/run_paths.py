@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from engram.core.errors import EngramError
+from engram.models.store.generations import looks_like_model
 from engram.runs.directory import ERROR, LOCK, MANIFEST, RESULT, free_directory
 from engram.runs.reader import read_manifest, read_result
 
@@ -37,6 +38,15 @@ def is_running(path: Path) -> bool:
     except OSError:
         return False
     return False
+
+
+def refuse_model(path: Path) -> None:
+    """Refuse a model directory that was given instead of a run directory."""
+    if looks_like_model(path):
+        raise EngramError(
+            f"{path} is a model, not a run directory: 'engram info {path}' describes it, and 'engram learn {path} "
+            "IMAGES' teaches it more classes"
+        )
 
 
 def new_directory(name: str, silent: bool) -> Path:
