@@ -59,8 +59,6 @@ def learn_into(
     the same labels, the only event is LearnedBefore. A lesson that was interrupted continues from its checkpoint if the
     same images are given again; other images are refused.
 
-    Parameters
-    ----------
     images: as X of the estimator, or ImageFiles.
     config: of a new model, complete or as arguments of `ModelConfig.choose`; what is missing is chosen for the images.
         For an existing model, other values than its own are refused.

@@ -34,8 +34,6 @@ NME_SHARPNESS = 10.0
 class KnownClass:
     """A class that a model knows.
 
-    Parameters
-    ----------
     stage: index in the model's history of the lesson that taught it.
     images: number of images it was trained on in that lesson.
     accuracy: percent of its held-out images, by predictor; empty without held-out images.
@@ -53,8 +51,6 @@ class KnownClass:
 class LessonRecord:
     """An entry of a model's history: a lesson ("learned") or the removal of a class ("removed").
 
-    Parameters
-    ----------
     images: number of images given.
     before, after: accuracy on the classes known before and not learned again, in percent, by predictor.
     new: accuracy on all classes of the lesson.
@@ -85,8 +81,6 @@ def current_time() -> str:
 class Model:
     """State of a classifier between two lessons.
 
-    Attributes
-    ----------
     learner: None before the first lesson.
     sizes: number of new classes of each stage since the network was created.
     heldout: images never trained on, by label.

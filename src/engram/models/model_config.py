@@ -31,8 +31,6 @@ LATER_LEAST = 10  # epochs of a phase after the main one
 class ModelConfig(LearnerConfig):
     """How a model learns.
 
-    Parameters
-    ----------
     image_size: height and width in pixels.
     validation: fraction of each class's images that is held out to measure accuracy, now and after later lessons. At
         most VALIDATION_MOST images, and none of a class with fewer than VALIDATION_LEAST. The model keeps them.

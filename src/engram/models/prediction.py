@@ -81,8 +81,6 @@ def default_batch(model: Model) -> int:
 class Evaluated:
     """Result of an evaluation.
 
-    Parameters
-    ----------
     counts: number of images (K, K) by true class and predicted class.
     skipped: path and reason of unreadable files.
     learned: number of images that the model was trained on; None if it has no digests of some class.

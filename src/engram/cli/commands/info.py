@@ -50,8 +50,10 @@ def info_command(options: Info, typed: Sequence[str]) -> int:
     print_table(console, class_table(manifest))
     print_table(console, history_table(manifest))
     if manifest["changing_now"]:
-        what = "learning" if has_learning(place) else "changing it, or learning"
-        print_line(console, f"another process is {what} here now; the model stays as above until it is finished")
+        print_line(
+            console,
+            "another process is learning here now, or changing the model; until it is finished, the model is as above",
+        )
     if manifest["learning_interrupted"]:
         print_line(console, "learning was interrupted here; run the same 'engram learn' again to continue")
     return 0

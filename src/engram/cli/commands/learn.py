@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Generator, Hashable, Iterator, Sequence
+from contextlib import closing
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -176,7 +177,7 @@ def _tell_start(console: Console, event: LessonRead, place: Path) -> None:
 
 
 def _follow(
-    events: Iterator[Event], number: int, console: Console, interrupt: Interrupt, options: Learn, command: str
+    events: Generator[Event], number: int, console: Console, interrupt: Interrupt, options: Learn, command: str
 ) -> int:
     """Show the events of the lesson; return the exit status."""
     first = next(events)
@@ -192,7 +193,7 @@ def _follow(
     display = make_display(console, interrupt, quiet=options.quiet, as_json=options.json, lesson=number)
     same_command = "the same command without --restart" if options.lesson.restart else "the same command"
     try:
-        with interrupt:
+        with interrupt, closing(events):
             last = follow(chain([first], events), display)
     except KeyboardInterrupt:
         saved = has_learning(typed_path(options.model))
@@ -209,7 +210,7 @@ def _follow(
     return interrupt.status
 
 
-def _print_sentences(events: Iterator[Event], console: Console, options: Learn) -> Iterator[Event]:
+def _print_sentences(events: Iterator[Event], console: Console, options: Learn) -> Generator[Event]:
     """Yield the events, but print those that are one sentence; with JSON only notices, on stderr."""
     for event in events:
         if isinstance(event, LessonNotice) and not isinstance(event, LearningResumed):
