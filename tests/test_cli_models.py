@@ -85,6 +85,8 @@ def test_learn_makes_a_model_and_teaches_it_more(engram: Engram, photos: Path) -
     assert "30 images of 3 classes: apple, boat, camel" in made.out
     assert "a new model in model: afc, resnet10, 16x16 pixels, memory per_class=20, 20 % held out" in made.out
     assert "classes learned now" in made.out
+    assert "held-out accuracy (mean over classes) of these cnn " in made.out
+    assert "\n mean over classes " in made.out
     assert "forgotten" not in made.out
 
     more = engram("learn", "model", photos / "second", *QUICK, "--by-class")
@@ -460,6 +462,9 @@ def test_names_that_look_alike_are_told(engram: Engram, tmp_path: Path) -> None:
     more = folder(tmp_path / "more", FIRST[:1], count=5)
     (more / "apple").rename(more / "cafe\u0301")
     assert engram("learn", "model", "more", *QUICK).err == said.format(r"'caf\xe9' and 'cafe\u0301'")
+    spaced = folder(tmp_path / "spaced", FIRST[1:2], count=5)
+    (spaced / "boat").rename(spaced / "apple ")
+    assert said.format("'Apple' and 'apple' and 'apple '") in engram("learn", "model", "spaced", *QUICK).err
 
 
 def test_a_name_of_two_classes_is_refused(engram: Engram, tmp_path: Path) -> None:
@@ -741,6 +746,12 @@ def test_patterns_are_sorted_and_name_each_file_once(photos: Path, tmp_path: Pat
     assert list(expand(["i?/**/deep", "in/**/deep/**/c.*"])) == ["in/a/deep/c.png"] * 2
     assert list(expand(["in/**/*.txt"])) == ["in/c/notes.txt"], "a file that is named is read"
     assert list(expand(["in/b*.png", "in/[ac]/*.png"])) == ["in/b10.png", "in/b9.png", "in/a/z.png"]
+    (tmp_path / "in" / "lost").symlink_to("lost")
+    assert list(expand(["in/lo*"])) == ["in/lost"], "to be named as unreadable"
+    (tmp_path / "in" / "lost").unlink()
+    (tmp_path / "in" / "same").symlink_to("a")
+    assert list(expand(["in/*/**/*.png"])) == images[:2], "same and loop lead to nothing else"
+    assert list(expand(["in/[al]*"])) == images[:3]
 
 
 def test_predict_knows_the_home_folder(
@@ -1087,6 +1098,25 @@ def test_evaluate_counts_what_is_taken_for_what(engram: Engram, taught: Path, ph
     assert said.startswith(f"accuracy {found['accuracy']:.1f} % (mean over 5 classes; ")
     assert f"{found['accuracy_of_images']:.1f} % of 20 images), by cnn\n" in said
     assert "predicted class" in said
+
+
+def test_evaluate_averages_over_classes_as_a_lesson_does(
+    engram: Engram, taught: Path, photos: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(photos / "test" / "apple", tmp_path / "test" / "apple")
+    for place, picture in (("boat", "dingo"), ("camel", "camel")):
+        (tmp_path / "test" / place).mkdir()
+        shutil.copy(photos / "test" / picture / "000.png", tmp_path / "test" / place)
+    found = json.loads(engram("evaluate", taught, "test", "--json", "--report", "page.html", "--by", "cnn").out)
+    shares = [entry["accuracy"] for entry in found["classes"] if entry["images"]]
+    assert found["accuracy"] == np.mean(shares) != found["accuracy_of_images"]
+    assert found["accuracy_of_images"] == 100 * np.trace(found["confusion"]) / 6
+    said = f"accuracy {found['accuracy']:.1f} % (mean over 3 classes; {found['accuracy_of_images']:.1f} % of 6 images)"
+    assert engram("evaluate", taught, "test", "--by", "cnn", "--quiet").out == f"{said}, by cnn\n"
+    page = (tmp_path / "page.html").read_text()
+    assert (
+        f"Accuracy {found['accuracy']:.1f} %, the mean over 3 classes; {found['accuracy_of_images']:.1f} % of" in page
+    )
 
 
 def test_a_name_that_is_not_text_does_not_stop_the_report_of_evaluate(

@@ -23,7 +23,7 @@ from engram.cli.main import UNREADABLE
 from engram.cli.options.models import Predict
 from engram.core.errors import EngramError
 from engram.core.io import typed_path
-from engram.data.sources.folder import is_image, walk_files, walk_images
+from engram.data.sources.folder import is_image, leads_up, walk_files, walk_images
 from engram.models.labels import encode_label
 from engram.models.model import Model
 from engram.models.prediction import Predicted, predict_files
@@ -131,20 +131,23 @@ def _files(path: str, others: Counter[str] | None) -> Iterator[str]:
 def _matches(pattern: str, others: Counter[str] | None = None) -> Iterator[str]:
     """Yield the files that match a pattern, and images in folders that match it, sorted as in a folder.
 
-    `**` enters a folder once and follows no link to a parent folder.
+    No link to a parent folder is followed, and `**` enters a folder once.
     """
     if not glob.has_magic(pattern):
         return
     parts = (pattern[:-1] if pattern.endswith("**/") else pattern).split("/")
-    while parts[-1] == "**" and len(parts) > 1:  # all that is in a folder
+    while parts and parts[-1] == "**":  # all that is in a folder
         parts.pop()
-    if "**" not in parts:
-        for path in sorted(glob.iglob("/".join(parts) or "/"), key=lambda path: path.split("/")):
-            yield from _files(path, others)
+    place = parts.index("**") if "**" in parts else len(parts)
+    start = "/".join(parts[:place]) or ("/" if pattern.startswith("/") else ".")
+    roots = [root for root in sorted(glob.iglob(start), key=lambda path: path.split("/")) if not leads_up(root)]
+    if place == len(parts):
+        for root in roots:
+            yield from _files(root, others)
         return
-    place = parts.index("**")
-    for root in sorted(glob.iglob("/".join(parts[:place]) or "/")) if place else ["."]:
-        for path in walk_files(root) if os.path.isdir(root) else ():
+    seen: set[tuple[int, int]] = set()
+    for root in filter(os.path.isdir, roots):
+        for path in walk_files(root, seen):
             names = os.path.relpath(path, root).split("/")
             inside = any(_fits(names[:depth], parts[place:]) for depth in range(1, len(names)))
             if _fits(names, parts[place:]) or (inside and is_image(path, others)):

@@ -155,13 +155,18 @@ def is_image(path: str, others: Counter[str] | None = None) -> bool:
     return False
 
 
-def walk_files(folder: str | Path) -> Iterator[str]:
+def walk_files(folder: str | Path, seen: set[tuple[int, int]] | None = None) -> Iterator[str]:
     """Yield the files in a folder and its subfolders, sorted by name, without hidden ones.
 
     Links are followed, but no folder is visited twice, and no link to a parent folder is followed: it would lead to
     images of other classes. Memory use: the names in each folder on the way down, and the ids of visited folders.
+
+    seen: ids of folders visited before, which are left out; receives those visited now.
     """
-    seen = {_identity(str(folder))}
+    seen = set() if seen is None else seen
+    if _identity(str(folder)) in seen:
+        return
+    seen.add(_identity(str(folder)))
     stack = [_list_once(str(folder), seen)]
     while stack:
         path, is_folder = next(stack[-1], ("", False))
@@ -182,12 +187,17 @@ def _list_once(folder: str, seen: set[tuple[int, int]]) -> Iterator[tuple[str, b
         # For circular links, os.path.isdir returns False, while entry.is_dir raises an error.
         is_folder = os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir()
         if is_folder:
-            leads_up = entry.is_symlink() and Path(folder).resolve().is_relative_to(Path(entry.path).resolve())
-            if leads_up or _identity(entry.path) in seen:
+            if leads_up(entry.path) or _identity(entry.path) in seen:
                 continue
             seen.add(_identity(entry.path))
         found.append((entry.path, is_folder))
     return iter(found)
+
+
+def leads_up(path: str) -> bool:
+    """Return whether a path is a link to a folder that contains it."""
+    is_link = os.path.islink(path) and os.path.isdir(path)  # a circular link is no folder
+    return is_link and Path(path).parent.resolve().is_relative_to(Path(path).resolve())
 
 
 def _identity(folder: str) -> tuple[int, int]:
