@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import io
 import json
 import os
@@ -23,11 +24,14 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from engram import IncrementalClassifier, read_manifest
+from engram import EngramError, IncrementalClassifier, read_manifest
 from engram.cli import text
 from engram.cli.commands.evaluate import matrix_table
 from engram.cli.commands.predict import best_positions, expand
 from engram.cli.main import main
+from engram.core.checkpoint import Checkpoint
+from engram.experiment.stage_work import StageWork
+from engram.models.edit import save_model
 from engram.models.model_config import default_epochs
 from engram.models.store.generations import Pointer
 from engram.models.store.writer import Writer
@@ -81,6 +85,8 @@ def test_learn_makes_a_model_and_teaches_it_more(engram: Engram, photos: Path) -
     assert "30 images of 3 classes: apple, boat, camel" in made.out
     assert "a new model in model: afc, resnet10, 16x16 pixels, memory per_class=20, 20 % held out" in made.out
     assert "classes learned now" in made.out
+    assert "held-out accuracy (mean over classes) of these cnn " in made.out
+    assert "\n mean over classes " in made.out
     assert "forgotten" not in made.out
 
     more = engram("learn", "model", photos / "second", *QUICK, "--by-class")
@@ -99,9 +105,9 @@ def test_learn_tells_programs_what_it_tells_people(engram: Engram, photos: Path,
     outcome = engram("learn", model, photos.parent / "sixth", *QUICK, "--json")
     assert outcome.status == 0
     assert outcome.err == (
-        "engram: left out what the model knows already: apple (--more-of-known)\n"
+        "engram: left out what the model knows already: 'apple' (--more-of-known)\n"
         "engram: classes with fewer than 5 images are learned badly, and none of them is held out to measure "
-        "accuracy: falcon (4)\n"
+        "accuracy: 'falcon' (4)\n"
     )
     last = outcome.events()[-1]
     assert (last["event"], last["new"], last["num_classes"]) == ("learned", ["falcon"], 6)
@@ -170,7 +176,7 @@ def test_known_classes_are_left_out_or_learned_again(engram: Engram, model: Path
     both = folder(tmp_path / "both", ("apple", "goose"), count=6, seed=3)
     outcome = engram("learn", model, both, *QUICK)
     assert outcome.status == 0
-    assert "left out what the model knows already: apple" in outcome.err
+    assert "left out what the model knows already: 'apple'" in outcome.err
     assert opened(model).labels == [*NAMES[:5], "goose"]
     again = engram("learn", model, both, *QUICK, "--more-of-known")
     assert again.status == 0
@@ -179,6 +185,56 @@ def test_known_classes_are_left_out_or_learned_again(engram: Engram, model: Path
         assert words in again.out
     assert "classes learned now" not in again.out
     assert opened(model).labels == [*NAMES[1:5], "apple", "goose"]
+
+
+def test_a_lesson_that_costs_old_classes_much_says_so(engram: Engram, photos: Path, tmp_path: Path) -> None:
+    flags = ("--epochs", "8", "--threads", "1", "--device", "cpu", "--quiet")
+    assert engram("learn", "model", photos / "first", "--method", "naive", *flags).err == ""
+    told = engram("learn", "model", photos / "second", *flags)
+    entry = read_manifest("model")["history"][1]
+    said = f"cnn from {entry['before']['cnn']:.1f} to {entry['after']['cnn']:.1f} %"
+    assert told.status == 0
+    assert f"engram: the lesson lowered the held-out accuracy of the old classes ({said}); take it back" in told.err
+    assert "with more --epochs, or start a model with more --memory\n" in told.err
+    few = folder(tmp_path / "few", SECOND[:1], count=4, seed=3)
+    again = engram("learn", "model", few, "--more-of-known", *flags, "--no-undo")
+    assert again.status == 0
+    assert "none of them is held out" not in again.err, "they have held-out images from before"
+    assert "take it back" not in again.err
+
+
+def test_a_lesson_that_is_running_is_not_called_interrupted(engram: Engram, model: Path, photos: Path) -> None:
+    with Writer(model) as writer:
+        writer.save_learning(Checkpoint({}, {}))
+        said = engram("info", model).out
+        assert "another process is learning here now" in said
+        assert "interrupted" not in said
+        plain = json.loads(engram("info", model, "--json").out)
+        assert (plain["changing_now"], plain["learning_interrupted"]) == (True, False)
+    assert "learning was interrupted here" in engram("info", model).out
+
+
+def test_a_run_directory_is_not_called_a_damaged_model(
+    engram: Engram, model: Path, photos: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text("{}")
+    for command in (["predict", "run", photos], ["export", "run", "x.onnx"], ["info", "run"], ["undo", "run"]):
+        assert_refused(engram(*command), "run is a run directory, not a model", "engram report run", "open_run")
+    assert_refused(engram("learn", "run", photos / "first"), "run is a run directory, not a model")
+    for command in ("report", "resume"):
+        assert_refused(engram(command, model), "is a model, not a run directory", f"engram info {model}")
+
+
+def test_names_of_classes_cannot_write_on_the_terminal(engram: Engram, tmp_path: Path) -> None:
+    root = folder(tmp_path / "photos", FIRST[:2], count=4)
+    (root / "apple").rename(root / "a\x1b[31m")
+    said = engram("learn", "model", "photos", *QUICK, "--by-class")
+    assert said.status == 0
+    assert "\x1b" not in said.out + said.err
+    assert "learned a\\x1b[31m, boat" in said.out
+    again = engram("learn", "model", "photos", *QUICK)
+    assert "\x1b" not in again.out + again.err
 
 
 def test_epochs_that_were_set_for_good_are_those_of_every_lesson(engram: Engram, photos: Path, tmp_path: Path) -> None:
@@ -339,7 +395,7 @@ def test_learn_says_what_a_lesson_lacks(engram: Engram, tmp_path: Path) -> None:
     more = engram("learn", "model", few, *QUICK)
     assert more.err == (
         "engram: classes with fewer than 5 images are learned badly, and none of them is held out to measure "
-        "accuracy: boat (2), camel (2), easel (2), falcon (2), goose (2)\n"
+        "accuracy: 'boat' (2), 'camel' (2), 'easel' (2), 'falcon' (2), 'goose' (2)\n"
     )
     classes = read_manifest("model")["classes"]
     counts = {known["label"]: (known["images"], known["heldout"], bool(known["accuracy"])) for known in classes}
@@ -349,16 +405,17 @@ def test_learn_says_what_a_lesson_lacks(engram: Engram, tmp_path: Path) -> None:
     assert " boat 2 2 2 0 - -" in " ".join(engram("info", "model").out.split())
     folder(tmp_path / "six", NAMES[:6], count=1)
     six = engram("learn", "other", "six", *QUICK)
-    assert "easel (1) and 1 more\n" in six.err
+    assert "'easel' (1) and 1 more\n" in six.err
 
 
 def test_a_class_folder_that_was_renamed_is_noticed(engram: Engram, photos: Path, model: Path, tmp_path: Path) -> None:
     shutil.copytree(photos / "first" / "apple", tmp_path / "more" / "apfel")
     quiet = engram("learn", model, "more", *QUICK, "--quiet")
     assert quiet.status == 0
-    assert quiet.err == (
+    assert quiet.err.startswith(
         "engram: the same pictures in two classes (a folder renamed?): 10 images of 'apfel' also in 'apple'; "
-        "2 held out before and not learned from, 8 learned under each name and not held out\n"
+        "2 held out before and not learned from, 8 learned under each name and not held out: "
+        "'more/apfel/000.png', 'more/apfel/001.png', 'more/apfel/002.png' and 7 more\n"
     )
     assert "apfel" in engram("info", model).out
     known = read_manifest(model)["classes"][-1]
@@ -405,6 +462,9 @@ def test_names_that_look_alike_are_told(engram: Engram, tmp_path: Path) -> None:
     more = folder(tmp_path / "more", FIRST[:1], count=5)
     (more / "apple").rename(more / "cafe\u0301")
     assert engram("learn", "model", "more", *QUICK).err == said.format(r"'caf\xe9' and 'cafe\u0301'")
+    spaced = folder(tmp_path / "spaced", FIRST[1:2], count=5)
+    (spaced / "boat").rename(spaced / "apple ")
+    assert said.format("'Apple' and 'apple' and 'apple '") in engram("learn", "model", "spaced", *QUICK).err
 
 
 def test_a_name_of_two_classes_is_refused(engram: Engram, tmp_path: Path) -> None:
@@ -429,7 +489,7 @@ def test_folders_beside_labels_that_are_numbers_are_text(engram: Engram, tmp_pat
         (tmp_path / "photos" / name).rename(tmp_path / "photos" / number)
     outcome = engram("learn", "m", "photos", "--epochs", "1", "--device", "cpu", "--quiet")
     assert outcome.status == 0
-    assert "engram: the model's labels are not text, but those of folders are: 7" in outcome.err.splitlines()
+    assert "engram: the model's labels are not text, but these are: '7'" in outcome.err.splitlines()
     assert opened(tmp_path / "m").labels == [0, 1, 2, "7"]
     folder(tmp_path / "more", ("easel",), count=6)
     assert "not text" not in engram("learn", "m", "more", "--epochs", "1", "--device", "cpu", "--quiet").err
@@ -439,13 +499,36 @@ def test_skip_bad_passes_over_empty_class_folders(engram: Engram, tmp_path: Path
     folder(tmp_path / "photos", FIRST, count=6)
     (tmp_path / "photos" / "goose").mkdir()
     (tmp_path / "photos" / "goose" / "notes.txt").write_text("none yet")
-    assert_refused(engram("learn", "model", "photos", *QUICK), "without an image: goose", "--skip-bad")
+    refused = engram("learn", "model", "photos", *QUICK)
+    assert_refused(refused, "goose has files of other kinds only (.txt)", "(.png, .jpg", "--skip-bad")
     outcome = engram("learn", "model", "photos", *QUICK, "--skip-bad")
     assert outcome.status == 0
     assert outcome.err.splitlines()[1:] == ["engram: left out class folders that have no image: goose"]
     assert opened(tmp_path / "model").labels == [*FIRST]
     (tmp_path / "none" / "goose").mkdir(parents=True)
     assert_refused(engram("learn", "other", "none", *QUICK, "--skip-bad"), "goose has no image")
+
+
+def test_folders_without_images_do_not_stop_a_lesson(engram: Engram, tmp_path: Path) -> None:
+    root = folder(tmp_path / "photos", FIRST, count=6)
+    for name in ("__MACOSX/apple/._000.png", ".thumbnails/000.png", "boat/__MACOSX/000.png"):
+        (root / name).parent.mkdir(parents=True)
+        (root / name).write_bytes(b"x")
+    (root / "goose").mkdir()
+    outcome = engram("learn", "model", "photos", *QUICK)
+    assert (outcome.status, outcome.err) == (0, "engram: left out class folders that have no image: goose\n")
+    assert opened(tmp_path / "model").labels == [*FIRST]
+
+
+def test_what_is_not_a_folder_of_images_is_said_to_be(engram: Engram, photos: Path, tmp_path: Path) -> None:
+    (tmp_path / "labels.csv").write_text("a.png,cat")
+    assert_refused(engram("learn", "model", "labels.csv"), "labels.csv is a file; give a folder with one folder")
+    (tmp_path / "photos" / "cat").mkdir(parents=True)
+    for name in ("a.AVIF", "b.gif", "c.tiff", "d"):
+        (tmp_path / "photos" / "cat" / name).write_bytes(b"x")
+    for command in (["learn", "model", "photos"], ["evaluate", "model", "photos"]):
+        assert_refused(engram(*command), "files of other kinds only (no extension, .avif, .gif, .tiff)", ".png, .jpg")
+    assert not (tmp_path / "model").exists()
 
 
 def test_minutes_that_are_too_few_are_said_to_be(engram: Engram, photos: Path) -> None:
@@ -569,6 +652,34 @@ def test_a_first_lesson_that_goes_on_with_other_options_is_told_what_it_began_wi
     assert "options (epochs: 2 then, 3 now); give the same" in again.err
 
 
+def test_a_model_whose_scores_are_not_finite_is_refused(engram: Engram, model: Path, photos: Path) -> None:
+    broken = opened(model)
+    assert broken.learner is not None
+    next(broken.learner.network.parameters()).data.fill_(float("nan"))
+    save_model(broken, model, overwrite=True)
+    for command in (["predict", model, photos / "test"], ["evaluate", model, photos / "test", "--json"]):
+        assert_refused(engram(*command), "scores are not finite", "restore it from a copy")
+    with pytest.raises(EngramError, match="scores are not finite"):
+        IncrementalClassifier.load(model, device="cpu").predict(pictures(FIRST, 1, size=16)[0])
+
+
+def test_a_lesson_that_diverges_in_its_last_step_is_not_kept(
+    engram: Engram, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = everything(model)
+    more = folder(tmp_path / "more", ("goose",), count=6)
+    finish = StageWork.finish
+
+    def diverge(work: StageWork) -> Any:
+        yield from finish(work)
+        next(work.learner.network.backbone.parameters()).data.fill_(float("inf"))
+
+    monkeypatch.setattr(StageWork, "finish", diverge)
+    refused = engram("learn", model, more, *QUICK)
+    assert_refused(refused, "training diverged", "are not finite; the model did not change", "lower learning rate")
+    assert everything(model) == before
+
+
 # predict
 
 
@@ -615,6 +726,32 @@ def test_predict_takes_files_folders_patterns_and_standard_input(
     assert piped.out.count("\n") == 5
     monkeypatch.setattr("sys.stdin", iter([]))
     assert_refused(engram("predict", taught, "-"), "standard input named no image")
+
+
+def test_patterns_are_sorted_and_name_each_file_once(photos: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = ["b10.png", "b9.png", "a/deep/c.png", "a/z.png", "a.png", "c/notes.txt"]
+    for name in names:
+        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "in" / name).touch()
+    for place in ("in/loop", "in/a/deep/loop", "in/a/up"):  # each leads to a folder that contains it
+        (tmp_path / place).symlink_to(tmp_path / "in")
+    monkeypatch.setattr("glob.iglob", lambda pattern, made=glob.iglob: iter(sorted(made(pattern), reverse=True)))
+    images = ["in/a/deep/c.png", "in/a/z.png", "in/a.png", "in/b10.png", "in/b9.png"]
+    assert list(expand(["in"])) == images
+    assert list(expand(["in/**/*.png"])) == images
+    assert list(expand(["**/*.png"])) == images
+    assert list(expand([f"{tmp_path}/**/*.png"])) == [str(tmp_path / name) for name in images]
+    assert list(expand(["in/**", "in/**/"])) == images * 2, "a folder, so the notes are left out"
+    assert list(expand(["i?/**/deep", "in/**/deep/**/c.*"])) == ["in/a/deep/c.png"] * 2
+    assert list(expand(["in/**/*.txt"])) == ["in/c/notes.txt"], "a file that is named is read"
+    assert list(expand(["in/b*.png", "in/[ac]/*.png"])) == ["in/b10.png", "in/b9.png", "in/a/z.png"]
+    (tmp_path / "in" / "lost").symlink_to("lost")
+    assert list(expand(["in/lo*"])) == ["in/lost"], "to be named as unreadable"
+    (tmp_path / "in" / "lost").unlink()
+    (tmp_path / "in" / "same").symlink_to("a")
+    assert list(expand(["in/*/**/*.png"])) == images[:2], "same and loop lead to nothing else"
+    assert list(expand(["in/[al]*"])) == images[:3]
 
 
 def test_predict_knows_the_home_folder(
@@ -746,6 +883,9 @@ RSS = """
 import resource, sys
 from engram.cli import text
 from engram.cli.main import main
+from engram.core.checkpoint import Checkpoint
+from engram.experiment.stage_work import StageWork
+from engram.models.edit import save_model
 status = main(sys.argv[1:])
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)
 sys.exit(status)
@@ -955,8 +1095,28 @@ def test_evaluate_counts_what_is_taken_for_what(engram: Engram, taught: Path, ph
     assert "http://" not in page.replace("http://www.w3.org", "")
     assert engram("evaluate", taught, "test", "--report", "page.html").out.endswith("\nreport: page.html\n")
     said = engram("evaluate", taught, "test", "--by", "cnn").out
-    assert said.startswith(f"accuracy {found['accuracy']:.1f} % of 20 images, by cnn")
+    assert said.startswith(f"accuracy {found['accuracy']:.1f} % (mean over 5 classes; ")
+    assert f"{found['accuracy_of_images']:.1f} % of 20 images), by cnn\n" in said
     assert "predicted class" in said
+
+
+def test_evaluate_averages_over_classes_as_a_lesson_does(
+    engram: Engram, taught: Path, photos: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(photos / "test" / "apple", tmp_path / "test" / "apple")
+    for place, picture in (("boat", "dingo"), ("camel", "camel")):
+        (tmp_path / "test" / place).mkdir()
+        shutil.copy(photos / "test" / picture / "000.png", tmp_path / "test" / place)
+    found = json.loads(engram("evaluate", taught, "test", "--json", "--report", "page.html", "--by", "cnn").out)
+    shares = [entry["accuracy"] for entry in found["classes"] if entry["images"]]
+    assert found["accuracy"] == np.mean(shares) != found["accuracy_of_images"]
+    assert found["accuracy_of_images"] == 100 * np.trace(found["confusion"]) / 6
+    said = f"accuracy {found['accuracy']:.1f} % (mean over 3 classes; {found['accuracy_of_images']:.1f} % of 6 images)"
+    assert engram("evaluate", taught, "test", "--by", "cnn", "--quiet").out == f"{said}, by cnn\n"
+    page = (tmp_path / "page.html").read_text()
+    assert (
+        f"Accuracy {found['accuracy']:.1f} %, the mean over 3 classes; {found['accuracy_of_images']:.1f} % of" in page
+    )
 
 
 def test_a_name_that_is_not_text_does_not_stop_the_report_of_evaluate(

@@ -25,10 +25,11 @@ from engram.core.safe_folder import digest
 from engram.core.serialize import replace_at
 from engram.data.stage import Samples
 from engram.methods import METHODS
-from engram.models import time_budget as fitting
+from engram.models import lesson_plan as fitting
 from engram.models.edit import remove_class, save_model
 from engram.models.learning import has_learning, learn_into
 from engram.models.lesson import CheckpointPolicy, Lesson, LessonOptions
+from engram.models.lesson_plan import LearnedBefore, LessonNotice
 from engram.models.model import Model
 from engram.models.model_config import LATER_LEAST, ModelConfig
 from engram.models.store.codec import read_manifest
@@ -358,9 +359,16 @@ def test_known_classes_are_refused_ignored_or_learned_again(tmp_path: Path) -> N
     with pytest.raises(EngramError, match="knows the class 'camel' already"):
         learn(path, NAMES[2:4])
     with pytest.raises(EngramError, match="nothing to learn"):
-        learn(path, NAMES[:2], known="ignore")
+        learn(path, NAMES[:2], known="ignore", seed=1)
+    for known in ("refuse", "ignore"):  # the same images once more, as by a command that is given every night
+        (event,) = learn(path, NAMES[:2], known=known)
+        assert isinstance(event, LearnedBefore)
+        assert event.classes == ["apple", "boat"]
+    with pytest.raises(EngramError, match="known must be refuse, ignore or refresh, got 'never'"):
+        learn(path, NAMES[3:4], known="never")
     assert everything(path) == before
-    learn(path, NAMES[1:4], known="ignore")
+    told = [event.message for event in learn(path, NAMES[1:4], known="ignore") if isinstance(event, LessonNotice)]
+    assert told == ["left out what the model knows already: 'boat', 'camel' (known=refresh)"]
     assert opened(path).labels == list(NAMES[:4])
     learn(path, ["boat", "easel"], seed=5, known="refresh")
     model = opened(path)
@@ -727,8 +735,19 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
 
 def test_a_model_keeps_its_configuration(tmp_path: Path) -> None:
     path = make(tmp_path / "m", NAMES[:2])
-    with pytest.raises(EngramError, match="has another configuration"):
+    with pytest.raises(EngramError, match=r"has another configuration \('seed'\)"):
         learn(path, NAMES[2:3], config=replace(opened(path).config, seed=9))
+    for config, sentence in (
+        ({"seed": 9}, "was made with seed=1, which cannot be changed; leave seed out"),
+        ({"image_size": 16}, "was made with image_size=8,"),
+        ({"memory": 5}, "was made with memory=per_class=3,"),
+        ({"flip": False}, "was made with mirrored images,"),
+        ({"settings": {"train.lr": 1.0}}, "the settings of the model at .* cannot be changed"),
+        ({"sed": 9}, "no argument of ModelConfig.choose 'sed': did you mean 'seed'"),
+    ):
+        with pytest.raises(EngramError, match=sentence):
+            learn(path, NAMES[2:3], config=config)
+    assert isinstance(learn(path, NAMES[2:3], config={"seed": 1, "memory": 3, "backbone": None}, epochs=1)[-1], Learned)
     with pytest.raises(EngramError, match="this model's are 8x8"):
         list(learn_into(path, np.zeros((4, 9, 9, 3), np.uint8), ["x"] * 4, device="cpu"))
 
@@ -874,7 +893,7 @@ def test_labels_that_are_written_alike_are_told(tmp_path: Path) -> None:
         given = [label for label in labels for _ in range(2)]
         events = list(learn_into(tmp_path / "m", images, given, device="cpu", **options))
         assert isinstance(events[-1], Learned)
-        return [event.message for event in events if isinstance(event, Warned)]
+        return [event.message for event in events if isinstance(event, Warned) and "different" in event.message]
 
     alike = "are different classes; if they should be one, give them one name"
     assert told([1, "1", "x"], config=tiny(epochs=1)) == [f"1 and '1' {alike}"]

@@ -26,7 +26,7 @@ from engram.models.edit import save_model
 from engram.models.inputs import read_batches, read_images
 from engram.models.labels import label_array, plain_labels, similar_label_warnings
 from engram.models.lesson import CheckpointPolicy, Lesson, LessonOptions
-from engram.models.model import Model
+from engram.models.model import Model, refuse_not_finite
 from engram.models.model_config import DEFAULT_METHOD, ModelConfig, as_size, shortest_argument
 from engram.models.store.codec import open_model
 from engram.models.store.generations import Pointer
@@ -291,7 +291,8 @@ def _labelled_images(X: Any, y: Any) -> tuple[Any, list[Hashable]]:
 
 def _probabilities(model: Model, X: Any, by: str | None) -> np.ndarray:
     read = model.reader(by)
-    return np.concatenate([read(images).cpu().numpy() for images in read_batches(X, model.config.image_size)])
+    parts = [read(images).cpu().numpy() for images in read_batches(X, model.config.image_size)]
+    return refuse_not_finite(np.concatenate(parts))
 
 
 def _consume(events: Any, progress: Follow | None) -> Model | None:

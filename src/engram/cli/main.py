@@ -23,7 +23,14 @@ _MODULES = {
     **dict.fromkeys(("prepare", "doctor"), "setup"),
     **dict.fromkeys(("report", "results"), "write_pages"),
 }
-FLAGS = {"directory": "--out"}  # parameters whose flag has another name
+# Parameters whose flag has another name.
+FLAGS = {
+    "directory": "--out",
+    "validation": "--holdout",
+    "flip": "--no-mirror",
+    "settings": "--set",
+    "known": "--more-of-known",
+}
 UNREADABLE, ELSEWHERE, INTERRUPTED, BROKEN_PIPE = 3, 4, 130, 141
 
 
@@ -45,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def flag_text(name: str, value: str | None) -> str:
     """Spell the option of a parameter: `image_size` is --image-size."""
     flag = FLAGS.get(name, "--" + name.replace("_", "-"))
-    return flag if value in (None, "True") else f"{flag} {value}"
+    return flag if value in (None, "True", "refresh") else f"{flag} {value}"  # a flag without a value
 
 
 def _status(given: list[str]) -> int:

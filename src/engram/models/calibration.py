@@ -17,8 +17,6 @@ def fit_temperature(probabilities: np.ndarray, labels: np.ndarray) -> float | No
     solution. The accuracy is estimated with one more correct and one more wrong image, so it is never 0 or 1. None if
     there are fewer than FEWEST images, or no solution between COLDEST and HOTTEST.
 
-    Parameters
-    ----------
     probabilities: (N, K) at temperature 1.
     labels: true class of each image (N,).
     """

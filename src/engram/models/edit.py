@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ from engram.models.store.generations import (
 from engram.models.store.pictures import EXEMPLARS, HELDOUT, class_position, from_png
 from engram.models.store.writer import Writer
 
+T = TypeVar("T")
 CHANGED_EXEMPLARS = "exemplars.changed"  # buffer of a method that changes the pixels of its exemplars
 
 
@@ -44,8 +45,6 @@ CHANGED_EXEMPLARS = "exemplars.changed"  # buffer of a method that changes the p
 class Undone:
     """Result of `undo`.
 
-    Parameters
-    ----------
     gone: classes that the lesson added.
     again: classes that it learned again, now as they were before.
     classes: number of classes now.
@@ -63,8 +62,6 @@ class Undone:
 class RemovedImages:
     """Result of `remove_images`.
 
-    Parameters
-    ----------
     given, found: number of images given, and of those that the model had.
     exemplars, heldout: number of pictures removed of each class.
     learned: number of digests removed of each class, of images it was trained on.
@@ -135,7 +132,7 @@ def rename_class(path: str | Path, old: Hashable, new: Hashable, *, drop_learnin
             files = [(name, partial(snapshot.read, name)) for name in sorted(snapshot.names)]
             return writer.write_generation(manifest_of(snapshot).rename(old, new).to_plain(), files)
 
-        keeps = pointer.previous is not None and _can_undo(path)
+        keeps = pointer.previous is not None and _unless_damaged(lambda: open_previous(path)) is not None
         previous = read_previous(path, renamed) if keeps else None
         writer.adopt(read_model(path, renamed), previous=previous, why=pointer.why if not pointer.previous else DAMAGED)
 
@@ -151,21 +148,14 @@ def _check_names(labels: Sequence[Hashable], old: Hashable, new: Hashable) -> No
             raise EngramError(f"the model has a class {label!r} already; choose a name that differs more")
 
 
-def _can_undo(path: str | Path) -> bool:
-    try:
-        open_previous(path)
-    except EngramError:
-        return False
-    return True
-
-
 def undo(path: str | Path, *, drop_learning: bool = False) -> Undone:
     """Undo the last lesson: restore the model at that path as it was before, atomically."""
     with Writer(path) as writer:
         pointer = writer.current()
         before = open_previous(path)  # verifies every file before anything changes
         _refuse_unfinished_lesson(writer, drop=drop_learning)
-        now = _stages(path)
+        manifest = _unless_damaged(lambda: read_manifest(path)) or {"classes": []}  # must not prevent an undo
+        now = {known["label"]: known["stage"] for known in manifest["classes"]}
         assert pointer is not None
         assert pointer.previous is not None
         writer.drop_learning()  # a killed process may have left the checkpoint of the lesson that is undone
@@ -179,12 +169,12 @@ def undo(path: str | Path, *, drop_learning: bool = False) -> Undone:
     )
 
 
-def _stages(path: str | Path) -> dict[Hashable, Any]:
-    """Return the lesson of each class; empty if the model is damaged, which must not prevent an undo."""
+def _unless_damaged(read: Callable[[], T]) -> T | None:
+    """Return what is read, or None if it cannot be read."""
     try:
-        return {known["label"]: known["stage"] for known in read_manifest(path)["classes"]}
+        return read()
     except EngramError:
-        return {}
+        return None
 
 
 def _refuse_unfinished_lesson(writer: Writer, drop: bool, argument: str = "drop_learning") -> None:
@@ -265,15 +255,11 @@ def _read_given(
             own_files[i] = name
     others = [file for i, file in enumerate(images) if i not in own_files]
     read = iter(read_images(others, size) if others else ())
-    pixels = [_pixels_or_none(file, size) if i in own_files else next(read).tobytes() for i, file in enumerate(images)]
+    pixels: list[bytes | None] = []
+    for i, file in enumerate(images):
+        image = _unless_damaged(partial(read_images, [file], size)) if i in own_files else next(read)[None]
+        pixels.append(None if image is None else image.tobytes())
     return own_files, pixels
-
-
-def _pixels_or_none(file: Any, size: tuple[int, int]) -> bytes | None:
-    try:
-        return read_images([file], size)[0].tobytes()
-    except EngramError:
-        return None
 
 
 def _pixels(memories: Any) -> set[bytes]:
@@ -336,7 +322,5 @@ def _found_before(path: str | Path, pointer: Pointer, size: tuple[int, int], wan
 
     if pointer.previous is None or not wanted:
         return set()
-    try:
-        return read_previous(path, find)
-    except EngramError:
-        return wanted
+    found = _unless_damaged(lambda: read_previous(path, find))
+    return wanted if found is None else found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,67 @@ def read_images(given: Any, size: tuple[int, int] | None) -> Images:
     if size is not None:
         _check_size(images, size)
     return images
+
+
+def _decode_all(paths: Sequence[str], side: int) -> tuple[Images, list[int]]:
+    images, positions, _ = decode_files(paths, side)
+    return images, positions
+
+
+@dataclass(frozen=True, eq=False)
+class ImageFiles:
+    """Image files that are read when they are needed.
+
+    decode: from paths and a side to images and the positions of the files that could be read.
+    """
+
+    paths: Sequence[str]
+    decode: Callable[[Sequence[str], int], tuple[Images, list[int]]] = _decode_all
+
+
+class LessonImages:
+    """Images given to a lesson. Files are read when they are needed: those of known classes may be left out."""
+
+    def __init__(self, given: Any) -> None:
+        self._given = given
+        self._pixels: Images | None = None
+        self._files: ImageFiles | None = None
+        if isinstance(given, ImageFiles):
+            self._files = given
+        elif are_paths(given):
+            self._files = ImageFiles(_paths(given))
+
+    def own_size(self) -> tuple[int, int]:
+        """Return the size for a new model."""
+        if self._files is not None:
+            side = choose_size(self._files.paths)
+            return side, side
+        self._pixels = read_images(self._given, None)
+        return self._pixels.shape[1], self._pixels.shape[2]
+
+    def check_count(self, labels: int, size: tuple[int, int]) -> None:
+        """Refuse another number of labels than of images."""
+        count = len(self._all(size)) if self._files is None else len(self._files.paths)
+        if count != labels:
+            raise EngramError(f"{count} images need {count} labels, got {labels}")
+
+    def read(self, rows: Sequence[int], size: tuple[int, int]) -> tuple[Images, list[int]]:
+        """Return the images of these rows, and the rows that could be read."""
+        if self._files is None:
+            images = self._all(size)
+            return images if len(rows) == len(images) else images[list(rows)], list(rows)
+        images, positions = self._files.decode([self._files.paths[row] for row in rows], file_side(size))
+        return images, [rows[position] for position in positions]
+
+    def names(self, rows: Sequence[int]) -> list[str] | None:
+        """Return the paths of these rows; None if the images are not files."""
+        return None if self._files is None else [self._files.paths[row] for row in rows]
+
+    def _all(self, size: tuple[int, int]) -> Images:
+        if self._pixels is None:
+            self._pixels = read_images(self._given, size)
+        _check_size(self._pixels, size)
+        return self._pixels
 
 
 def read_batches(given: Any, size: tuple[int, int]) -> Iterator[Images]:

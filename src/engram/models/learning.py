@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
+from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from engram.core.checkpoint import Checkpoint
-from engram.core.errors import EngramError, option
+from engram.core.errors import EngramError, UnknownNameError, option, spelled
 from engram.core.events import Event, Stopped
-from engram.data.store import Images
+from engram.core.serialize import flatten
+from engram.data.store import some
 from engram.experiment.learner_config import Device, Precision
-from engram.models.inputs import read_images
-from engram.models.labels import encode_label, plain_labels, similar_label_warnings
-from engram.models.lesson import CheckpointPolicy, Known, Lesson, LessonOptions
-from engram.models.lesson_plan import LearningResumed, SimilarLabels
+from engram.models.inputs import LessonImages
+from engram.models.labels import encode_label, plain_labels
+from engram.models.lesson import CheckpointPolicy, Lesson, LessonOptions
+from engram.models.lesson_plan import (
+    Known,
+    LearnedBefore,
+    LearningResumed,
+    LessonNotice,
+    LessonRead,
+    epochs_that_fit,
+    forgetting_warnings,
+    label_notices,
+    plan_lesson,
+)
 from engram.models.model import Model
 from engram.models.model_config import ModelConfig, plain_number
 from engram.models.store.codec import open_model, pack_model
 from engram.models.store.generations import FIRST, LEARNING, LEFT_OUT, Pointer
 from engram.models.store.writer import STATE, Writer
-from engram.models.time_budget import epochs_that_fit
 
 SHOWN = 3  # differences between an interrupted lesson and the one given now
 
@@ -30,9 +42,9 @@ def learn_into(
     images: Any,
     labels: Any,
     *,
-    config: ModelConfig | None = None,
+    config: ModelConfig | Mapping[str, Any] | None = None,
     known: Known = "refuse",
-    epochs: int | None = None,
+    epochs: int | Literal["auto"] | None = None,
     minutes: float | None = None,
     restart: bool = False,
     undoable: bool = True,
@@ -43,14 +55,17 @@ def learn_into(
 ) -> Iterator[Event]:
     """Teach the model at that path the classes of these images, or create it; yield events.
 
-    The model on disk does not change before the last event, Learned. A lesson that was interrupted continues from its
-    checkpoint if the same images are given again; other images are refused.
+    The model on disk does not change before the last event, Learned. If the model was given all images before, with
+    the same labels, the only event is LearnedBefore. A lesson that was interrupted continues from its checkpoint if the
+    same images are given again; other images are refused.
 
-    Parameters
-    ----------
-    images: as X of the estimator.
-    config: of a new model; None chooses one for the images.
-    known: what to do with images of known classes, see `LessonOptions`.
+    images: as X of the estimator, or ImageFiles.
+    config: of a new model, complete or as arguments of `ModelConfig.choose`; what is missing is chosen for the images.
+        For an existing model, other values than its own are refused.
+    known: for images of known classes, "refuse" raises an error, "ignore" leaves them out with a warning, "refresh"
+        learns these classes again, from these images and their exemplars.
+    epochs: None uses those of the configuration; "auto" chooses by the number of images, unless the settings of the
+        configuration name them.
     minutes: instead of epochs; trains as many epochs as fit, estimated from the first steps.
     restart: drop an interrupted lesson.
     undoable: keep the model as it was before, for `undo`.
@@ -58,22 +73,49 @@ def learn_into(
     """
     if minutes is not None and (epochs is not None or not minutes > 0):
         raise EngramError(f"{option('minutes')} must be above 0 and replaces {option('epochs')}; give one of them")
+    if known not in ("refuse", "ignore", "refresh"):
+        raise EngramError(f"known must be refuse, ignore or refresh, got {known!r}", parameter="known", value=known)
     epochs, given = plain_number(epochs), plain_labels(labels)
     for label in dict.fromkeys(given):
         encode_label(label)  # refuses a label that cannot be saved, before learning it
+    source = LessonImages(images)
     with Writer(path, create=True) as writer:
-        model, pixels = _model_to_teach(writer, images, config, device, precision)
         base = writer.current()
-        yield from map(SimilarLabels, similar_label_warnings(dict.fromkeys(given), model.labels))
+        model = _model_to_teach(writer, source, len(given), config, device, precision)
+        source.check_count(len(given), model.config.image_size)
+        planned = plan_lesson(model, given, source, known)
+        if isinstance(planned, LearnedBefore):
+            yield planned
+            return
+        rows, left_out = planned
+        if left_out:
+            how = option("known", "refresh")
+            yield LessonNotice(spelled(f"left out what the model knows already: {some(map(str, left_out))} ({how})"))
+        started = time.perf_counter()
+        pixels, read = source.read(rows, model.config.image_size)
+        seconds = time.perf_counter() - started
+        lost = sorted({given[row] for row in rows} - {given[row] for row in read}, key=str)
+        if not read:
+            raise EngramError(f"no image could be read of {some(map(str, lost))}; repair the images or give others")
+        if lost:
+            yield LessonNotice(f"left out classes of which no image could be read: {some(map(str, lost))}")
+        given = [given[row] for row in read]
         if restart:
             writer.drop_learning()
+        is_new = base is None and not has_learning(path)
+        yield LessonRead(len(pixels), seconds, given, model.config if is_new else None)
+        yield from label_notices(given, model.labels)
+        again = "refresh" if known == "refresh" else "refuse"
         if minutes is not None:
             epochs = _epochs_of_checkpoint(writer, base)
             if epochs is None:
-                fit = epochs_that_fit(Lesson(model, pixels, given, LessonOptions(known)), minutes, stop)
+                fit = epochs_that_fit(Lesson(model, pixels, given, LessonOptions(again)), minutes, stop)
                 yield fit
                 epochs = fit.epochs
-        lesson = Lesson(model, pixels, given, LessonOptions(known, epochs))
+        elif epochs == "auto":
+            kept = 0 if model.learner is None else len(model.learner.memory)
+            epochs = None if base is None else model.config.lesson_epochs(len(pixels) + kept, device)
+        lesson = Lesson(model, pixels, given, LessonOptions(again, epochs), source.names(read))
         identity = {"lesson": lesson.fingerprint(), "base": None if base is None else base.digest}
 
         def save(checkpoint: Checkpoint) -> None:
@@ -90,26 +132,53 @@ def learn_into(
             return
         why = FIRST if base is None else LEFT_OUT
         writer.commit(*pack_model(learned), previous=base if undoable else None, why=why)
+    yield from forgetting_warnings(learned.history[-1], undoable)
     yield lesson.learned(str(path))
 
 
 def _model_to_teach(
-    writer: Writer, images: Any, config: ModelConfig | None, device: Device, precision: Precision
-) -> tuple[Model, Images]:
-    """Return the model at the writer's path or a new one, and the images at its size."""
-    if writer.current() is None:
-        pixels = read_images(images, None if config is None else config.image_size)
-        if config is None:
-            size = (pixels.shape[1], pixels.shape[2])
-            config = ModelConfig.choose(image_size=size, images=len(pixels), device=device)
-        return Model(config, device, precision), pixels
-    model, _ = open_model(writer.path, device, precision)
-    if config is not None and config != model.config:
+    writer: Writer,
+    images: LessonImages,
+    count: int,
+    config: ModelConfig | Mapping[str, Any] | None,
+    device: Device,
+    precision: Precision,
+) -> Model:
+    """Return the model at the writer's path, or a new one for that many images."""
+    if not isinstance(config, ModelConfig):
+        config = {name: value for name, value in (config or {}).items() if value is not None}
+        valid = [name for name in signature(ModelConfig.choose).parameters if name != "images"]
+        if unknown := [name for name in config if name not in valid]:
+            raise UnknownNameError("argument of ModelConfig.choose", unknown[0], valid)
+    if writer.current() is not None:
+        model, _ = open_model(writer.path, device, precision)
+        _refuse_changes(model.config, config, writer.path)
+        return model
+    if not isinstance(config, ModelConfig):
+        size = config["image_size"] if "image_size" in config else images.own_size()
+        config = ModelConfig.choose(**{"device": device, **config, "image_size": size, "images": count})
+    return Model(config, device, precision)
+
+
+def _refuse_changes(ours: ModelConfig, wanted: ModelConfig | Mapping[str, Any], path: Path) -> None:
+    """Refuse a configuration that is not the model's."""
+    if isinstance(wanted, ModelConfig):
+        mine, theirs = flatten(ours.to_plain()), flatten(wanted.to_plain())
+        changed = [key for key in dict.fromkeys([*mine, *theirs]) if mine.get(key) != theirs.get(key)]
+        if changed:
+            raise EngramError(
+                f"the model at {path} has another configuration ({some(changed, SHOWN)}), which cannot be changed; "
+                f"leave {option('config')} out"
+            )
+        return
+    for name, value in ours.changed_by(wanted).items():
+        made = f"with{'' if value else 'out'} mirrored images" if name == "flip" else f"with {option(name, value)}"
         raise EngramError(
-            f"the model at {writer.path} has another configuration, which cannot be changed; "
-            f"leave {option('config')} out"
+            f"the model at {path} was made {made}, which cannot be changed; leave {option(name)} out, or start a new "
+            "model"
         )
-    return model, read_images(images, model.config.image_size)
+    if wanted.get("settings"):
+        raise EngramError(f"the settings of the model at {path} cannot be changed; leave {option('settings')} out")
 
 
 def _epochs_of_checkpoint(writer: Writer, base: Pointer | None) -> int | None:
@@ -146,5 +215,5 @@ def _differences(then: Any, now: dict[str, Any]) -> str:
 
 
 def has_learning(path: str | Path) -> bool:
-    """Return whether there is an interrupted lesson at that path."""
+    """Return whether there is a checkpoint of an unfinished lesson at that path."""
     return (Path(path) / LEARNING / STATE).is_file()

@@ -27,24 +27,20 @@ from engram.models.labels import in_order
 from engram.models.model import KnownClass, LessonRecord, Model, current_time
 from engram.models.split import LessonSplit
 
-Known = Literal["refuse", "ignore", "refresh"]
+CHECKED = 64  # images whose scores must be finite after a lesson
 
 
 @dataclass(frozen=True)
 class LessonOptions:
     """Options of a lesson.
 
-    known: for images of known classes, "refuse" raises an error, "ignore" leaves them out, "refresh" learns the class
-        again from these images and its exemplars.
+    known: for images of known classes, "refuse" raises an error, "refresh" learns the class again from these images and
+        its exemplars.
     epochs: of this lesson; None uses those of the configuration.
     """
 
-    known: Known = "refuse"
+    known: Literal["refuse", "refresh"] = "refuse"
     epochs: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.known not in ("refuse", "ignore", "refresh"):
-            raise EngramError(f"known must be refuse, ignore or refresh, got {self.known!r}")
 
 
 @dataclass(eq=False)
@@ -62,9 +58,19 @@ class CheckpointPolicy:
 
 
 class Lesson:
-    """A lesson with uint8 images (N, H, W, 3), learned by a copy of the model; the model itself does not change."""
+    """A lesson with uint8 images (N, H, W, 3), learned by a copy of the model; the model itself does not change.
 
-    def __init__(self, model: Model, images: np.ndarray, labels: Sequence[Hashable], options: LessonOptions) -> None:
+    names: of the images, for warnings.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        images: np.ndarray,
+        labels: Sequence[Hashable],
+        options: LessonOptions,
+        names: Sequence[str] | None = None,
+    ) -> None:
         if len(images) != len(labels):
             raise EngramError(f"{len(images)} images need {len(images)} labels, got {len(labels)}")
         self.before = model
@@ -81,7 +87,7 @@ class Lesson:
         self._places = np.full(len(images), -1)
         for place, label in enumerate(self.new):
             self._places[rows_by_label[label]] = place
-        self._prepare(rows_by_label, kept)
+        self._prepare(rows_by_label, kept, names)
 
     def _rows_to_learn(self, labels: Sequence[Hashable]) -> dict[Hashable, np.ndarray]:
         """Return the rows of each class to learn."""
@@ -95,11 +101,8 @@ class Lesson:
                 f"the model knows the class {some(map(str, again))} already; leave its images out, "
                 f"or learn it again from them and its exemplars with {option('more_of_known', True)}"
             )
-        if self.options.known == "ignore":
-            rows = {label: own for label, own in rows.items() if label not in known}
         if not rows:
-            reason = f"the model knows {some(map(str, again))} already" if again else "there is no image"
-            raise EngramError(f"there is nothing to learn: {reason}")
+            raise EngramError("there is nothing to learn: no image was given")
         return {label: np.array(own) for label, own in rows.items()}
 
     def _drop_refreshed(self) -> dict[Hashable, tuple[Tensor, Tensor]]:
@@ -119,14 +122,19 @@ class Lesson:
         model.drop([model.position(label) for label in self.refreshed])
         return kept
 
-    def _prepare(self, rows: dict[Hashable, np.ndarray], kept: dict[Hashable, tuple[Tensor, Tensor]]) -> None:
+    def _prepare(
+        self,
+        rows: dict[Hashable, np.ndarray],
+        kept: dict[Hashable, tuple[Tensor, Tensor]],
+        names: Sequence[str] | None,
+    ) -> None:
         """Hold out images, create the first network if needed, and create the stage to train on."""
         model = self.model
         first = len(model.classes)
         index = len(model.sizes) if first else 0
         model.config.memory.check(first + len(self.new))
         split = LessonSplit(self.before, self._images, rows)
-        self._warning = split.warning()
+        self._warning = split.warning(names)
         parts = {label: split.of(label) for label in self.new}
         train, held = [], []
         for place, label in enumerate(self.new, start=first):
@@ -224,6 +232,7 @@ class Lesson:
             yield Warned(note)
         learner.notes.clear()
         yield Working(stage.index, stage.index + 1, "evaluate")
+        model.refuse_not_finite(stage.pool.images[:CHECKED])
         self._record(work.phases[0].training.epochs if work.phases else 0, sum(clock.values()))
         return model
 

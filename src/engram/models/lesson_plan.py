@@ -1,37 +1,46 @@
-"""Decide what a lesson learns: which images are left out because the model knows them, and what to warn about."""
+"""Plan a lesson: which images it learns, what to warn about, and how many epochs fit into the time."""
 
 from __future__ import annotations
 
+import time
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any, Literal
 
-from engram.core.errors import EngramError, option
-from engram.core.events import Warned
-from engram.data.store import Images, some
-from engram.models.model_config import VALIDATION_LEAST
+import torch
+
+from engram.core.errors import EngramError, option, spelled
+from engram.core.events import EpochsChosen, Event, ImagesRead, Warned
+from engram.data.store import some
+from engram.experiment.stage_work import AFTER, PhasePlan, StageWork, StepTaken
+from engram.methods import find_method
+from engram.models.inputs import LessonImages
+from engram.models.labels import similar_label_warnings
+from engram.models.lesson import Lesson
+from engram.models.model import LessonRecord, Model
+from engram.models.model_config import VALIDATION_LEAST, ModelConfig
 from engram.models.split import knows_all
-from engram.models.store.codec import open_model
 
 COMPARED = 4096  # images at a time to compare with those the model was given before
+NAMED = 5  # classes in a warning
+FORGOTTEN = 20.0  # points of accuracy that a lesson may cost other classes without a warning
+MOST_EPOCHS = 300
+WARM_UP, STEPS = 2, 40  # untimed steps, and the largest number of timed steps
+SHARE, LONGEST = 0.1, 10.0  # limits of the measurement: fraction of the budget, and seconds
 
-ReadRows = Callable[[range], tuple[Images, Sequence[int]]]
+Known = Literal["refuse", "ignore", "refresh"]
 
 
 @dataclass(frozen=True)
 class LessonNotice(Warned):
-    """A warning of its own type. In files it is an ordinary warning."""
+    """A warning before the training begins. In files it is an ordinary warning."""
 
     @property
     def name(self) -> str:
         """The event's name in files."""
         return "warned"
-
-
-@dataclass(frozen=True)
-class SimilarLabels(LessonNotice):
-    """Labels that differ only in type, case or spaces are different classes."""
 
 
 @dataclass(frozen=True)
@@ -42,80 +51,156 @@ class LearningResumed(LessonNotice):
 
 
 @dataclass(frozen=True)
-class LessonPlan:
-    """The decisions about the images given to a lesson.
+class LessonRead(ImagesRead):
+    """The images of a lesson were read. labels: of these images. config: of a new model; None for any other."""
 
-    Parameters
-    ----------
-    rows: images to learn from; none if the model was given all of them before.
-    left_out: known classes whose images are left out.
-    learned_before: classes of the images, if the model was given all of them before.
+    labels: Sequence[Hashable]
+    config: ModelConfig | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the event as files have it."""
+        return {"event": "images_read", "images": self.images, "seconds": self.seconds}
+
+
+@dataclass(frozen=True)
+class LearnedBefore(Event):
+    """The model was given all of these images before, with these labels; nothing was done.
+
+    last_lesson: date and time of its last lesson.
     """
 
-    rows: list[int]
-    left_out: list[Hashable]
-    learned_before: list[Hashable]
+    classes: list[str]
+    last_lesson: str
 
 
 def plan_lesson(
-    path: str | Path, labels: Sequence[Hashable], known: Iterable[Hashable], read: ReadRows, more_of_known: bool = False
-) -> LessonPlan:
-    """Plan a lesson for the model at that path; refuse one with new images of known classes only.
+    model: Model, labels: Sequence[Hashable], images: LessonImages, known: Known
+) -> tuple[list[int], list[Hashable]] | LearnedBefore:
+    """Return the images to learn and the known classes that are left out, or that there is nothing new.
 
-    Parameters
-    ----------
-    known: labels of the classes that the model knows.
-    read: reads the images of these rows; returns them and the rows that could be read.
-    more_of_known: learn known classes again, from these images and their exemplars.
+    Raises an error for images of known classes that it may not leave out, and if no image is left.
     """
-    known = set(known)
-    if more_of_known or known.isdisjoint(labels):
-        return LessonPlan(list(range(len(labels))), [], [])
-    rows = [row for row, label in enumerate(labels) if label not in known]
-    left_out = sorted({label for label in labels if label in known}, key=str)
-    if rows:
-        return LessonPlan(rows, left_out, [])
-    if before := _learned_before(path, labels, read):
-        return LessonPlan([], [], before)
-    raise EngramError(
-        f"there is nothing to learn: the model knows {some(map(str, left_out))} already; "
-        f"{option('more_of_known', True)} learns known classes again, from these images and their exemplars"
-    )
+    old = set(model.labels)
+    again = [label for label in dict.fromkeys(labels) if label in old]
+    if known == "refresh" or not again:
+        return list(range(len(labels))), []
+    rows = [row for row, label in enumerate(labels) if label not in old]
+    if not rows and (before := _learned_before(model, labels, images)):
+        lessons = [entry.date for entry in model.history if entry.what == "learned"]
+        return LearnedBefore(list(map(str, before)), lessons[-1][:16].replace("T", " "))
+    names, how = some(map(str, again)), "learns known classes again, from these images and their exemplars"
+    if known == "refuse":
+        raise EngramError(
+            f"the model knows the class {names} already; {option('known', 'ignore')} leaves its images out, "
+            f"{option('known', 'refresh')} {how}"
+        )
+    if not rows:
+        raise EngramError(
+            f"there is nothing to learn: the model knows {names} already; {option('known', 'refresh')} {how}"
+        )
+    return rows, again
 
 
-def _learned_before(path: str | Path, labels: Sequence[Hashable], read: ReadRows) -> list[Hashable]:
+def _learned_before(model: Model, labels: Sequence[Hashable], images: LessonImages) -> list[Hashable]:
     """Return the classes of the images if the model was given all of them before, else nothing."""
-    model, _ = open_model(path, "cpu")
     found: dict[Hashable, None] = {}
     for start in range(0, len(labels), COMPARED):
-        images, rows = read(range(start, min(start + COMPARED, len(labels))))
+        pixels, rows = images.read(range(start, min(start + COMPARED, len(labels))), model.config.image_size)
         own = [labels[row] for row in rows]
-        if not knows_all(model, images, own):
+        if not knows_all(model, pixels, own):
             return []
         found.update(dict.fromkeys(own))
     return list(found)
 
 
-@dataclass(frozen=True)
-class LabelConcerns:
-    """Possible mistakes in the labels of a lesson.
+def label_notices(labels: Sequence[Hashable], known: Sequence[Hashable]) -> Iterator[LessonNotice]:
+    """Yield warnings about possible mistakes in the labels of the images to learn."""
+    counts = Counter(labels)
+    yield from map(LessonNotice, similar_label_warnings(counts, known))
+    new = [label for label in counts if label not in known]
+    texts = [label for label in new if isinstance(label, str)]
+    if known and texts and not any(isinstance(label, str) for label in known):
+        yield LessonNotice(f"the model's labels are not text, but these are: {some(texts)}")
+    if not known and len(counts) == 1:
+        yield LessonNotice("with a single class there is nothing to tell apart; learn a second one too")
+    few = [f"{str(label)!r} ({counts[label]})" for label in new if counts[label] < VALIDATION_LEAST]
+    if few:
+        more = f" and {len(few) - NAMED} more" if len(few) > NAMED else ""
+        yield LessonNotice(
+            f"classes with fewer than {VALIDATION_LEAST} images are learned badly, and none of them is held out to "
+            f"measure accuracy: {', '.join(few[:NAMED])}{more}"
+        )
 
-    Parameters
-    ----------
-    unlike_known: new labels that are text, if all known labels are not.
-    is_single_class: the model will know only one class.
-    few_images: number of images of each class that has too few to hold any out.
-    """
 
-    unlike_known: Sequence[Hashable]
-    is_single_class: bool
-    few_images: dict[Hashable, int]
+def forgetting_warnings(entry: LessonRecord, undoable: bool) -> Iterator[Warned]:
+    """Yield a warning for each group of known classes whose accuracy a lesson lowered by more than FORGOTTEN."""
+    groups = (
+        ("the old classes", entry.before, entry.after),
+        ("those learned again", entry.refreshed_before, entry.refreshed_after),
+    )
+    for which, before, after in groups:
+        lost = [by for by in after if by in before and before[by] - after[by] > FORGOTTEN]
+        if lost:
+            how = ", ".join(f"{by} from {before[by]:.1f} to {after[by]:.1f} %" for by in lost)
+            back = "take it back ('engram undo', in Python undo) and learn again" if undoable else "learn again"
+            yield Warned(
+                spelled(
+                    f"the lesson lowered the held-out accuracy of {which} ({how}); {back} with more "
+                    f"{option('epochs')}, or start a model with more {option('memory')}"
+                )
+            )
 
-    @classmethod
-    def find(cls, labels: Iterable[Hashable], known: Sequence[Hashable]) -> LabelConcerns:
-        """Look for mistakes in the labels of the images to learn."""
-        counts = Counter(labels)
-        no_text = bool(known) and not any(isinstance(label, str) for label in known)
-        unlike = [label for label in counts if isinstance(label, str) and label not in known] if no_text else []
-        few = {label: count for label, count in counts.items() if count < VALIDATION_LEAST}
-        return cls(unlike, not known and len(counts) == 1, few)
+
+def epochs_that_fit(lesson: Lesson, minutes: float, stop: Callable[[], bool] | None = None) -> EpochsChosen:
+    """Return the largest number of epochs (at least 1) that fits. The lesson cannot be used afterwards."""
+    budget, started = 60 * minutes, time.monotonic()
+    rate = _seconds_per_work(lesson, min(LONGEST, SHARE * budget), stop or (lambda: False))
+    left = budget - (time.monotonic() - started)
+    epoch = rate * _work(lesson, MOST_EPOCHS) / MOST_EPOCHS
+
+    def seconds(epochs: int) -> float:
+        return rate * _work(lesson, epochs) + AFTER * epoch
+
+    epochs = max(1, bisect_right(range(1, MOST_EPOCHS + 1), left, key=seconds))
+    return EpochsChosen(minutes, epochs, seconds(epochs), epoch, fits=seconds(epochs) <= left)
+
+
+def _seconds_per_work(lesson: Lesson, longest: float, stop: Callable[[], bool]) -> float:
+    """Measure the seconds per unit of work in the first phase."""
+    model, learner = lesson.model, lesson.model.learner
+    assert learner is not None
+    work = StageWork(model.method, learner, model.engine, lesson.stage, lesson.stage.index + 1)
+    begun = time.monotonic()
+    first, taken = begun, 0
+    for event in work.train():
+        if not isinstance(event, StepTaken):
+            continue
+        taken += 1
+        if taken == WARM_UP:
+            _wait(model.engine.device)
+            first = time.monotonic()
+        if taken >= WARM_UP + STEPS or stop() or (taken > WARM_UP and time.monotonic() - begun > longest):
+            break
+    _wait(model.engine.device)
+    if not taken:
+        raise EngramError(f"{model.config.method} has no steps that could be timed; leave {option('minutes')} out")
+    if taken <= WARM_UP:  # the phase has no more steps
+        first, steps = begun, taken
+    else:
+        steps = taken - WARM_UP
+    plan = PhasePlan.of(work.phases[0])
+    return (time.monotonic() - first) / steps * plan.epochs * plan.steps / plan.work
+
+
+def _work(lesson: Lesson, epochs: int) -> float:
+    """Return the work of all phases of the lesson with that many epochs."""
+    model, learner = lesson.model, lesson.model.learner
+    assert learner is not None
+    method = find_method(model.config.method).make(model.config.lesson_settings(epochs))
+    phases = method.phases(learner, lesson.stage, model.engine)
+    return sum(PhasePlan.of(phase).work for phase in phases)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -17,6 +17,7 @@ from engram.core.errors import EngramError, option, suggest
 from engram.core.rng import generator
 from engram.data.memory import Memory, MemoryConfig
 from engram.data.stage import Samples
+from engram.data.store import some
 from engram.engine import Engine
 from engram.experiment.learner_config import Device, Precision, resolve_device
 from engram.methods import find_method
@@ -33,8 +34,6 @@ NME_SHARPNESS = 10.0
 class KnownClass:
     """A class that a model knows.
 
-    Parameters
-    ----------
     stage: index in the model's history of the lesson that taught it.
     images: number of images it was trained on in that lesson.
     accuracy: percent of its held-out images, by predictor; empty without held-out images.
@@ -52,8 +51,6 @@ class KnownClass:
 class LessonRecord:
     """An entry of a model's history: a lesson ("learned") or the removal of a class ("removed").
 
-    Parameters
-    ----------
     images: number of images given.
     before, after: accuracy on the classes known before and not learned again, in percent, by predictor.
     new: accuracy on all classes of the lesson.
@@ -84,8 +81,6 @@ def current_time() -> str:
 class Model:
     """State of a classifier between two lessons.
 
-    Attributes
-    ----------
     learner: None before the first lesson.
     sizes: number of new classes of each stage since the network was created.
     heldout: images never trained on, by label.
@@ -184,7 +179,7 @@ class Model:
 
         by: "cnn" (the head) or "nme" (the class means); None is the method's default.
         """
-        return self.reader(by)(images).cpu().numpy()
+        return refuse_not_finite(self.reader(by)(images).cpu().numpy())
 
     def reader(self, by: str | None = None) -> Callable[[np.ndarray | Tensor], Tensor]:
         """Return a function from images to probabilities on the device, which may still be computing them.
@@ -224,6 +219,21 @@ class Model:
     def accuracy_on(self, samples: Samples) -> dict[str, dict[int, float]]:
         """Return the accuracy in percent, by predictor and label."""
         return {by: _accuracy(self.probabilities(samples.images, by), samples) for by in self.predictors}
+
+    def refuse_not_finite(self, images: Tensor) -> None:
+        """Refuse weights and class means that are not finite, and such scores of these images."""
+        state = {**self._trained().network.state_dict(), "class_means": self._trained().class_means}
+        wrong = [name for name, value in state.items() if value is not None and not value.isfinite().all()]
+        try:
+            for by in self.predictors:
+                self.probabilities(images, by)
+        except EngramError:
+            wrong.append("the scores")
+        if wrong:
+            raise EngramError(
+                f"training diverged: {some(wrong, 1)} are not finite; the model did not change; "
+                "try a lower learning rate"
+            )
 
     def remove(self, labels: Iterable[Hashable]) -> None:
         """Remove classes with their exemplars and held-out images. The scores of the other classes do not change.
@@ -270,6 +280,16 @@ class Model:
         if self.learner is None:
             raise EngramError("the model has not learned anything yet; let it learn some classes first")
         return self.learner
+
+
+def refuse_not_finite(probabilities: np.ndarray) -> np.ndarray:
+    """Return the probabilities; refuse those that are not finite."""
+    if not np.isfinite(probabilities).all():
+        raise EngramError(
+            "the model's scores are not finite: its training diverged, or its weights are damaged; undo its last "
+            "lesson, or restore it from a copy"
+        )
+    return probabilities
 
 
 def _accuracy(probabilities: np.ndarray, samples: Samples) -> dict[int, float]:

@@ -31,8 +31,6 @@ LATER_LEAST = 10  # epochs of a phase after the main one
 class ModelConfig(LearnerConfig):
     """How a model learns.
 
-    Parameters
-    ----------
     image_size: height and width in pixels.
     validation: fraction of each class's images that is held out to measure accuracy, now and after later lessons. At
         most VALIDATION_MOST images, and none of a class with fewer than VALIDATION_LEAST. The model keeps them.
@@ -93,23 +91,22 @@ class ModelConfig(LearnerConfig):
                     settings = change_training(settings, (role,), epochs=LATER_LEAST)
         return settings
 
-    def changed_by(self, memory: str | None = None, **wanted: Any) -> dict[str, Any]:
-        """Return the values of this configuration that these values would change; None is not compared.
+    def changed_by(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values of this configuration that these arguments of `choose` would change.
 
-        wanted: method, backbone, side, validation, flip or seed. memory: text as for `MemoryConfig.parse`.
+        Settings and epochs are not compared.
         """
-        ours: dict[str, Any] = {
-            "method": self.method,
-            "backbone": self.backbone,
-            "side": self.image_size[0],
-            "memory": str(self.memory),
-            "validation": self.validation,
-            "flip": self.augmentation.flip,
-            "seed": self.seed,
-        }
-        if memory is not None:
-            wanted["memory"] = str(MemoryConfig.parse(memory, self.memory.selection))
-        return {name: ours[name] for name in ours if wanted.get(name) not in (None, ours[name])}
+        ours = {name: getattr(self, name) for name in _COMPARED} | {"flip": self.augmentation.flip}
+        theirs = {name: plain_number(value) for name, value in wanted.items() if name in ours}
+        if "image_size" in theirs:
+            theirs["image_size"] = as_size(theirs["image_size"])
+        if not isinstance(theirs.get("memory", self.memory), MemoryConfig):
+            memory = _memory(theirs["memory"], self.memory, find_method(self.method))
+            theirs["memory"] = replace(memory, selection=self.memory.selection)
+        changed = {name: ours[name] for name, value in theirs.items() if value != ours[name]}
+        if "image_size" in changed and len(set(self.image_size)) == 1:
+            changed["image_size"] = self.image_size[0]
+        return changed
 
     @classmethod
     def choose(
@@ -123,6 +120,7 @@ class ModelConfig(LearnerConfig):
         backbone: str | None = None,
         settings: Settings | Mapping[str, Any] | None = None,
         augmentation: Augmentation | None = None,
+        flip: bool | None = None,
         seed: int = 1,
         validation: float = 0.0,
         device: Device = "auto",
@@ -133,6 +131,7 @@ class ModelConfig(LearnerConfig):
         ----------
         memory: exemplars per class, or text as for `MemoryConfig.parse`.
         settings: of the method, or some of them by dotted path (`{"train.lr": 0.05}`).
+        flip: mirror images in training; None: as the augmentation says.
         device: the default number of epochs depends on it.
         """
         _check_kind("method", method, str)
@@ -150,13 +149,14 @@ class ModelConfig(LearnerConfig):
                 chosen = replace_at(chosen, path, plain_number(value))
                 epochs_given |= path in main
         refuse_no_epochs(chosen)
+        augmentation = _default_augmentation(size) if augmentation is None else augmentation
         config = cls(
             method=method,
             settings=chosen,
             image_size=size,
             memory=_memory(plain_number(memory), start.memory, find_method(method)),
             backbone=("resnet10" if max(size) <= 24 else "resnet32") if backbone is None else backbone,
-            augmentation=_default_augmentation(size) if augmentation is None else augmentation,
+            augmentation=augmentation if flip is None else replace(augmentation, flip=flip),
             seed=plain_number(seed),
             validation=plain_number(validation),
             epochs_given=epochs_given,
@@ -164,6 +164,7 @@ class ModelConfig(LearnerConfig):
         return config.with_epochs(epochs)
 
 
+_COMPARED = ("method", "backbone", "image_size", "memory", "augmentation", "seed", "validation")
 _KINDS: dict[str, tuple[type, ...]] = {
     "backbone": (str,),
     "augmentation": (Augmentation,),

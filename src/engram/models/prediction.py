@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engram.data.decode.prefetch import Decoded, decode_stream
 from engram.models.inputs import file_side
-from engram.models.model import Model
+from engram.models.model import Model, refuse_not_finite
 from engram.models.split import digest_of, digests_in
 
 # Pixels in a batch. On a CPU larger batches are slower: tens of megabytes are freed and allocated again each time.
@@ -68,7 +68,7 @@ class _PendingBatch:
     def take(self) -> Predicted:
         if self._here is not None:
             self._here.synchronize()
-        return Predicted(self._part.paths, self._shares.numpy(), self._part.skipped)
+        return Predicted(self._part.paths, refuse_not_finite(self._shares.numpy()), self._part.skipped)
 
 
 def default_batch(model: Model) -> int:
@@ -81,8 +81,6 @@ def default_batch(model: Model) -> int:
 class Evaluated:
     """Result of an evaluation.
 
-    Parameters
-    ----------
     counts: number of images (K, K) by true class and predicted class.
     skipped: path and reason of unreadable files.
     learned: number of images that the model was trained on; None if it has no digests of some class.
@@ -100,7 +98,12 @@ class Evaluated:
 
     @property
     def accuracy(self) -> float:
-        """Percent of the images with the right prediction."""
+        """Percent of right predictions, as the mean over the classes that have images; as a lesson measures it."""
+        return float(np.mean([100 * right / images for images, right in self.by_class() if images]))
+
+    @property
+    def accuracy_of_images(self) -> float:
+        """Percent of all images with the right prediction."""
         return 100 * float(np.trace(self.counts)) / max(1, self.images)
 
     def by_class(self) -> list[tuple[int, int]]:

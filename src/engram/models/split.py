@@ -16,12 +16,12 @@ import numpy as np
 from torch import Tensor
 
 from engram.data.memory import Memory
-from engram.data.store import stable_permutation
+from engram.data.store import some, stable_permutation
 from engram.models.model import Model
 from engram.models.model_config import VALIDATION_LEAST, VALIDATION_MOST
 
 DIGEST_BYTES = 8
-NAMED = 3  # pairs of classes in a warning
+NAMED = 3  # pairs of classes, and files, in a warning
 
 
 def digest_of(image: np.ndarray) -> bytes:
@@ -110,8 +110,8 @@ class LessonSplit:
             b"".join(sorted(seen.learned.union(learned))),
         )
 
-    def warning(self) -> str | None:
-        """Return a warning about pictures that are in two classes, or None."""
+    def warning(self, names: Sequence[str] | None = None) -> str | None:
+        """Return a warning about pictures that are in two classes, or None. names: of the images."""
         pairs: Counter[tuple[str, str]] = Counter()
         coming = set(self._copies)  # counts two classes of the lesson as one pair
         for label, copies in self._copies.items():
@@ -131,7 +131,16 @@ class LessonSplit:
             for (one, other), count in pairs.most_common(NAMED)
         ]
         more = f" and {len(pairs) - NAMED} more such pairs" if len(pairs) > NAMED else ""
-        return f"the same pictures in two classes (a folder renamed?): {', '.join(found)}{more}; {', '.join(parts)}"
+        files = "" if names is None else f": {some([names[row] for row in self._rows_of(shared)], NAMED)}"
+        return (
+            f"the same pictures in two classes (a folder renamed?): {', '.join(found)}{more}; {', '.join(parts)}{files}"
+        )
+
+    def _rows_of(self, pictures: Iterable[bytes]) -> list[int]:
+        """Return the rows of these pictures, in their order."""
+        return sorted(
+            row for picture in pictures for copies in self._copies.values() for row in copies.get(picture, ())
+        )
 
 
 def knows_all(model: Model, images: np.ndarray, labels: Sequence[Hashable]) -> bool:

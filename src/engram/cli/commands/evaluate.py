@@ -23,7 +23,17 @@ from engram.cli.commands.model_common import (
 from engram.cli.main import UNREADABLE
 from engram.cli.options.models import Evaluate
 from engram.cli.streams import printable, tell
-from engram.cli.text import bar, fits, make_console, make_table, percent, print_line, print_table, shorten
+from engram.cli.text import (
+    bar,
+    count_classes,
+    fits,
+    make_console,
+    make_table,
+    percent,
+    print_line,
+    print_table,
+    shorten,
+)
 from engram.core.errors import EngramError
 from engram.core.io import typed_path
 from engram.data.sources.folder import list_classes
@@ -60,7 +70,7 @@ def evaluate_command(options: Evaluate, typed: Sequence[str]) -> int:
 
         write_evaluation(found, report)
     if options.json:
-        print_line(console, json.dumps(found))
+        print_line(console, json.dumps(found, allow_nan=False))
     else:
         _tell(console, found, options.quiet, report)
     if done.skipped:
@@ -120,6 +130,7 @@ def summary(model: Model, done: Evaluated, unknown: Mapping[str, int], options: 
         "images": done.images,
         "learned_from": done.learned,
         "accuracy": done.accuracy,
+        "accuracy_of_images": done.accuracy_of_images,
         "classes": classes,
         "confusion": done.counts.tolist(),
         "left_out": [{"class": name, "images": images} for name, images in unknown.items()],
@@ -128,10 +139,13 @@ def summary(model: Model, done: Evaluated, unknown: Mapping[str, int], options: 
 
 
 def _tell(console: Console, found: dict[str, Any], quiet: bool, report: Path | None) -> None:
-    line = f"accuracy {percent(found['accuracy'])} % of {found['images']} images, by {found['by']}"
-    print_line(console, line)
+    tested = [entry for entry in found["classes"] if entry["images"]]
+    print_line(
+        console,
+        f"accuracy {percent(found['accuracy'])} % (mean over {count_classes(len(tested))}; "
+        f"{percent(found['accuracy_of_images'])} % of {found['images']} images), by {found['by']}",
+    )
     if not quiet:
-        tested = [entry for entry in found["classes"] if entry["images"]]
         print_table(console, class_table(tested))
         matrix, unseen = matrix_table(found)
         if max(matrix.row_count, len(matrix.columns) - 1) <= MATRIX and fits(console, matrix):

@@ -29,6 +29,7 @@ from engram.models.calibration import FEWEST
 from engram.models.labels import encode_label
 from engram.models.learning import has_learning
 from engram.models.store.codec import read_manifest
+from engram.runs.directory import is_running
 
 
 def info_command(options: Info, typed: Sequence[str]) -> int:
@@ -37,16 +38,22 @@ def info_command(options: Info, typed: Sequence[str]) -> int:
     console = make_console()
     place = typed_path(options.model)
     manifest = read_manifest(place)
-    manifest["learning_interrupted"] = has_learning(place)
+    manifest["changing_now"] = is_running(place)
+    manifest["learning_interrupted"] = has_learning(place) and not manifest["changing_now"]
     if options.json:
         for known in manifest["classes"]:
             known["label"] = encode_label(known["label"])
-        print_line(console, json.dumps(manifest))
+        print_line(console, json.dumps(manifest, allow_nan=False))
         return 0
     console.print(bold(f"{place}: {count_classes(len(manifest['classes']))}"))
     console.print(card_table(card(manifest)))
     print_table(console, class_table(manifest))
     print_table(console, history_table(manifest))
+    if manifest["changing_now"]:
+        print_line(
+            console,
+            "another process is learning here now, or changing the model; until it is finished, the model is as above",
+        )
     if manifest["learning_interrupted"]:
         print_line(console, "learning was interrupted here; run the same 'engram learn' again to continue")
     return 0
@@ -109,7 +116,9 @@ def history_table(manifest: dict[str, Any]) -> Table:
     """Return a table of lessons and removals: date, what changed, accuracy before and after."""
     by = manifest["predictors"][0] if manifest["predictors"] else "cnn"
     numbers = ["images", "epochs", "time", "old %\nbefore", "old %\nnow", "new %"]
-    table = make_table(["", "date", "what", *numbers], right=["", *numbers], title=f"held-out accuracy by {by}")
+    table = make_table(
+        ["", "date", "what", *numbers], right=["", *numbers], title=f"held-out accuracy by {by}, mean over classes"
+    )
     table.columns[1].no_wrap = True  # the date
     table.padding = (0, 1, 0, 0)  # fits into 100 columns
     for first, last in _lines(manifest["history"]):

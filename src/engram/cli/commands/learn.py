@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import shlex
-import time
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Generator, Hashable, Iterator, Sequence
+from contextlib import closing
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from engram.cli.commands.model_common import (
     exclude,
@@ -22,29 +22,33 @@ from engram.cli.commands.model_common import (
     tell_skipped_files,
 )
 from engram.cli.display import follow, make_display
-from engram.cli.options.models import Learn, NewModelFlags
-from engram.cli.result_tables import by_class_table, learned_line, lesson_table
+from engram.cli.options.models import Learn
 from engram.cli.signals import Interrupt
 from engram.cli.streams import printable, tell
-from engram.cli.text import clock, count_classes, duration, make_console, print_line, print_table, shorten
+from engram.cli.text import (
+    clock,
+    count_classes,
+    duration,
+    make_console,
+    make_table,
+    measures_text,
+    percent,
+    print_line,
+    print_table,
+    shorten,
+)
 from engram.core.errors import EngramError
-from engram.core.events import EpochsChosen, Event, ImagesRead, Learned, Stopped
+from engram.core.events import EpochsChosen, Event, Learned, Stopped
 from engram.core.io import typed_path
-from engram.data.augment import Augmentation
-from engram.data.decode.image import EXTENSIONS, choose_size
 from engram.data.sources.folder import check_not_nested, list_classes
-from engram.data.store import Images
-from engram.models.inputs import file_side
-from engram.models.labels import similar_label_warnings
+from engram.models.inputs import ImageFiles
 from engram.models.learning import has_learning, learn_into
-from engram.models.lesson_plan import LabelConcerns, LearningResumed, SimilarLabels, plan_lesson
-from engram.models.model_config import DEFAULT_METHOD, LARGEST_SIDE, VALIDATION_LEAST, ModelConfig
+from engram.models.lesson_plan import LearnedBefore, LearningResumed, LessonNotice, LessonRead
+from engram.models.model_config import LARGEST_SIDE
 from engram.models.store.codec import read_manifest
 from engram.models.store.generations import POINTER, NoModelYet
-from engram.models.store.writer import clean_up_model, refuse_other_directory
 
 HOLDOUT = 0.2
-NAMED = 5  # classes in a warning
 
 
 def learn_command(options: Learn, typed: Sequence[str]) -> int:
@@ -53,58 +57,31 @@ def learn_command(options: Learn, typed: Sequence[str]) -> int:
     _check(options)
     prepare_hardware(options.hardware)
     console = make_console()
-    silent = options.quiet or options.json
     place = typed_path(options.model)
     refuse_models("learn", options.images)
     _refuse_model_among_images(place, typed_path(options.images))
-    refuse_other_directory(place)  # before the images are read; the writer checks again
     manifest = _read_if_exists(place)
     known: list[Hashable] = [] if manifest is None else [entry["label"] for entry in manifest["classes"]]
     paths, labels = _list_images(options, known, is_new=manifest is None)
-    if manifest is not None:
-        _refuse_changes(options.new_model, ModelConfig.from_plain(manifest["config"]), place)
-        clean_up_model(place)
-    side = _side(options.new_model, manifest, paths)
-
-    def read(rows: Sequence[int]) -> tuple[Images, list[int]]:
-        chosen = [paths[row] for row in rows]
-        images, kept = read_files(chosen, side, options.lesson.skip_bad, None if silent else console)
-        return images, [rows[position] for position in kept]
-
-    plan = plan_lesson(place, labels, known, read, options.lesson.more_of_known)
-    if plan.learned_before:
-        assert manifest is not None
-        _tell_learned_before(console, manifest, plan.learned_before, options)
-        return 0
-    if plan.left_out:
-        _print_notice(f"left out what the model knows already: {_names(plan.left_out)} (--more-of-known)")
-    config = _choose_config(options, side, len(plan.rows)) if manifest is None else None  # refuses before reading
-    started = time.perf_counter()
-    images, rows = read(plan.rows)
-    images_read = ImagesRead(len(images), time.perf_counter() - started)
-    labels = _labels_read([labels[row] for row in plan.rows], [labels[row] for row in rows])
-    if not silent:
-        resumes = has_learning(place) and not options.lesson.restart
-        _tell_start(console, place, None if resumes else config, labels, images_read)
-    _tell_concerns(labels, known)
-    interrupt = Interrupt()
+    shown = None if options.quiet or options.json else console
+    lesson, interrupt = options.lesson, Interrupt()
     events = learn_into(
         place,
-        images,
+        ImageFiles(paths, lambda files, side: read_files(files, side, lesson.skip_bad, shown)),
         labels,
-        config=config,
-        known="refresh" if options.lesson.more_of_known else "refuse",
-        epochs=_epochs(options, manifest, len(images)),
-        minutes=options.lesson.minutes,
-        restart=options.lesson.restart,
-        undoable=not options.lesson.no_undo,
+        config=_wanted(options, is_new=manifest is None),
+        known="refresh" if lesson.more_of_known else "ignore",
+        epochs="auto" if lesson.epochs is None and lesson.minutes is None else lesson.epochs,
+        minutes=lesson.minutes,
+        restart=lesson.restart,
+        undoable=not lesson.no_undo,
         stop=interrupt,
-        checkpoint_minutes=options.lesson.checkpoint_minutes,
+        checkpoint_minutes=lesson.checkpoint_minutes,
         device=options.hardware.device,
     )
-    lesson = 1 + (0 if manifest is None else len(manifest["history"]))
+    number = 1 + (0 if manifest is None else len(manifest["history"]))
     command = shlex.join(["engram", *(word for word in typed if word != "--restart")])  # --restart would drop it again
-    return _follow(chain([images_read], events), lesson, console, interrupt, options, command)
+    return _follow(_print_sentences(events, console, options), number, console, interrupt, options, command)
 
 
 def _check(options: Learn) -> None:
@@ -119,6 +96,9 @@ def _check(options: Learn) -> None:
         raise EngramError(f"--checkpoint-minutes must be 0 or more, got {lesson.checkpoint_minutes:g}")
     if holdout is not None and not 0 <= holdout < 1:
         raise EngramError(f"--holdout must be a fraction of 0 or more and below 1, got {holdout:g}")
+    side = options.new_model.image_size
+    if side is not None and not 8 <= side <= LARGEST_SIDE:
+        raise EngramError(f"--image-size must be 8 to {LARGEST_SIDE} pixels, got {side}")
 
 
 def _refuse_model_among_images(place: Path, images: Path) -> None:
@@ -133,19 +113,14 @@ def _refuse_model_among_images(place: Path, images: Path) -> None:
 def _list_images(options: Learn, known: Sequence[Hashable], is_new: bool) -> tuple[list[str], list[Hashable]]:
     """Return the image files and the label of each. A folder named like a known label, which may be 7, gets that label.
 
-    With --skip-bad, empty class folders are left out with a notice.
+    Empty class folders are left out with a notice, and with --skip-bad those without a file of a kind that is read.
     """
-    empty: list[str] = []
-    paths, labels = list_classes(options.images, empty)
-    if empty and not options.lesson.skip_bad:
-        raise EngramError(
-            f"class folders without an image: {_names(empty)}; add some ({', '.join(EXTENSIONS)}), remove them, or "
-            "leave them out with --skip-bad"
-        )
+    left_out: list[str] = []
+    paths, labels = list_classes(options.images, left_out, options.lesson.skip_bad)
     check_not_nested(options.images, is_new=is_new)
     tell_skipped_files(options.images)
-    if empty:
-        _print_notice(f"left out class folders that have no image: {_names(empty)}")
+    if left_out:
+        _print_notice(f"left out class folders that have no image: {shorten(list(map(printable, left_out)), 60)}")
     by_name = labels_by_name(known)
     return paths, [by_name.get(label, label) for label in labels]
 
@@ -160,105 +135,36 @@ def _read_if_exists(place: Path) -> dict[str, Any] | None:
         return None
 
 
-def _refuse_changes(flags: NewModelFlags, config: ModelConfig, place: Path) -> None:
-    """Refuse flags that describe another model than the one at this path."""
-    changed = config.changed_by(
-        method=flags.method,
-        backbone=flags.backbone,
-        side=flags.image_size,
-        memory=flags.memory,
-        validation=flags.holdout,
-        flip=False if flags.no_mirror else None,
-        seed=flags.seed,
-    )
-    for name, value in changed.items():
-        flag = {"side": "--image-size", "validation": "--holdout", "flip": "--no-mirror"}.get(name, f"--{name}")
-        made = f"without {flag}" if name == "flip" else f"with {flag} {value}"
-        raise EngramError(
-            f"the model at {place} was made {made}, which cannot be changed; leave {flag} out, or start a new model"
-        )
-    if flags.set:
-        raise EngramError(f"the settings of the model at {place} cannot be changed; leave --set out")
-
-
-def _side(flags: NewModelFlags, manifest: dict[str, Any] | None, paths: Sequence[str]) -> int:
-    if manifest is not None:
-        height, width = manifest["config"]["image_size"]
-        return file_side((height, width))
-    if flags.image_size is not None and not 8 <= flags.image_size <= LARGEST_SIDE:
-        raise EngramError(f"--image-size must be 8 to {LARGEST_SIDE} pixels, got {flags.image_size}")
-    return flags.image_size or choose_size(paths)
-
-
-def _epochs(options: Learn, manifest: dict[str, Any] | None, images: int) -> int | None:
-    """Return the epochs of the lesson; None means those of the configuration, or those that --minutes allows."""
-    if manifest is None or options.lesson.epochs is not None or options.lesson.minutes is not None:
-        return options.lesson.epochs
-    trained = images + sum(known["exemplars"] for known in manifest["classes"])
-    return ModelConfig.from_plain(manifest["config"]).lesson_epochs(trained, options.hardware.device)
-
-
-def _choose_config(options: Learn, side: int, images: int) -> ModelConfig:
-    """Return the configuration of a new model."""
+def _wanted(options: Learn, is_new: bool) -> dict[str, Any]:
+    """Return the flags of the model's configuration as arguments of `ModelConfig.choose`."""
     flags = options.new_model
-    settings: dict[str, Any] = {}
+    settings: dict[str, str] = {}
     for text in flags.set:
         key, equals, value = text.partition("=")
         if not equals:
             raise EngramError(f"--set takes KEY=VALUE, got {text!r}")
         settings[key.strip()] = value.strip()
-    config = ModelConfig.choose(
-        flags.method or DEFAULT_METHOD,
-        image_size=side,
-        images=images,
-        memory=flags.memory,
-        backbone=flags.backbone,
-        settings=settings,
-        seed=1 if flags.seed is None else flags.seed,
-        validation=HOLDOUT if flags.holdout is None else flags.holdout,
-        device=options.hardware.device,
-    )
-    if flags.no_mirror:
-        config = replace(config, augmentation=Augmentation(pad=config.augmentation.pad, flip=False))
-    return config
-
-
-def _labels_read(given: Sequence[Hashable], read: list[Hashable]) -> list[Hashable]:
-    """Return the labels of the images that were read; report classes without such an image, refuse if there is none."""
-    lost = sorted(set(given) - set(read), key=str)
-    if not read:
-        raise EngramError(f"no image could be read of {_names(lost)}; repair the images or give others")
-    if lost:
-        _print_notice(f"left out classes of which no image could be read: {_names(lost)}")
-    return read
-
-
-def _names(labels: Sequence[Hashable]) -> str:
-    return shorten(list(dict.fromkeys(printable(label) for label in labels)), 60)
+    return {
+        "method": flags.method,
+        "backbone": flags.backbone,
+        "image_size": flags.image_size,
+        "memory": flags.memory,
+        "validation": HOLDOUT if is_new and flags.holdout is None else flags.holdout,
+        "flip": False if flags.no_mirror else None,
+        "seed": flags.seed,
+        "settings": settings or None,
+    }
 
 
 def _print_notice(text: str) -> None:
     tell(text)
 
 
-def _tell_learned_before(
-    console: Console, manifest: dict[str, Any], labels: Sequence[Hashable], options: Learn
-) -> None:
-    lessons = [entry["date"] for entry in manifest["history"] if entry["what"] == "learned"]
-    date = printable(lessons[-1])[:16].replace("T", " ")
-    if options.json:
-        names = list(dict.fromkeys(printable(label) for label in labels))
-        print_line(console, json.dumps({"event": "learned_before", "classes": names, "last_lesson": date}))
-    else:
-        print_line(console, f"{_names(labels)}: learned before (the last lesson was on {date}); nothing was done")
-
-
-def _tell_start(
-    console: Console, place: Path, config: ModelConfig | None, labels: Sequence[Hashable], read: ImagesRead
-) -> None:
-    count = f"{read.images} image{'' if read.images == 1 else 's'}"
-    classes = count_classes(len({printable(label) for label in labels}))
-    print_line(console, f"{count} of {classes}: {_names(labels)}; read in {duration(read.seconds)}")
+def _tell_start(console: Console, event: LessonRead, place: Path) -> None:
+    names = list(dict.fromkeys(map(printable, event.labels)))
+    count = f"{event.images} image{'' if event.images == 1 else 's'} of {count_classes(len(names))}"
+    print_line(console, f"{count}: {shorten(names, 60)}; read in {duration(event.seconds)}")
+    config = event.config
     if config is not None:
         height, width = config.image_size
         print_line(
@@ -268,34 +174,25 @@ def _tell_start(
         )
 
 
-def _tell_concerns(labels: Sequence[Hashable], known: Sequence[Hashable]) -> None:
-    """Print warnings about the labels and the number of images on stderr."""
-    for warning in similar_label_warnings(dict.fromkeys(labels), known):
-        _print_notice(warning)
-    concerns = LabelConcerns.find(labels, known)
-    if concerns.unlike_known:
-        names = _names(sorted(concerns.unlike_known, key=str))
-        _print_notice(f"the model's labels are not text, but those of folders are: {names}")
-    if concerns.is_single_class:
-        _print_notice("with a single class there is nothing to tell apart; learn a second one too")
-    if concerns.few_images:
-        few = [f"{printable(label)} ({count})" for label, count in concerns.few_images.items()]
-        more = f" and {len(few) - NAMED} more" if len(few) > NAMED else ""
-        _print_notice(
-            f"classes with fewer than {VALIDATION_LEAST} images are learned badly, and none of them is held out to "
-            f"measure accuracy: {', '.join(few[:NAMED])}{more}"
-        )
-
-
 def _follow(
-    events: Iterator[Event], lesson: int, console: Console, interrupt: Interrupt, options: Learn, command: str
+    events: Generator[Event], number: int, console: Console, interrupt: Interrupt, options: Learn, command: str
 ) -> int:
     """Show the events of the lesson; return the exit status."""
-    display = make_display(console, interrupt, quiet=options.quiet, as_json=options.json, lesson=lesson)
+    first = next(events)
+    if isinstance(first, LearnedBefore):
+        if options.json:
+            print_line(console, json.dumps(first.to_json()))
+        else:
+            names = shorten(list(map(printable, first.classes)), 60)
+            print_line(
+                console, f"{names}: learned before (the last lesson was on {first.last_lesson}); nothing was done"
+            )
+        return 0
+    display = make_display(console, interrupt, quiet=options.quiet, as_json=options.json, lesson=number)
     same_command = "the same command without --restart" if options.lesson.restart else "the same command"
     try:
-        with interrupt:
-            last = follow(_print_sentences(events, console, options), display)
+        with interrupt, closing(events):
+            last = follow(chain([first], events), display)
     except KeyboardInterrupt:
         saved = has_learning(typed_path(options.model))
         rest = f"{same_command} continues from the last checkpoint" if saved else "nothing was saved yet"
@@ -311,11 +208,14 @@ def _follow(
     return interrupt.status
 
 
-def _print_sentences(events: Iterator[Event], console: Console, options: Learn) -> Iterator[Event]:
-    """Yield the events, but print those that are one sentence, unless the output is JSON."""
+def _print_sentences(events: Iterator[Event], console: Console, options: Learn) -> Generator[Event]:
+    """Yield the events, but print those that are one sentence; with JSON only notices, on stderr."""
     for event in events:
-        if isinstance(event, SimilarLabels):
-            continue  # printed before the lesson
+        if isinstance(event, LessonNotice) and not isinstance(event, LearningResumed):
+            _print_notice(event.message)
+            continue
+        if isinstance(event, LessonRead) and not options.quiet and not options.json:
+            _tell_start(console, event, typed_path(options.model))
         if options.json or not isinstance(event, (LearningResumed, EpochsChosen)):
             yield event
         elif isinstance(event, EpochsChosen):
@@ -347,3 +247,57 @@ def _tell_learned(console: Console, event: Learned, options: Learn) -> None:
         if options.by_class:
             print_table(console, by_class_table(event))
     print_line(console, f"next: engram predict {shlex.quote(options.model)} PATH")
+
+
+def learned_line(event: Learned) -> str:
+    """Return the result of a lesson in one line."""
+    again = list(map(printable, event.refreshed))
+    new = [printable(name) for name in event.new if name not in event.refreshed]
+    parts = [f"learned {shorten(new, 50)}"] if new else []
+    parts += [f"learned again {shorten(again, 50)}"] if again else []
+    said = [f"of these {measures_text(event.new_accuracy)}"] if event.new_accuracy else []
+    for which, before, after in (
+        ("those learned again", event.refreshed_before, event.refreshed_after),
+        ("the old", event.before, event.after),
+    ):
+        said += [f"of {which} {measures_text(before)} before and {measures_text(after)} now"] if after else []
+    accuracy = f"; held-out accuracy (mean over classes) {', '.join(said)}" if said else ""
+    exemplars = f"{event.exemplars} image{'s' if event.exemplars != 1 else ''} kept"
+    where = f" ({event.path})" if event.path else ""
+    return (
+        f"{', '.join(parts)} in {duration(event.seconds)}; {count_classes(event.num_classes)} known, {exemplars}"
+        f"{accuracy}{where}"
+    )
+
+
+def lesson_table(event: Learned) -> Table:
+    """Return held-out accuracy, the mean over classes, by predictor: old classes, forgetting, new classes."""
+    predictors = list(dict.fromkeys([*event.new_accuracy, *event.after]))
+    columns = [f"{name} %" for name in predictors]
+    table = make_table(["mean over classes", *columns], right=columns)
+    rows: dict[str, dict[str, float]] = {}
+    if event.after:
+        lost = {by: event.before[by] - event.after[by] for by in event.after if by in event.before}
+        rows |= {"old classes, before": event.before, "old classes, now": event.after, "forgotten, points": lost}
+    if event.refreshed:
+        rows |= {"learned again, before": event.refreshed_before, "learned again, now": event.refreshed_after}
+    if len(event.new) > len(event.refreshed):
+        rows["new and learned again" if event.refreshed else "classes learned now"] = event.new_accuracy
+    for name, values in rows.items():
+        table.add_row(name, *[percent(values.get(by)) for by in predictors])
+    return table
+
+
+def by_class_table(event: Learned) -> Table:
+    """Return held-out accuracy of each class before and after the lesson, by predictor."""
+    predictors = list(dict.fromkeys(by for entry in event.by_class for by in entry["after"]))
+    columns = [f"{by}\n{when}" for by in predictors for when in ("before %", "now %")]
+    table = make_table(["class", *columns], right=columns)
+    for entry in event.by_class:
+        table.add_row(printable(entry["class"]), *_cells(entry, predictors))
+    return table
+
+
+def _cells(entry: dict[str, Any], predictors: list[str]) -> list[str]:
+    before, after = entry["before"] or {}, entry["after"]
+    return [percent(values.get(by)) for by in predictors for values in (before, after)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import glob
 import json
 import os
@@ -21,7 +22,7 @@ from engram.cli.streams import arriving_lines, printable, tell
 from engram.cli.text import bar, make_console
 from engram.core.errors import EngramError
 from engram.core.io import typed_path
-from engram.data.sources.folder import walk_images
+from engram.data.sources.folder import is_image, leads_up, walk_files, walk_images
 from engram.models.labels import encode_label
 from engram.models.model import Model
 from engram.models.prediction import Predicted, predict_files
@@ -96,16 +97,49 @@ def expand(
                 path = line.rstrip("\r\n")
                 path = path.removeprefix("\ufeff") if number == 0 else path  # byte order mark of some editors
                 if path:
-                    yield from walk_images(path, others) if os.path.isdir(path) else (path,)
-        elif os.path.lexists(text):
-            yield from walk_images(text, others) if os.path.isdir(text) else (text,)
+                    yield from _files(path, others)
         else:
-            for path in _matches(text):
-                yield from walk_images(path, others) if os.path.isdir(path) else (path,)
+            yield from _files(text, others) if os.path.lexists(text) else _matches(text, others)
 
 
-def _matches(pattern: str) -> Iterator[str]:
-    return glob.iglob(pattern, recursive=True) if glob.has_magic(pattern) else iter(())
+def _files(path: str, others: Counter[str] | None) -> Iterator[str]:
+    """Yield the image files in a folder, or the file itself."""
+    return walk_images(path, others) if os.path.isdir(path) else iter((path,))
+
+
+def _matches(pattern: str, others: Counter[str] | None = None) -> Iterator[str]:
+    """Yield the files that match a pattern, and images in folders that match it, sorted as in a folder.
+
+    No link to a parent folder is followed, and `**` enters a folder once.
+    """
+    if not glob.has_magic(pattern):
+        return
+    parts = (pattern[:-1] if pattern.endswith("**/") else pattern).split("/")
+    while parts and parts[-1] == "**":  # all that is in a folder
+        parts.pop()
+    place = parts.index("**") if "**" in parts else len(parts)
+    start = "/".join(parts[:place]) or ("/" if pattern.startswith("/") else ".")
+    roots = [root for root in sorted(glob.iglob(start), key=lambda path: path.split("/")) if not leads_up(root)]
+    if place == len(parts):
+        for root in roots:
+            yield from _files(root, others)
+        return
+    seen: set[tuple[int, int]] = set()
+    for root in filter(os.path.isdir, roots):
+        for path in walk_files(root, seen):
+            names = os.path.relpath(path, root).split("/")
+            inside = any(_fits(names[:depth], parts[place:]) for depth in range(1, len(names)))
+            if _fits(names, parts[place:]) or (inside and is_image(path, others)):
+                yield path if place else path.removeprefix("./")
+
+
+def _fits(names: Sequence[str], parts: Sequence[str]) -> bool:
+    """Return whether the names in a path match the parts of a pattern; `**` matches any number of names."""
+    if not parts:
+        return not names
+    if parts[0] == "**":
+        return any(_fits(names[skipped:], parts[1:]) for skipped in range(len(names) + 1))
+    return bool(names) and fnmatch.fnmatchcase(names[0], parts[0]) and _fits(names[1:], parts[1:])
 
 
 def write_lines(out: TextIO, model: Model, part: Predicted, top: int, as_json: bool) -> None:
@@ -138,4 +172,4 @@ def _text(paths: Sequence[str], columns: Columns) -> Iterator[str]:
 def _json(paths: Sequence[str], columns: Columns) -> Iterator[str]:
     for path, *best in zip(paths, *columns, strict=True):
         top = [{"class": name, "probability": share} for name, share in best]
-        yield json.dumps({"path": path, **top[0], "top": top}) + "\n"
+        yield json.dumps({"path": path, **top[0], "top": top}, allow_nan=False) + "\n"

@@ -35,6 +35,7 @@ from engram.data.store import ImageStore
 from engram.experiment.run_config import RunConfig, directory_name
 from engram.experiment.runner import resume, run
 from engram.experiment.session import Session
+from engram.models.store.generations import refuse_model
 from engram.runs.reader import read_manifest, read_progress
 from engram.runs.stored_run import RunManifest
 
@@ -73,6 +74,7 @@ def resume_command(options: Resume, _: Sequence[str]) -> int:
     flags = options.running
     check_running(flags)
     place = typed_path(options.directory)
+    refuse_model(place)
     console = make_console()
     manifest = read_manifest(place)
     finished = _finished(place, manifest)

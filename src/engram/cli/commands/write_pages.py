@@ -12,6 +12,7 @@ from engram.cli.streams import tell
 from engram.cli.text import make_console, print_line
 from engram.core.errors import EngramError
 from engram.core.io import typed_path, write_text
+from engram.models.store.generations import refuse_model
 from engram.report.formatting import count_runs
 from engram.report.html_page import is_report_folder
 from engram.runs.directory import MANIFEST, RESULT, runs_in
@@ -50,6 +51,7 @@ def find_directories(given: Sequence[Path]) -> list[Path]:
     finished = [run for run in runs if (run / RESULT).exists()]
     if not runs:
         path = found[0][0] if found else given[0]
+        refuse_model(path)
         raise EngramError(f"{path} is not a run directory (it has no {MANIFEST}) and contains none; give another")
     for path in [path for path, inner in found if not inner]:
         tell(f"left out {path}: it is not a run directory and contains none")

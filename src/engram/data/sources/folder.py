@@ -68,10 +68,13 @@ def read_folder(
     return ImageStore(name, train, test, names, skipped=tuple(reader.skipped), origin="folder")
 
 
-def list_classes(path: str | Path, empty: list[str] | None = None) -> tuple[list[str], list[str]]:
+def list_classes(
+    path: str | Path, left_out: list[str] | None = None, skip_bad: bool = False
+) -> tuple[list[str], list[str]]:
     """List the image files in a folder of class folders, and the class of each: the name of its folder.
 
-    empty: receives the names of class folders without images, which otherwise are an error.
+    left_out: receives the names of empty class folders, which otherwise are an error. skip_bad: also of those that
+    have only files of other kinds.
     """
     root = typed_path(path)
     with reading(root):
@@ -80,7 +83,7 @@ def list_classes(path: str | Path, empty: list[str] | None = None) -> tuple[list
                 f"{root} contains train/, which has class folders; give the folder that contains the class folders, "
                 f"such as {root / 'train'}"
             )
-        (split,), names = _find_images(root, empty)
+        (split,), names = _find_images(root, left_out, skip_bad)
     return [str(file) for file in split.files], [names[class_id] for class_id in split.class_ids]
 
 
@@ -89,8 +92,8 @@ def list_ignored(path: str | Path) -> tuple[list[str], list[str]]:
     root = typed_path(path)
     others: list[str] = []
     for folder in _folders(root):
-        others += [os.path.relpath(file, root) for file in _walk(folder) if not _has_extension(file)]
-    return others, [entry.name for entry in _entries(root) if _is_image(entry)]
+        others += [os.path.relpath(file, root) for file in walk_files(folder) if not is_image(file)]
+    return others, [entry.name for entry in _entries(root) if is_image(entry.name) and not entry.is_dir()]
 
 
 def check_not_nested(path: str | Path, is_new: bool) -> None:
@@ -132,28 +135,38 @@ def _folders(folder: Path) -> list[Path]:
 
 
 def _has_images(folder: Path) -> bool:
-    return any(_is_image(entry) for entry in _entries(folder))
+    return any(is_image(entry.name) and not entry.is_dir() for entry in _entries(folder))
 
 
 def walk_images(folder: str | Path, others: Counter[str] | None = None) -> Iterator[str]:
-    """Yield the image files in a folder and its subfolders, sorted by name; see `_walk`.
+    """Yield the image files in a folder and its subfolders, sorted by name; see `walk_files`.
 
     others: counts the other files by extension.
     """
-    for path in _walk(folder):
-        if _has_extension(path):
-            yield path
-        elif others is not None:
-            others[os.path.splitext(path)[1].lower()] += 1
+    return (path for path in walk_files(folder) if is_image(path, others))
 
 
-def _walk(folder: str | Path) -> Iterator[str]:
+def is_image(path: str, others: Counter[str] | None = None) -> bool:
+    """Return whether a file has the extension of an image. others: counts the others by extension."""
+    if path.lower().endswith(EXTENSIONS):
+        return True
+    if others is not None:
+        others[os.path.splitext(path)[1].lower()] += 1
+    return False
+
+
+def walk_files(folder: str | Path, seen: set[tuple[int, int]] | None = None) -> Iterator[str]:
     """Yield the files in a folder and its subfolders, sorted by name, without hidden ones.
 
     Links are followed, but no folder is visited twice, and no link to a parent folder is followed: it would lead to
     images of other classes. Memory use: the names in each folder on the way down, and the ids of visited folders.
+
+    seen: ids of folders visited before, which are left out; receives those visited now.
     """
-    seen = {_identity(str(folder))}
+    seen = set() if seen is None else seen
+    if _identity(str(folder)) in seen:
+        return
+    seen.add(_identity(str(folder)))
     stack = [_list_once(str(folder), seen)]
     while stack:
         path, is_folder = next(stack[-1], ("", False))
@@ -169,17 +182,22 @@ def _list_once(folder: str, seen: set[tuple[int, int]]) -> Iterator[tuple[str, b
     """Return the sorted paths in a folder, and whether each is a folder; leave out folders seen before, mark others."""
     found: list[tuple[str, bool]] = []
     with os.scandir(folder) as entries:
-        shown = sorted((entry for entry in entries if not entry.name.startswith(".")), key=lambda entry: entry.name)
+        shown = sorted((entry for entry in entries if not _is_hidden(entry.name)), key=lambda entry: entry.name)
     for entry in shown:
         # For circular links, os.path.isdir returns False, while entry.is_dir raises an error.
         is_folder = os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir()
         if is_folder:
-            leads_up = entry.is_symlink() and Path(folder).resolve().is_relative_to(Path(entry.path).resolve())
-            if leads_up or _identity(entry.path) in seen:
+            if leads_up(entry.path) or _identity(entry.path) in seen:
                 continue
             seen.add(_identity(entry.path))
         found.append((entry.path, is_folder))
     return iter(found)
+
+
+def leads_up(path: str) -> bool:
+    """Return whether a path is a link to a folder that contains it."""
+    is_link = os.path.islink(path) and os.path.isdir(path)  # a circular link is no folder
+    return is_link and Path(path).parent.resolve().is_relative_to(Path(path).resolve())
 
 
 def _identity(folder: str) -> tuple[int, int]:
@@ -187,16 +205,21 @@ def _identity(folder: str) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def _find_images(root: Path, empty: list[str] | None = None) -> tuple[list[_SplitFiles], tuple[str, ...]]:
+def _find_images(
+    root: Path, left_out: list[str] | None = None, skip_bad: bool = False
+) -> tuple[list[_SplitFiles], tuple[str, ...]]:
     """Return the files of the training and test split, or of the one folder to split, and the class names."""
     if not root.is_dir():
-        raise EngramError(f"there is no folder {root}; give a folder with one folder of images per class")
+        problem = f"{root} is a file" if root.exists() else f"there is no folder {root}"
+        raise EngramError(f"{problem}; give a folder with one folder of images per class")
     if not _has_splits(root):
         names = tuple(_class_folders(root))
-        if empty is not None:
-            empty += [name for name in names if not any(walk_images(root / name))]
-            names = tuple(name for name in names if name not in empty) or names  # if all are empty, it is an error
-        return [_list_images(root, names)], names
+        if left_out is not None:
+            walk = walk_images if skip_bad else walk_files
+            left_out += [name for name in names if not any(walk(root / name))]
+            names = tuple(name for name in names if name not in left_out) or names  # if all are empty, it is an error
+        hint = "" if left_out is None else f", or leave it out with {option('skip_bad', True)}"
+        return [_list_images(root, names, hint)], names
     train, test = root / "train", next((root / name for name in _TEST_FOLDERS if (root / name).is_dir()), None)
     if test is None:
         raise EngramError(
@@ -239,14 +262,21 @@ def _class_folders(folder: Path) -> list[str]:
     return names
 
 
-def _list_images(folder: Path, class_names: Sequence[str]) -> _SplitFiles:
+def _list_images(folder: Path, class_names: Sequence[str], hint: str = "") -> _SplitFiles:
     files: list[Path] = []
     class_ids: list[int] = []
     for class_id, class_name in enumerate(class_names):
-        found = [Path(file) for file in walk_images(folder / class_name)]
+        others: Counter[str] = Counter()
+        found = [Path(file) for file in walk_images(folder / class_name, others)]
         if not found:
+            kinds = ", ".join(repr(kind)[1:-1] or "no extension" for kind in sorted(others))
+            what = (
+                f"has files of other kinds only ({kinds}); convert them to images"
+                if others
+                else "has no image; add some"
+            )
             raise EngramError(
-                f"the class folder {folder / class_name} has no image; add some ({', '.join(EXTENSIONS)}) or remove it"
+                f"the class folder {folder / class_name} {what} ({', '.join(EXTENSIONS)}), or remove it{hint}"
             )
         files += found
         class_ids += [class_id] * len(found)
@@ -256,15 +286,12 @@ def _list_images(folder: Path, class_names: Sequence[str]) -> _SplitFiles:
 def _entries(folder: Path) -> list[Path]:
     """Return the sorted entries of a folder, without hidden ones."""
     with os.scandir(folder) as entries:
-        return sorted(Path(entry) for entry in entries if not entry.name.startswith("."))
+        return sorted(Path(entry) for entry in entries if not _is_hidden(entry.name))
 
 
-def _is_image(path: Path) -> bool:
-    return _has_extension(str(path)) and not path.is_dir()
-
-
-def _has_extension(path: str) -> bool:
-    return path.lower().endswith(EXTENSIONS)
+def _is_hidden(name: str) -> bool:
+    """Return whether to skip a file or folder silently: hidden ones, and what macOS adds to ZIP archives."""
+    return name.startswith(".") or name == "__MACOSX"
 
 
 @dataclass

@@ -25,6 +25,7 @@ from engram.core.errors import EngramError
 from engram.core.io import parse_json
 from engram.core.provenance import version
 from engram.core.safe_folder import Folder, MissingFile, digest
+from engram.runs.directory import MANIFEST as RUN
 
 FORMAT = 1
 POINTER, MANIFEST, LOCK, GENERATIONS, LEARNING = "current", "model.json", ".lock", "generations", "learning"
@@ -134,7 +135,7 @@ def read_model(path: str | Path, reader: Callable[[Snapshot], T]) -> T:
                     continue
             missing = Path(str(error))
             if missing.name == POINTER:
-                raise EngramError(f"{root} is not a model directory: it has no file {POINTER!r}") from None
+                raise not_a_model(root) from None
             raise EngramError(f"{_problem(error)}; restore it from a copy of the model") from None
     raise EngramError(f"the model at {path} was replaced {ATTEMPTS} times while it was read; try again")
 
@@ -162,6 +163,25 @@ def _read_generation(root: Folder, pointer: Pointer, reader: Callable[[Snapshot]
 def _problem(error: MissingFile) -> str:
     how = "is damaged (its checksum does not match)" if isinstance(error, _ChecksumMismatch) else "is missing"
     return f"{error} {how}"
+
+
+def refuse_model(path: Path) -> None:
+    """Refuse a model directory that was given instead of a run directory."""
+    if looks_like_model(path):
+        raise EngramError(
+            f"{path} is a model, not a run directory: 'engram info {path}' describes it, and 'engram learn {path} "
+            "IMAGES' teaches it more classes"
+        )
+
+
+def not_a_model(path: Path) -> EngramError:
+    """Return the error for a directory without a model; it says what can be done with a run directory."""
+    if (path / RUN).is_file():
+        return EngramError(
+            f"{path} is a run directory, not a model: 'engram report {path}' shows its results, and open_run in Python "
+            "opens its trained network"
+        )
+    return EngramError(f"{path} is not a model directory: it has no file {POINTER!r}")
 
 
 def looks_like_model(path: Path) -> bool:

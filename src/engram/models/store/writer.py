@@ -38,9 +38,11 @@ from engram.models.store.generations import (
     MANIFEST,
     MANIFEST_BYTES,
     POINTER,
+    RUN,
     NoModelYet,
     Pointer,
     Snapshot,
+    not_a_model,
     pointer_checksum,
     read_model,
     read_pointer,
@@ -109,7 +111,7 @@ class Writer:
         except NoModelYet:
             return None
         except MissingFile:
-            raise EngramError(f"{self.path} is not a model directory: it has no file {POINTER!r}") from None
+            raise not_a_model(self.path) from None
 
     def commit(
         self, manifest: dict[str, Any], files: Iterable[File], *, previous: Pointer | None = None, why: str = ""
@@ -291,6 +293,8 @@ def refuse_other_directory(path: Path) -> None:
     others = [entry.name for entry in path.iterdir() if entry.name not in (LOCK, f".{POINTER}{TEMPORARY}")]
     if GENERATIONS in others:
         raise EngramError(f"{path} has lost its file {POINTER!r}: it is damaged; restore it from a copy")
+    if RUN in others:
+        raise not_a_model(path)
     if others:
         raise EngramError(f"{path} is not a model directory and holds {min(others)!r}; choose a new or empty one")
 
