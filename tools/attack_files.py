@@ -4,7 +4,8 @@ Makes small originals with the real commands: a finished run, an unfinished one,
 cache of base stages, a file of results, a paper and a model. Then it damages a copy and runs the commands that read it.
 A case is a fault if a command
 
-- prints a traceback or "unexpected error", ends by a signal, takes longer than --limit or much memory;
+- prints a traceback or "unexpected error", ends by a signal, takes much memory, or hangs (more CPU time than
+  --limit, or none for some seconds);
 - changes a file outside the folder that it may write to, or prints what a file outside says;
 - passes on control characters or a script of a file;
 - shows another accuracy than the original, or resumes to another result, and does not refuse. (A "signed" edit has its
@@ -26,6 +27,7 @@ import os
 import random
 import re
 import resource
+import select
 import shutil
 import signal
 import stat
@@ -48,6 +50,7 @@ from engram.cli.main import main as engram_main
 from engram.core.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from engram.runs.reader import config_hash
 
+WAITING = 5.0  # seconds without CPU time after which a command hangs
 MEMORY_BYTES = 2**30  # that a command may take beyond what the process has
 LONGEST_MESSAGE = 10_000  # characters on stderr
 TOLERANCE = 1e-6  # as of metrics that are computed again
@@ -166,22 +169,21 @@ def _carry_out(action: Callable[[], int], folder: Path, home: Path, log: Path) -
 def wait(child: int, log: Path, limit: float) -> Outcome:
     """Wait for a process of `start`; if it hangs, it is killed with all that it started.
 
-    It hangs after that many seconds of CPU time, or if it took none for a quarter of them: on a busy machine, seconds
-    of the clock would count what others do.
+    It hangs after that many seconds of CPU time, or if it took none for WAITING seconds. Seconds of the clock would
+    count what others do on a busy machine.
     """
     began, hung = time.monotonic(), False
     worked, since = 0.0, began
-    while True:
-        pid, code, usage = os.wait4(child, os.WNOHANG)
-        if pid:
-            break
+    handle = os.pidfd_open(child)
+    while not select.select([handle], [], [], 0.2)[0]:
         spent, now = cpu_seconds(child), time.monotonic()
         if spent > worked:
             worked, since = spent, now
-        if not hung and (spent > limit or now - since > limit / 4):
+        if not hung and (spent > limit or now - since > WAITING):
             hung = True
             os.killpg(child, signal.SIGKILL)
-        time.sleep(0.002 if now - began < 1 else 0.02)
+    os.close(handle)
+    _, code, usage = os.wait4(child, 0)
     out, err = (Path(f"{log}.{name}").read_text(encoding="utf-8", errors="backslashreplace") for name in ("out", "err"))
     status = os.waitstatus_to_exitcode(code)
     return Outcome(status, out, err, time.monotonic() - began, hung, usage.ru_maxrss / 1024)
@@ -772,8 +774,8 @@ def link(target: Path, draw: random.Random, originals: Originals) -> str:
     file = draw.choice(files_in(target))
     outside, where = target.parent / "outside", file.relative_to(target)
     how = draw.choice(sorted(LINKS))
-    if how == "folder" and file.parent == target:
-        how = "copy"
+    if how == "folder" and (file.parent == target or target.parent.name == "cache"):
+        how = "copy"  # a cache may be on another disk
     moved = outside / f"moved-{file.name}"
     if how == "folder":
         folder = file.parent
@@ -1001,10 +1003,10 @@ class Attack:
 
 
 def differences(shown: Numbers, expected: Numbers) -> list[str]:
-    """The first number that is not the original's."""
+    """The first number that is not the original's; numbers that the original does not have do no harm."""
     for name, value in shown.items():
-        original = expected.get(name)
-        if original is None or not math.isclose(value, original, rel_tol=TOLERANCE, abs_tol=TOLERANCE):
+        original = expected.get(name, value)
+        if not math.isclose(value, original, rel_tol=TOLERANCE, abs_tol=TOLERANCE):
             return [f"shows another number: {name.lstrip('.')} is {value:g}, the original's {original}"]
     return []
 
@@ -1027,7 +1029,7 @@ def cases(seed: int, count: int, kinds: Sequence[str], targets: Sequence[str]) -
 
 
 def print_table(findings: Sequence[Finding]) -> None:
-    """Print one row for each kind, and each fault with the command that repeats it."""
+    """Print one row for each kind."""
     print(f"{'kind':<10}{'tried':>7}{'refused':>9}{'same':>7}{'FAULTS':>8}")
     for kind in [*KINDS, "all"]:
         those = [finding for finding in findings if kind in (finding.case.kind, "all")]
@@ -1035,9 +1037,14 @@ def print_table(findings: Sequence[Finding]) -> None:
             faults = sum(bool(finding.faults) for finding in those)
             refused = sum(finding.refused and not finding.faults for finding in those)
             print(f"{kind:<10}{len(those):>7}{refused:>9}{len(those) - faults - refused:>7}{faults:>8}")
-    for finding in findings:
-        for fault in finding.faults:
-            print(f"\nFAULT {finding.case.target}, {finding.what}\n  {fault}\n  {finding.case.repeat}")
+
+
+def print_faults(finding: Finding) -> None:
+    """Print the faults of a case, with the command that repeats it."""
+    for fault in finding.faults:
+        print(f"FAULT {finding.case.target}, {finding.what}\n  {fault}")
+    if finding.faults:
+        print(f"  {finding.case.repeat}\n", flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -1053,7 +1060,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--limit",
         type=float,
         default=20.0,
-        help="seconds of CPU time that a command may take; a quarter of them waiting",
+        help="seconds of CPU time that a command may take",
     )
     parser.add_argument("--keep", type=Path, help="a new folder to work in; the cases with faults stay there")
     given = parser.parse_args(arguments)
@@ -1067,10 +1074,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="attack-") as temporary:
         attack = Attack(given.keep or Path(temporary) / "work", given.limit, given.keep is not None)
-        findings = [finding for case in chosen if (finding := attack.carry_out(case)) is not None]
+        findings: list[Finding] = []
+        for case in chosen:
+            finding = attack.carry_out(case)
+            if finding is not None:
+                findings.append(finding)
+                print_faults(finding)
+                if given.case is not None:
+                    print(f"{finding.case.target}, {finding.what}")
     print_table(findings)
-    if given.case is not None:
-        print("".join(f"\n{finding.case.target}, {finding.what}" for finding in findings))
     print(f"\n{len(findings)} mutations in {time.monotonic() - began:.0f} s, seed {given.seed}")
     return int(any(finding.faults for finding in findings))
 
