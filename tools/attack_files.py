@@ -8,8 +8,8 @@ A case is a fault if a command
   --limit, or none for some seconds);
 - changes a file outside the folder that it may write to, or prints what a file outside says;
 - passes on control characters or a script of a file;
-- shows another accuracy than the original, or resumes to another result, and does not refuse. (A "signed" edit has its
-  checksum computed again, as somebody would who means harm: there the numbers are not compared.)
+- shows another accuracy than the original, or resumes to another result, and does not refuse. ("signed" and "rename"
+  compute checksums again, as somebody would who means harm: there the numbers are not compared.)
 
 Each fault is printed with the command that repeats it. The exit status is 1 if there is one. Commands run in forked
 copies of one process that has imported engram, so most take tens of milliseconds.
@@ -292,7 +292,8 @@ class Originals:
 
     def cache(self) -> Path:
         """A data folder with two base stages in its cache."""
-        self.finished(), self.other()
+        for make in (self.finished, self.other):
+            make()
         return self.home
 
     def results(self) -> Path:
@@ -352,13 +353,8 @@ def json_lines(text: str) -> Iterator[dict[str, Any]]:
 
 
 def shown_runs(arena: Path, outcome: Outcome) -> Numbers:
-    """Averages and finished stages in the list of runs; damaged ones are left out."""
-    rows = json.loads(outcome.out)
-    found: Numbers = {}
-    for row in rows:
-        if not str(row["status"]).startswith("damaged"):
-            found |= flatten({"average": row["average"], "done": int(str(row["stages"]).split("/")[0])})
-    return found
+    """The averages in the list of runs."""
+    return flatten([row["average"] for row in json.loads(outcome.out)], "average")
 
 
 def shown_result(arena: Path, outcome: Outcome) -> Numbers:
@@ -487,7 +483,7 @@ RUN_READINGS = [LIST, OPEN, MERGE_RUN]
 TARGETS = {
     "finished": Target(Originals.finished, lambda _: [*RUN_READINGS, REPORT, RESUME], Originals.other),
     "unfinished": Target(Originals.unfinished, lambda _: [LIST, OPEN, RESUME], Originals.other),
-    "inside": Target(Originals.inside, lambda _: [LIST, RESUME], Originals.finished),
+    "inside": Target(Originals.inside, lambda _: [LIST, RESUME], Originals.other),
     "cache": Target(Originals.cache, lambda originals: [LIST_CACHE, _run_with_cache(originals.photos)]),
     "results": Target(Originals.results, lambda originals: [MERGE_RUN, _results_page(originals.paper())]),
     "paper": Target(Originals.paper, lambda _: [PLAN, PAGE]),
@@ -697,10 +693,47 @@ def signed(target: Path, draw: random.Random, originals: Originals) -> str:
     if not isinstance(data.get("config"), dict) or "config_hash" not in data:
         raise NotApplicable
     what = edit_plain(data["config"], draw)
-    data["config_hash"] = config_hash(data["config"])
-    lines[number] = json.dumps(data)
+    lines[number] = _sign(json.dumps(data))
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return f"{where}: config.{what}"
+
+
+def rename(target: Path, draw: random.Random, originals: Originals) -> str:
+    """Replace a name by a hostile one wherever it is: values, keys, tensors; checksums are computed again."""
+    names = {
+        json.dumps(name) for file in files_in(target) if file.suffix in (".json", ".toml") for name in texts_in(file)
+    }
+    names |= {json.dumps(name) for name in ("afc", "afc-folder", "photos") if target.parent.name == "results"}
+    if not names:
+        raise NotApplicable
+    old, new = draw.choice(sorted(names)), json.dumps(draw.choice(NAMES))
+    for file in files_in(target):
+        if file.suffix in (".json", ".jsonl", ".toml"):
+            lines = file.read_text(encoding="utf-8").replace(old, new)
+            written = [_sign(line) for line in lines.splitlines()] if file.suffix == ".jsonl" else [_sign(lines)]
+            file.write_text("\n".join(written) + "\n", encoding="utf-8")
+        elif file.suffix == ".safetensors" and file.parent.name == "stages":
+            content = file.read_bytes()
+            end = 8 + int.from_bytes(content[:8], "little")
+            header = content[8:end].replace(f".{old[1:]}".encode(), f".{new[1:]}".encode())
+            file.write_bytes(len(header).to_bytes(8, "little") + header + content[end:])
+    return f"{old} renamed to {new[:40]}"
+
+
+def texts_in(file: Path) -> list[str]:
+    """The names in a file: short texts that are values or keys."""
+    if file.suffix == ".toml":
+        return re.findall(r'"([A-Za-z0-9. -]+)"', file.read_text())
+    return re.findall(r'"([A-Za-z0-9_ -]{2,40})"(?!:)', file.read_text(encoding="utf-8"))
+
+
+def _sign(text: str) -> str:
+    """The text of a run with the checksum of its configuration, if it is one."""
+    with contextlib.suppress(ValueError):
+        data = json.loads(text)
+        if isinstance(data, dict) and isinstance(data.get("config"), dict) and "config_hash" in data:
+            return json.dumps(data | {"config_hash": config_hash(data["config"])})
+    return text
 
 
 def _edit_tensors(tensors: dict[str, torch.Tensor], draw: random.Random) -> str:
@@ -773,7 +806,7 @@ def link(target: Path, draw: random.Random, originals: Originals) -> str:
     """Replace a file, or the folder that holds it, by a link."""
     file = draw.choice(files_in(target))
     outside, where = target.parent / "outside", file.relative_to(target)
-    how = draw.choice(sorted(LINKS))
+    how = draw.choice(sorted(LINKS if target.parent.name != "paper" else {"copy", "secret", "itself", "nothing"}))
     if how == "folder" and (file.parent == target or target.parent.name == "cache"):
         how = "copy"  # a cache may be on another disk
     moved = outside / f"moved-{file.name}"
@@ -829,6 +862,7 @@ OTHERS: dict[str, Callable[[Originals], Path]] = {
 KINDS: dict[str, Callable[[Path, random.Random, Originals], str]] = {
     "edit": edit,
     "signed": signed,
+    "rename": rename,
     "truncate": truncate,
     "flip": flip,
     "swap": swap,
@@ -838,7 +872,9 @@ KINDS: dict[str, Callable[[Path, random.Random, Originals], str]] = {
     "delete": delete,
 }
 WEIGHTS = {"edit": 5, "flip": 2, "link": 2, "signed": 2}  # of the others: 1
-UNSIGNED = {"signed": ("paper", "model")}  # targets without a checksum that could be computed again here
+# Papers and models have no checksum that could be computed again here. A paper is named by who runs the command, who
+# may give a pipe.
+UNFIT = {"signed": ("paper", "model"), "rename": ("cache", "model"), "fifo": ("paper",)}
 
 
 # Cases
@@ -986,10 +1022,14 @@ class Attack:
                 page = arena / "out" / "report.html"
                 if SCRIPT in (page.read_text(errors="replace") if page.is_file() else ""):
                     found.append("a script in the page")
-                if outcome.status == 0 and not found and case.kind != "signed":
-                    shown = reading.numbers(arena, outcome)
-                    found += differences(shown, self.expected[case.target, reading.name])
-                    finding.refused |= not shown and reading.numbers is not nothing
+                if outcome.status == 0 and not found and case.kind not in ("signed", "rename"):
+                    try:
+                        shown = reading.numbers(arena, outcome)
+                    except (ValueError, KeyError, TypeError, OSError) as error:
+                        found.append(f"its output cannot be read: {error!r}")
+                    else:
+                        found += differences(shown, self.expected[case.target, reading.name])
+                        finding.refused |= not shown and reading.numbers is not nothing
                 finding.refused |= outcome.status == 2
                 finding.faults += [f"{reading.name}: {fault}" for fault in found]
                 before = after
@@ -1018,7 +1058,7 @@ def cases(seed: int, count: int, kinds: Sequence[str], targets: Sequence[str]) -
         for kind in kinds
         for target in targets
         for _ in range(WEIGHTS.get(kind, 1))
-        if target not in UNSIGNED.get(kind, ())
+        if target not in UNFIT.get(kind, ())
     ]
     random.Random(seed).shuffle(pairs)
     numbers: Counter[tuple[str, str]] = Counter()
