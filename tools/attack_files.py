@@ -213,8 +213,7 @@ def print_scores(run: Path) -> Callable[[], int]:
     def action() -> int:
         try:
             trained = open_run(run)
-            height, width = trained.image_size
-            images = np.random.default_rng(0).integers(0, 256, (2, height, width, 3), dtype=np.uint8)
+            images = np.random.default_rng(0).integers(0, 256, (2, 16, 16, 3), dtype=np.uint8)
             print(json.dumps({"scores": trained.scores(images).tolist(), "stages": trained.stages}))
         except EngramError as error:
             print(f"engram: {error}", file=sys.stderr)
@@ -871,7 +870,7 @@ KINDS: dict[str, Callable[[Path, random.Random, Originals], str]] = {
     "folder": folder,
     "delete": delete,
 }
-WEIGHTS = {"edit": 5, "flip": 2, "link": 2, "signed": 2}  # of the others: 1
+WEIGHTS = {"edit": 5, "flip": 2, "link": 2, "signed": 2, "rename": 2}  # of the others: 1
 # Papers and models have no checksum that could be computed again here. A paper is named by who runs the command, who
 # may give a pipe.
 UNFIT = {"signed": ("paper", "model"), "rename": ("cache", "model"), "fifo": ("paper",)}
