@@ -891,10 +891,15 @@ class Case:
     @property
     def repeat(self) -> str:
         """The command that repeats it."""
-        return (
-            f"python tools/attack_files.py --seed {self.seed} --only {self.kind} --target {self.target} "
-            f"--case {self.number}"
-        )
+        return f"python tools/attack_files.py --case {self.kind}:{self.target}:{self.number}:{self.seed}"
+
+    @classmethod
+    def parse(cls, text: str) -> Case:
+        """The case of KIND:TARGET:NUMBER:SEED."""
+        kind, target, number, seed = text.split(":")
+        if kind not in KINDS or target not in TARGETS:
+            raise ValueError(text)
+        return cls(int(seed), kind, target, int(number))
 
 
 @dataclass
@@ -1094,7 +1099,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", choices=list(KINDS), help="only this kind of mutation")
     parser.add_argument("--target", choices=list(TARGETS), action="append", help="only these files (repeatable)")
-    parser.add_argument("--case", type=int, help="only the case of this number; needs --only and --target")
+    parser.add_argument("--case", type=Case.parse, action="append", help="only this case, as printed (repeatable)")
     parser.add_argument(
         "--limit",
         type=float,
@@ -1104,11 +1109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--keep", type=Path, help="a new folder to work in; the cases with faults stay there")
     given = parser.parse_args(arguments)
     targets = given.target or list(TARGETS)
-    chosen = cases(given.seed, given.count, [given.only] if given.only else list(KINDS), targets)
-    if given.case is not None:
-        if given.only is None or given.target is None:
-            parser.error("--case needs --only and --target")
-        chosen = (Case(given.seed, given.only, target, given.case) for target in targets)
+    chosen = given.case or cases(given.seed, given.count, [given.only] if given.only else list(KINDS), targets)
     warm_up()
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="attack-") as temporary:
@@ -1119,10 +1120,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if finding is not None:
                 findings.append(finding)
                 print_faults(finding)
-                if given.case is not None:
-                    print(f"{finding.case.target}, {finding.what}")
+                if given.case and not finding.faults:
+                    print(f"no fault: {finding.case.target}, {finding.what}")
     print_table(findings)
-    print(f"\n{len(findings)} mutations in {time.monotonic() - began:.0f} s, seed {given.seed}")
+    print(f"\n{len(findings)} mutations in {time.monotonic() - began:.0f} s")
     return int(any(finding.faults for finding in findings))
 
 
