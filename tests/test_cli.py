@@ -355,8 +355,7 @@ def test_mixed_sizes_are_refused_or_resized(engram: Engram, mutable_photos: Path
 # Wrong run directories.
 
 
-def edit_manifest(place: Path, **changes: Any) -> None:
-    file = place / "run.json"
+def edit_json(file: Path, **changes: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
@@ -379,21 +378,21 @@ def cut_manifest(place: Path) -> None:
 
 def change_config(place: Path) -> None:
     config = json.loads((place / "run.json").read_text())["config"]
-    edit_manifest(place, config=config | {"seed": 77})
+    edit_json(place / "run.json", config=config | {"seed": 77})
 
 
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (lambda place: edit_manifest(place, format=99, engram="9.0"), ["9.0", "format 99"]),
+        (lambda place: edit_json(place / "run.json", format=99, engram="9.0"), ["9.0", "format 99"]),
         (cut_manifest, ["run.json", "half-written or damaged"]),
         (lambda place: (place / "run.json").unlink(), ["no run.json"]),
         (break_checkpoint, ["checkpoint", "damaged"]),
         (cut_checkpoint, ["checkpoint", "damaged"]),
         (change_config, ["changed after the run began"]),
-        (lambda place: edit_manifest(place, config_hash="0" * 16), ["configuration"]),
+        (lambda place: edit_json(place / "run.json", config_hash="0" * 16), ["configuration"]),
         (
-            lambda place: edit_manifest(place, stage_sizes=None),
+            lambda place: edit_json(place / "run.json", stage_sizes=None),
             ["run.json cannot be used: stage_sizes should be a list, got None"],
         ),
     ],
@@ -562,7 +561,8 @@ def test_names_cannot_control_the_terminal(engram: Engram, tmp_path: Path, monke
     ):
         assert_safe(engram(*arguments))
     place = fake_run(tmp_path / "runs" / HOSTILE[0], stage_sizes=(3, 2), images_per_class=5, epochs=1)
-    edit_manifest(Path(place), recipe=HOSTILE[2])
+    for name in ("run.json", "result.json"):
+        edit_json(Path(place) / name, recipe=HOSTILE[2])
     for width in ("200", "60"):
         monkeypatch.setenv("COLUMNS", width)
         shown = engram("list", "runs")
@@ -954,7 +954,7 @@ def test_list_runs_shows_damaged_ones_too(engram: Engram, stopped: Path, finishe
     assert "backbone=resnet10), order 1, seed 1, 2/3 stages, stopped after stage 1, average " in words
     shutil.rmtree(tmp_path / "runs" / "c")
     for run in ("a", "b", "demo/afc"):
-        edit_manifest(tmp_path / "runs" / run, recipe="afc-folder")
+        edit_json(tmp_path / "runs" / run / "run.json", recipe="afc-folder")
         told = tmp_path / "runs" / run / "result.json"
         told.write_text(json.dumps(json.loads(told.read_text()) | {"recipe": "afc-folder"}))
     assert any(

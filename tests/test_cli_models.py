@@ -984,7 +984,7 @@ def test_hostile_images_are_refused_or_passed_over_by_learn(engram: Engram, tmp_
     (tmp_path / "more" / "dingo" / "000.png").write_bytes(b"")
     lost = engram("learn", "model", "more", *QUICK, "--skip-bad")
     assert lost.status == 2
-    assert "no image could be read of dingo" in lost.err.splitlines()[-1]
+    assert "no image could be read of 'dingo'" in lost.err.splitlines()[-1]
     folder(tmp_path / "more", ("easel",))
     left = engram("learn", "model", "more", *QUICK, "--skip-bad")
     assert left.status == 0

@@ -274,7 +274,7 @@ def test_runs_that_another_process_does_are_left_to_it(photos: Path, tmp_path: P
     held.close()
     assert outcome.status == 4
     assert outcome.err == (
-        "engram: another process is doing 1 of the 2 runs, which is no failure; when it has ended, the same command "
+        "engram: another process is doing 1 of the 2 runs; when it has ended, the same command "
         f"shows all results: {first}\n"
     )
     assert f"{first}: left to another process, which is doing it now" in outcome.out

@@ -80,7 +80,7 @@ def swap(file: Path, before: bytes, after: bytes) -> None:
         (b'\\"number\\": 0', b'\\"number\\": 7', "has no phase 7, epoch 0, step 3"),
         (b'\\"epoch\\": 0', b'\\"epoch\\": 9', "has no phase 0, epoch 9, step 3"),
         (b'\\"step\\": 3', b'\\"step\\": 2', "has no phase 0, epoch 0, step 2"),
-        (b'\\"format\\": 1', b'\\"format\\": 2', "its checksum does not match"),
+        (b'\\"format\\": 1', b'\\"format\\": 2', "is damaged"),
     ],
 )
 def test_damage_in_an_old_checkpoint_without_a_checksum_of_its_numbers_is_found(

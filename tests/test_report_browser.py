@@ -214,6 +214,7 @@ def test_evaluation_fits_a_phone(browser: Browser, tmp_path: Path, classes: int)
         "images": 20 * classes,
         "learned_from": 3,
         "accuracy": 50.0,
+        "accuracy_of_images": 50.0,
         "classes": [{"class": name, "images": 20, "right": 10, "accuracy": 50.0} for name in names],
         "confusion": [
             [10 if i == j else 10 * (j == (i + 1) % classes) for j in range(classes)] for i in range(classes)

@@ -349,7 +349,7 @@ def test_the_events_of_a_run_are_all_in_the_documentation() -> None:
     }
     of_lessons = (events.EpochsChosen, events.ImagesRead, events.Learned)
     for kind in events.Event.__subclasses__():
-        if kind not in of_lessons:
+        if kind not in of_lessons and not kind.__module__.startswith("engram.models."):
             name = re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
             assert told[name] == [field.name for field in fields(kind)], name
 

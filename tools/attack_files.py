@@ -663,7 +663,12 @@ def _edit_header(file: Path, draw: random.Random) -> str:
     header = json.loads(content[8:end])
     inner = header.get("__metadata__", {}).get("engram")
     if inner is not None and draw.random() < 0.8:
-        header["__metadata__"]["engram"], what = edit_json(json.loads(inner), draw)
+        entry = json.loads(inner)
+        if isinstance(entry.get("data"), str) and draw.random() < 0.9:
+            entry["data"], what = edit_json(json.loads(entry["data"]), draw)
+            header["__metadata__"]["engram"] = json.dumps(entry)
+        else:
+            header["__metadata__"]["engram"], what = edit_json(entry, draw)
         text = json.dumps(header)
     else:
         text, what = edit_json(header, draw)
@@ -682,7 +687,7 @@ def signed(target: Path, draw: random.Random, originals: Originals) -> str:
         except EngramError:
             raise NotApplicable from None
         tensors = dict(checkpoint.tensors)
-        data = {key: value for key, value in checkpoint.data.items() if key not in ("digest", "format")}
+        data = dict(checkpoint.data)
         what = _edit_tensors(tensors, draw) if draw.random() < 0.4 or not data else edit_plain(data, draw)
         save_checkpoint(file, Checkpoint(tensors, data))
         return f"{where}: {what}"

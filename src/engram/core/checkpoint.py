@@ -23,7 +23,7 @@ from engram.core.safe_folder import Folder, MissingFile
 FORMAT = 2
 TENSORS_ONLY = 1  # the format whose checksum, an entry of the data, is of the tensors only
 HEADER_BYTES = 100_000_000  # the limit of safetensors
-_DATA, _DIGEST = "engram", "digest"  # keys in the metadata of the file
+_ENTRY = "engram"  # the only key in the metadata of the file: several would be written in any order
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,8 +41,9 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint, within: Path | None = No
     within: a folder above; links between it and the file are refused.
     """
     tensors = {name: value.detach().cpu().contiguous().clone() for name, value in checkpoint.tensors.items()}
-    text = json.dumps({"format": FORMAT, **checkpoint.data})
-    content = save(tensors, metadata={_DATA: text, _DIGEST: _digest(tensors, text)})
+    text = json.dumps(checkpoint.data)
+    entry = {"format": FORMAT, "digest": _digest(tensors, text), "data": text}
+    content = save(tensors, metadata={_ENTRY: json.dumps(entry)})
     root = within or path.parent
     with writing(root):
         root.mkdir(parents=True, exist_ok=True)
@@ -54,27 +55,24 @@ def load_checkpoint(path: Path, within: Path | None = None) -> Checkpoint:
     """Read a checkpoint and verify its checksum. within: as for `save_checkpoint`."""
     with _damage(path), _open_file(path, within) as (file, size):
         check_memory(2 * size, f"the tensors of {path}", "free some memory")
-        metadata = _metadata(file, size)
+        entry = _entry(file, size)
         file.seek(0)
-        data, tensors = _data(metadata), load(file.read(size))
-        found, text = data.get("format"), metadata[_DATA]
-        if found not in (FORMAT, TENSORS_ONLY) or type(found) is not int:
+        tensors, form = load(file.read(size)), entry.get("format")
+        if form not in (FORMAT, TENSORS_ONLY) or type(form) is not int:
             raise EngramError(
-                f"the checkpoint {path} has format {found!r:.40}, and this version reads format {FORMAT}; "
+                f"the checkpoint {path} has format {form!r:.40}, and this version reads format {FORMAT}; "
                 "use the version of engram that wrote it"
             )
-        old = found == TENSORS_ONLY
-        checksum = data.get(_DIGEST) if old else metadata.get(_DIGEST)
-        if checksum != _digest(tensors, "" if old else text):
+        if entry["digest"] != _digest(tensors, "" if form == TENSORS_ONLY else entry["data"]):
             raise EngramError(f"the checkpoint {path} is damaged (its checksum does not match); start the run again")
-    return Checkpoint(tensors, {key: data[key] for key in data if key not in ("format", _DIGEST)}, not old)
+        return Checkpoint(tensors, _data(entry), form == FORMAT)
 
 
 def read_data(path: Path, within: Path | None = None) -> dict[str, Any]:
     """Read only the data of a checkpoint, without its tensors and unverified; empty if that fails."""
     try:
         with _damage(path), _open_file(path, within) as (file, size):
-            return _data(_metadata(file, size))
+            return _data(_entry(file, size))
     except EngramError:
         return {}
 
@@ -116,16 +114,23 @@ def fitting(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _metadata(file: BinaryIO, size: int) -> dict[str, Any]:
-    """Read the metadata of a safetensors file: eight bytes with the length of its header, then the header as JSON."""
+def _entry(file: BinaryIO, size: int) -> dict[str, Any]:
+    """Read our entry in a safetensors file: eight bytes with the length of its header, then the header as JSON."""
     length = int.from_bytes(file.read(8), "little")
     if length > min(size, HEADER_BYTES):
         raise ValueError("header")
-    return parse_json(file.read(length))["__metadata__"]
+    return _json_object(parse_json(file.read(length))["__metadata__"][_ENTRY])
 
 
-def _data(metadata: dict[str, Any]) -> dict[str, Any]:
-    data = parse_json(metadata[_DATA])
+def _data(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return the data of the entry. In the old format they are the entry itself."""
+    if entry.get("format") == TENSORS_ONLY:
+        return {key: value for key, value in entry.items() if key not in ("format", "digest")}
+    return _json_object(entry["data"])
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    data = parse_json(text)
     if not isinstance(data, dict):
         raise TypeError("data")
     return data

@@ -71,7 +71,7 @@ class StageCache:
         path = self._path(key)
         try:
             kind = path.lstat().st_mode
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         if not stat.S_ISREG(kind):  # a FIFO would never end, and a link may lead anywhere
             raise EngramError(f"{path} is not a regular file; remove it")

@@ -67,7 +67,7 @@ def run_several(options: Run, configs: Sequence[RunConfig], typed: Sequence[str]
     if options.dry_run:
         _print_plan(console, members, shared_stages(flags), flags.json)
         for text in missing:
-            print(f"engram: {text}", file=sys.stderr)
+            tell(text)
         return 0
 
     def report(last: EndedRuns) -> None:
