@@ -988,7 +988,7 @@ def test_hostile_images_are_refused_or_passed_over_by_learn(engram: Engram, tmp_
     folder(tmp_path / "more", ("easel",))
     left = engram("learn", "model", "more", *QUICK, "--skip-bad")
     assert left.status == 0
-    assert "engram: left out classes of which no image could be read: dingo" in left.err.splitlines()
+    assert "engram: left out classes of which no image could be read: 'dingo'" in left.err.splitlines()
     assert opened(tmp_path / "model").labels == [*FIRST, "easel"]
 
 

@@ -127,7 +127,7 @@ def warm_up() -> None:
     """Import all that the commands need."""
     torch.set_num_threads(1)
     os.environ["ENGRAM_COMMIT"] = "attack"  # otherwise each command asks git
-    for name in ("run", "list_all", "report", "results", "reproduce", "learn", "info", "predict"):
+    for name in ("run", "list_all", "write_pages", "reproduce", "learn", "info", "predict"):
         importlib.import_module(f"engram.cli.commands.{name}")
     importlib.import_module("engram.report.page")
 

@@ -76,6 +76,8 @@ def _is_complete(directory: Path, manifest: RunManifest) -> bool:
 
 def read_file(file: Path) -> list[Record]:
     """Read the records of a file; a damaged or foreign line is refused with file and line."""
+    if file.exists() and not file.is_file():
+        raise EngramError(f"{file} cannot be read as results of engram: it is not a regular file")
     try:
         lines = file.read_text(encoding="utf-8").removesuffix("\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -87,11 +89,13 @@ def read_file(file: Path) -> list[Record]:
 
 def is_ours(file: Path) -> bool:
     """Whether a file claims to hold results of engram, damaged or not; an empty file may have held some."""
+    if not file.is_file():
+        return True  # reading it reports what is wrong
     try:
         with file.open("rb") as opened:
             start = opened.read(_LOOKED_AT)
     except OSError:
-        return True  # reading it reports what is wrong
+        return True
     return not start or json.dumps(KIND).encode() in start
 
 
