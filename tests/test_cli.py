@@ -803,7 +803,7 @@ def test_stopping_after_a_stage_prints_how_to_continue(engram: Engram, stopped_c
 
 
 def test_ctrl_c_saves_and_resume_ends_with_the_same_result(engram: Engram, photos: Path, tmp_path: Path) -> None:
-    run = ["run", "afc-folder", "--data", photos, "--base", "2", *SMALL, "--epochs", "25", "--threads", "1", "--json"]
+    run = ["run", "afc-folder", "--data", photos, "--base", "2", *SMALL, "--epochs", "12", "--threads", "1", "--json"]
     process = start(*run, "--out", "cut", cwd=tmp_path)
     assert process.stdout is not None
     for line in process.stdout:
@@ -844,14 +844,14 @@ def test_a_second_ctrl_c_reports_whether_something_was_saved(tmp_path: Path, mon
 
 def test_ctrl_c_while_the_program_exits_prints_no_traceback() -> None:
     program = (
-        "import atexit, os, signal\n"
+        "import atexit, os, signal, time\n"
         "import engram.__main__ as program\n"
         "import engram.cli.main\n"
         "engram.cli.main.main = lambda: {}\n"
         "atexit.register(lambda: {})\n"
         "program.program()\n"
     )
-    ctrl_c = "os.kill(os.getpid(), signal.SIGINT)"
+    ctrl_c = "(os.kill(os.getpid(), signal.SIGINT), time.sleep(5))"
     for text, status in ((program.format(130, ctrl_c), -signal.SIGINT), (program.format(ctrl_c, None), 130)):
         ended = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60, check=False)
         assert (ended.stderr, ended.returncode) == ("", status)

@@ -673,7 +673,8 @@ def test_a_damaged_checkpoint_is_said_and_can_be_dropped(damage: str, tmp_path: 
     elif damage == "folder":
         state.mkdir()
     else:
-        place = content.index(f'\\"{damage}\\": '.encode()) + len(damage) + 6
+        words = f'"{damage}": '.replace('"', '\\\\\\"').encode()  # JSON in a text in a text
+        place = content.index(words) + len(words)
         state.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
     with pytest.raises(EngramError, match="cannot be resumed"):
         learn(path, NAMES[3:5])

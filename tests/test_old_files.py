@@ -6,7 +6,6 @@ The fixtures were written by commit e9cbcc3. To be small, nine tenths of their l
 from __future__ import annotations
 
 import json
-import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,7 @@ import torch
 from engram import EngramError, learn_into, open_model, open_run, read_mini
 from engram.core.events import Learned, RunFinished
 from engram.experiment.runner import resume
-from helpers import last_state, timeless, toy_store
+from helpers import last_state, timeless, toy_store, unpack_archive
 
 FIXTURES = Path(__file__).parent / "fixtures"
 METHODS = ("afc", "bic", "der", "mnemonics", "podnet-dde", "si")
@@ -26,8 +25,7 @@ METHODS = ("afc", "bic", "der", "mnemonics", "podnet-dde", "si")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs of four toy classes that were stopped inside their second stage, and what they ended with."""
     folder = tmp_path_factory.mktemp("old")
-    with tarfile.open(FIXTURES / "runs-format1.tar.xz") as archive:
-        archive.extractall(folder, filter="data")
+    unpack_archive(FIXTURES / "runs-format1.tar.xz", folder)
     return folder
 
 
@@ -51,8 +49,7 @@ def test_an_old_run_opens_and_resumes_to_the_old_result(method: str, runs: Path)
 
 
 def test_an_old_interrupted_lesson_is_finished(tmp_path: Path) -> None:
-    with tarfile.open(FIXTURES / "lesson-format1.tar.xz") as archive:
-        archive.extractall(tmp_path / "model", filter="data")
+    unpack_archive(FIXTURES / "lesson-format1.tar.xz", tmp_path / "model")
     store = read_mini()
     rows = np.flatnonzero(store.train.class_ids == 5)[:20]
     events = list(learn_into(tmp_path / "model", store.train.images[rows], ["sixth"] * len(rows), device="cpu"))
@@ -86,8 +83,7 @@ def swap(file: Path, before: bytes, after: bytes) -> None:
 def test_damage_in_an_old_checkpoint_without_a_checksum_of_its_numbers_is_found(
     before: bytes, after: bytes, words: str, tmp_path: Path
 ) -> None:
-    with tarfile.open(FIXTURES / "runs-format1.tar.xz") as archive:
-        archive.extractall(tmp_path, filter="data")
+    unpack_archive(FIXTURES / "runs-format1.tar.xz", tmp_path)
     swap(tmp_path / "afc" / "checkpoint" / "state.safetensors", before, after)
     with pytest.raises(EngramError, match=words):
         list(resume(tmp_path / "afc", toy_store(num_classes=4, per_class=6, test_per_class=2)))

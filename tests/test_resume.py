@@ -78,7 +78,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # Before any checkpoint; in the base stage, a later main phase, its balanced phase; between stages; after training.
-@pytest.mark.parametrize("event", [1, 4, 31, 46, 52, 77, 82])
+@pytest.mark.parametrize("event", [1, 31, 52, 77, 82])
 def test_killed_run_resumes_to_the_same_result(event: int, tmp_path: Path, uninterrupted: Path) -> None:
     directory = tmp_path / "killed"
     assert start(directory, event=event).wait() == -signal.SIGKILL
