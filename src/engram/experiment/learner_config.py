@@ -54,7 +54,7 @@ class LearnerConfig:
                 "choose another method for another memory"
             )
         if method.memory == "needed" and self.memory.budget == "none":
-            without = ", ".join(name for name, other in METHODS.items() if other.memory in ("none", "optional"))
+            without = ", ".join(name for name, other in sorted(METHODS.items()) if other.memory in ("none", "optional"))
             raise EngramError(f"{self.method} needs a memory, got none; methods that learn without one: {without}")
         if self.seed < 0:
             raise EngramError(f"the seed must be 0 or more, got {self.seed}")

@@ -95,7 +95,7 @@ def _trained(config: RunConfig, method: MethodInfo, main: Mapping[str, int], fin
 
 def _catalogue() -> Iterator[tuple[str, Callable[[], RunConfig]]]:
     """The name of each recipe, and how to make it."""
-    for name, method in METHODS.items():
+    for name, method in sorted(METHODS.items()):
         for stages in CIFAR100_STAGES:
             yield f"{name}-cifar100-b50-s{stages}", partial(cifar100, method, stages)
         for stages in MINI_STAGES:
@@ -105,7 +105,7 @@ def _catalogue() -> Iterator[tuple[str, Callable[[], RunConfig]]]:
             for stages in IMAGENET_STAGES[dataset]:
                 base = IMAGENET_BASE[dataset]
                 yield f"{name}-{dataset}-b{base}-s{stages}", partial(imagenet, method, dataset, stages)
-    for name, method in METHODS.items():
+    for name, method in sorted(METHODS.items()):
         for stages in CIFAR100_STAGES:
             if method.recipes.nme is not None:
                 yield f"{name}-nme-cifar100-b50-s{stages}", partial(nme, method, stages)

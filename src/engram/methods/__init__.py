@@ -1,4 +1,4 @@
-"""Methods: one file each, made of shared blocks. Importing this package registers all of them.
+"""Methods: one file each, or per group of close ones, made of shared blocks. Importing this package registers all.
 
 Methods are written with the names of `engram.contract`.
 """
