@@ -116,6 +116,11 @@ def count_classes(count: int) -> str:
     return f"{count:,} class{'' if count == 1 else 'es'}"
 
 
+def back_to(undo: dict[str, Any]) -> str:
+    """Describe the state that undo restores. undo: entry of `read_manifest`."""
+    return f"back to lesson {undo['lesson']}, {count_classes(undo['classes'])}, of {undo['date'][:10]}"
+
+
 def shorten(names: Sequence[str], width: int = 40) -> str:
     """Join names with commas; if that is too long, leave out the last ones and add how many."""
     shown = ", ".join(names)

@@ -14,7 +14,7 @@ from engram.cli.commands.model_common import exclude, find_label
 from engram.cli.commands.predict import check_paths, expand
 from engram.cli.options.models import Export, Remove, Rename, Undo
 from engram.cli.streams import confirmed, tell
-from engram.cli.text import count_classes, make_console, print_line, shorten
+from engram.cli.text import back_to, count_classes, make_console, print_line, shorten
 from engram.core.errors import EngramError
 from engram.core.io import typed_path
 from engram.models.edit import RemovedImages, Undone, remove_class, remove_images, rename_class, undo
@@ -145,11 +145,6 @@ def undo_command(options: Undo, _: Sequence[str]) -> int:
     elif not options.quiet:
         print_line(make_console(), _undone_line(undone))
     return 0
-
-
-def back_to(undo: dict[str, Any]) -> str:
-    """Describe the state that undo restores. undo: entry of `read_manifest`."""
-    return f"back to lesson {undo['lesson']}, {count_classes(undo['classes'])}, of {undo['date'][:10]}"
 
 
 def _undone_line(undone: Undone) -> str:

@@ -9,10 +9,10 @@ from typing import Any
 
 from rich.table import Table
 
-from engram.cli.commands.change_model import back_to
 from engram.cli.options.models import Info
 from engram.cli.streams import printable
 from engram.cli.text import (
+    back_to,
     bold,
     card_table,
     count_classes,

@@ -24,9 +24,8 @@ from engram.data.store import ImageStore
 from engram.experiment.base_cache import StageCache, user_cache
 from engram.methods import find_method
 from engram.runs.directory import CHECKPOINT, ERROR, MANIFEST, RESULT, free_directory, is_running, is_used
-from engram.runs.reader import read_manifest, read_result
+from engram.runs.reader import MAX_THREADS, read_manifest, read_result
 
-MAX_THREADS = 1024
 DRY_RUN = "this was a dry run: nothing was written"
 REPORT = "report.html"  # the last file that a demo writes
 NO_STAGE = "no stage finished"
