@@ -56,7 +56,7 @@ class RunConfig(LearnerConfig):
         self.check_learner()
         predictors = find_method(self.method).predictors
         if self.predictor not in predictors:
-            raise EngramError(f"{self.method} predicts by {', '.join(predictors)}, not by {self.predictor}")
+            raise EngramError(f"{self.method} predicts by {', '.join(predictors)}, not by {self.predictor!r}")
         for name in ("base", "increment"):
             count = getattr(self, name)
             if count is not None and count < 1:
