@@ -847,6 +847,7 @@ def test_ctrl_c_while_the_program_exits_prints_no_traceback() -> None:
         "import atexit, os, signal, time\n"
         "import engram.__main__ as program\n"
         "import engram.cli.main\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
         "engram.cli.main.main = lambda: {}\n"
         "atexit.register(lambda: {})\n"
         "program.program()\n"
