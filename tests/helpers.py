@@ -404,7 +404,7 @@ def not_text(folder: Path, ending: str = "") -> Path:
     try:
         path.touch()
     except OSError:
-        pytest.skip("this file system takes text alone for a name")
+        pytest.skip("this file system accepts only text as a name")
     path.unlink()
     return path
 

@@ -1244,7 +1244,7 @@ def test_remove_asks_a_person(
     monkeypatch.setattr(sys, "stdin", keyboard)
     outcome = engram("remove", model, "boat", *flags)
     assert len(opened(model).labels) == left
-    question = "" if flags else f"remove boat from {model} for good? [y/N] "
+    question = "" if flags else f"remove boat from {model} permanently? [y/N] "
     refused = "engram: nothing was removed\n" if left == 5 else ""
     assert (outcome.status, outcome.err) == (int(left == 5), question + refused)
 

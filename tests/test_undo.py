@@ -648,7 +648,7 @@ def test_undo_asks_a_person(
     outcome = engram("undo", model, *flags)
     assert len(opened(model).labels) == classes
     assert outcome.status == int(classes == 5)
-    assert ("for good (back to lesson 1, 3 classes, of " in outcome.err) == (not flags)
+    assert ("permanently (back to lesson 1, 3 classes, of " in outcome.err) == (not flags)
     assert ("nothing was undone" in outcome.err) == (classes == 5)
 
 

@@ -55,7 +55,7 @@ def remove_command(options: Remove, _: Sequence[str]) -> int:
 
     asked = [find_label(labels, name, call) for name in dict.fromkeys(options.classes)]  # removes all of them or none
     names = shorten([str(label) for label in asked], 60)
-    if _is_declined(options, f"remove {names} from {place} for good?", "nothing was removed"):
+    if _is_declined(options, f"remove {names} from {place} permanently?", "nothing was removed"):
         return 1
     left = len(remove_class(place, *asked, drop_learning=options.drop_learning).classes)
     for label in asked:
@@ -86,7 +86,7 @@ def _remove_images(options: Remove, place: Path, console: Console) -> int:
     paths = [path for path in expand(typed) if path is not None]
     if not paths:
         raise EngramError(f"there is no image in {', '.join(typed)}")
-    question = f"remove what {place} kept of {len(paths)} image{'' if len(paths) == 1 else 's'} for good?"
+    question = f"remove what {place} kept of {len(paths)} image{'' if len(paths) == 1 else 's'} permanently?"
     if _is_declined(options, question, "nothing was removed"):
         return 1
     removed = remove_images(place, paths, drop_learning=options.drop_learning)
@@ -136,7 +136,7 @@ def undo_command(options: Undo, _: Sequence[str]) -> int:
         clean_up_model(place)
         raise EngramError(manifest["why_no_undo"])
     back = "" if manifest is None else f" ({back_to(manifest['undo'])})"
-    if _is_declined(options, f"undo the last lesson of {place} for good{back}?", "nothing was undone"):
+    if _is_declined(options, f"undo the last lesson of {place} permanently{back}?", "nothing was undone"):
         return 1
     undone = undo(place, drop_learning=options.drop_learning)
     if options.json:
