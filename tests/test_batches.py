@@ -20,7 +20,7 @@ from engram.engine.planning import plan_epochs
 from engram.engine.sgd import FlatSGD
 from engram.experiment.session import PhasePlan, Session
 from engram.experiment.stage_work import STEP_COST
-from engram.methods.blocks.batches import CutMix, Mixed, SecondStream, paste_box, plan_boxes
+from engram.methods.blocks.batches import CutMix, Mixed, Mixup, SecondStream, paste_box, plan_boxes
 from engram.methods.blocks.phases import EVERYTHING
 from helpers import (
     NO_AUGMENTATION,
@@ -268,6 +268,39 @@ def test_the_network_sees_mixed_images_and_the_loss_their_labels(monkeypatch: py
         assert mixed.share.shape == ()
         assert mixed.share == shares[at]
     assert different > 4
+
+
+def test_mixup_blends_each_image_with_its_partner(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = tiny_session(tiny_config(augmentation=NO_AUGMENTATION))
+    engine, stage = session.engine, session.stage(0)
+    main = phase_of(session, extensions=(Mixup(1.0),))
+    forward = engine.bind(session.learner, 4)
+    student, shares = forward.student, []
+    seen: list[Tensor] = []
+
+    def watch(images: Tensor, train_backbone: bool) -> object:
+        seen.append(images.clone())
+        return student(images, train_backbone)
+
+    def spy(step: Step) -> dict[str, Tensor]:
+        mixed = step.extra(Mixed)
+        assert mixed is not None
+        share = float(mixed.share)
+        shares.append(share)
+        plain = stage.pool.images[step.images.rows].permute(0, 3, 1, 2) / 255
+        others = [row for row in range(len(plain)) if step.labels[row] == mixed.labels[0]]
+        candidates = torch.stack([share * plain[0] + (1 - share) * plain[row] for row in others])
+        assert min((candidates - seen[-1][0]).abs().amax(dim=(1, 2, 3))) < 1e-6
+        return main.loss(step)
+
+    monkeypatch.setattr(forward, "student", watch)
+    rows = torch.arange(10)
+    for _ in engine.start(session.learner, stage, replace(main, rows=lambda: rows, images=10, loss=spy), 5):
+        pass
+    assert len(shares) == len(set(shares)) == 9
+    assert 0 < min(shares) < max(shares) < 1
+    with pytest.raises(EngramError, match="alpha must be above 0"):
+        Mixup(0)
 
 
 def test_phases_that_do_not_mix_say_nothing_of_it() -> None:

@@ -13,8 +13,11 @@ from conftest import make_config, make_store
 from engram import ImageStore, RunConfig, recipe, run_together, train
 from engram.contract import AfterUpdate, Step, Terms
 from engram.core.events import BaseReused, RunFinished, StageFinished, Warned
+from engram.data.augment import Augmentation
 from engram.engine import Engine, PhaseLoop
 from engram.engine.capture import CapturedStep
+from engram.engine.forward import Forward
+from engram.engine.planning import plan_sweep
 from engram.experiment.base_cache import StageCache
 from engram.experiment.execution import RunExecution
 from engram.experiment.session import Session
@@ -226,6 +229,32 @@ def test_resized_parts_and_resnet18_are_recorded_as_they_are(precision: str) -> 
     view = recipe("afc-imagenet100-b50-s5").augmentation
     config = tiny_config(epochs=2, device="cuda", precision=precision, backbone="resnet18", augmentation=view)
     assert_recorded_as_it_is(config, toy_store(size=40))
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+@pytest.mark.parametrize("policy", ["trivial", "auto"])
+def test_strong_augmentation_is_recorded_as_it_is(policy: str, precision: str) -> None:
+    augmentation = Augmentation(pad=2, policy=policy, cutout=3)
+    config = tiny_config(epochs=4, finetune=4, device="cuda", precision=precision, augmentation=augmentation)
+    assert_recorded_as_it_is(config)
+
+
+@pytest.mark.parametrize("policy", ["trivial", "rand", "auto"])
+def test_our_kernels_see_strongly_augmented_images_as_the_modules_do(policy: str) -> None:
+    augmentation = Augmentation(pad=4, policy=policy, cutout=8)
+    config = tiny_config(device="cuda", precision="float32", augmentation=augmentation)
+    session = tiny_session(config, toy_store(size=32))
+    engine, stage = session.engine, session.stage(0)
+    size = len(stage.pool)
+    forward = engine.bind(session.learner, size)
+    plan = engine.buffers.plan(1, size)
+    plan.load(plan_sweep(augmentation, stage.all_rows, size, 0, 1, engine.image_size))
+    engine.buffers.counter.zero_()
+    pool, counter, network = engine.buffers.pool(stage), engine.buffers.counter, session.learner.network
+    fused = forward.images(pool, plan, counter, size)[..., :3].permute(0, 3, 1, 2) * network.std + network.mean
+    plain = Forward.images(forward, pool, plan, counter, size)
+    # A level may be rounded to its neighbour before the policy sees it.
+    assert ((fused - plain).abs() > 1.5 / 255).float().mean() < 0.01
 
 
 def test_what_follows_an_update_reaches_the_kernels() -> None:

@@ -25,20 +25,21 @@ class BatchPlan:
         return len(self.rows)
 
     @classmethod
-    def allocate(cls, steps: int, batch_size: int, device: torch.device) -> BatchPlan:
-        """A plan to load others into, of up to that many steps."""
+    def allocate(cls, steps: int, batch_size: int, device: torch.device, numbers: int = 0) -> BatchPlan:
+        """A plan to load others into, of up to that many steps. numbers: `Augmentation.numbers`."""
         shape = (steps, batch_size)
         draws = Draws(
             torch.zeros(shape, dtype=torch.int64, device=device),
             torch.zeros(shape, dtype=torch.int64, device=device),
             torch.zeros(shape, dtype=torch.bool, device=device),
             torch.zeros(shape, device=device),
+            torch.zeros(*shape, numbers, device=device) if numbers else None,
         )
         return cls(torch.zeros(shape, dtype=torch.int64, device=device), draws, torch.zeros(steps, device=device))
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """All tensors of the plan."""
-        return self.rows, self.draws.top, self.draws.left, self.draws.mirror, self.draws.factor, self.lr
+        """All tensors of the plan: rows, learning rates, and those of the draws."""
+        return self.rows, self.lr, *self.draws.tensors()
 
     def load(self, other: BatchPlan) -> None:
         """Copy another plan of no more steps, in place, without waiting for the device."""
@@ -47,11 +48,8 @@ class BatchPlan:
 
     def row(self, at: Tensor, size: int) -> tuple[Tensor, Draws]:
         """The pool rows (size,) and the draws of the step that the counter (1,) is at."""
-        top, left, mirror, factor = (
-            plan.index_select(0, at)[0, :size]
-            for plan in (self.draws.top, self.draws.left, self.draws.mirror, self.draws.factor)
-        )
-        return self.rows.index_select(0, at)[0, :size], Draws(top, left, mirror, factor)
+        draws = Draws(*(plan.index_select(0, at)[0, :size] for plan in self.draws.tensors()))
+        return self.rows.index_select(0, at)[0, :size], draws
 
     def learning_rate(self, at: Tensor) -> Tensor:
         """The learning rate (1,) of the step that the counter (1,) is at."""

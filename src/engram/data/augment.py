@@ -1,4 +1,4 @@
-"""Augmentation of whole batches on their device: crop or random resized crop, mirror, brightness.
+"""Augmentation of whole batches on their device: crop or random resized crop, mirror, brightness, then a policy.
 
 Legend: N images in the pool, B images in a batch, H height, W width.
 """
@@ -6,6 +6,7 @@ Legend: N images in the pool, B images in a batch, H height, W width.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,6 +15,10 @@ from torch import Tensor
 
 from engram.core.errors import EngramError
 from engram.core.fields import check_fields, limits
+from engram.data.operations import cut_out
+from engram.data.policies import POLICIES, Policy
+
+NO_POLICY = "none"
 
 # Random resized crops
 AREA = (0.08, 1.0)  # range of the crop's area, as a share of the image
@@ -92,25 +97,55 @@ def resize_crops(
 class Augmentation:
     """Settings of the augmentation: zero-pad, crop at random, mirror half of the images, change the brightness.
 
+    After that come the operations of a policy, and cutout.
+
     pad: width of the border in pixels.
     brightness: largest relative change.
     view: share of the image's height and width that the network sees, as for ImageNet. Then, instead of padding and
         cropping, a random crop is resized to this size; without augmentation, the network sees the central crop.
         None: it sees the whole image.
+    policy: "trivial" (TrivialAugment), "rand" (RandAugment), "auto" (AutoAugment for CIFAR-10), one of your own
+        (`register_augmentation`), or "none".
+    cutout: side in pixels of a grey box at a random place in each image; 0: no box.
     """
 
     pad: int = field(default=4, metadata=limits(at_least=0))
     flip: bool = True
     brightness: float = field(default=63 / 255, metadata=limits(at_least=0, below=1))
     view: float | None = field(default=None, metadata=limits(above=0, at_most=1))
+    policy: str = NO_POLICY
+    cutout: int = field(default=0, metadata=limits(at_least=0))
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.policy != NO_POLICY:
+            POLICIES.find(self.policy)
         if self.view is not None and self.pad:
             raise EngramError(
                 f"images are either padded and cropped or resized: with view={self.view:g} set pad to 0, "
                 f"got pad={self.pad}"
             )
+
+    @property
+    def numbers(self) -> int:
+        """How many random numbers each image needs for the policy and for cutout."""
+        return (self._policy.numbers if self._policy else 0) + (2 if self.cutout else 0)
+
+    @property
+    def _policy(self) -> Policy | None:
+        return None if self.policy == NO_POLICY else POLICIES.find(self.policy)
+
+    def draw_numbers(self, shape: tuple[int, ...], size: tuple[int, int], generator: torch.Generator) -> Tensor:
+        """Draw the numbers (*shape, numbers) for images that the network sees at this height and width."""
+        drawn = [self._policy.draw(shape, generator, size)] if self._policy else []
+        drawn += [torch.rand(*shape, 2, generator=generator)] if self.cutout else []
+        return torch.cat(drawn, dim=-1) if drawn else torch.zeros(*shape, 0)
+
+    def strengthen(self, images: Tensor, numbers: Tensor) -> Tensor:
+        """Apply the policy and cutout to uint8 images (B, H, W, 3) with their numbers (B, numbers)."""
+        if self._policy:
+            images = self._policy.apply(images, numbers[:, : self._policy.numbers])
+        return cut_out(images, numbers[:, -2:], self.cutout) if self.cutout else images
 
     def view_size(self, size: tuple[int, int]) -> tuple[int, int]:
         """Return height and width that a network sees of images of this height and width."""
@@ -126,16 +161,30 @@ class Draws:
     top, left: int64, corner of the crop; for resized crops, the draws of `draw_crops`.
     mirror: bool.
     factor: float32, brightness.
+    numbers: float32 (..., N), of the policy and of cutout; None for neither.
     """
 
     top: Tensor
     left: Tensor
     mirror: Tensor
     factor: Tensor
+    numbers: Tensor | None = None
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors, in the order of the fields."""
+        basic = (self.top, self.left, self.mirror, self.factor)
+        return basic if self.numbers is None else (*basic, self.numbers)
+
+    @classmethod
+    def joined(cls, draws: Sequence[Draws], dim: int) -> Draws:
+        """Several draws as one, concatenated along a dimension."""
+        return cls(*(torch.cat(parts, dim) for parts in zip(*(each.tensors() for each in draws), strict=True)))
 
 
-def draw(augmentation: Augmentation, shape: tuple[int, ...], generator: torch.Generator) -> Draws:
-    """Draw the random choices for a batch of this shape."""
+def draw(
+    augmentation: Augmentation, shape: tuple[int, ...], generator: torch.Generator, size: tuple[int, int] | None = None
+) -> Draws:
+    """Draw the random choices for a batch of this shape. size: of the images as the network sees them, for a policy."""
     if augmentation.view is None:
         shifts = 2 * augmentation.pad + 1
         top = torch.randint(shifts, shape, generator=generator)
@@ -144,13 +193,20 @@ def draw(augmentation: Augmentation, shape: tuple[int, ...], generator: torch.Ge
         top, left = draw_crops(shape, generator)
     mirror = torch.rand(shape, generator=generator) < (0.5 if augmentation.flip else 0.0)
     factor = 1 + augmentation.brightness * (2 * torch.rand(shape, generator=generator) - 1)
-    return Draws(top, left, mirror, factor)
+    if not augmentation.numbers:
+        return Draws(top, left, mirror, factor)
+    assert size is not None
+    return Draws(top, left, mirror, factor, augmentation.draw_numbers(shape, size, generator))
 
 
 def identity_draws(augmentation: Augmentation, shape: tuple[int, ...]) -> Draws:
-    """Return draws that do not change the images (with a `view`: that show their centres)."""
+    """Return draws that do not change the images (with a `view`: that show their centres).
+
+    The numbers of a policy are zeros, which `apply` does not use if `strong` is False.
+    """
     corner = torch.full(shape, augmentation.pad if augmentation.view is None else CENTRE)
-    return Draws(corner, corner.clone(), torch.zeros(shape, dtype=torch.bool), torch.ones(shape))
+    numbers = torch.zeros(*shape, augmentation.numbers) if augmentation.numbers else None
+    return Draws(corner, corner.clone(), torch.zeros(shape, dtype=torch.bool), torch.ones(shape), numbers)
 
 
 def pad_images(images: Tensor, pad: int) -> Tensor:
@@ -181,9 +237,20 @@ def resize_augment(images: Tensor, rows: Tensor, draws: Draws, size: tuple[int, 
     return batch.mul_((draws.factor / 255)[:, None, None, None]).clamp_(max=1)
 
 
-def apply(augmentation: Augmentation, padded: Tensor, rows: Tensor, draws: Draws, size: tuple[int, int]) -> Tensor:
-    """Augment a batch with `augment` or `resize_augment`, depending on the settings."""
-    return (augment if augmentation.view is None else resize_augment)(padded, rows, draws, size)
+def apply(
+    augmentation: Augmentation,
+    padded: Tensor,
+    rows: Tensor,
+    draws: Draws,
+    size: tuple[int, int],
+    strong: bool = True,
+) -> Tensor:
+    """Augment a batch as the settings say: floats in [0, 1], (B, 3, H, W). strong: with policy and cutout."""
+    batch = (augment if augmentation.view is None else resize_augment)(padded, rows, draws, size)
+    if draws.numbers is None or not strong:
+        return batch
+    levels = (batch * 255).round().to(torch.uint8).permute(0, 2, 3, 1).contiguous()
+    return to_unit(augmentation.strengthen(levels, draws.numbers))
 
 
 def centre(images: Tensor, size: tuple[int, int]) -> Tensor:

@@ -38,14 +38,14 @@ class DeviceBuffers:
     version changes whenever a tensor was replaced.
     """
 
-    def __init__(self, device: torch.device, pad: int) -> None:
+    def __init__(self, device: torch.device, pad: int, numbers: int = 0) -> None:
         self.device = device
         self.version = 0
         self.counter = torch.zeros(1, dtype=torch.int64, device=device)
         self.history = torch.zeros(PLANNED_STEPS, TERMS, device=device)
         self.stage = torch.zeros((), dtype=torch.int64, device=device)
         self._arrival = torch.zeros(0, dtype=torch.int64, device=device)
-        self._pad = pad
+        self._pad, self._numbers = pad, numbers  # numbers: `Augmentation.numbers`
         self._pool: DevicePool | None = None
         self._stage: Stage | None = None
         self._plans: dict[int, BatchPlan] = {}
@@ -124,7 +124,7 @@ class DeviceBuffers:
             if plan is not None:
                 self.version += 1
             planned = max(PLANNED_STEPS, steps)
-            plan = self._plans[batch_size] = BatchPlan.allocate(planned, batch_size, self.device)
+            plan = self._plans[batch_size] = BatchPlan.allocate(planned, batch_size, self.device, self._numbers)
             if len(self.history) < planned:
                 self.history = torch.zeros(planned, TERMS, device=self.device)
                 self.version += 1

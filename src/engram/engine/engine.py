@@ -69,7 +69,7 @@ class Engine(Runtime):
         forward.refresh()
         buffers = self.buffers
         pool, plan, counter = buffers.pool(stage), buffers.plan(full + 1, size), buffers.counter
-        plan.load(plan_sweep(self.augmentation, rows, size, stage.index, learner.seed))
+        plan.load(plan_sweep(self.augmentation, rows, size, stage.index, learner.seed, self.image_size))
         arrival = buffers.arrival(stage, learner.network.head.capacity)
 
         def take(size: int, totals: list[Tensor]) -> list[Tensor]:

@@ -70,10 +70,13 @@ class Forward:
     def refresh(self, frozen: bool = False) -> None:
         """Read weights that changed between phases. frozen: also those that `frozen` passes use."""
 
-    def images(self, pool: DevicePool, plan: BatchPlan, counter: Tensor, size: int) -> Tensor:
-        """The augmented batch of the step that the counter is at, in the layout that the passes need."""
+    def images(self, pool: DevicePool, plan: BatchPlan, counter: Tensor, size: int, strong: bool = True) -> Tensor:
+        """The augmented batch of the step that the counter is at, in the layout that the passes need.
+
+        strong: with the augmentation's policy and cutout.
+        """
         rows, draws = plan.row(counter, size)
-        images = apply(self._compute.augmentation, pool.padded, rows, draws, self._compute.image_size)
+        images = apply(self._compute.augmentation, pool.padded, rows, draws, self._compute.image_size, strong)
         return images.contiguous(memory_format=self._compute.layout)
 
     def student(self, images: Tensor, train_backbone: bool) -> Output:
@@ -143,11 +146,16 @@ class FusedForward(Forward):
         if frozen:
             self._own_folded.load(self._learner.network.backbone)
 
-    def images(self, pool: DevicePool, plan: BatchPlan, counter: Tensor, size: int) -> Tensor:
-        from engram.kernels.launch import augment
+    def images(self, pool: DevicePool, plan: BatchPlan, counter: Tensor, size: int, strong: bool = True) -> Tensor:
+        from engram.kernels.launch import augment, crop, pack
 
-        network, seen, drawn = self._learner.network, self._compute.image_size, plan.tensors()[:5]
-        return augment(pool.padded, drawn, counter, size, seen, network.mean, network.std, self._arithmetic)
+        network, seen, draws = self._learner.network, self._compute.image_size, plan.draws
+        drawn = (plan.rows, draws.top, draws.left, draws.mirror, draws.factor)
+        if draws.numbers is None or not strong:
+            return augment(pool.padded, drawn, counter, size, seen, network.mean, network.std, self._arithmetic)
+        numbers = draws.numbers.index_select(0, counter)[0, :size]
+        images = self._compute.augmentation.strengthen(crop(pool.padded, drawn, counter, size, seen), numbers)
+        return pack(images, network.mean, network.std, self._arithmetic)
 
     def student(self, images: Tensor, train_backbone: bool) -> Output:
         with torch.set_grad_enabled(train_backbone and torch.is_grad_enabled()):

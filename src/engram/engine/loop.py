@@ -259,6 +259,7 @@ class PhaseLoop:
             self._learner.seed,
             self.phase.augment,
             self.phase.extensions,
+            self._runtime.image_size,
         )
         self._plan.load(plan)
         for hooks in self._hooks:
@@ -302,7 +303,7 @@ class PhaseLoop:
         phase, forward, counter, pool = self.phase, self._forward, self._counter, self._pool
         for hooks in self._hooks:
             hooks.before_forward(size)
-        images = forward.images(pool, self._plan, counter, size)
+        images = forward.images(pool, self._plan, counter, size, phase.augment)
         for hooks in self._hooks:
             images = hooks.change_images(images)
         if phase.frozen:
@@ -340,9 +341,10 @@ class _Context:
         self.counter, self.plan, self.parameters = runtime.buffers.counter, loop._plan, forward.optimiser
         self.device, self.persistent_buffer = runtime.device, runtime.buffers.persistent_buffer
         self.teacher, self.predict = forward.teacher, forward.predict
+        self._strong = loop.phase.augment
 
     def images(self, plan: BatchPlan, size: int) -> Tensor:
-        return self._forward.images(self._runtime.buffers.pool(self.stage), plan, self.counter, size)
+        return self._forward.images(self._runtime.buffers.pool(self.stage), plan, self.counter, size, self._strong)
 
     def record(self, name: str, key: Hashable, step: Callable[[], T]) -> Callable[[], T]:
         return self._runtime.record((name, self.index, key), (name, key), step, self.learner, f"the {name}")

@@ -24,6 +24,7 @@ def plan_epochs(
     seed: int,
     augmented: bool = True,
     extensions: Sequence[Extension] = (),
+    image_size: tuple[int, int] | None = None,
 ) -> BatchPlan:
     """The plan of some epochs over these rows, on the CPU; the same arguments give the same plan.
 
@@ -31,6 +32,7 @@ def plan_epochs(
     ----------
     augmented: each image is augmented at random, else used unchanged.
     extensions: those with a stream put its images first in each batch.
+    image_size: of images as the network sees them, for an augmentation with a policy.
 
     If the last batch of an epoch is smaller, its row of the plan ends in zeros.
     """
@@ -40,9 +42,9 @@ def plan_epochs(
     def draws(count: int, *stream: str) -> Draws:
         shape = (steps, count)
         if not augmented:
-            return _joined([identity_draws(augmentation, shape) for _ in epochs], dim=0)
-        named = ("augment", *purpose, *stream)
-        return _joined([draw(augmentation, shape, generator(seed, *named, epoch)) for epoch in epochs], dim=0)
+            return Draws.joined([identity_draws(augmentation, shape) for _ in epochs], dim=0)
+        generators = (generator(seed, "augment", *purpose, *stream, epoch) for epoch in epochs)
+        return Draws.joined([draw(augmentation, shape, each, image_size) for each in generators], dim=0)
 
     grids: list[Tensor] = []
     for epoch in epochs:
@@ -58,28 +60,23 @@ def plan_epochs(
             parts.insert(0, extension.stream_rows(epochs, steps, purpose, seed))
             drawn.insert(0, draws(count, name))
     lr = learning_rates(training, steps)[epochs.start * steps : epochs.stop * steps]
-    return BatchPlan(torch.cat(parts, dim=1), _joined(drawn, dim=1), lr)
+    return BatchPlan(torch.cat(parts, dim=1), Draws.joined(drawn, dim=1), lr)
 
 
-def plan_sweep(augmentation: Augmentation, rows: Tensor, size: int, stage: int, seed: int) -> BatchPlan:
+def plan_sweep(
+    augmentation: Augmentation, rows: Tensor, size: int, stage: int, seed: int, image_size: tuple[int, int]
+) -> BatchPlan:
     """A plan with every row once, shuffled, in batches of `size`; the last one is padded with zeros."""
-    draws = draw(augmentation, (len(rows),), generator(seed, "augment", "sweep", stage))
+    draws = draw(augmentation, (len(rows),), generator(seed, "augment", "sweep", stage), image_size)
     order = torch.randperm(len(rows), generator=generator(seed, "shuffle", "sweep", stage))
     steps = -(-len(rows) // size)
 
     def grid(values: Tensor) -> Tensor:
-        padded = torch.zeros(steps * size, dtype=values.dtype)
+        padded = torch.zeros(steps * size, *values.shape[1:], dtype=values.dtype)
         padded[: len(values)] = values[order]
-        return padded.view(steps, size)
+        return padded.view(steps, size, *values.shape[1:])
 
-    shuffled = Draws(grid(draws.top), grid(draws.left), grid(draws.mirror), grid(draws.factor))
-    return BatchPlan(grid(rows), shuffled, torch.zeros(steps))
-
-
-def _joined(draws: Sequence[Draws], dim: int) -> Draws:
-    return Draws(
-        *(torch.cat([getattr(each, name) for each in draws], dim) for name in ("top", "left", "mirror", "factor"))
-    )
+    return BatchPlan(grid(rows), Draws(*map(grid, draws.tensors())), torch.zeros(steps))
 
 
 def learning_rates(training: Training, steps_per_epoch: int) -> Tensor:

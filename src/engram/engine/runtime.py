@@ -25,7 +25,7 @@ class Runtime(Compute):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.capture = self.device.type == "cuda"
-        self.buffers = DeviceBuffers(self.device, self.augmentation.pad)
+        self.buffers = DeviceBuffers(self.device, self.augmentation.pad, self.augmentation.numbers)
         self._forward: Forward | None = None
         self._recordings: dict[Hashable, tuple[object, CapturedStep | None]] = {}
         if self.device.type == "cuda":

@@ -51,8 +51,10 @@ def tune(
     pool, (steps, size) = runtime.buffers.pool(stage), training.batches(len(rows))
     for epoch in range(training.epochs):
         named = (stage.index, "tune", purpose)
-        plan = plan_epochs(training, runtime.augmentation, rows, range(epoch, epoch + 1), named, learner.seed)
-        on_device = BatchPlan.allocate(steps, size, device)
+        seen = runtime.image_size
+        epochs = range(epoch, epoch + 1)
+        plan = plan_epochs(training, runtime.augmentation, rows, epochs, named, learner.seed, image_size=seen)
+        on_device = BatchPlan.allocate(steps, size, device, runtime.augmentation.numbers)
         on_device.load(plan)
         counter = torch.zeros(1, dtype=torch.int64, device=device)
         for step in range(steps):

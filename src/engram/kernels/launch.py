@@ -23,6 +23,7 @@ from engram.kernels.norm import (
     engram_norm_apply,
     engram_norm_backward,
     engram_norm_gradient,
+    engram_pack,
     engram_sum_splits,
     engram_update,
 )
@@ -311,19 +312,40 @@ def augment(
 
     padded: uint8 (P, H + border, W + border, 3). plan: rows, top, left, mirror and factor, each (S, B).
     """
+    out = torch.empty(images, *size, IMAGE_CHANNELS, dtype=arithmetic.stored, device=padded.device)
+    return _augment(padded, plan, counter, (mean, std), out, levels=False)
+
+
+def crop(padded: Tensor, plan: tuple[Tensor, ...], counter: Tensor, images: int, size: tuple[int, int]) -> Tensor:
+    """Return the same batch before it is normalised, as levels: uint8 (images, H, W, 3)."""
+    out = torch.empty(images, *size, 3, dtype=torch.uint8, device=padded.device)
+    return _augment(padded, plan, counter, (padded, padded), out, levels=True)
+
+
+def _augment(
+    padded: Tensor, plan: tuple[Tensor, ...], counter: Tensor, norm: tuple[Tensor, Tensor], out: Tensor, levels: bool
+) -> Tensor:
     rows, top, left, mirror, factor = plan
-    height, width = size
-    out = torch.empty(images, height, width, IMAGE_CHANNELS, dtype=arithmetic.stored, device=padded.device)
+    images, height, width, _ = out.shape
     block = 1024
     engram_augment[(images, blocks_of(height * width * IMAGE_CHANNELS, block))](
-        *(padded, rows, top, left, mirror, factor, counter, mean, std, out, rows.shape[1]),
+        *(padded, rows, top, left, mirror, factor, counter, *norm, out, rows.shape[1]),
         HP=padded.shape[1],
         WP=padded.shape[2],
         H=height,
         W=width,
+        LEVELS=levels,
         BLOCK=block,
         num_warps=4,
     )
+    return out
+
+
+def pack(images: Tensor, mean: Tensor, std: Tensor, arithmetic: Arithmetic) -> Tensor:
+    """Return uint8 images (B, H, W, 3) normalised, (B, H, W, 4); the fourth channel is zero."""
+    out = torch.empty(*images.shape[:3], IMAGE_CHANNELS, dtype=arithmetic.stored, device=images.device)
+    block, pixels = 1024, images.numel() // 3
+    engram_pack[(blocks_of(pixels * IMAGE_CHANNELS, block),)](images, mean, std, out, pixels, BLOCK=block, num_warps=4)
     return out
 
 

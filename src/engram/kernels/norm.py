@@ -200,9 +200,13 @@ def engram_augment(
     WP: tl.constexpr,
     H: tl.constexpr,
     W: tl.constexpr,
+    LEVELS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Crop, mirror, brighten and normalise the batch of a step; the fourth channel is zero."""
+    """Crop, mirror, brighten and normalise the batch of a step; the fourth channel is zero.
+
+    LEVELS: do not normalise; write rounded levels, uint8 (images, H, W, 3).
+    """
     b = tl.program_id(0)
     at = tl.load(counter) * B + b
     row = tl.load(rows + at)
@@ -221,8 +225,23 @@ def engram_augment(
     from_ = ((row * HP + down + i) * WP + across + j) * 3 + c
     value = tl.load(padded + from_, mask=colour, other=0).to(tl.float32)
     value = tl.minimum(value * bright, 1.0)
+    if LEVELS:
+        tl.store(out + (b * (H * W) + pixel) * 3 + c, (value * 255 + 0.5).to(tl.int32).to(tl.uint8), mask=colour)
+    else:
+        value = (value - tl.load(mean + c, mask=colour, other=0.0)) / tl.load(std + c, mask=colour, other=1.0)
+        tl.store(out + b * (H * W * 4) + e, tl.where(colour, value, 0.0).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["n"])
+def engram_pack(images, mean, std, out, n, BLOCK: tl.constexpr):
+    """Normalise uint8 images (n pixels, 3) to (n pixels, 4); the fourth channel is zero."""
+    e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = e < n * 4
+    c = e % 4
+    colour = inside & (c < 3)
+    value = tl.load(images + e // 4 * 3 + c, mask=colour, other=0).to(tl.float32) / 255
     value = (value - tl.load(mean + c, mask=colour, other=0.0)) / tl.load(std + c, mask=colour, other=1.0)
-    tl.store(out + b * (H * W * 4) + e, tl.where(colour, value, 0.0).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + e, tl.where(colour, value, 0.0).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["splits"])

@@ -189,8 +189,10 @@ class _NeighbourLookup(StepHooks):
         self._context, self._count, self._first = context, neighbours.count, neighbours.first
         self._used = min(context.steps * context.batch_size, context.num_images)
         rows, width = len(context.plan), context.batch_size * self._count
-        planned_rows, *draws, lr = (
-            context.persistent_buffer(f"neighbours.{i}", (rows, width) if own.ndim == 2 else (rows,), own.dtype)
+        planned_rows, lr, *draws = (
+            context.persistent_buffer(
+                f"neighbours.{i}", (rows, width, *own.shape[2:]) if own.ndim > 1 else (rows,), own.dtype
+            )
             for i, own in enumerate(context.plan.tensors())
         )
         self._planned = BatchPlan(planned_rows, Draws(*draws), lr)
@@ -215,8 +217,9 @@ class _NeighbourLookup(StepHooks):
         # If an epoch ends in a smaller batch, the rest of its last row holds no image.
         places = self._is_new[epoch].flatten()[: self._used].nonzero().squeeze(1)[: self._first]
         found, exists = nearest(self._unit[epoch].flatten(0, 1), places.to(context.counter.device), self._count)
-        for target, own in zip(self._planned.tensors()[:5], context.plan.tensors()[:5], strict=True):
-            target[epoch] = own[epoch].flatten()[found].view(steps, -1)
+        for target, own in zip(self._planned.tensors(), context.plan.tensors(), strict=True):
+            if own.ndim > 1:  # not the learning rate
+                target[epoch] = own[epoch].flatten(0, 1)[found].view(steps, -1, *own.shape[2:])
         shares = exists / exists.sum(dim=1, keepdim=True).clamp(min=1)
         self._shares[epoch] = shares.view(steps, -1)
 

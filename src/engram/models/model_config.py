@@ -96,7 +96,10 @@ class ModelConfig(LearnerConfig):
 
         Settings and epochs are not compared.
         """
-        ours = {name: getattr(self, name) for name in _COMPARED} | {"flip": self.augmentation.flip}
+        ours = {name: getattr(self, name) for name in _COMPARED} | {
+            "flip": self.augmentation.flip,
+            "augment": self.augmentation.policy,
+        }
         theirs = {name: plain_number(value) for name, value in wanted.items() if name in ours}
         if "image_size" in theirs:
             theirs["image_size"] = as_size(theirs["image_size"])
@@ -121,6 +124,7 @@ class ModelConfig(LearnerConfig):
         settings: Settings | Mapping[str, Any] | None = None,
         augmentation: Augmentation | None = None,
         flip: bool | None = None,
+        augment: str | None = None,
         seed: int = 1,
         validation: float = 0.0,
         device: Device = "auto",
@@ -132,6 +136,7 @@ class ModelConfig(LearnerConfig):
         memory: exemplars per class, or text as for `MemoryConfig.parse`.
         settings: of the method, or some of them by dotted path (`{"train.lr": 0.05}`).
         flip: mirror images in training; None: as the augmentation says.
+        augment: policy of strong augmentation, such as "trivial"; None: as the augmentation says.
         device: the default number of epochs depends on it.
         """
         _check_kind("method", method, str)
@@ -150,13 +155,15 @@ class ModelConfig(LearnerConfig):
                 epochs_given |= path in main
         refuse_no_epochs(chosen)
         augmentation = _default_augmentation(size) if augmentation is None else augmentation
+        given = {"flip": flip, "policy": augment}
+        augmentation = replace(augmentation, **{name: value for name, value in given.items() if value is not None})
         config = cls(
             method=method,
             settings=chosen,
             image_size=size,
             memory=_memory(plain_number(memory), start.memory, find_method(method)),
             backbone=("resnet10" if max(size) <= 24 else "resnet32") if backbone is None else backbone,
-            augmentation=augmentation if flip is None else replace(augmentation, flip=flip),
+            augmentation=augmentation,
             seed=plain_number(seed),
             validation=plain_number(validation),
             epochs_given=epochs_given,

@@ -151,6 +151,7 @@ def _wanted(options: Learn, is_new: bool) -> dict[str, Any]:
         "memory": flags.memory,
         "validation": HOLDOUT if is_new and flags.holdout is None else flags.holdout,
         "flip": False if flags.no_mirror else None,
+        "augment": flags.augment,
         "seed": flags.seed,
         "settings": settings or None,
     }

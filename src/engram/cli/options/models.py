@@ -44,6 +44,8 @@ class NewModelFlags:
     """Share of each class's images (at most 50) that is not trained on but kept to measure accuracy."""
     no_mirror: bool = False
     """Do not mirror images in training: for letters, signs and everything else where left and right differ."""
+    augment: Annotated[str | None, Shown("POLICY", "none")] = None
+    """Strong augmentation: trivial, rand, auto, one of your own, or none."""
     seed: Annotated[int | None, Shown("N", "1")] = None
     """Seed of weights, batches and augmentation."""
     set: Annotated[UseAppendAction[tuple[str, ...]], Shown("KEY=VALUE")] = ()

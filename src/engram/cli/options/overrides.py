@@ -154,6 +154,9 @@ def _with_training(config: RunConfig, flags: TrainingFlags) -> RunConfig:
             )
         for setting in with_role(config.settings, *roles):
             config = config.with_value(f"settings.{setting}{part}", value)
+    for name, path in (("augment", "augmentation.policy"), ("cutout", "augmentation.cutout")):
+        if (value := getattr(flags, name)) is not None:
+            config = config.with_value(path, value)
     return replace(config, **_given(flags, "seed", "backbone", "device", "precision"))
 
 

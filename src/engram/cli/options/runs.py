@@ -75,6 +75,10 @@ class TrainingFlags:
     """Weight of the distillation (AFC and its ablations)."""
     backbone: Annotated[str | None, Shown("NAME", OF_RECIPE)] = None
     """Network; 'engram list backbones' shows them."""
+    augment: Annotated[str | None, Shown("POLICY", OF_RECIPE)] = None
+    """Strong augmentation: trivial, rand, auto, one of your own, or none."""
+    cutout: Annotated[int | None, Shown("PIXELS", OF_RECIPE)] = None
+    """Side of a grey box at a random place in each image; 0 for no box."""
     device: DeviceOfRecipe = None
     precision: Precision = None
     """auto, float32, tf32 or bf16; auto is bf16 on a GPU and float32 elsewhere."""

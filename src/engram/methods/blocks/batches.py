@@ -1,4 +1,4 @@
-"""Extensions that change a batch: SecondStream adds images of other rows, CutMix mixes its images."""
+"""Extensions that change a batch: SecondStream adds images of other rows, CutMix and Mixup mix its images."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,9 +48,9 @@ class SecondStream(Extension):
 
 
 class Mixed(NamedTuple):
-    """Mixed images, for the loss. labels: (B,), of the boxes. share: (), the part of each image that is unchanged.
+    """Mixed images, for the loss. labels: (B,), of the other images. share: (), of each image that is its own.
 
-    The share is 1 in a step without mixing; the labels of the boxes have no meaning then.
+    The share is 1 in a step without mixing; the other labels have no meaning then.
     """
 
     labels: Tensor
@@ -104,6 +105,68 @@ class _CutMixHooks(StepHooks):
         return Mixed(labels[partner], share)
 
 
+@dataclass(frozen=True)
+class Mixup(Extension):
+    """Each image is blended with another image of its batch (Zhang, Cisse, Dauphin, Lopez-Paz, ICLR 2018).
+
+    The share of its own is the same for all images of a step, from a Beta(alpha, alpha) distribution. Shares and
+    partners are drawn in advance. The loss finds the other labels by `step.extra(Mixed)`.
+    """
+
+    alpha: float = setting(0.2, above=0)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def attach(self, context: PhaseContext, state: Mapping[str, Tensor]) -> StepHooks:
+        return _MixupHooks(self, context)
+
+
+class _MixupHooks(StepHooks):
+    def __init__(self, mix: Mixup, context: PhaseContext) -> None:
+        self._mix, self._context = mix, context
+        steps, size, buffer = len(context.plan), context.batch_size, context.persistent_buffer
+        self._partner = buffer(f"mixup.partner.{size}", (steps, size), torch.int64)
+        self._share = buffer(f"mixup.share.{size}", (steps,))
+        self._now: tuple[Tensor, Tensor] | None = None
+
+    def load_plan(self, plan: BatchPlan, epochs: range) -> None:
+        context = self._context
+        sizes, named = (context.steps, context.batch_size, context.last_batch), (context.stage.index, context.index)
+        drawn = [
+            _plan_blends(self._mix, sizes, generator(context.learner.seed, "mix", *named, epoch)) for epoch in epochs
+        ]
+        for own, new in zip((self._partner, self._share), zip(*drawn, strict=True), strict=True):
+            copy_ahead(own, torch.cat(new))
+
+    def change_images(self, images: Tensor) -> Tensor:
+        at = self._context.counter
+        partner = self._partner.index_select(0, at)[0, : len(images)]
+        share = self._share.index_select(0, at)[0]
+        self._now = partner, share
+        return torch.lerp(images[partner].float(), images.float(), share).to(images.dtype)
+
+    def step_extras(self, labels: Tensor) -> Mixed:
+        assert self._now is not None
+        partner, share = self._now
+        return Mixed(labels[partner], share)
+
+
+def _plan_blends(mix: Mixup, sizes: tuple[int, int, int], draws: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Partner int64 (S, B) and share float32 (S,) of the steps of an epoch. sizes: as for `plan_boxes`."""
+    steps, batch_size, last = sizes
+    numbers = np.random.default_rng(int(torch.randint(2**31, (), generator=draws)))
+    share = torch.from_numpy(numbers.beta(mix.alpha, mix.alpha, steps)).float()
+    return _partners(steps, batch_size, last, draws), share
+
+
+def _partners(steps: int, batch_size: int, last: int, draws: torch.Generator) -> Tensor:
+    """Each image's partner in its batch, int64 (S, B); the last batch has only `last` images."""
+    order = torch.rand(steps, batch_size, generator=draws)
+    order[-1, last:] = torch.inf
+    return order.argsort(dim=1)
+
+
 def paste_box(images: Tensor, partner: Tensor, box: Tensor, height_dim: int) -> Tensor:
     """The batch with the box (4,) of each image taken from its partner (B,), in the same memory layout.
 
@@ -146,9 +209,7 @@ def plan_boxes(
             half = (side * extent).long() // 2 * mixed
             spans += [(centre - half).clamp(min=0), (centre + half).clamp(max=extent)]
         top, bottom, left, right = spans
-        order = torch.rand(steps, batch_size, generator=draws)
-        order[-1, last:] = torch.inf  # the last batch has no image there
-        partners.append(order.argsort(dim=1))
+        partners.append(_partners(steps, batch_size, last, draws))
         boxes.append(torch.stack(spans, dim=1))
         shares.append(1 - (bottom - top) * (right - left) / (height * width))
     return torch.cat(partners), torch.cat(boxes), torch.cat(shares)
