@@ -199,10 +199,12 @@ CODES = {name: code for code, name in enumerate(OPERATIONS)}
 
 def cut_out(images: Tensor, places: Tensor, side: int) -> Tensor:
     """Make a square box of each image grey. places: (B, 2), its centre as a share of height and width."""
-    height, width = images.shape[1:3]
-    centre = (places * torch.tensor([height, width], device=places.device)).floor().long()
-    first, after = centre - side // 2, centre - side // 2 + side
-    ys, xs = torch.arange(height, device=images.device), torch.arange(width, device=images.device)
-    rows = (ys >= first[:, :1]) & (ys < after[:, :1])
-    columns = (xs >= first[:, 1:]) & (xs < after[:, 1:])
+
+    def covered(centre: Tensor, extent: int) -> Tensor:
+        """The pixels along a side that are inside the box (B, extent)."""
+        first = (centre * extent).floor() - side // 2
+        pixels = torch.arange(extent, device=images.device)
+        return (pixels >= first[:, None]) & (pixels < first[:, None] + side)
+
+    rows, columns = covered(places[:, 0], images.shape[1]), covered(places[:, 1], images.shape[2])
     return torch.where((rows[:, :, None] & columns[:, None, :])[..., None], GREY, images)
