@@ -277,7 +277,7 @@ def test_small_data_sets_have_fewer_random_features(method: str) -> None:
 def test_sums_that_do_not_fit_into_memory_are_refused_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engram.core.memory_limits.free_memory", lambda: 8 * 10**9)
     session = tiny_session(tiny_config("acil").with_settings(width=20000))
-    with pytest.raises(EngramError, match=r"20000 random features need 12.8 GB of memory.*give a smaller width"):
+    with pytest.raises(EngramError, match=r"20000 random features need 16.0 GB of memory.*give a smaller width"):
         session.plan()
     tiny_session(tiny_config("acil").with_settings(width=8192)).plan()
 

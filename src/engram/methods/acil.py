@@ -40,7 +40,7 @@ from engram.nn.heads import Head, LinearHead
 PRODUCTS, SUMS = "A", "B"
 MAIN, COMPENSATION = "main", "compensation"
 CHUNK = 1024  # images whose random features are held at a time
-MATRICES = 4  # of (M, M) float64 at the same time, at most: the sums twice, their copy with gamma, its factor
+MATRICES = 5  # of (M, M) float64 at the same time: the sums, kept and unpacked, with gamma, their factor; and a chunk
 SMALL_WIDTH = 1024
 
 
