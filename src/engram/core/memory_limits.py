@@ -47,9 +47,14 @@ def return_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def check_memory(need: int, what: str, advice: str = "use fewer or smaller images") -> None:
-    """Raise an EngramError if `what` (a plural) needs more bytes than most of the free memory."""
-    _check(need, free_memory(), f"{what} need", "of memory", advice)
+def check_memory(
+    need: int, what: str, advice: str = "use fewer or smaller images", device: torch.device | None = None
+) -> None:
+    """Raise an EngramError if `what` (a plural) needs more bytes than most of the free memory, or of the device's."""
+    if device is not None and device.type == "cuda":
+        _check(need, free_device_memory(device), f"{what} need", "on the GPU", advice)
+    else:
+        _check(need, free_memory(), f"{what} need", "of memory", advice)
 
 
 def check_stage_fits(stage: int, images: int, size: tuple[int, int], device: torch.device, held: int = 0) -> None:

@@ -58,9 +58,7 @@ def imagenet(method: MethodInfo, dataset: str, stages: int) -> RunConfig:
     base, increment = IMAGENET_BASE[dataset], IMAGENET_STAGES[dataset][stages]
     augmentation = _augmentation(method, IMAGENET_AUGMENTATION)
     config = _config(method, dataset, base=base, increment=increment, backbone="resnet18", augmentation=augmentation)
-    for path, value in method.recipes.imagenet[dataset].items():
-        config = config.with_value(f"settings.{path}", value)
-    return config
+    return _with_hints(config, method.recipes.imagenet[dataset])
 
 
 def nme(method: MethodInfo, stages: int) -> RunConfig:
@@ -84,12 +82,18 @@ def _augmentation(method: MethodInfo, augmentation: Augmentation) -> Augmentatio
 
 
 def _trained(config: RunConfig, method: MethodInfo, main: Mapping[str, int], finetune: Mapping[str, int]) -> RunConfig:
-    """The configuration with its trainings changed; incomplete batches are kept, because the data set is small."""
+    """The configuration for a small data set: its trainings changed, incomplete batches kept, the method's hints."""
     roles: dict[Role, Mapping[str, Any]] = {"main": main, "finetune": {**finetune, **method.recipes.finetune}}
     for role, changes in roles.items():
         if any(training.epochs for training in with_role(config.settings, role).values()):
             changed = change_training(config.settings, (role,), **changes, remainder="keep")
             config = replace(config, settings=changed)
+    return _with_hints(config, method.recipes.small)
+
+
+def _with_hints(config: RunConfig, hints: Mapping[str, Any]) -> RunConfig:
+    for path, value in hints.items():
+        config = config.with_value(f"settings.{path}", value)
     return config
 
 

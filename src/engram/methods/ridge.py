@@ -13,10 +13,10 @@ from typing import final
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
-from engram.contract import Learner, Passes, Phase, Stage, register, setting
-from engram.methods.blocks.linear import LinearMethod, SteppedSettings
+from engram.contract import Learner, Passes, Stage, register, setting
+from engram.methods.blocks.closed_form import FrozenBackboneMethod, ridge_weights
+from engram.methods.blocks.linear import SteppedSettings
 from engram.nn.heads import LinearHead
 
 # With x the features of an image and a 1: (D + 1, D + 1), the sum of x x^T; (K, D + 1), the sum of x for each class.
@@ -35,12 +35,6 @@ class RidgeSettings(SteppedSettings):
     mirror: bool = setting(True, after_base=True)
 
 
-def ridge_weights(products: Tensor, sums: Tensor, gamma: float) -> Tensor:
-    """(A + gamma I)^-1 B as rows, one per class (K, D + 1)."""
-    penalised = products + gamma * torch.eye(len(products), dtype=products.dtype, device=products.device)
-    return torch.cholesky_solve(sums.T, torch.linalg.cholesky(penalised)).T
-
-
 @final
 @register(
     "ridge",
@@ -50,15 +44,10 @@ def ridge_weights(products: Tensor, sums: Tensor, gamma: float) -> Tensor:
     memory="optional",
     shares_base=True,
 )
-class Ridge(LinearMethod[RidgeSettings]):
+class Ridge(FrozenBackboneMethod[RidgeSettings]):
     """Trains in the base stage only; every stage adds to two sums and solves for the head."""
 
-    predictors = ("cnn",)
-    uses_teacher = False
     class_buffers = (SUMS,)
-
-    def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
-        return super().phases(learner, stage, passes) if stage.is_base else []
 
     @torch.no_grad()
     def finish(self, learner: Learner, stage: Stage, passes: Passes) -> None:

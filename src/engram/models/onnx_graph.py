@@ -236,6 +236,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "squeeze.dims": lambda graph, x, dims: graph.add("Squeeze", [x, graph.constant(list(dims))]),
     "sub.Tensor": _scaled("Sub"),
     "sum.dim_IntList": _sum,
+    "tanh": _plain("Tanh"),
     "unsqueeze": lambda graph, x, dim: graph.add("Unsqueeze", [x, graph.constant([dim])]),
     "view": _view,
     "where.self": _plain("Where"),

@@ -60,6 +60,9 @@ class Head(nn.Module, ABC):
     def widen(self, dim: int) -> None:
         """Set the size of the features; only a head for backbones with branches can change it."""
 
+    def prepare_for_state(self, names: Collection[str]) -> None:
+        """Make the tensors that a saved state of the head has, by their names; only for a head that changes them."""
+
     def input_features(self, embedding: Tensor, last_map: Tensor) -> Tensor:
         """The head's input (B, D) in float32, from the embedding and the last map (B, D, H, W) of the backbone."""
         return last_map.relu().mean(dim=(2, 3), dtype=torch.float32) if self.rectified else embedding.float()

@@ -108,6 +108,7 @@ class Network(nn.Module):
         )
         self.head.reserve(len(state["head.seen"]))
         self.head.widen(self.backbone.dim)
+        self.head.prepare_for_state([name.removeprefix("head.") for name in state if name.startswith("head.")])
 
     def reset(self, generator: torch.Generator) -> None:
         """Initialise the backbone and the rows of the classes seen again."""

@@ -38,6 +38,7 @@ _DTYPES = (
     torch.bool,
 )
 _KEPT = f"memory.{STATE}"  # prefix of the tensors that are kept per exemplar
+_HEAD = "network.head."
 _NAMES = re.compile(rf"(network|teacher|buffers|{re.escape(_KEPT[:-1])})\.[\w.]{{1,200}}|class_means")
 
 
@@ -295,10 +296,11 @@ def _check_head(model: Model, state: dict[str, Tensor], path: Path) -> None:
         with torch.device("meta"):
             head = model.method.head(dim, len(seen))
             head.widen(dim * (older + 1))
+            head.prepare_for_state([name.removeprefix(_HEAD) for name in state if name.startswith(_HEAD)])
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         raise EngramError(f"the head that {MANIFEST} describes cannot be made ({type(error).__name__})") from None
     for name, value in head.state_dict().items():
-        found = state.get(f"network.head.{name}")
+        found = state.get(f"{_HEAD}{name}")
         if found is None or found.shape != value.shape:
             raise EngramError(f"{path} does not fit the head that {MANIFEST} describes; the model is damaged")
 

@@ -1,0 +1,60 @@
+"""Heads on a backbone that is frozen after the base stage: features of a stage, sums over them, ridge regression."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from engram.contract import Learner, Passes, Phase, Stage
+from engram.core.errors import EngramError
+from engram.methods.blocks.linear import LinearMethod, SteppedSettings
+
+CHUNK = 4096  # images that are copied to the device at a time
+
+FrozenSettingsT = TypeVar("FrozenSettingsT", bound=SteppedSettings)
+
+
+class FrozenBackboneMethod(LinearMethod[FrozenSettingsT]):
+    """Trains in the base stage only, as the linear family does; after every stage, `finish` sets the head."""
+
+    predictors = ("cnn",)
+    uses_teacher = False
+
+    def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
+        return super().phases(learner, stage, passes) if stage.is_base else []
+
+
+def new_features(learner: Learner, stage: Stage, passes: Passes) -> tuple[Tensor, Tensor]:
+    """The features (N, D) of all images of the stage's new classes, as the head sees them, and their labels (N,)."""
+    rows = stage.all_rows[~stage.pool.exemplar]
+    parts = [passes.features(learner.network, stage.pool.images[part]) for part in rows.split(CHUNK)]
+    features = torch.cat(parts)
+    if not bool(features.isfinite().all()):
+        raise EngramError(f"the features after stage {stage.index} are not finite; try a lower learning rate")
+    return features, stage.pool.labels[rows].to(features.device)
+
+
+def ridge_weights(products: Tensor, sums: Tensor, gamma: float) -> Tensor:
+    """(A + gamma I)^-1 B as rows, one per class (K, D). products: A, (D, D). sums: B as rows, (K, D)."""
+    penalised = products.clone()
+    penalised.diagonal().add_(gamma)
+    factor, failed = torch.linalg.cholesky_ex(penalised)
+    if bool(failed):
+        raise EngramError(f"the ridge regression has no solution in float64 with gamma={gamma:g}; give a larger gamma")
+    return torch.cholesky_solve(sums.T, factor).T
+
+
+def pack_symmetric(matrix: Tensor) -> Tensor:
+    """The rows of the upper triangle of a symmetric matrix (D, D), one after the other (D (D + 1) / 2,)."""
+    return torch.cat([row[place:] for place, row in enumerate(matrix)])
+
+
+def unpack_symmetric(packed: Tensor, size: int) -> Tensor:
+    """The symmetric matrix (size, size) that `pack_symmetric` was given."""
+    matrix = packed.new_empty(size, size)
+    for place, row in enumerate(packed.split(list(range(size, 0, -1)))):
+        matrix[place, place:] = row
+        matrix[place:, place] = row
+    return matrix
