@@ -86,6 +86,8 @@ def _augmentation(method: MethodInfo, augmentation: Augmentation) -> Augmentatio
 def _trained(config: RunConfig, method: MethodInfo, main: Mapping[str, int], finetune: Mapping[str, int]) -> RunConfig:
     """The configuration with its trainings changed; incomplete batches are kept, because the data set is small."""
     roles: dict[Role, Mapping[str, Any]] = {"main": main, "finetune": {**finetune, **method.recipes.finetune}}
+    if method.recipes.later_as_base:
+        roles["later"] = main
     for role, changes in roles.items():
         if any(training.epochs for training in with_role(config.settings, role).values()):
             changed = change_training(config.settings, (role,), **changes, remainder="keep")
