@@ -77,7 +77,12 @@ def tiny_config(
     """A run of the toy set that takes a fraction of a second: base 2, then 2 classes a stage."""
     info = find_method(method)
     train = Training(epochs=epochs, batch_size=batch_size, lr=0.05, remainder="keep")
-    settings = {"train": train, "finetune": replace(train, epochs=finetune, schedule="constant"), "width": 32}
+    settings = {
+        **dict.fromkeys(("train", "boost", "expand"), train),
+        "finetune": replace(train, epochs=finetune, schedule="constant"),
+        "compress": replace(train, epochs=finetune, weight_decay=0.0),
+        "width": 32,
+    }
     known = {field.name for field in fields(info.settings)}
     settings = {name: value for name, value in settings.items() if name in known}
     config = RunConfig(

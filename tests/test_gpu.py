@@ -186,7 +186,10 @@ def assert_recorded_as_it_is(config: RunConfig, store: ImageStore | None = None)
         assert torch.equal(value, recorded[name]), name
 
 
-WHOLE = ["icarl", "wa", "lwf", "bic", "eeil", "ssil", "gdumb", "ewc", "si", "mas", "der", "ucir-dde", "podnet-dde"]
+WHOLE = [
+    *("icarl", "wa", "lwf", "bic", "eeil", "ssil", "gdumb", "ewc", "si", "mas", "der", "ucir-dde", "podnet-dde"),
+    *("foster", "memo"),
+]
 
 
 @pytest.mark.parametrize("method", WHOLE)

@@ -23,7 +23,11 @@ if INTERPRETED:
     os.environ["TRITON_INTERPRET"] = "1"  # triton looks when it is first imported, and again at each launch
 pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
 
+from engram.contract.learner import Learner  # noqa: E402
 from engram.data import augment as reference_augment  # noqa: E402
+from engram.data.augment import Augmentation  # noqa: E402
+from engram.data.memory import Memory, MemoryConfig  # noqa: E402
+from engram.engine.forward import Compute, FusedForward  # noqa: E402
 from engram.engine.fused import (  # noqa: E402
     FoldedBackbone,
     FoldedBranches,
@@ -35,6 +39,7 @@ from engram.engine.sgd import FlatSGD  # noqa: E402
 from engram.kernels import launch  # noqa: E402
 from engram.kernels.launch import ARITHMETIC, Arithmetic, Conv, Norm, NormGradient, Scratch  # noqa: E402
 from engram.methods.blocks.batches import paste_box  # noqa: E402
+from engram.methods.blocks.expanding import WideningHead  # noqa: E402
 from engram.methods.der import ExpandingBackbone  # noqa: E402
 from engram.nn.backbones import Block, BlockGroup, ResNet  # noqa: E402
 from engram.nn.heads import CosineHead  # noqa: E402
@@ -806,6 +811,42 @@ def test_older_backbones_are_folded_each_in_its_place(arithmetic: Arithmetic) ->
     assert loaded is not None
     assert torch.equal(loaded[:, :, :32], found[:, :, :32])
     assert torch.equal(loaded[:, :, 32:], found[:, :, :32])
+
+
+def test_a_teacher_is_run_with_its_older_backbones() -> None:
+    size, images = (4, 6), make_images(3, (4, 6), FLOAT32)
+
+    def make(seed: int) -> Network:
+        backbone = ExpandingBackbone(make_backbone([BlockGroup(16, 1), BlockGroup(32, 1, 2)], seed))
+        head = WideningHead(backbone.dim, 4)
+        head.grow(4, torch.Generator().manual_seed(seed))
+        return Network(backbone, head, [0.0] * 3, [1.0] * 3).to(DEVICE)
+
+    def expand(network: Network, seed: int) -> None:
+        assert isinstance(network.backbone, ExpandingBackbone)
+        assert isinstance(network.head, WideningHead)
+        network.backbone.expand()
+        other = make_backbone([BlockGroup(16, 1), BlockGroup(32, 1, 2)], seed).state_dict()
+        network.backbone.older[0].load_state_dict(other)
+        network.head.extend(network.backbone.dim, 0, torch.Generator().manual_seed(seed))
+
+    learner = Learner(make(1), make(2), Memory(MemoryConfig()), seed=1)
+    expand(learner.teacher, 3)
+    forward = FusedForward(Compute(DEVICE, "float32", Augmentation(), size), learner, 3)
+    unpacked = images.permute(0, 3, 1, 2)[:, :3]
+    for seed in (3, 4):
+        older = make_backbone([BlockGroup(16, 1), BlockGroup(32, 1, 2)], seed).state_dict()
+        learner.teacher.backbone.get_submodule("older.0").load_state_dict(older)
+        forward.refresh()
+        with torch.no_grad():
+            wanted = learner.teacher(unpacked)
+        found = forward.teacher(images)
+        assert found.embedding.shape == (3, 64)
+        for ours, theirs in ((found.scores, wanted.scores), (found.embedding, wanted.embedding)):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+        if not INTERPRETED:  # in parallel, on another stream
+            _, beside = forward.with_teacher(images, lambda: forward.student(images, train_backbone=True))
+            torch.testing.assert_close(beside.scores, found.scores)
 
 
 PLAIN = "they are written for backbones without 1x1 convolutions, ReLUs after a sum, and pooling"

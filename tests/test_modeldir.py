@@ -417,7 +417,7 @@ def test_a_class_learned_again_changes_nothing_of_the_model_before() -> None:
     assert [known.accuracy for known in before.classes] == [{"cnn": -1.0, "nme": -1.0}] * 2
 
 
-@pytest.mark.parametrize("method", ["afc", "der", "mnemonics"])
+@pytest.mark.parametrize("method", ["afc", "der", "mnemonics", "foster", "memo"])
 def test_all_classes_learned_again_are_a_new_beginning(method: str, tmp_path: Path) -> None:
     path = make(tmp_path / "m", NAMES[:2], NAMES[2:3], config=tiny(method, epochs=1))
     learn(path, NAMES[:3], seed=3, known="refresh")
@@ -608,7 +608,7 @@ def test_images_whose_labels_were_exchanged_are_another_lesson() -> None:
     assert len(prints) == 2
 
 
-@pytest.mark.parametrize("method", ["si", "der", "mnemonics", "bic"])
+@pytest.mark.parametrize("method", ["si", "der", "mnemonics", "bic", "foster", "memo"])
 def test_learning_of_odd_methods_goes_on_too(method: str, tmp_path: Path) -> None:
     """A path beside the momentum, a backbone more, factors, a phase that stands still."""
     path = make(tmp_path / "m", NAMES[:2], config=tiny(method, epochs=1, memory=memory_of(method)))
@@ -810,7 +810,7 @@ def test_a_removed_class_is_gone_and_the_others_are_as_they_were(method: str, pl
     assert all(np.isfinite(found).all() for found in scores(again).values())
 
 
-@pytest.mark.parametrize("method", ["afc", "bic", "der"])
+@pytest.mark.parametrize("method", ["afc", "bic", "der", "foster"])
 def test_classes_removed_at_once_are_those_removed_one_by_one(method: str, tmp_path: Path) -> None:
     config = tiny(method, epochs=1, memory=memory_of(method), validation=0.25)
     one, other = (make(tmp_path / name, NAMES[:3], NAMES[3:5], config=config) for name in ("one", "other"))

@@ -127,6 +127,8 @@ def test_new_method_has_recipes_and_spoils_none(monkeypatch: pytest.MonkeyPatch)
         ("ucir", {}, "16 per stage"),
         ("bic", {}, "16 per stage, 200 of correction"),
         ("der", {}, "16 per stage, 1 of warm-up, 30 of balanced fine-tuning"),
+        ("foster", {}, "16 per stage, 10 of compression"),
+        ("memo", {"expand__epochs": 8}, "16 for the base, 8 for each stage after it"),
         ("gdumb", {}, "16 for the base, 32 on the memory for each stage after it"),
     ],
 )

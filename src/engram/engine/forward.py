@@ -138,11 +138,13 @@ class FusedForward(Forward):
         self._folded = FoldedBackbone(learner.teacher.backbone, size, arithmetic)
         self._own_folded = FoldedBackbone(network.backbone, size, arithmetic)
         self._branches = FoldedBranches(network.backbone, size, arithmetic)
+        self._teacher_branches = FoldedBranches(learner.teacher.backbone, size, arithmetic)
 
     def refresh(self, frozen: bool = False) -> None:
         self._backbone.refresh()
         self._folded.load(self._learner.teacher.backbone)
         self._branches.load(self._learner.network.backbone)
+        self._teacher_branches.load(self._learner.teacher.backbone)
         if frozen:
             self._own_folded.load(self._learner.network.backbone)
 
@@ -169,7 +171,7 @@ class FusedForward(Forward):
 
     def teacher(self, images: Tensor) -> Output:
         with torch.no_grad():
-            return classify_maps(self._learner.teacher, self._folded(images))
+            return classify_maps(self._learner.teacher, self._folded(images), self._teacher_branches(images))
 
     def with_teacher(self, images: Tensor, student_pass: Callable[[], Output]) -> tuple[Output, Output]:
         # Only our own kernels run on the second stream: those of a library may keep a workspace per stream.
@@ -179,7 +181,7 @@ class FusedForward(Forward):
         student = student_pass()
         side.join()
         with torch.no_grad():
-            return student, classify_maps(self._learner.teacher, maps)
+            return student, classify_maps(self._learner.teacher, maps, self._teacher_branches(images))
 
     def predict(self, images: Tensor) -> Output:
         with torch.no_grad():

@@ -37,6 +37,8 @@ WIDTHS = (16, 32, 64)
 
 def unsupported(backbone: ResNet, size: tuple[int, int]) -> str | None:
     """Why these kernels cannot run the backbone on images of that size; None if they can."""
+    if type(backbone).forward is not ResNet.forward:
+        return f"they do not know what {type(backbone).__name__} computes"
     if any(width not in WIDTHS for width in backbone.widths):
         return f"they are written for {', '.join(map(str, WIDTHS))} channels"
     strides = 1

@@ -84,6 +84,8 @@ def _augmentation(method: MethodInfo, augmentation: Augmentation) -> Augmentatio
 def _trained(config: RunConfig, method: MethodInfo, main: Mapping[str, int], finetune: Mapping[str, int]) -> RunConfig:
     """The configuration for a small data set: its trainings changed, incomplete batches kept, the method's hints."""
     roles: dict[Role, Mapping[str, Any]] = {"main": main, "finetune": {**finetune, **method.recipes.finetune}}
+    if method.recipes.later_as_base:
+        roles["later"] = main
     for role, changes in roles.items():
         if any(training.epochs for training in with_role(config.settings, role).values()):
             changed = change_training(config.settings, (role,), **changes, remainder="keep")

@@ -13,7 +13,6 @@ import torch
 
 from engram.contract import Method, Phase
 from engram.contract.learner import Learner
-from engram.contract.settings import with_role
 from engram.core import metrics
 from engram.core.errors import EngramError
 from engram.core.memory_limits import check_stage_fits
@@ -166,8 +165,9 @@ class Session:
 
     def card(self) -> dict[str, str]:
         """The protocol card, with the epochs of the plan."""
-        on = " on the memory" if with_role(self.config.settings, "later") else ""
-        return self.config.card(self.store, describe_epochs(self.plan(), on))
+        plans = self.plan()
+        is_part = any(phase.images < plan.images for plan in plans for phase in plan.phases if phase.name == MAIN)
+        return self.config.card(self.store, describe_epochs(plans, " on the memory" if is_part else ""))
 
     def evaluate(self, index: int) -> tuple[dict[str, float], dict[str, list[float]], dict[str, np.ndarray]]:
         """Accuracy over the classes seen, accuracy by stage, and the arrays to save (predictions, importance, ...)."""

@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from engram.contract import Learner, Method, Passes, Phase, Settings, Stage, Step, Terms, Training, setting
 from engram.contract.extension import Extension
 from engram.contract.registry import RecipeHints, register
-from engram.core.errors import EngramError
 from engram.core.rng import generator
+from engram.methods.blocks.expanding import freeze, refuse_foreign
 from engram.methods.blocks.linear import classify, seen_columns
 from engram.methods.blocks.losses import cross_entropy
 from engram.methods.blocks.phases import balanced_phase, main_phase, stepped
-from engram.nn.backbones import BACKBONES, ResNet
+from engram.nn.backbones import ResNet
 from engram.nn.heads import Head
 
 BRANCH_COST = 0.3  # of an image, relative to training on it without a teacher
@@ -75,19 +75,14 @@ class ExpandingBackbone(ResNet):
     def count_branches(self, names: Iterable[str]) -> int:
         return len({name.removeprefix(OLDER).split(".")[0] for name in names if name.startswith(OLDER)})
 
-    def _frozen_copy(self) -> ResNet:
+    def _frozen_copy(self) -> nn.Module:
+        """What is added at a stage: here the whole newest backbone."""
         copy = ResNet(self.specification, torch.Generator())
         state = self.state_dict()
         copy.load_state_dict({name: state[name] for name in copy.state_dict()})
         copy = copy.to(self.conv.weight.device)
-        # Convolutions in the memory layout that the engine uses.
-        layout = torch.channels_last if self.conv.weight.is_cuda else torch.contiguous_format
-        for module in list(copy.modules()):
-            for name, parameter in list(module.named_parameters(recurse=False)):
-                value = parameter.detach()
-                delattr(module, name)
-                module.register_buffer(name, value.contiguous(memory_format=layout) if value.ndim == 4 else value)
-        return copy.eval()
+        freeze(copy)
+        return copy
 
 
 class ExpandingHead(Head):
@@ -170,12 +165,7 @@ class DER(Method[DERSettings]):
     family = "DER"
 
     def backbone(self, backbone: ResNet) -> ResNet:
-        if type(backbone) is not ResNet:  # a subclass may compute something else
-            raise EngramError(
-                f"der cannot use the backbone {type(backbone).__name__}: at every stage it adds a copy of it, which it "
-                f"can only make of engram's own backbones; choose one of {', '.join(BACKBONES)}, or another method",
-                parameter="backbone",
-            )
+        refuse_foreign("der", backbone)
         return ExpandingBackbone(backbone)
 
     def head(self, dim: int, capacity: int) -> Head:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import final
 
 import torch
+from torch import Tensor
 
 from engram.contract import AfterUpdate, Learner, Passes, Phase, Stage, Step, Terms, Training, register, setting
 from engram.methods.blocks.linear import LinearMethod, SteppedSettings, convex_distillation, convex_weights
@@ -32,6 +33,17 @@ def clamp_weights(network: Network) -> None:
     network.get_parameter("head.weight").clamp_(min=0)
 
 
+@torch.no_grad()
+def align_weights(weight: Tensor, stage: Stage) -> None:
+    """Scale the rows of new classes, in place, to the mean length of those of old classes; not in the base stage."""
+    if stage.is_base:
+        return
+    lengths = weight[: stage.num_seen].norm(dim=1)
+    old, new = lengths[: stage.num_old].mean(), lengths[stage.num_old :].mean()
+    # New weights that are all 0 cannot be scaled.
+    weight[stage.num_old : stage.num_seen] *= torch.where(new > 0, old / new, 1.0)
+
+
 @final
 @register("wa", settings=WASettings, title="Weight Aligning", paper="Zhao, Xiao, Gan, Zhang, Xia, CVPR 2020")
 class WA(LinearMethod[WASettings]):
@@ -51,13 +63,6 @@ class WA(LinearMethod[WASettings]):
         """(1 - n_old / n) classification + n_old / n distillation."""
         return convex_distillation(step, self.settings.temperature)
 
-    @torch.no_grad()
     def finish(self, learner: Learner, stage: Stage, passes: Passes) -> None:
         """Align the weights in place, so that evaluation and the next teacher use the aligned model."""
-        if stage.is_base:
-            return
-        weight = learner.network.get_parameter("head.weight")
-        lengths = weight[: stage.num_seen].norm(dim=1)
-        old, new = lengths[: stage.num_old].mean(), lengths[stage.num_old :].mean()
-        # New weights that are all 0 cannot be scaled.
-        weight[stage.num_old : stage.num_seen] *= torch.where(new > 0, old / new, 1.0)
+        align_weights(learner.network.get_parameter("head.weight"), stage)
