@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -31,6 +32,7 @@ class RunConfig(LearnerConfig):
     ----------
     settings: of the class that the method registered.
     base: number of classes in the base stage; None is half of all classes.
+    increment: number of classes of each later stage, or one number for each later stage.
     order: see `class_order`.
     predictor: the predictor that the recipe reports. All predictors of the method are evaluated.
     recipe: name of the recipe that this configuration was made from.
@@ -40,7 +42,7 @@ class RunConfig(LearnerConfig):
     settings: Settings
     data: DataConfig = field(default_factory=DataConfig)
     base: int | None = None
-    increment: int = 1
+    increment: int | tuple[int, ...] = 1
     order: str = "1"
     seed: int = 1
     memory: MemoryConfig = field(default_factory=MemoryConfig)
@@ -59,7 +61,7 @@ class RunConfig(LearnerConfig):
             raise EngramError(f"{self.method} predicts by {', '.join(predictors)}, not by {self.predictor!r}")
         for name in ("base", "increment"):
             count = getattr(self, name)
-            if count is not None and count < 1:
+            if count is not None and min(count if isinstance(count, tuple) else [count], default=0) < 1:
                 raise EngramError(f"{name} must be at least 1 class, got {count}")
 
     def with_settings(self, **changes: Any) -> RunConfig:
@@ -113,10 +115,6 @@ class RunConfig(LearnerConfig):
         epochs: description of the training, from `Session.card`; "-" leaves the line out.
         """
         stream = self.stream(store)
-        later = stream.sizes[1:]
-        increments = "none" if not later else f"{len(later)} of {later[0]}"
-        if later and later[-1] != later[0]:
-            increments += f" (the last of {later[-1]})"
         height, width = store.image_size
         seen_height, seen_width = self.augmentation.view_size(store.image_size)
         seen = "" if self.augmentation.view is None else f", of which {seen_width}x{seen_height} are seen"
@@ -129,7 +127,7 @@ class RunConfig(LearnerConfig):
             "Data set": f"{store.name}: {store.num_classes} classes, {len(store.train)} training and {len(store.test)} "
             f"test images, {width}x{height}{seen}",
             "Base": f"{stream.sizes[0]} classes",
-            "Stages": increments,
+            "Stages": describe_stages(stream.sizes[1:]),
             "Class order": describe_order(self.order, self.data.name),
             "Memory": memory,
             "Variant": next(iter(with_role(self.settings, "variant").values()), "-"),
@@ -140,6 +138,16 @@ class RunConfig(LearnerConfig):
             "Device": f"{self.device}, {self.precision}",
         }
         return {label: text for label, text in card.items() if text != "-"}
+
+
+def describe_stages(sizes: Sequence[int]) -> str:
+    """Return the number of stages after the base and their sizes in words. sizes: of these stages."""
+    if not sizes:
+        return "none"
+    if len(set(sizes[:-1])) > 1:
+        return f"{len(sizes)}, of {', '.join(map(str, sizes[:-1]))} and {sizes[-1]} classes"
+    last = f" (the last of {sizes[-1]})" if sizes[-1] != sizes[0] else ""
+    return f"{len(sizes)} of {sizes[0]}{last}"
 
 
 def directory_name(config: RunConfig) -> str:

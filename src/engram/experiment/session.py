@@ -26,10 +26,11 @@ from engram.data.store import ImageStore, pixel_statistics
 from engram.engine import Engine
 from engram.experiment.learner_config import resolve_device
 from engram.experiment.run_config import RunConfig
-from engram.experiment.stage_work import PhasePlan, predict
+from engram.experiment.stage_work import PhasePlan, best_label, class_scores
 from engram.methods import find_method
 from engram.nn.backbones import build_backbone
 from engram.nn.network import Network
+from engram.runs.directory import PREDICTIONS, TASK_PREDICTIONS
 
 MAIN = "main"
 PHASE_TITLES = {"balance": "balanced fine-tuning", "correct": "correction"}  # for the protocol card
@@ -174,10 +175,12 @@ class Session:
         rows = np.flatnonzero(self._test_labels < self.stream.num_seen(index))
         targets = self._test_labels[rows].astype(np.int16)
         images = torch.from_numpy(np.ascontiguousarray(self.store.test.images[rows]))
-        predictions = predict(self.learner, self.engine, images)
-        predictions = {name: predictions[name] for name in self.method.predictors}
-        sizes = self.stream.sizes[: index + 1]
-        arrays = {"targets": targets} | {f"predictions.{name}": labels for name, labels in predictions.items()}
+        scores, sizes = class_scores(self.learner, self.engine, images), self.stream.sizes[: index + 1]
+        arrays, predictions = {"targets": targets}, {}
+        for name in self.method.predictors:
+            arrays[f"{PREDICTIONS}{name}"] = predictions[name] = best_label(scores[name])
+            own = metrics.best_of_own_stage(scores[name].float().cpu().numpy(), targets, sizes)
+            arrays[f"{TASK_PREDICTIONS}{name}"] = own.astype(np.int16)
         logged = self.method.logged_buffers
         buffers = {name: value for name, value in self.learner.buffers.items() if name.startswith(logged)}
         arrays |= {name: value.float().cpu().numpy() for name, value in buffers.items()}

@@ -137,7 +137,20 @@ def _with_stream(config: RunConfig, flags: StreamFlags) -> RunConfig:
         if memory.budget in ("all", "none"):
             raise EngramError(f"--selection has nothing to choose from: the memory of {config.recipe} is {memory}")
         memory = replace(memory, selection=flags.selection)
-    return replace(config, memory=memory, **_given(flags, "base", "increment", "order"))
+    given = _given(flags, "base", "increment", "order")
+    if flags.increments is not None:
+        if flags.increment is not None:
+            raise EngramError("--increment and --increments exclude each other; give only one of them")
+        given["increment"] = split_increments(flags.increments)
+    return replace(config, memory=memory, **given)
+
+
+def split_increments(text: str) -> tuple[int, ...]:
+    """Split the sizes of the stages after the base at the commas."""
+    sizes = [size.strip() for size in text.split(",")]
+    if not all(map(str.isdecimal, sizes)):
+        raise EngramError(f"--increments takes whole numbers separated by commas, such as 10,5,5,20, got {text!r}")
+    return tuple(map(int, sizes))
 
 
 def _with_training(config: RunConfig, flags: TrainingFlags) -> RunConfig:

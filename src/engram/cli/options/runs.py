@@ -43,10 +43,13 @@ class StreamFlags:
     """Number of classes of the base stage."""
     increment: Annotated[int | None, Shown("N", OF_RECIPE)] = None
     """Number of new classes of each later stage; the last may have fewer."""
+    increments: Annotated[str | None, Shown("N,N")] = None
+    """New classes of each later stage, one number for each, such as 10,5,5,20; they add up to the rest."""
     order: Annotated[str | None, Shown("ORDER", OF_RECIPE)] = None
-    """Class order: a number, seed:N, natural, all classes by name (or by id) separated by commas, or @FILE of them."""
+    """Class order: a number, seed:N, numpy:N (numpy:1993 is PyCIL's), natural, all classes by name (or by id) separated
+    by commas, or @FILE of them."""
     orders: Annotated[str | None, Shown("ORDER,ORDER")] = None
-    """Several class orders, such as 1,2,3 or @one.txt,@two.txt: one run for each."""
+    """Several class orders, such as 1,2,3 or seed:1,seed:2 or @one.txt,@two.txt: one run for each."""
     memory: Annotated[str | None, Shown("BUDGET", OF_RECIPE)] = None
     """Exemplars to keep: per_class=20, total=2000, all or none."""
     selection: Annotated[Literal["herding", "closest", "random", "first"] | None, Shown("HOW", OF_RECIPE)] = None
