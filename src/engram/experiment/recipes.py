@@ -16,11 +16,11 @@ from functools import partial
 from typing import Any
 
 from engram.contract import OWN_METHODS, MethodInfo
-from engram.contract.settings import Role, change_training, with_role
+from engram.contract.settings import MAIN_ROLES, TRAINING_ROLES, Role, change_training, with_role
 from engram.core.errors import EngramError, nearest, option, suggest
 from engram.core.serialize import flatten
 from engram.data.augment import Augmentation
-from engram.data.memory import MemoryConfig
+from engram.data.memory import RESERVOIR, MemoryConfig
 from engram.data.sources.load import DataConfig
 from engram.experiment.run_config import RunConfig
 from engram.methods import METHODS
@@ -31,6 +31,7 @@ MINI_STAGES = {10: 1, 5: 2}
 # Classes of every stage by the number of all stages, in the protocols without a larger base (B0).
 CIFAR100_EVEN_STAGES = {5: 20, 10: 10, 20: 5}
 EVEN_MEMORY = 2000  # exemplars in total
+ONLINE_BATCH = 10
 IMAGENET_BASE = {"imagenet100": 50, "imagenet1000": 500}
 IMAGENET_STAGES = {"imagenet100": {50: 1, 25: 2, 10: 5, 5: 10}, "imagenet1000": {10: 50, 5: 100}}
 # ImageNet's images are kept at 256x256 pixels and seen at 224x224.
@@ -80,6 +81,28 @@ def nme(method: MethodInfo, stages: int) -> RunConfig:
     """The CIFAR-100 protocol of the paper's NME rows."""
     assert method.recipes.nme is not None
     return replace(cifar100(method, stages).with_settings(**method.recipes.nme), predictor="nme")
+
+
+def online(config: RunConfig, batch_size: int = ONLINE_BATCH) -> RunConfig:
+    """The configuration in one pass: each image is seen once, and the exemplars are a reservoir of all images seen.
+
+    One epoch at a constant learning rate, in batches of that size, the last one kept; then at most one epoch over a
+    balanced set, for methods that have such a phase. The memory must have a total budget, or be none.
+    """
+    memory = config.memory
+    if memory.budget == "total":
+        memory = replace(memory, selection=RESERVOIR)
+    elif memory.budget != "none":
+        raise EngramError(
+            f"online learning keeps a number of exemplars in total, but {config.recipe} has the memory {memory}; "
+            f"add {option('memory', 'total=N')}, or choose another method"
+        )
+    settings, once = config.settings, {"batch_size": batch_size, "schedule": "constant", "milestones": ()}
+    for role in TRAINING_ROLES:
+        for training in with_role(settings, role).values():
+            changed = {**once, "epochs": 1 if role in MAIN_ROLES else min(1, training.epochs), "remainder": "keep"}
+            settings = change_training(settings, (role,), **changed)
+    return replace(config, settings=settings, memory=memory)
 
 
 def _config(method: MethodInfo, dataset: str, per_class: int = 20, **fields: Any) -> RunConfig:

@@ -20,6 +20,7 @@ from engram.contract.image_state import fit_image_state
 from engram.contract.learner import Learner
 from engram.core.errors import EngramError
 from engram.core.events import EpochFinished, Event, PhaseStarted, Progress, Working
+from engram.data.memory import RESERVOIR
 from engram.data.stage import Stage
 from engram.engine import Engine, PhaseLoop, PhaseState
 from engram.nn.network import Part
@@ -326,4 +327,7 @@ def class_scores(learner: Learner, engine: Engine, images: Tensor) -> dict[str, 
     if learner.class_means is not None:
         # Means and embeddings have length 1, so the nearest mean has the largest product.
         found["nme"] = F.normalize(embedding, dim=1) @ learner.class_means.T
+        if learner.memory.config.selection == RESERVOIR:  # it may have no exemplar of a class
+            unknown = sorted(set(range(len(learner.class_means))).difference(learner.memory.labels))
+            found["nme"][:, unknown] = -torch.inf
     return found

@@ -55,6 +55,7 @@ class Ridge(LinearMethod[RidgeSettings]):
 
     predictors = ("cnn",)
     uses_teacher = False
+    returning_classes = True  # the sums are over images, whatever their class
     class_buffers = (SUMS,)
 
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:

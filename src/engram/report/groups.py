@@ -64,7 +64,9 @@ class RunGroup:
     @property
     def protocol(self) -> tuple[object, ...]:
         """Data and stages: groups must have them in common for their numbers to be comparable."""
-        return self.data.fingerprint, self.data.class_names, self.first.manifest.stage_sizes
+        manifest = self.first.manifest
+        shares = tuple(manifest.config.get(name) for name in ("blurry", "repeat"))
+        return self.data.fingerprint, self.data.class_names, manifest.stage_sizes, shares
 
     @property
     def rank(self) -> tuple[int, float]:
