@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -89,7 +90,7 @@ def test_that_share_of_the_old_classes_comes_again_with_equal_parts() -> None:
         ({"repeat": 1.0}, 2, "cannot come in 3 stages"),
     ],
 )
-def test_shares_that_do_not_fit_the_images_are_refused(shares: dict[str, float], images: int, message: str) -> None:
+def test_shares_that_do_not_fit_the_images_are_refused(shares: dict[str, Any], images: int, message: str) -> None:
     with pytest.raises(EngramError, match=message):
         tiny_session(tiny_config(**shares), toy_store(per_class=images))
 
@@ -104,7 +105,7 @@ def test_shares_that_do_not_fit_the_images_are_refused(shares: dict[str, float],
         ({"repeat": 0.5, "blurry": 0.5}, "exclude each other"),
     ],
 )
-def test_shares_that_are_none_are_refused(changes: dict[str, float], message: str) -> None:
+def test_shares_that_are_none_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(EngramError, match=message):
         tiny_config(**changes)
 
@@ -176,7 +177,8 @@ def test_ridge_adds_the_images_of_classes_that_come_again() -> None:
 
 
 def test_runs_with_other_images_in_the_base_stage_do_not_share_it() -> None:
-    keys = {tiny_session(tiny_config(**shares)).base_key("x") for shares in ({}, {"blurry": 0.3}, {"repeat": 0.5})}
+    configs = (tiny_config(), tiny_config(blurry=0.3), tiny_config(repeat=0.5))
+    keys = {tiny_session(config).base_key("x") for config in configs}
     assert len(keys) == 3
 
 

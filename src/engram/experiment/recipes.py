@@ -97,7 +97,7 @@ def online(config: RunConfig, batch_size: int = ONLINE_BATCH) -> RunConfig:
             f"online learning keeps a number of exemplars in total, but {config.recipe} has the memory {memory}; "
             f"add {option('memory', 'total=N')}, or choose another method"
         )
-    settings, once = config.settings, {"batch_size": batch_size, "schedule": "constant", "milestones": ()}
+    settings, once = config.settings, {"batch_size": batch_size, "schedule": "constant"}
     for role in TRAINING_ROLES:
         for training in with_role(settings, role).values():
             changed = {**once, "epochs": 1 if role in MAIN_ROLES else min(1, training.epochs), "remainder": "keep"}
