@@ -20,7 +20,7 @@ from rich.text import Text
 
 from engram.cli.streams import Terminal, printable
 from engram.core import events
-from engram.core.metrics import METRICS
+from engram.core.metrics import METRICS, TASK_METRICS
 
 PIPE_WIDTH = 200  # columns; a pipe has no width, and tables get the width they need
 NAME_WIDTH = 12  # columns that names get at least in a table; longer names are folded
@@ -198,7 +198,7 @@ def summary_table(result: Mapping[str, Any]) -> Table:
     predictors = list(result["average_incremental_accuracy"])
     columns = [f"{name} %" for name in predictors]
     table = make_table(["", *columns], right=columns)
-    for key in METRICS:
+    for key in (*METRICS, *filter(result.get, TASK_METRICS)):
         table.add_row(key.replace("_", " "), *[percent(result[key].get(name)) for name in predictors])
     return table
 

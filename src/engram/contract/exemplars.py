@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from engram.contract.learner import Learner
 from engram.core.rng import generator
-from engram.data.memory import SELECTORS
+from engram.data.memory import RESERVOIR, SELECTORS, reservoir_order
 from engram.data.stage import Samples, Stage
 
 if TYPE_CHECKING:
@@ -18,33 +19,57 @@ if TYPE_CHECKING:
 
 
 def choose_exemplars(learner: Learner, stage: Stage, passes: Passes) -> dict[int, Tensor]:
-    """The rows of the pool to keep of each new class, best first, by the memory's budget and selection."""
-    quota = learner.memory.config.per_class(stage.num_seen)
+    """The rows of the pool to keep of each class, best first, by the memory's budget and selection.
+
+    Of the new classes, and of the old ones with new images, which are chosen together with its exemplars. For a
+    reservoir, of all classes.
+    """
+    config = learner.memory.config
+    if config.selection == RESERVOIR:
+        rows = reservoir_order(stage.pool.sources, learner.seed)[: config.size]
+        labels = stage.pool.labels[rows]
+        return {label: rows[labels == label] for label in labels.unique().tolist()}
+    return _chosen(learner, stage, passes, [*stage.new_labels, *stage.returning_labels])
+
+
+def _chosen(learner: Learner, stage: Stage, passes: Passes, labels: Sequence[int]) -> dict[int, Tensor]:
+    """As many rows of each of these classes as the memory may keep, best first."""
+    quota, seed = learner.memory.config.per_class(stage.num_seen), learner.seed
     if quota == 0:
         return {}
-    select = SELECTORS[learner.memory.config.selection]
-    rows = {label: stage.rows_of(label) for label in stage.new_labels}
+    rows = {label: stage.rows_of(label) for label in labels}
     if quota is None:
         return rows
+    if learner.memory.config.selection == RESERVOIR:
+        sources = stage.pool.sources
+        return {label: own[reservoir_order(sources[own], seed)[:quota]] for label, own in rows.items()}
+    select = SELECTORS[learner.memory.config.selection]
     chosen: dict[int, Tensor] = {}
-    for label, embeddings in unit_embeddings(learner, stage, passes).items():
-        picked = select(embeddings, quota, generator(learner.seed, "exemplars", label))
+    for label, embeddings in unit_embeddings(learner, stage, passes, labels).items():
+        again = (stage.index,) if label < stage.num_old else ()
+        picked = select(embeddings, quota, generator(seed, "exemplars", label, *again))
         chosen[label] = rows[label][picked.cpu()]
     return chosen
 
 
-def unit_embeddings(learner: Learner, stage: Stage, passes: Passes) -> dict[int, Tensor]:
-    """The embeddings (N, D), each of length 1, of all images of each new class under the current network."""
-    rows = [stage.rows_of(label) for label in stage.new_labels]
+def unit_embeddings(
+    learner: Learner, stage: Stage, passes: Passes, labels: Sequence[int] | None = None
+) -> dict[int, Tensor]:
+    """The embeddings (N, D), each of length 1, of all images of each of these classes under the current network.
+
+    labels: None: the new classes.
+    """
+    labels = stage.new_labels if labels is None else labels
+    rows = [stage.rows_of(label) for label in labels]
     unit = F.normalize(passes.embed(learner.network, stage.pool.images[torch.cat(rows)]), dim=1)
-    return dict(zip(stage.new_labels, unit.split([len(own) for own in rows]), strict=True))
+    return dict(zip(labels, unit.split([len(own) for own in rows]), strict=True))
 
 
 def balanced_rows(learner: Learner, stage: Stage, passes: Passes) -> Tensor:
     """As many rows of each class as the memory keeps; those of new classes are chosen by the current model."""
     quota = learner.memory.config.per_class(stage.num_seen)
     old = [stage.rows_of(label)[:quota] for label in range(stage.num_old)]
-    return torch.cat([*old, *choose_exemplars(learner, stage, passes).values()])
+    return torch.cat([*old, *_chosen(learner, stage, passes, stage.new_labels).values()])
 
 
 def balanced_count(learner: Learner, stage: Stage) -> int:
@@ -56,10 +81,10 @@ def balanced_count(learner: Learner, stage: Stage) -> int:
 def class_means(learner: Learner, passes: Passes) -> Tensor | None:
     """The unit mean (K, D) of each class's unit embeddings, of its exemplars and of their mirror images.
 
-    None if a class seen has no exemplar.
+    None if a class seen has no exemplar; in a reservoir, the mean of such a class is zero.
     """
-    samples = learner.memory.samples()
-    if samples is None or len(learner.memory.labels) < learner.num_classes:
+    samples, is_reservoir = learner.memory.samples(), learner.memory.config.selection == RESERVOIR
+    if samples is None or (len(learner.memory.labels) < learner.num_classes and not is_reservoir):
         return None
     return unit_means(learner, samples, learner.num_classes, passes)
 

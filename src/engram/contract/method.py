@@ -35,6 +35,8 @@ class Method(ABC, Generic[SettingsT]):
         (new rows are zero) and lose the rows of removed classes.
     logged_buffers: prefixes of the names of its tensors that are saved with each stage's results.
     image_state: tensors that are kept for each image, by name.
+    returning_classes: whether later stages may bring new images of old classes: rows of the pool that are no exemplars.
+    unbalanced_memory: whether the memory may hold more exemplars of some classes than of others, or none of a class.
     family: names the head, growth and training of the base stage, for `base_key`; None: the base stage is not shared.
 
     A method is immutable. What a stage leaves for the next goes into the learner (`Learner.store`), which is what a
@@ -46,6 +48,8 @@ class Method(ABC, Generic[SettingsT]):
     class_buffers: tuple[str, ...] = ()
     logged_buffers: tuple[str, ...] = ()
     image_state: Mapping[str, ImageTensor] = MappingProxyType({})
+    returning_classes: bool = False
+    unbalanced_memory: bool = False
     family: str | None = None
 
     _is_made = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +139,11 @@ class Working(Event):
 
 @dataclass(frozen=True)
 class StageFinished(Event):
-    """A stage has finished. accuracy: percent over all classes seen, by predictor. average: its mean over stages."""
+    """A stage has finished.
+
+    accuracy: percent over all classes seen, by predictor. average: its mean over stages. task_accuracy: the same as
+    accuracy, with the stage of each image known.
+    """
 
     stage: int
     stages: int
@@ -148,6 +152,7 @@ class StageFinished(Event):
     accuracy_by_stage: dict[str, list[float]]
     average: dict[str, float]
     seconds: float
+    task_accuracy: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ _K = TypeVar("_K")
 Matrix = Sequence[Sequence[float]]
 # Names in result.json. The last two are null in a run with one stage.
 METRICS = ("average_incremental_accuracy", "final_accuracy", "forgetting", "backward_transfer")
+# Names in result.json of the accuracies with the stage of each image known; runs of earlier versions do not have them.
+TASK_METRICS = ("average_task_accuracy", "final_task_accuracy")
 
 
 def accuracy(targets: np.ndarray, predictions: np.ndarray) -> float:
@@ -33,6 +35,19 @@ def accuracy_by_stage(targets: np.ndarray, predictions: np.ndarray, sizes: Seque
         chosen = (targets >= first) & (targets < last)
         rows.append(accuracy(targets[chosen], predictions[chosen]))
     return rows
+
+
+def best_of_own_stage(scores: np.ndarray, targets: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
+    """Return for each image the label with the highest score among the classes of its stage (task-incremental).
+
+    scores: (N, K), one column per label. targets: (N,), whose stages are taken as known; sizes as above.
+    """
+    bounds = np.cumsum([0, *sizes])
+    best = np.zeros(len(targets), dtype=np.int64)
+    for first, last in itertools.pairwise(bounds):
+        rows = np.flatnonzero((targets >= first) & (targets < last))
+        best[rows] = first + scores[rows, first:last].argmax(axis=1)
+    return best
 
 
 def average_incremental_accuracy(per_stage: Sequence[float]) -> float:

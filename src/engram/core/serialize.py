@@ -96,7 +96,9 @@ def _convert(hint: Any, item: Any, label: str) -> Any:
         if type(None) in arguments and (item is None or item == "none"):
             return None
         rest = [argument for argument in arguments if argument is not type(None)]
-        return _convert(rest[0], item, label)
+        lists = [argument for argument in rest if typing.get_origin(argument) is tuple]
+        is_list = isinstance(item, (list, tuple)) or (isinstance(item, str) and "," in item)
+        return _convert(lists[0] if lists and is_list else rest[0], item, label)
     if origin is Literal:
         if item not in arguments:
             options = ", ".join(str(argument) for argument in arguments)

@@ -7,14 +7,16 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engram.core.errors import EngramError, UnknownNameError
+from engram.core.rng import generator
 from engram.data.stage import Samples
 
 Budget = Literal["per_class", "total", "all", "none"]
-Selection = Literal["herding", "closest", "random", "first"]
+Selection = Literal["herding", "closest", "random", "first", "reservoir"]
 Selector = Callable[[Tensor, int, torch.Generator], Tensor]
 
 HERDING_ROUNDS = 1000
@@ -73,6 +75,23 @@ SELECTORS: dict[Selection, Selector] = {
 }
 
 
+RESERVOIR = "reservoir"  # not one of the selectors: it chooses among the images of all classes together
+
+
+def reservoir_order(ids: Tensor, seed: int) -> Tensor:
+    """The rows of images with these ids (N,), ordered by a random number that depends on id and seed only.
+
+    The first `size` of all images seen so far are a uniform random sample of them, and the first `size` of that sample
+    and of later images are one again. So this is reservoir sampling, whose state is the sample itself.
+    """
+    salt = torch.randint(2**62, (1,), generator=generator(seed, RESERVOIR))
+    keys = ids.numpy().astype(np.uint64) ^ salt.numpy().astype(np.uint64)
+    # The finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), a bijection: different ids never tie.
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        keys = (keys ^ (keys >> np.uint64(shift))) * np.uint64(factor)
+    return torch.from_numpy(np.argsort(keys ^ (keys >> np.uint64(31)), kind="stable"))
+
+
 STATE = "state."  # prefix of the tensors kept per image, in a saved memory
 
 
@@ -81,7 +100,8 @@ class MemoryConfig:
     """How many exemplars to keep, and how they are selected.
 
     budget: "per_class" keeps `size` of every class; "total" shares `size` among the classes seen; "all" keeps every
-    image; "none" keeps nothing.
+    image; "none" keeps nothing. selection "reservoir": `size` in total, a uniform random sample of all images seen;
+    classes have different numbers of them, perhaps none.
     """
 
     budget: Budget = "per_class"
@@ -91,8 +111,10 @@ class MemoryConfig:
     def __post_init__(self) -> None:
         if self.budget not in get_args(Budget):
             raise UnknownNameError("memory budget", self.budget, get_args(Budget))
-        if self.selection not in SELECTORS:
-            raise UnknownNameError("exemplar selection", self.selection, SELECTORS)
+        if self.selection not in (*SELECTORS, RESERVOIR):
+            raise UnknownNameError("exemplar selection", self.selection, (*SELECTORS, RESERVOIR))
+        if self.selection == RESERVOIR and self.budget != "total":
+            raise EngramError(f"a reservoir holds a number of exemplars in total, got {self.budget}; use total=N")
         if self.budget in ("all", "none"):
             object.__setattr__(self, "size", 0)  # so that two of them are equal
         elif self.size < 1:
@@ -116,16 +138,21 @@ class MemoryConfig:
         return self.budget if self.budget in ("all", "none") else f"{self.budget}={self.size}"
 
     def per_class(self, num_classes: int) -> int | None:
-        """The number of exemplars each class may have when `num_classes` are seen; None: no limit."""
+        """The number of exemplars each class may have when `num_classes` are seen; None: no limit.
+
+        Of a reservoir it is the mean number, at least 1.
+        """
         if self.budget == "all":
             return None
         if self.budget == "none":
             return 0
+        if self.selection == RESERVOIR:
+            return max(1, self.size // num_classes)
         return self.size if self.budget == "per_class" else self.size // num_classes
 
     def check(self, num_classes: int) -> None:
         """Refuse a budget that leaves some of `num_classes` classes without an exemplar."""
-        if self.budget == "total" and self.size < num_classes:
+        if self.budget == "total" and self.size < num_classes and self.selection != RESERVOIR:
             raise EngramError(
                 f"a memory of {self.size} exemplars in total is less than one for each of {num_classes} classes; "
                 f"give at least total={num_classes}"
@@ -171,6 +198,8 @@ class Memory:
             rows = torch.nonzero(pool.exemplar & (pool.labels == label)).squeeze(1)
             if pool.state and len(rows) == len(samples):
                 self._by_label[label] = replace(samples, state=pool[rows].state)
+        if self.config.selection == RESERVOIR:  # what is chosen is the whole memory
+            self._by_label, quota = {}, None
         for label, what in chosen.items():
             kept = what if isinstance(what, Samples) else pool[what]
             self._by_label[label] = replace(kept, exemplar=torch.ones(len(kept), dtype=torch.bool))

@@ -70,8 +70,8 @@ class Samples:
 class Stage:
     """One arrival of new classes.
 
-    pool: the images of the new classes, then the exemplars of the old ones; phases name rows of it. sizes: the number
-    of new classes of every stage up to this one.
+    pool: the images of the new classes (and, in some streams, further images of old ones), then the exemplars of the
+    old classes; phases name rows of it. sizes: the number of new classes of every stage up to this one.
     """
 
     index: int
@@ -92,6 +92,12 @@ class Stage:
     @property
     def new_labels(self) -> range:
         return range(self.num_old, self.num_seen)
+
+    @cached_property
+    def returning_labels(self) -> list[int]:
+        """The old classes of which new images came in this stage."""
+        labels = self.pool.labels[~self.pool.exemplar]
+        return labels[labels < self.num_old].unique().tolist()
 
     @cached_property
     def all_rows(self) -> Tensor:

@@ -25,15 +25,26 @@ class Stream:
     sizes: tuple[int, ...]
 
     @classmethod
-    def build(cls, order: Sequence[int], base: int, increment: int) -> Stream:
-        """Divide the classes into a base and stages of `increment` classes; the last stage may be smaller."""
+    def build(cls, order: Sequence[int], base: int, increment: int | Sequence[int]) -> Stream:
+        """Divide the classes into a base and later stages.
+
+        increment: number of classes of each later stage, of which the last may be smaller; or one number for each,
+            which must add up to the classes after the base.
+        """
         count = len(order)
         if sorted(order) != list(range(count)):
             raise EngramError(f"a class order must name each of the {count} classes once")
         if not 1 <= base <= count:
             raise EngramError(f"the base must have 1 to {count} classes (all of the data set), got {base}")
-        if increment < 1:
+        if min([increment] if isinstance(increment, int) else increment, default=0) < 1:
             raise EngramError(f"the increment must be at least 1 class per stage, got {increment}")
+        if not isinstance(increment, int):
+            if sum(increment) != count - base:
+                raise EngramError(
+                    f"the increments {', '.join(map(str, increment))} add up to {sum(increment)} classes, but "
+                    f"{count - base} of the {count} classes come after the base of {base}; change one of them"
+                )
+            return cls(tuple(order), (base, *increment))
         full, rest = divmod(count - base, increment)
         return cls(tuple(order), (base, *[increment] * full, *([rest] if rest else [])))
 
@@ -59,14 +70,17 @@ def class_order(spec: str, dataset: str, class_names: Sequence[str]) -> tuple[in
     """Return the class ids in the order given by `spec`.
 
     spec: "1", "2", ...: the published order with this number, or a shuffle with this seed if the data set has no
-        published orders. "natural": by class id. "seed:N": a shuffle with seed N. Otherwise, all classes separated by
-        commas, either by name or by id; numbers that are class names are names.
+        published orders. "natural": by class id. "seed:N": a shuffle with seed N. "numpy:N": the order that
+        `numpy.random.seed(N); numpy.random.permutation(classes)` gives, which other software uses (PyCIL: numpy:1993).
+        Otherwise, all classes separated by commas, either by name or by id; numbers that are class names are names.
     """
     kind, number = check_order(spec, dataset)
     if kind == "listed":
         return _listed([item.strip() for item in spec.split(",")], class_names)
     if kind == "natural":
         return tuple(range(len(class_names)))
+    if kind == "numpy":
+        return tuple(np.random.RandomState(number).permutation(len(class_names)).tolist())
     published = published_orders(dataset) if kind == "number" else ()
     if published:
         return published[number - 1]
@@ -91,17 +105,24 @@ def _is_id(value: Any) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def check_order(spec: str, dataset: str) -> tuple[Literal["natural", "seed", "number", "listed"], int]:
+def check_order(spec: str, dataset: str) -> tuple[Literal["natural", "seed", "numpy", "number", "listed"], int]:
     """Return the kind of a class order and its number; refuse what is none. The names of classes are not checked."""
     spec = spec.strip()
-    seeded, number = spec.startswith("seed:"), spec.removeprefix("seed:")
+    seeded, by_numpy = spec.startswith("seed:"), spec.startswith("numpy:")
+    number = spec.removeprefix("numpy:") if by_numpy else spec.removeprefix("seed:")
     if spec == "natural" or ("," in spec and not number.isdecimal()):
         return ("natural" if spec == "natural" else "listed"), 0
     if not number.isdecimal():
         raise EngramError(
-            f"the class order {spec!r} is none of: a number, 'natural', 'seed:N', all classes separated by commas, "
-            "or (on the command line) a file with them, @FILE"
+            f"the class order {spec!r} is none of: a number, 'natural', 'seed:N', 'numpy:N', all classes separated by "
+            "commas, or (on the command line) a file with them, @FILE"
         )
+    if by_numpy:
+        if int(number) >= 2**32:
+            raise EngramError(
+                f"a seed of NumPy is less than 2**32, got the class order {spec!r}; 'seed:N' has no limit"
+            )
+        return "numpy", int(number)
     published = published_orders(dataset)
     if not seeded and published and not 1 <= int(number) <= len(published):
         raise EngramError(
@@ -117,6 +138,8 @@ def describe_order(spec: str, dataset: str) -> str:
         return "by class id"
     if spec.startswith("seed:"):
         return f"shuffled with seed {spec[5:]}"
+    if spec.startswith("numpy:"):
+        return f"NumPy's permutation with seed {spec[6:]}"
     if spec.isdecimal():
         return f"{spec} (published)" if published_orders(dataset) else f"{spec} (shuffled with seed {spec})"
     return "given class by class"

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from engram.core import metrics
 from engram.core.checkpoint import Checkpoint, save_checkpoint
 from engram.core.errors import option, spelled
 from engram.core.events import (
@@ -29,7 +30,7 @@ from engram.experiment.base_cache import SharedBase, StageCache
 from engram.experiment.session import Session
 from engram.experiment.stage_work import StageWork, StepTaken, TimeEstimate, pack_phase, unpack_phase
 from engram.methods import find_method
-from engram.runs.directory import RunDirectory
+from engram.runs.directory import TASK_PREDICTIONS, RunDirectory
 from engram.runs.result import Result, StageRecord, summarise
 
 UNLOGGED = (Progress, Working)
@@ -155,7 +156,9 @@ class RunExecution:
         for note in session.learner.notes:
             yield Warned(spelled(note))
         session.learner.notes.clear()  # before saving, or a resumed run would repeat them
-        record = StageRecord(index, stage.num_seen, accuracy, sum(self.clock.values()), by_stage, dict(self.clock))
+        known = {name: metrics.accuracy(arrays["targets"], arrays[f"{TASK_PREDICTIONS}{name}"]) for name in accuracy}
+        seconds, by_kind = sum(self.clock.values()), dict(self.clock)
+        record = StageRecord(index, stage.num_seen, accuracy, seconds, by_stage, by_kind, known)
         self.records.append(record)
         self.estimate.stage(index, self.clock)
         if self.files is not None:
@@ -165,7 +168,7 @@ class RunExecution:
             self._save(None)
             self.files.write_result(dict(self._result()))
         average = self._result()["average_incremental_accuracy"]
-        yield StageFinished(index, stages, stage.num_seen, accuracy, by_stage, average, record.seconds)
+        yield StageFinished(index, stages, stage.num_seen, accuracy, by_stage, average, record.seconds, known)
         return False
 
     def _train(self, index: int, work: StageWork) -> Generator[Event, None, bool]:

@@ -12,7 +12,7 @@ from engram.contract.settings import MAIN_ROLES, with_role
 from engram.core.errors import EngramError, UnknownNameError, option
 from engram.core.serialize import convert_setting, from_plain, to_plain
 from engram.data.augment import Augmentation
-from engram.data.memory import MemoryConfig
+from engram.data.memory import RESERVOIR, MemoryConfig
 from engram.methods import METHODS, find_method
 from engram.nn.backbones import BACKBONES
 
@@ -56,6 +56,12 @@ class LearnerConfig:
         if method.memory == "needed" and self.memory.budget == "none":
             without = ", ".join(name for name, other in sorted(METHODS.items()) if other.memory in ("none", "optional"))
             raise EngramError(f"{self.method} needs a memory, got none; methods that learn without one: {without}")
+        if self.memory.selection == RESERVOIR and not method.kind.unbalanced_memory:
+            able = ", ".join(name for name, other in sorted(METHODS.items()) if other.kind.unbalanced_memory)
+            raise EngramError(
+                f"{self.method} needs as many exemplars of every class, which a reservoir does not keep; "
+                f"choose another selection, or a method that can: {able}"
+            )
         if self.seed < 0:
             raise EngramError(f"the seed must be 0 or more, got {self.seed}")
 

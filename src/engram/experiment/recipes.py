@@ -1,9 +1,10 @@
 """Recipes: named, complete configurations, such as `afc-cifar100-b50-s10`, and changes of them.
 
-A name is method, data set, base classes and the number of stages after the base. Recipes with `-nme-` train the head as
-the paper's NME rows did; those with a backbone's name after the method have that backbone. `<method>-folder` is for
-your own images. What a method needs otherwise than by default is in its `RecipeHints`. Changes are made from
-`key=value`, and shown in the name of the configuration.
+A name is method, data set, base classes and the number of stages after the base. In `-b0-` recipes no stage is larger
+than the others, and the number counts all stages, as in the literature: `-b0-s10` is 10 stages of 10 classes. Recipes
+with `-nme-` train the head as the paper's NME rows did; those with a backbone's name after the method have that
+backbone. `<method>-folder` is for your own images. What a method needs otherwise than by default is in its
+`RecipeHints`. Changes are made from `key=value`, and shown in the name of the configuration.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from functools import partial
 from typing import Any
 
 from engram.contract import OWN_METHODS, MethodInfo
-from engram.contract.settings import Role, change_training, with_role
+from engram.contract.settings import MAIN_ROLES, TRAINING_ROLES, Role, change_training, with_role
 from engram.core.errors import EngramError, nearest, option, suggest
 from engram.core.serialize import flatten
 from engram.data.augment import Augmentation
-from engram.data.memory import MemoryConfig
+from engram.data.memory import RESERVOIR, MemoryConfig
 from engram.data.sources.load import DataConfig
 from engram.experiment.run_config import RunConfig
 from engram.methods import METHODS
@@ -27,6 +28,10 @@ from engram.methods import METHODS
 # New classes of a stage by the number of stages: the columns of the paper's Tables 1 and 2.
 CIFAR100_STAGES = {50: 1, 25: 2, 10: 5, 5: 10}
 MINI_STAGES = {10: 1, 5: 2}
+# Classes of every stage by the number of all stages, in the protocols without a larger base (B0).
+CIFAR100_EVEN_STAGES = {5: 20, 10: 10, 20: 5}
+EVEN_MEMORY = 2000  # exemplars in total
+ONLINE_BATCH = 10
 IMAGENET_BASE = {"imagenet100": 50, "imagenet1000": 500}
 IMAGENET_STAGES = {"imagenet100": {50: 1, 25: 2, 10: 5, 5: 10}, "imagenet1000": {10: 50, 5: 100}}
 # ImageNet's images are kept at 256x256 pixels and seen at 224x224.
@@ -39,6 +44,15 @@ def cifar100(method: MethodInfo, stages: int) -> RunConfig:
     """The paper's CIFAR-100 protocol: 50 base classes, then 50, 25, 10 or 5 stages; 20 exemplars per class."""
     augmentation = _augmentation(method, Augmentation())
     return _config(method, "cifar100", base=50, increment=CIFAR100_STAGES[stages], augmentation=augmentation)
+
+
+def cifar100_even(method: MethodInfo, stages: int) -> RunConfig:
+    """The B0 protocol: CIFAR-100 in that many stages of equal size; 2,000 exemplars in total."""
+    config, classes = cifar100(method, next(iter(CIFAR100_STAGES))), CIFAR100_EVEN_STAGES[stages]
+    memory = config.memory
+    if method.memory == "needed":
+        memory = MemoryConfig("total", EVEN_MEMORY, method.selection)
+    return replace(config, base=classes, increment=classes, memory=memory)
 
 
 def mini(method: MethodInfo, stages: int) -> RunConfig:
@@ -65,6 +79,28 @@ def nme(method: MethodInfo, stages: int) -> RunConfig:
     """The CIFAR-100 protocol of the paper's NME rows."""
     assert method.recipes.nme is not None
     return replace(cifar100(method, stages).with_settings(**method.recipes.nme), predictor="nme")
+
+
+def online(config: RunConfig, batch_size: int = ONLINE_BATCH) -> RunConfig:
+    """The configuration in one pass: each image is seen once, and the exemplars are a reservoir of all images seen.
+
+    One epoch at a constant learning rate, in batches of that size, the last one kept; then at most one epoch over a
+    balanced set, for methods that have such a phase. The memory must have a total budget, or be none.
+    """
+    memory = config.memory
+    if memory.budget == "total":
+        memory = replace(memory, selection=RESERVOIR)
+    elif memory.budget != "none":
+        raise EngramError(
+            f"online learning keeps a number of exemplars in total, but {config.recipe} has the memory {memory}; "
+            f"add {option('memory', 'total=N')}, or choose another method"
+        )
+    settings, once = config.settings, {"batch_size": batch_size, "schedule": "constant"}
+    for role in TRAINING_ROLES:
+        for training in with_role(settings, role).values():
+            changed = {**once, "epochs": 1 if role in MAIN_ROLES else min(1, training.epochs), "remainder": "keep"}
+            settings = change_training(settings, (role,), **changed)
+    return replace(config, settings=settings, memory=memory)
 
 
 def _config(method: MethodInfo, dataset: str, per_class: int = 20, **fields: Any) -> RunConfig:
@@ -104,6 +140,8 @@ def _catalogue() -> Iterator[tuple[str, Callable[[], RunConfig]]]:
     for name, method in sorted(METHODS.items()):
         for stages in CIFAR100_STAGES:
             yield f"{name}-cifar100-b50-s{stages}", partial(cifar100, method, stages)
+        for stages in CIFAR100_EVEN_STAGES:
+            yield f"{name}-cifar100-b0-s{stages}", partial(cifar100_even, method, stages)
         for stages in MINI_STAGES:
             yield f"{name}-mini-b10-s{stages}", partial(mini, method, stages)
         yield f"{name}-folder", partial(folder, method)
@@ -206,6 +244,8 @@ def _leaves(config: RunConfig) -> dict[str, Any]:
     memory = {"memory": str(config.memory), "memory.selection": config.memory.selection}
     for key, value in config.to_plain().items():
         leaves |= memory if key == "memory" else flatten({key: value})
+    if isinstance(config.increment, tuple):
+        leaves["increment"] = ",".join(map(str, config.increment))
     return leaves
 
 

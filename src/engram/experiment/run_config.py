@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from engram.contract import Settings
 from engram.contract.settings import with_role
-from engram.core.errors import EngramError
+from engram.core.errors import EngramError, option
+from engram.core.fields import check_fields, limits
 from engram.core.serialize import flatten, replace_at
 from engram.data.augment import Augmentation
 from engram.data.memory import MemoryConfig
@@ -17,7 +19,7 @@ from engram.data.sources.load import DataConfig
 from engram.data.store import ImageStore
 from engram.data.stream import Stream, class_order, describe_order, order_text
 from engram.experiment.learner_config import Device, LearnerConfig, Precision, resolve_device
-from engram.methods import find_method
+from engram.methods import METHODS, find_method
 from engram.runs.reader import config_hash
 
 LONGEST_CHANGES = 60  # characters of a directory's name
@@ -31,16 +33,18 @@ class RunConfig(LearnerConfig):
     ----------
     settings: of the class that the method registered.
     base: number of classes in the base stage; None is half of all classes.
+    increment: number of classes of each later stage, or one number for each later stage.
     order: see `class_order`.
     predictor: the predictor that the recipe reports. All predictors of the method are evaluated.
     recipe: name of the recipe that this configuration was made from.
+    blurry, repeat: shares of images and of classes that come again in later stages; see `arrival_stages`.
     """
 
     method: str
     settings: Settings
     data: DataConfig = field(default_factory=DataConfig)
     base: int | None = None
-    increment: int = 1
+    increment: int | tuple[int, ...] = 1
     order: str = "1"
     seed: int = 1
     memory: MemoryConfig = field(default_factory=MemoryConfig)
@@ -50,6 +54,8 @@ class RunConfig(LearnerConfig):
     device: Device = "auto"
     precision: Precision = "auto"
     recipe: str = "custom"
+    blurry: float = field(default=0.0, metadata=limits(at_least=0, below=1))
+    repeat: float = field(default=0.0, metadata=limits(at_least=0, at_most=1))
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "order", order_text(self.order))
@@ -57,9 +63,18 @@ class RunConfig(LearnerConfig):
         predictors = find_method(self.method).predictors
         if self.predictor not in predictors:
             raise EngramError(f"{self.method} predicts by {', '.join(predictors)}, not by {self.predictor!r}")
+        check_fields(self)
+        if self.blurry and self.repeat:
+            raise EngramError(f"{option('blurry')} and {option('repeat')} exclude each other; give only one of them")
+        if (self.blurry or self.repeat) and not find_method(self.method).kind.returning_classes:
+            able = ", ".join(name for name, other in sorted(METHODS.items()) if other.kind.returning_classes)
+            raise EngramError(
+                f"{self.method} cannot learn from new images of old classes, which "
+                f"{option('blurry' if self.blurry else 'repeat')} brings; methods that can: {able}"
+            )
         for name in ("base", "increment"):
             count = getattr(self, name)
-            if count is not None and count < 1:
+            if count is not None and min(count if isinstance(count, tuple) else [count], default=0) < 1:
                 raise EngramError(f"{name} must be at least 1 class, got {count}")
 
     def with_settings(self, **changes: Any) -> RunConfig:
@@ -90,6 +105,11 @@ class RunConfig(LearnerConfig):
                 raise EngramError(f"no setting {path!r}: did you mean {' or '.join(map(repr, whole))}?")
         return replace_at(self, path, value)
 
+    def to_plain(self) -> dict[str, Any]:
+        """Return the configuration as plain data; shares of 0 are left out, as in files of earlier versions."""
+        left_out = [name for name in ("blurry", "repeat") if not getattr(self, name)]
+        return {key: value for key, value in super().to_plain().items() if key not in left_out}
+
     def fingerprint(self) -> str:
         """Return a short digest of everything but the recipe's name and the path of the images."""
         return config_hash(self.to_plain())
@@ -113,10 +133,6 @@ class RunConfig(LearnerConfig):
         epochs: description of the training, from `Session.card`; "-" leaves the line out.
         """
         stream = self.stream(store)
-        later = stream.sizes[1:]
-        increments = "none" if not later else f"{len(later)} of {later[0]}"
-        if later and later[-1] != later[0]:
-            increments += f" (the last of {later[-1]})"
         height, width = store.image_size
         seen_height, seen_width = self.augmentation.view_size(store.image_size)
         seen = "" if self.augmentation.view is None else f", of which {seen_width}x{seen_height} are seen"
@@ -129,7 +145,8 @@ class RunConfig(LearnerConfig):
             "Data set": f"{store.name}: {store.num_classes} classes, {len(store.train)} training and {len(store.test)} "
             f"test images, {width}x{height}{seen}",
             "Base": f"{stream.sizes[0]} classes",
-            "Stages": increments,
+            "Stages": describe_stages(stream.sizes[1:]),
+            "Stream": self._describe_stream(),
             "Class order": describe_order(self.order, self.data.name),
             "Memory": memory,
             "Variant": next(iter(with_role(self.settings, "variant").values()), "-"),
@@ -140,6 +157,23 @@ class RunConfig(LearnerConfig):
             "Device": f"{self.device}, {self.precision}",
         }
         return {label: text for label, text in card.items() if text != "-"}
+
+    def _describe_stream(self) -> str:
+        if self.blurry:
+            return f"blurry: {100 * self.blurry:g} % of each class's images come in later stages"
+        if self.repeat:
+            return f"repetition: {100 * self.repeat:g} % of the old classes come again at each stage, with new images"
+        return "-"
+
+
+def describe_stages(sizes: Sequence[int]) -> str:
+    """Return the number of stages after the base and their sizes in words. sizes: of these stages."""
+    if not sizes:
+        return "none"
+    if len(set(sizes[:-1])) > 1:
+        return f"{len(sizes)}, of {', '.join(map(str, sizes[:-1]))} and {sizes[-1]} classes"
+    last = f" (the last of {sizes[-1]})" if sizes[-1] != sizes[0] else ""
+    return f"{len(sizes)} of {sizes[0]}{last}"
 
 
 def directory_name(config: RunConfig) -> str:

@@ -19,16 +19,18 @@ from engram.core.memory_limits import check_stage_fits
 from engram.core.provenance import code_digest, processor_name
 from engram.core.rng import generator
 from engram.core.serialize import to_plain
-from engram.data.memory import Memory
+from engram.data.arrivals import arrival_stages
+from engram.data.memory import RESERVOIR, Memory, reservoir_order
 from engram.data.stage import Samples, Stage
 from engram.data.store import ImageStore, pixel_statistics
 from engram.engine import Engine
 from engram.experiment.learner_config import resolve_device
 from engram.experiment.run_config import RunConfig
-from engram.experiment.stage_work import PhasePlan, predict
+from engram.experiment.stage_work import PhasePlan, best_label, class_scores
 from engram.methods import find_method
 from engram.nn.backbones import build_backbone
 from engram.nn.network import Network
+from engram.runs.directory import PREDICTIONS, TASK_PREDICTIONS
 
 MAIN = "main"
 PHASE_TITLES = {"balance": "balanced fine-tuning", "correct": "correction"}  # for the protocol card
@@ -62,6 +64,9 @@ class Session:
         self.method: Method = find_method(config.method).make(config.settings)
         self._train_labels = self.stream.labels_of(store.train.class_ids)
         self._test_labels = self.stream.labels_of(store.test.class_ids)
+        # The stage in which each training image comes.
+        shares = {"blurry": config.blurry, "repeat": config.repeat}
+        self._arrivals = arrival_stages(self._train_labels, self.stream, config.seed, **shares)
         device, precision = resolve_device(config.device, config.precision)
         seen = config.augmentation.view_size(store.image_size)
         self.engine = Engine(torch.device(device), precision, config.augmentation, seen)
@@ -84,8 +89,7 @@ class Session:
         """Mean and standard deviation of each channel: as published, or of the training images of the base stage."""
         if self.store.mean is not None and self.store.std is not None:
             return self.store.mean, self.store.std
-        rows = np.flatnonzero(self._train_labels < self.stream.sizes[0])
-        return pixel_statistics(self.store.train.images, rows)
+        return pixel_statistics(self.store.train.images, np.flatnonzero(self._arrivals == 0))
 
     @cached_property
     def fingerprint(self) -> str:
@@ -117,12 +121,14 @@ class Session:
             "seed": self.config.seed,
             "method": method_key,
         }
+        if self.config.blurry or self.config.repeat:
+            key["images"] = np.flatnonzero(self._arrivals == 0).tolist()
         return hashlib.blake2b(json.dumps(key, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     def stage(self, index: int) -> Stage:
-        """A stage to train on: the images of its new classes, and the current memory."""
+        """A stage to train on: its images, which are those of its new classes, and the current memory."""
         labels = self.stream.new_labels(index)
-        rows = np.flatnonzero((self._train_labels >= labels.start) & (self._train_labels < labels.stop))
+        rows = np.flatnonzero(self._arrivals == index)
         count, engine = len(rows) + len(self.learner.memory), self.engine
         check_stage_fits(index, count, self.store.image_size, engine.device, engine.buffers.image_bytes)
         new = Samples(
@@ -137,18 +143,27 @@ class Session:
 
     def plan(self) -> list[StagePlan]:
         """Plan all stages of the run, without training."""
-        counts = np.bincount(self._train_labels, minlength=self.store.num_classes)
         plans: list[StagePlan] = []
         for index in range(len(self.stream)):
             new = self.stream.new_labels(index)
-            quota = self.config.memory.per_class(new.start) if new.start else 0
-            kept = [int(min(counts[label], counts[label] if quota is None else quota)) for label in range(new.start)]
+            counts = np.bincount(self._train_labels[self._arrivals == index], minlength=new.stop)
+            kept = self._planned_exemplars(index)
             phases = self._planned_phases(_outline(index, new, counts, kept))
             names = tuple(self.store.class_names[self.stream.order[label]] for label in new)
-            images = int(counts[new.start : new.stop].sum()) + sum(kept)
+            images = int(counts.sum() + kept.sum())
             planned = tuple(PhasePlan.of(phase) for phase in phases)
-            plans.append(StagePlan(index, names, new.stop, images, sum(kept), planned))
+            plans.append(StagePlan(index, names, new.stop, images, int(kept.sum()), planned))
         return plans
+
+    def _planned_exemplars(self, index: int) -> np.ndarray:
+        """The number of exemplars of each old class that the memory will hold at the start of a stage."""
+        memory, old = self.config.memory, self.stream.new_labels(index).start
+        rows = np.flatnonzero(self._arrivals < index)
+        if memory.selection == RESERVOIR:
+            rows = rows[reservoir_order(torch.from_numpy(rows), self.config.seed)[: memory.size]]
+        counts = np.bincount(self._train_labels[rows], minlength=old)
+        quota = memory.per_class(old) if old and memory.selection != RESERVOIR else None
+        return counts if quota is None else np.minimum(counts, quota)
 
     def _planned_phases(self, outline: Stage) -> list[Phase]:
         try:
@@ -174,10 +189,12 @@ class Session:
         rows = np.flatnonzero(self._test_labels < self.stream.num_seen(index))
         targets = self._test_labels[rows].astype(np.int16)
         images = torch.from_numpy(np.ascontiguousarray(self.store.test.images[rows]))
-        predictions = predict(self.learner, self.engine, images)
-        predictions = {name: predictions[name] for name in self.method.predictors}
-        sizes = self.stream.sizes[: index + 1]
-        arrays = {"targets": targets} | {f"predictions.{name}": labels for name, labels in predictions.items()}
+        scores, sizes = class_scores(self.learner, self.engine, images), self.stream.sizes[: index + 1]
+        arrays, predictions = {"targets": targets}, {}
+        for name in self.method.predictors:
+            arrays[f"{PREDICTIONS}{name}"] = predictions[name] = best_label(scores[name])
+            own = metrics.best_of_own_stage(scores[name].float().cpu().numpy(), targets, sizes)
+            arrays[f"{TASK_PREDICTIONS}{name}"] = own.astype(np.int16)
         logged = self.method.logged_buffers
         buffers = {name: value for name, value in self.learner.buffers.items() if name.startswith(logged)}
         arrays |= {name: value.float().cpu().numpy() for name, value in buffers.items()}
@@ -209,16 +226,11 @@ def describe_epochs(plans: Sequence[StagePlan], on: str) -> str:
     return ", ".join(parts) or "-"
 
 
-def _outline(index: int, new: range, counts: np.ndarray, kept: list[int]) -> Stage:
+def _outline(index: int, new: range, counts: np.ndarray, kept: np.ndarray) -> Stage:
     """A stage with the right labels and number of images, but with empty images, for planning."""
-    labels = np.concatenate(
-        [
-            np.repeat(np.arange(new.start, new.stop), counts[new.start : new.stop]),
-            np.repeat(np.arange(new.start), kept),
-        ]
-    )
-    exemplar = torch.from_numpy(labels < new.start)
+    labels = np.concatenate([np.repeat(np.arange(new.stop), counts), np.repeat(np.arange(new.start), kept)])
     total = len(labels)
+    exemplar = torch.arange(total) >= int(counts.sum())
     empty = torch.empty(total, 0, 0, 3, dtype=torch.uint8)
     pool = Samples(empty, torch.from_numpy(labels.astype(np.int64)), torch.arange(total), exemplar)
     return Stage(index, new.start, len(new), pool)

@@ -20,6 +20,7 @@ from engram.contract.image_state import fit_image_state
 from engram.contract.learner import Learner
 from engram.core.errors import EngramError
 from engram.core.events import EpochFinished, Event, PhaseStarted, Progress, Working
+from engram.data.memory import RESERVOIR
 from engram.data.stage import Stage
 from engram.engine import Engine, PhaseLoop, PhaseState
 from engram.nn.network import Part
@@ -307,14 +308,26 @@ class StepTimer:
 
 
 def predict(learner: Learner, engine: Engine, images: Tensor) -> dict[str, np.ndarray]:
-    """The predicted label of each uint8 image (N, H, W, 3), by predictor.
+    """The predicted label of each uint8 image (N, H, W, 3), by predictor: the class with the highest of its scores."""
+    return {name: best_label(scores) for name, scores in class_scores(learner, engine, images).items()}
 
-    cnn: the class with the highest score. nme: the class with the nearest mean of exemplars; only if there are class
-    means.
+
+def best_label(scores: Tensor) -> np.ndarray:
+    """The label (N,) with the highest of the scores (N, K)."""
+    return scores.argmax(dim=1).to("cpu", torch.int16).numpy()
+
+
+def class_scores(learner: Learner, engine: Engine, images: Tensor) -> dict[str, Tensor]:
+    """The scores (N, K) of uint8 images (N, H, W, 3), by predictor.
+
+    cnn: the head's. nme: higher for a class whose mean of exemplars is nearer; only if there are class means.
     """
     embedding, scores = engine.infer(learner.network, images)
-    predictions = {"cnn": scores.argmax(dim=1)}
+    found = {"cnn": scores}
     if learner.class_means is not None:
         # Means and embeddings have length 1, so the nearest mean has the largest product.
-        predictions["nme"] = (F.normalize(embedding, dim=1) @ learner.class_means.T).argmax(dim=1)
-    return {name: labels.to("cpu", torch.int16).numpy() for name, labels in predictions.items()}
+        found["nme"] = F.normalize(embedding, dim=1) @ learner.class_means.T
+        if learner.memory.config.selection == RESERVOIR:  # it may have no exemplar of a class
+            unknown = sorted(set(range(len(learner.class_means))).difference(learner.memory.labels))
+            found["nme"][:, unknown] = -torch.inf
+    return found

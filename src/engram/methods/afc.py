@@ -71,6 +71,7 @@ class AFC(LSCMethod[AFCSettings]):
     """Distils feature maps, each channel weighted by its importance."""
 
     logged_buffers = ("importance.",)
+    returning_classes = True
 
     def weights(self, stage: Stage) -> dict[str, float]:
         return {"discrepancy": stage_weight(self.settings.lambda_disc, stage)}

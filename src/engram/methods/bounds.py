@@ -20,6 +20,7 @@ class Naive(LSCMethod[LSCSettings]):
 
     predictors = ("cnn",)
     uses_teacher = False
+    returning_classes = True
 
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
         return super().phases(learner, stage, passes)[:1]
@@ -38,6 +39,8 @@ class Replay(LSCMethod[LSCSettings]):
     """Trains on the new images and the exemplars together, then fine-tunes the head on a balanced set."""
 
     uses_teacher = False
+    returning_classes = True
+    unbalanced_memory = True
 
 
 @final
@@ -46,6 +49,7 @@ class Joint(LSCMethod[LSCSettings]):
     """Trains a new network on all images at each stage."""
 
     uses_teacher = False
+    returning_classes = True
     family = None  # the base stage starts from other random weights, like every stage here, so it is not shared
 
     def grow(self, learner: Learner, stage: Stage, passes: Passes) -> None:

@@ -58,6 +58,8 @@ class DERPP(LinearMethod[DERPPSettings]):
     """Keeps the logits of exemplars close to the stored ones, and classifies other exemplars."""
 
     uses_teacher = False
+    returning_classes = True
+    unbalanced_memory = True
     family = None  # a shared base stage has no logits of its images
     image_state: Mapping[str, ImageTensor] = MappingProxyType({STORED: ImageTensor(per_class=True, fill=-torch.inf)})
 

@@ -58,6 +58,7 @@ class ERACE(LinearMethod[ERACESettings]):
     """Classifies new images among the new classes and replayed ones among all."""
 
     uses_teacher = False
+    unbalanced_memory = True
 
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
         new, replayed = stage.all_rows[~stage.pool.exemplar], replayed_rows(learner, stage)

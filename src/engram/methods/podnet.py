@@ -75,3 +75,5 @@ class PODMethod(LSCMethod[PODNetSettingsT]):
 )
 class PODNet(PODMethod[PODNetSettings]):
     """Distils the embedding and the maps pooled over rows and over columns."""
+
+    returning_classes = True

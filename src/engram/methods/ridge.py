@@ -47,6 +47,7 @@ class RidgeSettings(SteppedSettings):
 class Ridge(FrozenBackboneMethod[RidgeSettings]):
     """Trains in the base stage only; every stage adds to two sums and solves for the head."""
 
+    returning_classes = True  # the sums are over images, whatever their class
     class_buffers = (SUMS,)
 
     @torch.no_grad()

@@ -14,7 +14,7 @@ from engram.contract.settings import MAIN_ROLES, TRAINING_ROLES, SettingsT, chan
 from engram.core.errors import EngramError, option
 from engram.core.serialize import differences, replace_at
 from engram.data.augment import Augmentation
-from engram.data.memory import MemoryConfig
+from engram.data.memory import RESERVOIR, MemoryConfig
 from engram.experiment.learner_config import Device, LearnerConfig, refuse_no_epochs, resolve_device
 from engram.experiment.recipes import recipe
 from engram.methods import METHODS, find_method
@@ -60,6 +60,10 @@ class ModelConfig(LearnerConfig):
         if self.augmentation.pad > max(self.image_size):
             raise EngramError(f"the crop padding must be no more than the image, got {self.augmentation.pad} pixels")
         self.check_learner()
+        if self.memory.selection == RESERVOIR:
+            raise EngramError(
+                "a reservoir is for runs; a model keeps exemplars of every class: choose another selection"
+            )
         _refuse_too_large(self.to_plain())
 
     def with_epochs(self, epochs: int | None) -> ModelConfig:

@@ -64,7 +64,9 @@ class RunGroup:
     @property
     def protocol(self) -> tuple[object, ...]:
         """Data and stages: groups must have them in common for their numbers to be comparable."""
-        return self.data.fingerprint, self.data.class_names, self.first.manifest.stage_sizes
+        manifest = self.first.manifest
+        shares = tuple(manifest.config.get(name) for name in ("blurry", "repeat"))
+        return self.data.fingerprint, self.data.class_names, manifest.stage_sizes, shares
 
     @property
     def rank(self) -> tuple[int, float]:
@@ -73,8 +75,8 @@ class RunGroup:
         return -len(self.classes), 0.0 if final is None else -final.mean
 
     def metric(self, name: str, predictor: str) -> Estimate | None:
-        """A metric of result.json over the runs."""
-        return estimate([run.result.metrics[name][predictor] for run in self.runs])
+        """A metric of result.json over the runs; None if a run does not have it."""
+        return estimate([run.result.metrics[name].get(predictor) for run in self.runs])
 
     def difference(self, other: RunGroup, name: str) -> Difference | None:
         """Difference of a metric to another group, over pairs of runs with the same class order and seed."""

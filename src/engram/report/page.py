@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from engram.core.io import write_text
-from engram.core.metrics import METRICS
+from engram.core.metrics import METRICS, TASK_METRICS
 from engram.core.provenance import version
 from engram.report import figures
 from engram.report import wording as words
@@ -117,6 +117,7 @@ def _context(groups: list[RunGroup], repeats: int) -> tuple[dict[str, Any], list
         "facts": words.facts(groups),
         "notes": words.notes(groups, repeats),
         "summary": summary,
+        "knows_stages": any(row["values"]["final_task_accuracy"] is not None for row in summary),
         "marks_best": any(row["best_final"] for row in summary),
         "differences": _differences(cells),
         "any_spread": any(group.n > 1 for group in groups),
@@ -171,7 +172,7 @@ def _summary(cells: list[_GroupView]) -> list[dict[str, Any]]:
     rows = []
     for cell in cells:
         for position, name in enumerate(cell.group.predictors):
-            values = {metric: cell.group.metric(metric, name) for metric in METRICS}
+            values = {metric: cell.group.metric(metric, name) for metric in (*METRICS, *TASK_METRICS)}
             rows.append(
                 {
                     "group": cell,
@@ -182,6 +183,7 @@ def _summary(cells: list[_GroupView]) -> list[dict[str, Any]]:
                     "final": glued(values["final_accuracy"]),
                     "forgetting": glued(values["forgetting"]),
                     "transfer": glued(values["backward_transfer"]),
+                    "task": glued(values["final_task_accuracy"]),
                     "time": duration(cell.group.seconds),
                 }
             )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engram.core.metrics import METRICS, Estimate
+from engram.core.metrics import METRICS, TASK_METRICS, Estimate
 from engram.report.formatting import csv_text
 from engram.report.groups import RunGroup, comparable_groups, row_percent
 from engram.runs.result import SECONDS
@@ -66,14 +66,14 @@ def _cells(value: Estimate | None) -> list[object]:
 
 
 def _summary(groups: Sequence[RunGroup]) -> str:
-    names = [*METRICS, "seconds"]
+    names = [*METRICS, "seconds", *TASK_METRICS]
     header = ["group", "recipe", "method", "predictor", "n", "stages", "classes"]
     header += [f"{name}_{part}" for name in names for part in ("mean", "std")]
     rows = []
     for group in groups:
         for predictor in group.predictors:
-            values = [group.metric(name, predictor) for name in METRICS]
-            cells = [cell for value in [*values, group.seconds] for cell in _cells(value)]
+            values, known = ([group.metric(name, predictor) for name in some] for some in (METRICS, TASK_METRICS))
+            cells = [cell for value in [*values, group.seconds, *known] for cell in _cells(value)]
             lead = [group.label, group.first.recipe, group.first.method, predictor, group.n]
             rows.append([*lead, len(group.classes) - 1, group.classes[-1], *cells])
     return csv_text(header, rows)

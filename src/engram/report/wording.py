@@ -65,7 +65,8 @@ def _stages_in_words(run: StoredRun) -> str:
     base, later = run.manifest.stage_sizes[0], run.manifest.stage_sizes[1:]
     if not later:
         return f"{base} classes in one stage"
-    sizes = join(str(size) for size in dict.fromkeys(later))
+    # Stages of one size, of which the last may be smaller, or every size if they are uneven.
+    sizes = join(str(size) for size in (later if len(set(later[:-1])) > 1 else dict.fromkeys(later)))
     plural = "" if set(later) == {1} else "es"
     return f"{base} base classes, then {len(later)} stage{'s' if len(later) > 1 else ''} of {sizes} class{plural}"
 

@@ -27,6 +27,8 @@ MANIFEST, RESULT, EVENTS, LOCK = "run.json", "result.json", "events.jsonl", ".lo
 ERROR = "error.txt"
 CHECKPOINT = "checkpoint/state.safetensors"
 UNKNOWN_CODE = "unknown"
+# Prefixes of the arrays of a stage, before the predictor's name; the second is with the stage of each image known.
+PREDICTIONS, TASK_PREDICTIONS = "predictions.", "task_predictions."
 
 
 class RunInUse(EngramError):

@@ -24,8 +24,8 @@ from engram.core.events import read_events
 from engram.core.provenance import version
 from engram.core.safe_folder import MissingFile, read_inside
 from engram.runs.checked import Source, checked, read_checked
-from engram.runs.directory import EVENTS, FORMAT, MANIFEST, RESULT, stage_name
-from engram.runs.result import stage_metrics
+from engram.runs.directory import EVENTS, FORMAT, MANIFEST, PREDICTIONS, RESULT, TASK_PREDICTIONS, stage_name
+from engram.runs.result import stage_metrics, task_metrics
 from engram.runs.stored_run import (
     LossPoint,
     RunIdentity,
@@ -136,6 +136,11 @@ def check_result(result: RunResult, run: RunIdentity, source: Source) -> None:
             stored = result.metrics[metric].get(name)
             if (stored is None) != (value is None) or abs((stored or 0) - (value or 0)) > TOLERANCE:
                 source.fail(f"its {metric} ({name}) is {stored} and its stages give {value}")
+    again = task_metrics([row.task_accuracy for row in result.stages])
+    for metric in metrics.TASK_METRICS:
+        stored, found = result.metrics[metric], again.get(metric, {})
+        if stored.keys() != found.keys() or any(abs((stored[n] or 0) - found[n]) > TOLERANCE for n in found):
+            source.fail(f"its {metric} is {dict(stored)} and its stages give {found}")
 
 
 def check_stages(stages: Sequence[StageRow], run: RunIdentity, source: Source) -> None:
@@ -152,6 +157,8 @@ def check_stages(stages: Sequence[StageRow], run: RunIdentity, source: Source) -
         for name in row.accuracy:
             if len(row.accuracy_by_stage.get(name, ())) != index + 1:
                 source.fail(f"stages[{index}] should have a {name} accuracy for each of {index + 1} stages")
+        if row.task_accuracy and row.task_accuracy.keys() != row.accuracy.keys():
+            source.fail(f"stages[{index}].task_accuracy should have the predictors of its accuracy")
 
 
 def read_stage(directory: Path, row: StageRow, sizes: Sequence[int]) -> StageArrays | None:
@@ -168,7 +175,8 @@ def read_stage(directory: Path, row: StageRow, sizes: Sequence[int]) -> StageArr
         raise
     except Exception as error:  # safetensors has its own error types, and NumPy and JSON raise others
         source.fail(f"it cannot be read ({error})")
-    names = {"targets": "targets"} | {name: f"predictions.{name}" for name in row.accuracy}
+    names = {"targets": "targets"} | {name: f"{PREDICTIONS}{name}" for name in row.accuracy}
+    names |= {f"{TASK_PREDICTIONS}{name}": f"{TASK_PREDICTIONS}{name}" for name in row.task_accuracy}
     labels: dict[str, np.ndarray] = {}
     for key, name in names.items():
         values = tensors.get(name)
@@ -181,9 +189,16 @@ def read_stage(directory: Path, row: StageRow, sizes: Sequence[int]) -> StageArr
     born = np.repeat(np.arange(row.stage + 1), sizes[: row.stage + 1])
     if set(born[targets]) != set(born):
         source.fail("targets has no image of one of the stages")
-    for name, values in labels.items():
+    for key, values in labels.items():
         if len(values) != len(targets):
-            source.fail(f"predictions.{name} has {len(values)} labels for {len(targets)} test images")
+            source.fail(f"{names[key]} has {len(values)} labels for {len(targets)} test images")
+    for name, stored in row.task_accuracy.items():
+        known = labels.pop(f"{TASK_PREDICTIONS}{name}")
+        if (born[known] != born[targets]).any():
+            source.fail(f"{TASK_PREDICTIONS}{name} has a label of another stage than its image")
+        if abs((accuracy := metrics.accuracy(targets, known)) - stored) > ACCURACY_TOLERANCE:
+            source.fail(f"its {name} predictions within stages are {accuracy:.2f} % right, {RESULT} has {stored:.2f} %")
+    for name, values in labels.items():
         found = [metrics.accuracy(targets, values), *metrics.accuracy_by_stage(targets, values, sizes[: row.stage + 1])]
         for accuracy, stored in zip(found, (row.accuracy[name], *row.accuracy_by_stage[name]), strict=True):
             if abs(accuracy - stored) > ACCURACY_TOLERANCE:

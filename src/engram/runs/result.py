@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, TypedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NotRequired, TypedDict
 
 from engram.core import metrics
 
@@ -17,6 +17,7 @@ class StageResult(TypedDict):
     accuracy: dict[str, float]
     seconds: float
     accuracy_by_stage: dict[str, list[float]]
+    task_accuracy: NotRequired[dict[str, float]]
 
 
 class Result(TypedDict):
@@ -33,13 +34,18 @@ class Result(TypedDict):
     final_accuracy: dict[str, float]
     backward_transfer: dict[str, float | None]
     forgetting: dict[str, float | None]
+    average_task_accuracy: NotRequired[dict[str, float]]
+    final_task_accuracy: NotRequired[dict[str, float]]
     seconds: float
     seconds_by: dict[str, float]
 
 
 @dataclass(frozen=True)
 class StageRecord:
-    """The numbers of one stage. Accuracies in percent, by predictor; accuracy_by_stage has one per stage so far."""
+    """The numbers of one stage. Accuracies in percent, by predictor; accuracy_by_stage has one per stage so far.
+
+    task_accuracy: with the stage of each image known; empty in a stage of an earlier version.
+    """
 
     stage: int
     classes: int
@@ -47,16 +53,18 @@ class StageRecord:
     seconds: float
     accuracy_by_stage: dict[str, list[float]]
     seconds_by: dict[str, float]
+    task_accuracy: dict[str, float] = field(default_factory=dict)
 
     def to_result(self) -> StageResult:
         """The stage's entry in result.json."""
-        return {
+        entry: StageResult = {
             "stage": self.stage,
             "classes": self.classes,
             "accuracy": self.accuracy,
             "seconds": self.seconds,
             "accuracy_by_stage": self.accuracy_by_stage,
         }
+        return {**entry, "task_accuracy": self.task_accuracy} if self.task_accuracy else entry
 
 
 SECONDS = ("train", "importance", "exemplars", "evaluate")
@@ -69,6 +77,20 @@ def stage_metrics(accuracy: Sequence[float], matrix: metrics.Matrix) -> dict[str
         "final_accuracy": accuracy[-1],
         "backward_transfer": metrics.backward_transfer(matrix),
         "forgetting": metrics.forgetting(matrix),
+    }
+
+
+def task_metrics(stages: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    """The metrics of the accuracies with the stage of each image known, by name and predictor.
+
+    stages: the accuracies of each stage by predictor. Empty if one of the stages has none.
+    """
+    if not stages or not all(stages):
+        return {}
+    columns = {name: [stage[name] for stage in stages] for name in stages[0]}
+    return {
+        "average_task_accuracy": {n: metrics.average_incremental_accuracy(column) for n, column in columns.items()},
+        "final_task_accuracy": {name: column[-1] for name, column in columns.items()},
     }
 
 
@@ -85,6 +107,7 @@ def summarise(identity: dict[str, Any], records: Sequence[StageRecord]) -> Resul
         **identity,
         "stages": [record.to_result() for record in records],
         **{name: {predictor: values[name] for predictor, values in by_predictor.items()} for name in names},
+        **task_metrics([record.task_accuracy for record in records]),
         "seconds": sum(record.seconds for record in records),
         "seconds_by": {key: sum(record.seconds_by.get(key, 0.0) for record in records) for key in SECONDS},
     }

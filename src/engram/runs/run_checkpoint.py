@@ -43,5 +43,5 @@ def read_run_checkpoint(directory: Path, manifest: RunManifest) -> Checkpoint:
         for row in state.records:
             read_stage(directory, row, manifest.stage_sizes)
     names = [field.name for field in fields(StageRecord)]
-    records = [{name: record[name] for name in names} for record in checkpoint.data["records"]]
+    records = [{name: record[name] for name in names if name in record} for record in checkpoint.data["records"]]
     return Checkpoint(checkpoint.tensors, {**checkpoint.data, "records": records})

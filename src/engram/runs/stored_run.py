@@ -67,18 +67,25 @@ class RunManifest(RunIdentity):
 
 @dataclass(frozen=True)
 class StageRow:
-    """One stage in result.json. accuracy and accuracy_by_stage (R[t][0..t]) are in percent, by predictor."""
+    """One stage in result.json. accuracy and accuracy_by_stage (R[t][0..t]) are in percent, by predictor.
+
+    task_accuracy: with the stage of each image known; empty for runs of earlier versions.
+    """
 
     stage: Count
     classes: Count
     accuracy: Mapping[str, Percent]
     accuracy_by_stage: Mapping[str, tuple[Percent, ...]]
     seconds: Seconds
+    task_accuracy: Mapping[str, Percent] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RunResult:
-    """The content of result.json; the metrics are in percent, by predictor."""
+    """The content of result.json; the metrics are in percent, by predictor.
+
+    average_task_accuracy, final_task_accuracy: empty for runs of earlier versions.
+    """
 
     recipe: str
     method: str
@@ -88,6 +95,8 @@ class RunResult:
     final_accuracy: Mapping[str, float]
     forgetting: Mapping[str, float | None]
     backward_transfer: Mapping[str, float | None]
+    average_task_accuracy: Mapping[str, float] = field(default_factory=dict)
+    final_task_accuracy: Mapping[str, float] = field(default_factory=dict)
     seconds: Seconds
     seconds_by: Mapping[str, Seconds]
     content: dict[str, Any] = field(repr=False)
@@ -95,7 +104,7 @@ class RunResult:
     @property
     def metrics(self) -> dict[str, Mapping[str, float | None]]:
         """Each metric by name, then by predictor."""
-        return {name: getattr(self, name) for name in metrics.METRICS}
+        return {name: getattr(self, name) for name in (*metrics.METRICS, *metrics.TASK_METRICS)}
 
     @property
     def predictors(self) -> tuple[str, ...]:

@@ -109,10 +109,13 @@ def _print_overview(console: Console, rows: Sequence[Row]) -> None:
     """Print the recipes by data set and protocol, with their methods, and where more is listed."""
     for dataset in dict.fromkeys(row["dataset"] for row in rows):
         print_line(console, f"{dataset}: {DATASETS.get(dataset, 'of a method from outside the package')}")
-        for row in (row for row in rows if row["dataset"] == dataset):
+        own = [row for row in rows if row["dataset"] == dataset]
+        for row, following in zip(own, [*own[1:], None], strict=True):
             numbers = f"N = {' or '.join(map(str, row['stages']))} stages" if row["stages"] else "one class a stage"
-            print_indented(console, f"{row['recipes']}: {row['base']}, then {numbers}")
-            print_indented(console, f"METHOD: {', '.join(row['methods'])}", 8)
+            base = "" if row["base"] is None else f"{row['base']}, then "
+            print_indented(console, f"{row['recipes']}: {base}{numbers}{'' if base else ' of equal size'}")
+            if following is None or following["methods"] != row["methods"]:
+                print_indented(console, f"METHOD: {', '.join(row['methods'])}", 8)
     print_line(console, "'engram list recipes [TEXT]' shows the settings of each; 'engram list methods' the methods")
 
 
@@ -179,13 +182,17 @@ def _cache() -> list[Row]:
 
 
 def _protocols() -> list[Row]:
-    """List the recipes that differ only in their method or number of stages as one row."""
+    """List the recipes that differ only in their method or number of stages as one row.
+
+    base: None if all stages have the same size, and their number counts all of them.
+    """
     rows: dict[str, Row] = {}
     for config in map(recipe, recipe_names()):
         name = f"METHOD{config.recipe.removeprefix(config.method)}"
         stem, _, stages = name.rpartition("-s")
         name = f"{stem}-sN" if stages.isdecimal() else name
         base = "half of the classes" if config.base is None else f"{config.base} classes"
+        base = None if config.base == config.increment else base
         empty = {"dataset": config.data.name, "recipes": name, "base": base, "stages": {}, "methods": {}}
         row = rows.setdefault(name, empty)
         row["methods"][config.method] = None

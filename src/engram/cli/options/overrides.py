@@ -10,10 +10,10 @@ from engram.cli.options.runs import DataFlags, Run, StreamFlags, TrainingFlags
 from engram.contract.settings import Role, with_role
 from engram.core.errors import EngramError, option
 from engram.core.io import typed_path
-from engram.data.memory import MemoryConfig
+from engram.data.memory import RESERVOIR, MemoryConfig
 from engram.data.sources.load import FOLDERS
 from engram.experiment.learner_config import refuse_no_epochs
-from engram.experiment.recipes import apply_changes, named_after_changes, recipe
+from engram.experiment.recipes import apply_changes, named_after_changes, online, recipe
 from engram.experiment.run_config import RunConfig
 from engram.methods import find_method
 
@@ -77,6 +77,8 @@ def configure(options: Run, name: str) -> RunConfig:
     original = recipe(name)
     config = _with_data(original, options.data)
     config = _with_stream(config, options.stream)
+    if options.training.online:
+        config = _online(config, options)
     config = _with_training(config, options.training)
     config = apply_changes(config, options.training.set)
     config = replace(config, order=read_order(config.order))
@@ -132,12 +134,35 @@ def _with_data(config: RunConfig, flags: DataFlags) -> RunConfig:
 def _with_stream(config: RunConfig, flags: StreamFlags) -> RunConfig:
     memory = config.memory
     if flags.memory is not None:
-        memory = MemoryConfig.parse(flags.memory, memory.selection)
+        memory = MemoryConfig.parse(flags.memory, flags.selection or memory.selection)
     if flags.selection is not None:
         if memory.budget in ("all", "none"):
             raise EngramError(f"--selection has nothing to choose from: the memory of {config.recipe} is {memory}")
         memory = replace(memory, selection=flags.selection)
-    return replace(config, memory=memory, **_given(flags, "base", "increment", "order"))
+    given = _given(flags, "base", "increment", "order", "blurry", "repeat")
+    if flags.increments is not None:
+        if flags.increment is not None:
+            raise EngramError("--increment and --increments exclude each other; give only one of them")
+        given["increment"] = split_increments(flags.increments)
+    return replace(config, memory=memory, **given)
+
+
+def split_increments(text: str) -> tuple[int, ...]:
+    """Split the sizes of the stages after the base at the commas."""
+    sizes = [size.strip() for size in text.split(",")]
+    if not all(map(str.isdecimal, sizes)):
+        raise EngramError(f"--increments takes whole numbers separated by commas, such as 10,5,5,20, got {text!r}")
+    return tuple(map(int, sizes))
+
+
+def _online(config: RunConfig, options: Run) -> RunConfig:
+    for flag, value, only in (
+        ("epochs", options.training.epochs, 1),
+        ("selection", options.stream.selection, RESERVOIR),
+    ):
+        if value not in (None, only):
+            raise EngramError(f"--online has {flag} {only}, got --{flag} {value}; leave out one of them")
+    return online(config)
 
 
 def _with_training(config: RunConfig, flags: TrainingFlags) -> RunConfig:

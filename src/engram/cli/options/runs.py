@@ -43,14 +43,24 @@ class StreamFlags:
     """Number of classes of the base stage."""
     increment: Annotated[int | None, Shown("N", OF_RECIPE)] = None
     """Number of new classes of each later stage; the last may have fewer."""
+    increments: Annotated[str | None, Shown("N,N")] = None
+    """New classes of each later stage, one number for each, such as 10,5,5,20; they add up to the rest."""
     order: Annotated[str | None, Shown("ORDER", OF_RECIPE)] = None
-    """Class order: a number, seed:N, natural, all classes by name (or by id) separated by commas, or @FILE of them."""
+    """Class order: a number, seed:N, numpy:N (numpy:1993 is PyCIL's), natural, all classes by name (or by id) separated
+    by commas, or @FILE of them."""
     orders: Annotated[str | None, Shown("ORDER,ORDER")] = None
-    """Several class orders, such as 1,2,3 or @one.txt,@two.txt: one run for each."""
+    """Several class orders, such as 1,2,3 or seed:1,seed:2 or @one.txt,@two.txt: one run for each."""
     memory: Annotated[str | None, Shown("BUDGET", OF_RECIPE)] = None
     """Exemplars to keep: per_class=20, total=2000, all or none."""
-    selection: Annotated[Literal["herding", "closest", "random", "first"] | None, Shown("HOW", OF_RECIPE)] = None
-    """How exemplars are chosen: herding, closest (to the class mean), random or first (in the data set)."""
+    selection: Annotated[
+        Literal["herding", "closest", "random", "first", "reservoir"] | None, Shown("HOW", OF_RECIPE)
+    ] = None
+    """How exemplars are chosen: herding, closest (to the class mean), random, first (in the data set), or reservoir (of
+    all images seen, with --memory total=N)."""
+    blurry: Annotated[float | None, Shown("SHARE")] = None
+    """Share of each class's images that come in later stages than the class, such as 0.1."""
+    repeat: Annotated[float | None, Shown("SHARE")] = None
+    """Share of the old classes that come again at each later stage, with new images, such as 0.2."""
 
 
 @options
@@ -61,6 +71,8 @@ class TrainingFlags:
     """Seed of weights, batches and augmentation."""
     seeds: Annotated[str | None, Shown("N,N")] = None
     """Several seeds, such as 1,2,3: one run for each, with each class order."""
+    online: bool = False
+    """See each image once: one epoch, batches of 10 (or --batch-size), and a reservoir of --memory total=N."""
     epochs: Annotated[int | None, Shown("N", OF_RECIPE)] = None
     """Epochs of a stage's main phase."""
     finetune_epochs: Annotated[int | None, Shown("N", OF_RECIPE)] = None
