@@ -306,6 +306,13 @@ def test_json_has_every_event() -> None:
     assert "progress" in {event["event"] for event in parsed}
 
 
+def test_json_has_no_number_that_json_cannot_hold() -> None:
+    console = pipe()
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        JsonDisplay(console).show(EpochFinished(0, "main", 1, {"loss": float("nan")}, 0.1, 1.0))
+    assert not written(console)
+
+
 def test_quiet_shows_nothing_and_follow_returns_the_last_event() -> None:
     stopped = Stopped(1, 3, "interrupted", "runs/here")
     assert follow([Checkpointed(1, "main", 2), stopped], QuietDisplay(pipe())) is stopped

@@ -70,6 +70,20 @@ def test_a_folder_reads_and_writes_only_inside_itself(tmp_path: Path) -> None:
     assert (inside / "file").read_text() == "ours"
 
 
+def test_nothing_is_written_into_a_hard_link(tmp_path: Path) -> None:
+    (tmp_path / "outside").write_text("theirs")
+    (tmp_path / "inside").mkdir()
+    os.link(tmp_path / "outside", tmp_path / "inside" / "file")
+    with Folder.open(tmp_path / "inside") as folder:
+        with pytest.raises(EngramError, match=r"inside/file is a hard link: .* replace it by a copy"):
+            folder.append("file", b"ours")
+        with pytest.raises(EngramError, match=r"inside/file is a hard link"):
+            lock(tmp_path / "inside" / "file")
+        assert folder.read("file", 100) == b"theirs"
+        folder.write("file", b"ours")  # a new file
+    assert (tmp_path / "outside").read_text() == "theirs"
+
+
 def test_only_a_regular_file_is_locked(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(EngramError, match="not a regular file"):

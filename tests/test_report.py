@@ -476,6 +476,7 @@ def test_given_class_orders_are_called_by_numbers(tmp_path: Path) -> None:
             given = ",".join(str(i) if method == "afc" else names[i] for i in ids)
             config = json.loads((run / "run.json").read_text(encoding="utf-8"))["config"] | {"order": given}
             edit_json(run / "run.json", config=config, order={"name": given, "class_ids": ids})
+            edit_json(run / "result.json", order=given)
             runs.append(run)
     runs.append(fake_run(tmp_path / "seeded", class_names=names, **{**LIGHT, "stage_sizes": (60, 40)}))
     page = write_report(runs)

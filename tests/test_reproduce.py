@@ -246,7 +246,13 @@ def edited(change: Any) -> dict[str, Any]:
             lambda d: d["result"]["stages"][1]["accuracy_by_stage"].update(cnn=[60.0]),
             "stages[1] should have a cnn accuracy for each of 2 stages",
         ),
-        (lambda d: d["result"].update(seed=4), "another run"),
+        (lambda d: d["result"].update(seed=4), "another run: seed 4, not 1"),
+        (lambda d: d["result"].update(order=11), "another run: order 11, not 1"),
+        (lambda d: d["result"].update(order=1.0), "another run: order 1.0, not 1"),
+        (lambda d: d["result"].update(method="other"), "another run: method 'other', not 'afc'"),
+        (lambda d: d["order"].update(name="2"), "its class order is called '2', and its configuration has '1'"),
+        (lambda d: d.update(digest="0" * 32), "it was changed after it was made (its checksum does not match)"),
+        (lambda d: d.update(digest=None), "digest should be text"),
         (lambda d: d["result"].update(seconds="long"), "result.seconds should be a finite number, got 'long'"),
         (lambda d: d["result"].update(seconds=-1.0), "result.seconds is -1.0, not in the range 0 to inf"),
         (lambda d: d["result"].pop("stages"), "result.stages is missing"),
@@ -260,7 +266,7 @@ def edited(change: Any) -> dict[str, Any]:
         (lambda d: d.update(wall=[1.0]), "wall should have a start and an end"),
         (lambda d: d.update(wall=[2.0, 1.0]), "wall should have a start and an end"),
         (lambda d: d.update(versions={"torch": 2}), "versions.torch should be text, got 2"),
-        (lambda d: d.update(unknown=float("nan")), "a value that JSON cannot hold"),
+        (lambda d: d.update(unknown=float("nan")), "unknown should be a finite number, got nan"),
         (lambda d: d["result"]["average_incremental_accuracy"].update(cnn=99.0), "(cnn) is 99.0 and its stages give"),
     ],
 )
@@ -434,7 +440,7 @@ def test_runs_of_other_images_or_code_are_not_taken_together() -> None:
 
 def test_a_record_of_a_method_that_is_not_here_matches_nothing() -> None:
     data = json.loads(make_record().to_line())
-    data["config"]["method"] = "unheard"
+    data["config"]["method"] = data["result"]["method"] = "unheard"
     data["config_hash"] = config_hash(data["config"])
     record = check_record(data, "x")
     assert record.key is None

@@ -17,10 +17,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save
 
 from conftest import make_config, make_store
 from engram import EngramError, resume, run
-from engram.core.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from engram.core.checkpoint import Checkpoint, load_checkpoint, read_data, save_checkpoint
 from engram.core.events import RunFinished, Stopped, Warned
 from engram.core.io import TEMPORARY, lock, remove_temporaries, write_bytes
 from engram.engine.loop import Epoch, PhaseLoop
@@ -345,6 +346,17 @@ def test_a_checkpoint_whose_tensors_are_read_otherwise_is_damaged(tmp_path: Path
     path.write_bytes(content.replace(before, after))
     with pytest.raises(EngramError, match="its checksum does not match"):
         load_checkpoint(path)
+
+
+@pytest.mark.parametrize("key", ["data", "digest"])
+@pytest.mark.parametrize("value", [2**63, [], None, {}])
+def test_a_checkpoint_with_an_entry_of_the_wrong_type_is_damaged(tmp_path: Path, key: str, value: Any) -> None:
+    path = tmp_path / "state"
+    entry = {"format": 2, "digest": "0" * 32, "data": "{}", key: value}
+    path.write_bytes(save({"value": torch.ones(2)}, metadata={"engram": json.dumps(entry)}))
+    with pytest.raises(EngramError, match=r"checkpoint .* is damaged \(TypeError\); start the run again"):
+        load_checkpoint(path)
+    assert read_data(path) == {}
 
 
 def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from engram.cli.commands.list_all import list_runs
 from engram.experiment.members import progress_of
 from engram.experiment.runner import settle
 from engram.report.groups import load_runs
-from engram.reproduce.results_files import read_results
+from engram.reproduce.results_files import merge, read_file, read_results, write_file
 from helpers import timeless
 
 CHECKPOINT = "checkpoint/state.safetensors"
@@ -91,6 +91,19 @@ def test_nothing_is_written_through_a_link(stopped: Path, tmp_path: Path, name: 
     assert {path: path.read_bytes() for path in [outside, *outside.rglob("*")] if path.is_file()} == before
 
 
+@pytest.mark.parametrize("name", ["events.jsonl", ".lock", CHECKPOINT, "run.json", "result.json"])
+def test_nothing_is_written_through_a_hard_link(stopped: Path, tmp_path: Path, name: str) -> None:
+    outside = tmp_path / "outside"
+    os.link(stopped / name, outside)
+    before = outside.read_bytes()
+    if name in ("events.jsonl", ".lock"):
+        with pytest.raises(EngramError, match=f"{re.escape(str(stopped / name))} is a hard link"):
+            resumed(stopped)
+    else:
+        resumed(stopped)
+    assert outside.read_bytes() == before
+
+
 def test_a_run_that_is_reached_by_a_link_is_a_run(stopped: Path, runs: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(stopped)
     resumed(tmp_path / "link")
@@ -151,6 +164,8 @@ def raise_all(result: dict[str, Any]) -> None:
         (lambda result: result["average_incremental_accuracy"].update(cnn=99.0), "its average_incremental_accuracy"),
         (raise_all, "predictions are"),
         (lambda result: result["stages"][1]["accuracy_by_stage"]["nme"].__setitem__(0, 1.5), "nme"),
+        (lambda result: result.update(order=11), "its result is of another run: order 11, not 1"),
+        (lambda result: result.update(method="afc"), "its result is of another run: method 'afc', not 'replay'"),
     ],
 )
 def test_every_reader_refuses_an_edited_result(done: Path, change: Callable[[dict[str, Any]], Any], words: str) -> None:
@@ -165,6 +180,28 @@ def test_an_edited_result_is_listed_as_damaged(done: Path) -> None:
     (row,) = list_runs(done.parent)
     assert row["average"] is None
     assert row["status"].startswith("damaged: ")
+
+
+@pytest.mark.parametrize("name", ["run.json", "result.json"])
+def test_an_infinite_number_is_refused_wherever_it_is(done: Path, name: str) -> None:
+    edit(done / name, lambda data: data.update(unknown={"deep": [float("inf")]}))
+    assert "unknown should be a finite number, got inf" in refused(done)["report"]
+
+
+def test_a_line_of_results_that_was_edited_is_refused(done: Path, tmp_path: Path) -> None:
+    """An accuracy that no metric uses, too: a line has no predictions to compute it from again."""
+    file = tmp_path / "all.jsonl"
+    write_file(file, merge(read_results([done]).records))
+    line = json.loads(file.read_text())
+    (again,) = read_file(file)
+    assert again.to_line() + "\n" == file.read_text(), "merged again, it stays as it is"
+    line["result"]["stages"][-1]["accuracy_by_stage"]["nme"][-1] = 1.5
+    file.write_text(json.dumps(line) + "\n")
+    with pytest.raises(EngramError, match=r"all.jsonl, line 1, .*: it was changed after it was made"):
+        read_file(file)
+    del line["digest"]  # as a line of an early version
+    file.write_text(json.dumps(line) + "\n")
+    assert len(read_file(file)) == 1
 
 
 def test_a_lost_stage_does_not_finish_a_run(stopped: Path) -> None:

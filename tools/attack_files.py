@@ -48,6 +48,7 @@ from PIL import Image
 from engram import EngramError, open_run, read_mini, resume
 from engram.cli.main import main as engram_main
 from engram.core.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from engram.reproduce.records import content_digest
 from engram.runs.reader import config_hash
 
 WAITING = 5.0  # seconds without CPU time after which a command hangs
@@ -696,10 +697,11 @@ def signed(target: Path, draw: random.Random, originals: Originals) -> str:
     data = json.loads(lines[number])
     if not isinstance(data.get("config"), dict) or "config_hash" not in data:
         raise NotApplicable
-    what = edit_plain(data["config"], draw)
+    whole = "digest" in data and draw.random() < 0.5
+    what = edit_plain(data, draw) if whole else f"config.{edit_plain(data['config'], draw)}"
     lines[number] = _sign(json.dumps(data))
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return f"{where}: config.{what}"
+    return f"{where}: {what}"
 
 
 def rename(target: Path, draw: random.Random, originals: Originals) -> str:
@@ -732,11 +734,17 @@ def texts_in(file: Path) -> list[str]:
 
 
 def _sign(text: str) -> str:
-    """The text of a run with the checksum of its configuration, if it is one."""
+    """The text of a run or a line of results with the checksums of its configuration and of itself, if it is one."""
     with contextlib.suppress(ValueError):
         data = json.loads(text)
         if isinstance(data, dict) and isinstance(data.get("config"), dict) and "config_hash" in data:
-            return json.dumps(data | {"config_hash": config_hash(data["config"])})
+            data["config_hash"] = config_hash(data["config"])
+        if isinstance(data, dict) and "digest" in data:
+            try:
+                data["digest"] = content_digest(data)
+            except ValueError:  # NaN: a line without a checksum can be read too
+                del data["digest"]
+        return json.dumps(data)
     return text
 
 
@@ -827,6 +835,13 @@ def link(target: Path, draw: random.Random, originals: Originals) -> str:
     return f"{where}: a link to {LINKS[how]}"
 
 
+def hard(target: Path, draw: random.Random, originals: Originals) -> str:
+    """Give a file a second name outside: what is written into one is in the other."""
+    file = draw.choice(files_in(target))
+    os.link(file, target.parent / "outside" / "second")
+    return f"{file.relative_to(target)}: a hard link"
+
+
 def fifo(target: Path, draw: random.Random, originals: Originals) -> str:
     """Replace a file by a pipe that nobody writes to."""
     file = draw.choice(files_in(target))
@@ -871,14 +886,15 @@ KINDS: dict[str, Callable[[Path, random.Random, Originals], str]] = {
     "flip": flip,
     "swap": swap,
     "link": link,
+    "hard": hard,
     "fifo": fifo,
     "folder": folder,
     "delete": delete,
 }
 WEIGHTS = {"edit": 5, "flip": 2, "link": 2, "signed": 2, "rename": 2}  # of the others: 1
 # Papers and models have no checksum that could be computed again here. A paper is named by who runs the command, who
-# may give a pipe.
-UNFIT = {"signed": ("paper", "model"), "rename": ("cache", "model"), "fifo": ("paper",)}
+# may give a pipe. The time of a cached base stage is set when it is used.
+UNFIT = {"signed": ("paper", "model"), "rename": ("cache", "model"), "fifo": ("paper",), "hard": ("cache",)}
 
 
 # Cases

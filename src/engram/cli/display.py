@@ -125,7 +125,8 @@ class JsonDisplay(Display):
     """Prints one line of JSON for each event."""
 
     def show(self, event: events.Event, run: str | None = None) -> None:
-        self.print(json.dumps(event.to_json() if run is None else {"run": run, **event.to_json()}))
+        line = event.to_json() if run is None else {"run": run, **event.to_json()}
+        self.print(json.dumps(line, allow_nan=False))  # NaN is not JSON
 
 
 class QuietDisplay(Display):

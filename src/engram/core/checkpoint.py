@@ -55,24 +55,19 @@ def load_checkpoint(path: Path, within: Path | None = None) -> Checkpoint:
     """Read a checkpoint and verify its checksum. within: as for `save_checkpoint`."""
     with _damage(path), _open_file(path, within) as (file, size):
         check_memory(2 * size, f"the tensors of {path}", "free some memory")
-        entry = _entry(file, size)
+        entry = _read_entry(path, file, size)
         file.seek(0)
-        tensors, form = load(file.read(size)), entry.get("format")
-        if form not in (FORMAT, TENSORS_ONLY) or type(form) is not int:
-            raise EngramError(
-                f"the checkpoint {path} has format {form!r:.40}, and this version reads format {FORMAT}; "
-                "use the version of engram that wrote it"
-            )
-        if entry["digest"] != _digest(tensors, "" if form == TENSORS_ONLY else entry["data"]):
+        tensors = load(file.read(size))
+        if entry.digest != _digest(tensors, entry.text):
             raise EngramError(f"the checkpoint {path} is damaged (its checksum does not match); start the run again")
-        return Checkpoint(tensors, _data(entry), form == FORMAT)
+        return Checkpoint(tensors, entry.data, entry.format == FORMAT)
 
 
 def read_data(path: Path, within: Path | None = None) -> dict[str, Any]:
     """Read only the data of a checkpoint, without its tensors and unverified; empty if that fails."""
     try:
         with _damage(path), _open_file(path, within) as (file, size):
-            return _data(_entry(file, size))
+            return _read_entry(path, file, size).data
     except EngramError:
         return {}
 
@@ -114,23 +109,44 @@ def fitting(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _entry(file: BinaryIO, size: int) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Entry:
+    """Our entry in the metadata of the file. text: the part of the data that the checksum covers, as it was written."""
+
+    format: int
+    digest: str
+    text: str
+    data: dict[str, Any]
+
+
+def _read_entry(path: Path, file: BinaryIO, size: int) -> _Entry:
     """Read our entry in a safetensors file: eight bytes with the length of its header, then the header as JSON."""
     length = int.from_bytes(file.read(8), "little")
     if length > min(size, HEADER_BYTES):
         raise ValueError("header")
-    return _json_object(parse_json(file.read(length))["__metadata__"][_ENTRY])
+    found = _json_object(parse_json(file.read(length))["__metadata__"][_ENTRY])
+    form = found.get("format")
+    if form not in (FORMAT, TENSORS_ONLY) or type(form) is not int:
+        raise EngramError(
+            f"the checkpoint {path} has format {form!r:.40}, and this version reads format {FORMAT}; "
+            "use the version of engram that wrote it"
+        )
+    digest = _text(found["digest"])
+    if form == TENSORS_ONLY:  # the entry itself holds the data
+        data = {key: value for key, value in found.items() if key not in ("format", "digest")}
+        return _Entry(form, digest, "", data)
+    text = _text(found["data"])
+    return _Entry(form, digest, text, _json_object(text))
 
 
-def _data(entry: dict[str, Any]) -> dict[str, Any]:
-    """Return the data of the entry. In the old format they are the entry itself."""
-    if entry.get("format") == TENSORS_ONLY:
-        return {key: value for key, value in entry.items() if key not in ("format", "digest")}
-    return _json_object(entry["data"])
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError("text")
+    return value
 
 
-def _json_object(text: str) -> dict[str, Any]:
-    data = parse_json(text)
+def _json_object(text: Any) -> dict[str, Any]:
+    data = parse_json(_text(text))
     if not isinstance(data, dict):
         raise TypeError("data")
     return data

@@ -55,7 +55,8 @@ def writing(path: Path) -> Iterator[None]:
 def lock(path: Path) -> int | None:
     """Lock the file at a path and return its handle, or None if another process has locked it.
 
-    The file is created if necessary. Closing the handle releases the lock. Only a regular file is locked.
+    The file is created if necessary. Closing the handle releases the lock. Only a regular file without further names
+    (hard links) is locked.
     """
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
@@ -63,6 +64,7 @@ def lock(path: Path) -> int | None:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not stat.S_ISREG(os.fstat(handle).st_mode):
                 raise EngramError(f"{path} is not a regular file; remove it")
+            refuse_hard_link(path, os.fstat(handle))
             with suppress(FileNotFoundError):
                 if os.path.samestat(path.lstat(), os.fstat(handle)):
                     return handle
@@ -73,6 +75,15 @@ def lock(path: Path) -> int | None:
             os.close(handle)
             raise
         os.close(handle)  # the file was removed or replaced between opening and locking
+
+
+def refuse_hard_link(path: Path, status: os.stat_result) -> None:
+    """Refuse a file that has another name: writing into it would change the file of that name too."""
+    if status.st_nlink > 1:
+        raise EngramError(
+            f"{path} is a hard link: a file elsewhere has the same content and would change too; "
+            "replace it by a copy, or remove it"
+        )
 
 
 @contextmanager

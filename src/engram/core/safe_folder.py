@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from engram.core.errors import EngramError
-from engram.core.io import write_bytes, writing
+from engram.core.io import refuse_hard_link, write_bytes, writing
 
 
 class MissingFile(Exception):
@@ -88,10 +88,11 @@ class Folder:
             return file.read(limit + 1)[:size]
 
     def append(self, name: str, content: bytes) -> None:
-        """Append to a file, which is created if it does not exist."""
+        """Append to a file, which is created if it does not exist. A hard link is refused."""
         with self._within(name) as (folder, last), writing(self.path / name):
             handle, _ = folder._open_regular(last, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
             with os.fdopen(handle, "ab") as file:
+                refuse_hard_link(self.path / name, os.fstat(handle))
                 file.write(content)
 
     def _open_regular(self, name: str, flags: int) -> tuple[int, int]:

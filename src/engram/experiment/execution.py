@@ -31,7 +31,7 @@ from engram.experiment.session import Session
 from engram.experiment.stage_work import StageWork, StepTaken, TimeEstimate, pack_phase, unpack_phase
 from engram.methods import find_method
 from engram.runs.directory import TASK_PREDICTIONS, RunDirectory
-from engram.runs.result import Result, StageRecord, summarise
+from engram.runs.result import Result, StageRecord, order_value, summarise
 
 UNLOGGED = (Progress, Working)
 
@@ -215,7 +215,7 @@ class RunExecution:
             "recipe": config.recipe,
             "method": config.method,
             "dataset": self.session.store.name,
-            "order": int(config.order) if config.order.isdecimal() else config.order,
+            "order": order_value(config.order),
             "seed": config.seed,
         }
         return summarise(identity, self.records)

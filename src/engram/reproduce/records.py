@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 from engram.core import metrics
 from engram.core.errors import EngramError
+from engram.core.safe_folder import digest
 from engram.experiment.run_config import RunConfig
 from engram.runs.checked import Source, checked, load_json
 from engram.runs.reader import check_identity, check_result, read_log, read_result, read_stage
@@ -38,7 +40,8 @@ class Record(RunIdentity):
     """One complete run.
 
     source: file and line, or the directory. wall: start and end time. reused_base: another run trained its base stage.
-    importance: of the channels after the last stage, from high to low, a list per feature map.
+    importance: of the channels after the last stage, from high to low, a list per feature map. digest: see
+    `content_digest`; a line of an early version has none.
     """
 
     data: ImagesSummary
@@ -46,6 +49,7 @@ class Record(RunIdentity):
     reused_base: bool
     wall: tuple[float, ...] | None = None
     importance: tuple[tuple[float, ...], ...] = ()
+    digest: str = ""
     source: str = ""
 
     @property
@@ -121,7 +125,7 @@ class Record(RunIdentity):
 
     def to_line(self) -> str:
         """The record as one line of JSON without spaces."""
-        return json.dumps(self.content, separators=(",", ":"), sort_keys=True, allow_nan=False, ensure_ascii=False)
+        return _to_line(self.content)
 
 
 def protocol_key(config: RunConfig) -> str:
@@ -156,10 +160,25 @@ def read_record(directory: Path, manifest: RunManifest) -> Record:
         "reused_base": log.reused_base,
         "result": result.content,
     }
-    record = check_record(data, str(directory))
+    check_record(data, str(directory))
     arrays = read_stage(directory, result.stages[-1], manifest.stage_sizes)
     importance = [] if arrays is None else sorted_importance(arrays)
-    return check_record(data | {"importance": importance}, str(directory)) if importance else record
+    data |= {"importance": importance} if importance else {}
+    return check_record(data | {"digest": content_digest(data)}, str(directory))
+
+
+def content_digest(data: Mapping[str, Any]) -> str:
+    """Digest of a record's content, without that digest.
+
+    A line has no predictions to compute its accuracies from again: the digest shows that none was changed since the
+    line was made from a run directory, where they were.
+    """
+    line = _to_line({key: value for key, value in data.items() if key != "digest"})
+    return digest(line.encode(errors="backslashreplace"))
+
+
+def _to_line(data: Mapping[str, Any]) -> str:
+    return json.dumps(data, separators=(",", ":"), sort_keys=True, allow_nan=False, ensure_ascii=False)
 
 
 def sorted_importance(arrays: StageArrays) -> list[list[float]]:
@@ -187,10 +206,8 @@ def check_record(data: Any, source: str) -> Record:
     if len(record.result.stages) != len(record.stage_sizes):
         where.fail(f"it has {len(record.result.stages)} of {len(record.stage_sizes)} stages")
     check_result(record.result, record, where)
-    try:
-        record.to_line()  # which has also what this version does not know
-    except (ValueError, RecursionError) as error:
-        where.fail(f"it has a value that JSON cannot hold ({error})")
+    if record.digest and record.digest != content_digest(data):
+        where.fail("it was changed after it was made (its checksum does not match)")
     return replace(record, source=source)
 
 

@@ -40,13 +40,18 @@ class Source:
 
 
 def read_checked(cls: type[T], file: Path, remedy: str) -> T:
-    """Read a JSON file as the dataclass `cls`; links, pipes and devices are refused."""
+    """Read a JSON file as the dataclass `cls`; see `read_json_file`."""
     source = Source(file, remedy)
+    return checked(cls, read_json_file(source, file), source)
+
+
+def read_json_file(source: Source, file: Path) -> Any:
+    """Read a JSON file; links, pipes and devices are refused."""
     try:
         content = read_inside(file.parent, file.name, MAX_BYTES)
     except MissingFile:
         source.fail("it is missing")
-    return checked(cls, load_json(content, source), source)
+    return load_json(content, source)
 
 
 def load_json(content: bytes | str, source: Source) -> Any:
@@ -60,8 +65,8 @@ def load_json(content: bytes | str, source: Source) -> Any:
 def checked(cls: type[T], data: Any, source: Source) -> T:
     """Return plain data as the dataclass `cls`.
 
-    Keys must have the names of the fields; other keys are ignored. Numbers must be finite. A field `content` holds the
-    whole JSON object.
+    Keys must have the names of the fields; other keys are ignored. A field `content` holds the whole JSON object, with
+    them. Numbers must be finite, those in `content` too.
     """
     try:
         return _object(cls, data)
@@ -93,14 +98,16 @@ def _object(cls: type[T], data: Any) -> T:
     values: dict[str, Any] = {}
     for name, (parse, required) in _fields(cls).items():
         if name == "content":
-            values[name] = data
-        elif name in data:
+            continue
+        if name in data:
             try:
                 values[name] = parse(data[name])
             except _WrongValueError as wrong:
                 raise wrong.below(f".{name}") from None
         elif required:
             raise _WrongValueError("is missing").below(f".{name}")
+    if "content" in _fields(cls):  # last: the errors of the other fields say more
+        values["content"] = _mapping(_plain, data)
     try:
         return cls(**values)
     except EngramError as error:  # of the dataclass's own checks

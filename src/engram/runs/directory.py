@@ -116,7 +116,7 @@ class RunDirectory:
 
     def append(self, event: Event) -> None:
         """Append an event to events.jsonl."""
-        line = json.dumps({"time": round(time.time(), 3), **event.to_json()})
+        line = json.dumps({"time": round(time.time(), 3), **event.to_json()}, allow_nan=False)
         with Folder.open(self.path) as folder:
             folder.append(EVENTS, f"{line}\n".encode())
 

@@ -23,9 +23,9 @@ from engram.core.errors import EngramError
 from engram.core.events import read_events
 from engram.core.provenance import version
 from engram.core.safe_folder import MissingFile, read_inside
-from engram.runs.checked import Source, checked, read_checked
+from engram.runs.checked import Source, checked, read_checked, read_json_file
 from engram.runs.directory import EVENTS, FORMAT, MANIFEST, PREDICTIONS, RESULT, TASK_PREDICTIONS, stage_name
-from engram.runs.result import stage_metrics, task_metrics
+from engram.runs.result import order_value, stage_metrics, task_metrics
 from engram.runs.stored_run import (
     LossPoint,
     RunIdentity,
@@ -53,14 +53,15 @@ def read_manifest(directory: Path) -> RunManifest:
     file = directory / MANIFEST
     if not os.path.lexists(file):
         raise EngramError(f"{directory} is not a run directory: it has no {MANIFEST}")
-    form = read_checked(_Format, file, _RUN_AGAIN)
+    source = Source(file, _RUN_AGAIN)
+    content = read_json_file(source, file)
+    form = checked(_Format, content, source)
     if form.format != FORMAT:
         raise EngramError(
             f"{directory} was written by engram {form.engram} in format {form.format}, and this is engram {version()}, "
             f"which reads format {FORMAT}; use the version that wrote it"
         )
-    source = Source(file, _RUN_AGAIN)
-    manifest = checked(RunManifest, form.content, source)
+    manifest = checked(RunManifest, content, source)
     check_identity(manifest, source, num_classes=len(manifest.data.class_names))
     if not manifest.predictors:
         source.fail("predictors is empty")
@@ -72,7 +73,6 @@ def read_manifest(directory: Path) -> RunManifest:
 @dataclass(frozen=True)
 class _Format:
     format: int
-    content: dict[str, Any]
     engram: Any = "?"
 
 
@@ -80,6 +80,8 @@ def check_identity(run: RunIdentity, source: Source, num_classes: int | None = N
     """Check that configuration, class order and stages fit together. num_classes: of the data set, if known."""
     if config_hash(run.config) != run.config_hash:
         source.fail("its configuration was changed after the run began")
+    if run.order.name != str(configured := run.config.get("order", run.order.name)):
+        source.fail(f"its class order is called {run.order.name!r:.60}, and its configuration has {configured!r:.60}")
     ids = run.order.class_ids
     if sorted(ids) != list(range(len(ids) if num_classes is None else num_classes)):
         source.fail("order.class_ids is not an order of the classes")
@@ -122,12 +124,12 @@ def parse_result(directory: Path) -> RunResult:
 
 def check_result(result: RunResult, run: RunIdentity, source: Source) -> None:
     """Check that a result belongs to its run, and that its metrics follow from its stages."""
-    if result.recipe != run.recipe:
-        source.fail(f"its result is of another run: recipe {result.recipe!r}, not {run.recipe!r}")
-    if result.seed != run.config.get("seed"):
-        source.fail(f"its result is of another run: seed {result.seed}, not {run.config.get('seed')}")
-    if type(order := result.content.get("order", "")) not in (int, str):
-        source.fail(f"order should be a number or the name of a class order, got {order!r:.60}")
+    config = run.config
+    expected = {"recipe": run.recipe, "method": config.get("method"), "seed": config.get("seed")}
+    for name, value in {**expected, "order": order_value(run.order.name)}.items():
+        found = result.content.get(name, value)  # early results have no order
+        if type(found) not in (int, str) or str(found) != str(value):
+            source.fail(f"its result is of another run: {name} {found!r:.200}, not {value!r:.200}")
     check_stages(result.stages, run, source)
     for name in result.predictors:
         accuracy = [row.accuracy[name] for row in result.stages]

@@ -67,6 +67,14 @@ class StageRecord:
         return {**entry, "task_accuracy": self.task_accuracy} if self.task_accuracy else entry
 
 
+_DIGITS = 18  # of the largest number of a class order
+
+
+def order_value(name: str) -> int | str:
+    """A class order as result.json has it: a number if its name is one."""
+    return int(name) if name.isdecimal() and len(name) <= _DIGITS else name
+
+
 SECONDS = ("train", "importance", "exemplars", "evaluate")
 
 
