@@ -36,9 +36,9 @@ from engram.kernels import launch  # noqa: E402
 from engram.kernels.launch import ARITHMETIC, Arithmetic, Conv, Norm, NormGradient, Scratch  # noqa: E402
 from engram.methods.blocks.batches import paste_box  # noqa: E402
 from engram.methods.der import ExpandingBackbone  # noqa: E402
-from engram.nn.backbones import Block, BlockGroup, ResNet  # noqa: E402
 from engram.nn.heads import CosineHead  # noqa: E402
 from engram.nn.network import Network  # noqa: E402
+from engram.nn.resnet import Block, BlockGroup, ResNet  # noqa: E402
 
 # A GPU rounds to the nearest bf16; Triton's interpreter cuts off what does not fit.
 ROUNDING = 1.0 if INTERPRETED else 0.5

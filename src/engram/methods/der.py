@@ -29,8 +29,9 @@ from engram.core.rng import generator
 from engram.methods.blocks.linear import classify, seen_columns
 from engram.methods.blocks.losses import cross_entropy
 from engram.methods.blocks.phases import balanced_phase, main_phase, stepped
-from engram.nn.backbones import BACKBONES, ResNet
+from engram.nn.backbone import Backbone
 from engram.nn.heads import Head
+from engram.nn.resnet import ResNet
 
 BRANCH_COST = 0.3  # of an image, relative to training on it without a teacher
 OLDER = "older."
@@ -169,11 +170,11 @@ class DER(Method[DERSettings]):
     uses_teacher = False
     family = "DER"
 
-    def backbone(self, backbone: ResNet) -> ResNet:
+    def backbone(self, backbone: Backbone) -> Backbone:
         if type(backbone) is not ResNet:  # a subclass may compute something else
             raise EngramError(
-                f"der cannot use the backbone {type(backbone).__name__}: at every stage it adds a copy of it, which it "
-                f"can only make of engram's own backbones; choose one of {', '.join(BACKBONES)}, or another method",
+                f"der cannot use the backbone {backbone.known_as}: at every stage it adds a copy of it, which it "
+                "can only make of engram's residual backbones, such as resnet32; choose one of them or another method",
                 parameter="backbone",
             )
         return ExpandingBackbone(backbone)

@@ -28,7 +28,7 @@ class Head(nn.Module, ABC):
     class_parameters: names of the parameters whose first dimension is the class. class_buffers: the same for buffers,
     with the value of an unused row. Both grow with the head. Other parameters (the scale) belong to no class.
     rectified: the input of the head (`input_features`) is the mean of the last map's positive part instead of the
-    embedding.
+    embedding, if the backbone ends in a ReLU (`Backbone.ends_in_relu`).
     """
 
     class_parameters: tuple[str, ...] = ("weight",)
@@ -60,9 +60,11 @@ class Head(nn.Module, ABC):
     def widen(self, dim: int) -> None:
         """Set the size of the features; only a head for backbones with branches can change it."""
 
-    def input_features(self, embedding: Tensor, last_map: Tensor) -> Tensor:
-        """The head's input (B, D) in float32, from the embedding and the last map (B, D, H, W) of the backbone."""
-        return last_map.relu().mean(dim=(2, 3), dtype=torch.float32) if self.rectified else embedding.float()
+    def input_features(self, embedding: Tensor, last_map: Tensor | None) -> Tensor:
+        """The head's input (B, D) in float32, from the embedding, and the last map (B, D, H, W) before its ReLU."""
+        if last_map is None or not self.rectified:
+            return embedding.float()
+        return last_map.relu().mean(dim=(2, 3), dtype=torch.float32)
 
     @property
     def capacity(self) -> int:
