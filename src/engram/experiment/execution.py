@@ -126,14 +126,15 @@ class RunExecution:
             )
 
     def _other_code(self) -> Iterator[Event]:
-        """Warn if a method or a backbone from outside the package was edited since the run started."""
+        """Warn if code of the user, such as a method or an optimiser, was edited since the run started."""
         assert self.files is not None
         config, from_start = self.session.config, not self.records and self.phase_at is None
         for kind in self.files.record_code(config.code_versions(), from_start):
             if not from_start:
+                named = " ".join(filter(None, (kind.replace("_", " "), getattr(config, kind, ""))))
                 yield Warned(
-                    f"the code of the {kind} {getattr(config, kind, '')} was changed since {self.directory} was "
-                    "trained, so the result will mix both versions; start a new run to use only one"
+                    f"the code of the {named} was changed since {self.directory} was trained, so the result will mix "
+                    "both versions; start a new run to use only one"
                 )
 
     def _stage(self, index: int) -> Generator[Event, None, bool]:

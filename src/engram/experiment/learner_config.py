@@ -10,6 +10,7 @@ import torch
 from engram.contract import Settings
 from engram.contract.settings import MAIN_ROLES, with_role
 from engram.core.errors import EngramError, option
+from engram.core.registry import joined_versions
 from engram.core.serialize import convert_setting, from_plain, to_plain
 from engram.data.augment import Augmentation
 from engram.data.memory import MemoryConfig
@@ -60,7 +61,8 @@ class LearnerConfig:
 
     def code_versions(self) -> dict[str, str]:
         """Return file and digest of the user's code that the configuration names, for run.json; empty if none."""
-        return {**find_method(self.method).versions, **BACKBONES.versions(self.backbone)}
+        method, used = find_method(self.method), [(BACKBONES, self.backbone)]
+        return {**method.versions, **joined_versions(used)}
 
     def to_plain(self) -> dict[str, Any]:
         """Return the configuration as plain data."""

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from engram.core.errors import EngramError
-from engram.core.registry import Registry
+from engram.core.registry import OWN, Registry
 from engram.nn.backbone import Backbone, Make, as_backbone
 from engram.nn.resnet import resnet10, resnet18, resnet18_small, resnet32
 from engram.nn.vision_transformer import vit_tiny
@@ -17,9 +17,7 @@ from engram.nn.wide_resnet import wrn16_2, wrn28_2
 
 MakeT = TypeVar("MakeT", bound=Make)
 
-BACKBONES: Registry[Make] = Registry(
-    "backbone", "(a backbone of your own: import its module first; for a command, set ENGRAM_METHODS=FILE.py)"
-)
+BACKBONES: Registry[Make] = Registry("backbone", OWN)
 
 
 def register_backbone(name: str) -> Callable[[MakeT], MakeT]:
