@@ -117,7 +117,7 @@ def _code_of(objects: Iterable[object]) -> tuple[str, str | None]:
     for part in parts:
         if not inspect.isfunction(part) and not inspect.isclass(part):  # such as a partial: its arguments are not read
             return "", None
-        if part.__module__.partition(".")[0] in _KNOWN:
+        if (part.__module__ or "").partition(".")[0] in _KNOWN:
             continue
         try:
             inspect.getsource(part)  # fails if it is not in its module's file
