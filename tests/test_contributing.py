@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def blocks() -> list[str]:
-    """The example's method and its test."""
+    """The example's method and its test, and then the other examples."""
     return re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), flags=re.DOTALL)
 
 
@@ -32,7 +32,7 @@ def blocks() -> list[str]:
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The package and its contract suite with the example's two files in them."""
     there = tmp_path_factory.mktemp("contributor")
-    method, test = blocks()
+    method, test = blocks()[:2]
     shutil.copytree(ROOT / "src", there / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     (there / "tests").mkdir()
     for name in ("conftest.py", "helpers.py", "test_methods_contract.py"):
@@ -74,7 +74,8 @@ def test_the_example_passes_the_contract_and_its_own_test(copy: Path) -> None:
 
 
 def test_the_example_passes_the_checks(copy: Path) -> None:
-    files = ("src/engram/methods/steady.py", "tests/test_steady.py")
+    files = ("src/engram/methods/steady.py", "tests/test_steady.py", "tests/three_layers.py")
+    (copy / files[2]).write_text(next(block for block in blocks() if "@register_backbone" in block))
     (copy / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text().replace('venv = ".venv"\n', ""))
     assert "0 errors, 0 warnings" in call(copy, "basedpyright", "--pythonpath", sys.executable, *files)
     call(copy, "ruff", "check", *files)

@@ -29,8 +29,8 @@ from engram.methods.dde import Neighbours, TrackMomentum
 from engram.methods.der import FrozenBranches
 from engram.methods.mnemonics import TrainFactors
 from engram.methods.penalty import QuadraticPenalty
-from engram.nn.backbones import BACKBONES, build_backbone
 from engram.nn.network import Network, Part
+from engram.nn.resnet import ResNet, resnet10, resnet18, resnet18_small, resnet32
 
 
 class FakeRecording:
@@ -246,7 +246,7 @@ def test_the_plan_is_made_in_pieces_without_a_trace(monkeypatch: pytest.MonkeyPa
 
 def test_our_kernels_are_for_a_gpu_that_can_run_them(monkeypatch: pytest.MonkeyPatch) -> None:
     session = Session(make_config(), make_store())
-    backbone = build_backbone("resnet10", generator(1))
+    backbone = resnet10(generator(1))
     assert session.engine.why_not_fused(backbone) == "they are for a GPU"
     session.engine.device = torch.device("cuda")
     monkeypatch.setattr("engram.kernels.availability._capability", lambda device: (7, 5))
@@ -417,8 +417,10 @@ def test_batches_that_are_all_of_one_image_are_refused_where_none_can_be_normali
         learn(session, 0)
 
 
-@pytest.mark.parametrize("name", sorted(BACKBONES))
+@pytest.mark.parametrize("make", [resnet10, resnet18, resnet18_small, resnet32])
 @pytest.mark.parametrize("size", [(8, 8), (9, 16), (17, 33), (32, 32)])
-def test_the_size_of_the_last_map_is_told_beforehand(name: str, size: tuple[int, int]) -> None:
-    backbone = build_backbone(name, generator(0, "backbone"))
+def test_the_size_of_the_last_map_is_told_beforehand(
+    make: Callable[[torch.Generator], ResNet], size: tuple[int, int]
+) -> None:
+    backbone = make(generator(0, "backbone"))
     assert backbone.last_map(size) == backbone(torch.zeros(2, 3, *size))[0][-1].shape[2:]

@@ -18,9 +18,9 @@ from engram.methods.bic import CorrectedHead
 from engram.methods.blocks.losses import nca_paper, nca_released
 from engram.methods.blocks.lsc import Classify, LSCSettings
 from engram.methods.gdumb import NormalisedHead
-from engram.nn.backbones import BlockGroup, ResNet
 from engram.nn.heads import CosineHead, Head, LinearHead, LSCHead
 from engram.nn.network import Network, Part
+from engram.nn.resnet import BlockGroup, ResNet
 from helpers import (
     buffers_of,
     cpu_engine,
@@ -426,6 +426,7 @@ def test_features_of_a_pass_are_the_input_of_the_head_and_fit_it_in_closed_form(
     """A rectified head sees other features than the embeddings: fitted to these, its scores would be wrong."""
     engine, head = cpu_engine(size=8), HEADS[kind](8, 3)
     network = tiny_network(head)
+    assert isinstance(network.backbone, ResNet)
     for group in network.backbone.groups:  # a new block only passes its input on
         torch.nn.init.normal_(group.get_parameter("0.bn2.weight"), generator=seeded())
     head.grow(3, seeded())

@@ -41,9 +41,11 @@ from engram.kernels.launch import ARITHMETIC, Arithmetic, Conv, Norm, NormGradie
 from engram.methods.blocks.batches import paste_box  # noqa: E402
 from engram.methods.blocks.expanding import WideningHead  # noqa: E402
 from engram.methods.der import ExpandingBackbone  # noqa: E402
-from engram.nn.backbones import Block, BlockGroup, ResNet  # noqa: E402
+from engram.nn.backbones import build_backbone  # noqa: E402
 from engram.nn.heads import CosineHead  # noqa: E402
 from engram.nn.network import Network  # noqa: E402
+from engram.nn.resnet import Block, BlockGroup, ResNet  # noqa: E402
+from engram.nn.vision_transformer import VisionTransformer  # noqa: E402
 
 # A GPU rounds to the nearest bf16; Triton's interpreter cuts off what does not fit.
 ROUNDING = 1.0 if INTERPRETED else 0.5
@@ -874,3 +876,28 @@ PLAIN = "they are written for backbones without 1x1 convolutions, ReLUs after a 
 )
 def test_what_the_kernels_cannot_run_is_said(groups: list[BlockGroup], size: tuple[int, int], why: str | None) -> None:
     assert unsupported(make_backbone(groups), size) == why
+
+
+class OtherForward(ResNet):
+    """Computes something else than the kernels would."""
+
+    def forward(self, x: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+        maps, embedding = super().forward(-x)
+        return maps, embedding
+
+
+class OtherBlock(Block):
+    """Is not what the kernels compute."""
+
+
+def test_backbones_that_are_not_engrams_residual_ones_are_left_to_torch() -> None:
+    other = OtherForward(GROUPS, torch.Generator())
+    replaced = make_backbone(GROUPS)
+    replaced.groups[0] = torch.nn.Sequential(OtherBlock(16, 16, 1))
+    for backbone in (
+        other,
+        replaced,
+        build_backbone("wrn16-2", torch.Generator()),
+        VisionTransformer(3, 16, 2, 4, torch.Generator()),
+    ):
+        assert unsupported(backbone, (32, 32)) == "they are written for engram's residual backbones"

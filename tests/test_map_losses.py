@@ -23,9 +23,9 @@ from engram.methods.blocks.losses import (
     top_old_class,
     whole_map_distance,
 )
-from engram.nn.backbones import resnet10
 from engram.nn.heads import LSCHead
 from engram.nn.network import Network
+from engram.nn.resnet import resnet10
 from helpers import numeric_gradient, random_step
 
 SEEDS = range(4)

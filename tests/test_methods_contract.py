@@ -334,7 +334,9 @@ def test_a_stage_smaller_than_a_batch_trains(method: str, remainder: str) -> Non
         for _ in session.engine.start(session.learner, stage, replace(phase, loss=spy), number):
             pass
     assert sizes == [24 - HELD_BACK.get(method, 0)] * 2
-    assert not torch.equal(session.learner.network.backbone.conv.weight, before["backbone.conv.weight"])
+    assert not torch.equal(
+        session.learner.network.backbone.get_parameter("conv.weight"), before["backbone.conv.weight"]
+    )
 
 
 @methods

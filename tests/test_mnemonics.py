@@ -38,7 +38,7 @@ from engram.methods.mnemonics import (
     to_uint8,
     unrolled_entropy,
 )
-from engram.nn.backbones import ResNet
+from engram.nn.resnet import ResNet
 from helpers import (
     assert_resumes_to,
     learn_stage,
@@ -108,7 +108,7 @@ def test_after_the_base_convolutions_move_by_their_factors_alone() -> None:
             assert torch.equal(held, first), "the base stage's weights, at every stage"
             assert not torch.equal(factor, torch.ones_like(factor))
             assert torch.equal(weight, first * factor[:, :, None, None])
-    assert not torch.equal(network.backbone.bn.weight, norm["backbone.bn.weight"]), "norms train"
+    assert not torch.equal(network.backbone.get_parameter("bn.weight"), norm["backbone.bn.weight"]), "norms train"
 
 
 def test_an_update_of_a_factor_is_sgd_on_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,7 @@ class Overlapping:
         self._entered = [threading.Event(), threading.Event()]
         self._first_ended = threading.Event()
         self._calls = 0
-        self._hook = model.learner.network.backbone.conv.register_forward_pre_hook(self._inside)
+        self._hook = model.learner.network.backbone.get_submodule("conv").register_forward_pre_hook(self._inside)
 
     def _inside(self, *_: object) -> None:
         self._calls += 1

@@ -189,7 +189,9 @@ def test_old_weights_stay_and_new_ones_and_the_scale_move_on() -> None:
     assert torch.equal(weights_of(session)[:2], old), "not even by weight decay"
     assert not torch.equal(weights_of(session)[2:4], imprinted)
     assert scale.item() != carried
-    assert not torch.equal(session.learner.network.backbone.conv.weight, before["backbone.conv.weight"])
+    assert not torch.equal(
+        session.learner.network.backbone.get_parameter("conv.weight"), before["backbone.conv.weight"]
+    )
 
 
 def test_fine_tuning_moves_the_weights_of_all_classes_on_a_balanced_set_and_nothing_else() -> None:

@@ -12,11 +12,13 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from engram.contract import Backbone as Backbone
     from engram.contract import Method as Method
     from engram.contract import Phase as Phase
     from engram.contract import Step as Step
     from engram.contract import Training as Training
     from engram.contract import register as register
+    from engram.contract import register_backbone as register_backbone
     from engram.core.errors import EngramError as EngramError
     from engram.data.augment import Augmentation as Augmentation
     from engram.data.memory import MemoryConfig as MemoryConfig
@@ -66,7 +68,7 @@ _PUBLIC = {
     "experiment.run_config": ["RunConfig"],
     "experiment.runner": ["resume", "run", "train"],
     "experiment.trained": ["TrainedRun", "open_run"],
-    "contract": ["Method", "Phase", "Step", "Training", "register"],
+    "contract": ["Backbone", "Method", "Phase", "Step", "Training", "register", "register_backbone"],
     "models.edit": ["remove_class", "remove_images", "rename_class", "undo"],
     "models.learning": ["learn_into"],
     "models.model_config": ["ModelConfig"],

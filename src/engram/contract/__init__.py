@@ -27,12 +27,15 @@ from engram.contract.registry import (
 )
 from engram.contract.settings import Settings, SettingsT, Training, base_settings, setting
 from engram.data.stage import Samples, Stage
+from engram.nn.backbone import Backbone
+from engram.nn.backbones import register_backbone
 from engram.nn.network import Network, Output, Part
 
 __all__ = [
     "METHODS",
     "OWN_METHODS",
     "AfterUpdate",
+    "Backbone",
     "BatchPlan",
     "Extension",
     "FlatParameters",
@@ -68,6 +71,7 @@ __all__ = [
     "import_all",
     "load_network",
     "register",
+    "register_backbone",
     "setting",
     "unit_embeddings",
     "unit_means",

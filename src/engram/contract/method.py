@@ -21,7 +21,7 @@ from engram.contract.settings import SettingsT, base_settings
 from engram.core.errors import EngramError
 from engram.core.rng import generator
 from engram.data.stage import Samples, Stage
-from engram.nn.backbones import ResNet
+from engram.nn.backbone import Backbone
 from engram.nn.heads import Head
 from engram.nn.network import Network
 
@@ -37,6 +37,9 @@ class Method(ABC, Generic[SettingsT]):
     image_state: tensors that are kept for each image, by name.
     returning_classes: whether later stages may bring new images of old classes: rows of the pool that are no exemplars.
     unbalanced_memory: whether the memory may hold more exemplars of some classes than of others, or none of a class.
+    needs_maps: whether it reads feature maps, so that it needs a backbone that has some.
+    needs_pooled_map: whether it needs a backbone whose embedding is the mean of its last map.
+    needs_image_gradients: whether it uses `Passes.sensitivity`, which not every layer supports.
     family: names the head, growth and training of the base stage, for `base_key`; None: the base stage is not shared.
 
     A method is immutable. What a stage leaves for the next goes into the learner (`Learner.store`), which is what a
@@ -50,6 +53,9 @@ class Method(ABC, Generic[SettingsT]):
     image_state: Mapping[str, ImageTensor] = MappingProxyType({})
     returning_classes: bool = False
     unbalanced_memory: bool = False
+    needs_maps: bool = False
+    needs_pooled_map: bool = False
+    needs_image_gradients: bool = False
     family: str | None = None
 
     _is_made = False
@@ -69,15 +75,18 @@ class Method(ABC, Generic[SettingsT]):
         """Refuse changes of attributes from now on."""
         object.__setattr__(self, "_is_made", True)
 
-    def backbone(self, backbone: ResNet) -> ResNet:
-        """The backbone for this method, made from the one of the configuration; unchanged by default."""
+    def backbone(self, backbone: Backbone) -> Backbone:
+        """The backbone for this method, made from the one of the configuration; unchanged by default.
+
+        Refuse a backbone that the method cannot use here, before anything is trained.
+        """
         return backbone
 
     @abstractmethod
     def head(self, dim: int, capacity: int) -> Head:
         """A new head over embeddings of that size, for up to that many classes."""
 
-    def network(self, backbone: ResNet, head: Head, mean: Sequence[float], std: Sequence[float]) -> Network:
+    def network(self, backbone: Backbone, head: Head, mean: Sequence[float], std: Sequence[float]) -> Network:
         """The network; a subclass of Network for a method that changes how parameters are trained."""
         return Network(backbone, head, mean, std)
 

@@ -9,13 +9,16 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from engram.core.errors import EngramError, UnknownNameError
 
 NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 # Their code is known by the commit or by the version of torch. Classes of Python have no file.
 _KNOWN = {"engram", "torch", *sys.stdlib_module_names}
+
+# A hint about an unknown name, for things that a user may have in a file of their own.
+OWN = "(one of your own: import its module first; for a command, set ENGRAM_METHODS=FILE.py)"
 
 T = TypeVar("T")
 
@@ -95,6 +98,15 @@ class Registry(Generic[T]):
         return self._entries[name]
 
 
+def joined_versions(used: Iterable[tuple[Registry[Any], str]]) -> dict[str, str]:
+    """The versions of several registered things; those of one kind, such as two optimisers, are joined by "+"."""
+    found: dict[str, dict[str, None]] = {}
+    for registry, name in used:
+        for key, value in registry.versions(name).items():
+            found.setdefault(key, {})[value] = None
+    return {key: "+".join(values) for key, values in found.items()}
+
+
 def _code_of(objects: Iterable[object]) -> tuple[str, str | None]:
     """The name of the first file outside this package that defines the objects, and a digest of all such files.
 
@@ -105,7 +117,7 @@ def _code_of(objects: Iterable[object]) -> tuple[str, str | None]:
     for part in parts:
         if not inspect.isfunction(part) and not inspect.isclass(part):  # such as a partial: its arguments are not read
             return "", None
-        if part.__module__.partition(".")[0] in _KNOWN:
+        if (part.__module__ or "").partition(".")[0] in _KNOWN:
             continue
         try:
             inspect.getsource(part)  # fails if it is not in its module's file

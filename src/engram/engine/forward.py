@@ -18,7 +18,7 @@ from engram.engine.buffers import DevicePool
 from engram.engine.capture import Branch
 from engram.engine.sgd import FlatSGD
 from engram.kernels.availability import reason_unavailable
-from engram.nn.backbones import ResNet
+from engram.nn.backbone import Backbone
 from engram.nn.network import Network, Output
 
 Precision = Literal["float32", "tf32", "bf16"]
@@ -42,7 +42,7 @@ class Compute:
         """The context for forward passes by torch's modules."""
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.precision == "bf16")
 
-    def why_not_fused(self, backbone: ResNet) -> str | None:
+    def why_not_fused(self, backbone: Backbone) -> str | None:
         """Why our kernels do not run this backbone; None if they do."""
         if self.augmentation.view is not None:
             return "they crop images, but do not resize them"

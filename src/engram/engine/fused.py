@@ -30,15 +30,25 @@ from engram.kernels.launch import (
     sum_splits,
     weight_splits,
 )
-from engram.nn.backbones import Block, ResNet, both_means
+from engram.nn.backbone import Backbone, both_means
+from engram.nn.resnet import Block, ResNet
 
 WIDTHS = (16, 32, 64)
 
 
-def unsupported(backbone: ResNet, size: tuple[int, int]) -> str | None:
+def as_resnet(backbone: Backbone) -> ResNet:
+    """The backbone as the type that these kernels can run."""
+    assert isinstance(backbone, ResNet)
+    return backbone
+
+
+def unsupported(backbone: Backbone, size: tuple[int, int]) -> str | None:
     """Why these kernels cannot run the backbone on images of that size; None if they can."""
-    if type(backbone).forward is not ResNet.forward:
-        return f"they do not know what {type(backbone).__name__} computes"
+    foreign = "they are written for engram's residual backbones"
+    if not isinstance(backbone, ResNet) or type(backbone).forward is not ResNet.forward:
+        return foreign
+    if any(type(block) is not Block for group in backbone.groups for block in group.children()):
+        return foreign
     if any(width not in WIDTHS for width in backbone.widths):
         return f"they are written for {', '.join(map(str, WIDTHS))} channels"
     strides = 1
@@ -81,8 +91,9 @@ class FusedGroup:
         return slice(convs[0].norm, convs[-1].norm + 2 * convs[-1].channels_out)
 
 
-def layout(backbone: ResNet, size: tuple[int, int], arithmetic: Arithmetic) -> list[FusedGroup]:
+def layout(backbone: Backbone, size: tuple[int, int], arithmetic: Arithmetic) -> list[FusedGroup]:
     """The backbone's groups, with the offsets of their weights and norm values, each in the order of the modules."""
+    resnet = as_resnet(backbone)
     height, width = size
     weight = norm = 0
     groups: list[FusedGroup] = []
@@ -95,9 +106,9 @@ def layout(backbone: ResNet, size: tuple[int, int], arithmetic: Arithmetic) -> l
         weight, norm = weight + conv.weights, norm + 2 * conv.channels_out
         return conv
 
-    stem: Conv | None = place(backbone.conv)
-    norms = [backbone.bn]
-    for group in backbone.groups:
+    stem: Conv | None = place(resnet.conv)
+    norms = [resnet.bn]
+    for group in resnet.groups:
         blocks: list[tuple[Conv, Conv]] = []
         for block in group.children():
             assert isinstance(block, Block)
@@ -128,7 +139,7 @@ class FusedBackbone:
 
     def __init__(
         self,
-        backbone: ResNet,
+        backbone: Backbone,
         size: tuple[int, int],
         values: Tensor,
         gradients: Tensor,
@@ -280,9 +291,9 @@ class _Backward:
 class FoldedBackbone:
     """A backbone that is not trained, with its norms folded into its weights: a teacher, or a model to evaluate."""
 
-    def __init__(self, backbone: ResNet, size: tuple[int, int], arithmetic: Arithmetic) -> None:
+    def __init__(self, backbone: Backbone, size: tuple[int, int], arithmetic: Arithmetic) -> None:
         self.groups = layout(backbone, size, arithmetic)
-        device = backbone.conv.weight.device
+        device = as_resnet(backbone).conv.weight.device
         convs = [conv for group in self.groups for conv in group.convs]
         elements = [9 * conv.channels_in for conv in convs for _ in range(conv.channels_out)]
         self.weights = torch.empty(sum(elements), dtype=arithmetic.stored, device=device)
@@ -295,10 +306,11 @@ class FoldedBackbone:
         self.load(backbone)
 
     @torch.no_grad()
-    def load(self, backbone: ResNet) -> None:
+    def load(self, backbone: Backbone) -> None:
         """Copy the backbone's values, in place."""
-        convs, norms = [backbone.conv], [backbone.bn]
-        for block in _blocks(backbone):
+        resnet = as_resnet(backbone)
+        convs, norms = [resnet.conv], [resnet.bn]
+        for block in _blocks(resnet):
             convs += [block.conv1, block.conv2]
             norms += [block.bn1, block.bn2]
         gamma, beta, mean, variance = (
@@ -334,18 +346,18 @@ def _blocks(backbone: ResNet) -> list[Block]:
 
 
 class FoldedBranches:
-    """The frozen branches of a backbone (`ResNet.branches`) by our kernels, their norms folded into the weights."""
+    """The frozen branches of a backbone (`Backbone.branches`) by our kernels, their norms folded into the weights."""
 
-    def __init__(self, backbone: ResNet, size: tuple[int, int], arithmetic: Arithmetic) -> None:
+    def __init__(self, backbone: Backbone, size: tuple[int, int], arithmetic: Arithmetic) -> None:
         self._folded = [FoldedBackbone(each, size, arithmetic) for each in backbone.branches]
 
-    def load(self, backbone: ResNet) -> None:
+    def load(self, backbone: Backbone) -> None:
         """Copy the values of the branches, in place."""
         for folded, each in zip(self._folded, backbone.branches, strict=True):
             folded.load(each)
 
     def __call__(self, images: Tensor) -> Tensor | None:
-        """The branches' embeddings (2, B, N D) of images (B, H, W, 4), as `ResNet.branch_embeddings`; or None."""
+        """The branches' embeddings (2, B, N D) of images (B, H, W, 4), as `Backbone.branch_embeddings`; or None."""
         if not self._folded:
             return None
         with torch.no_grad():

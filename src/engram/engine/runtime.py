@@ -48,11 +48,11 @@ class Runtime(Compute):
     def drops_last_image(self, network: Network, size: int, last: int) -> bool:
         """Whether a last batch of one image, after batches of `size`, must be dropped.
 
-        It must if the backbone reduces an image to one value per channel: a batch norm in training cannot normalise a
-        single value. Refuses batches of one image then.
+        It must if a batch norm of the backbone gets one value per channel from an image: in training it cannot
+        normalise a single value. Refuses batches of one image then.
         """
         height, width = self.image_size
-        if last > 1 or network.backbone.last_map(self.image_size) != (1, 1):
+        if last > 1 or network.backbone.trains_on_one_image(self.image_size):
             return False
         if size == 1:
             raise EngramError(

@@ -75,13 +75,48 @@ def sensitivity(
 
 def _check(network: Network) -> None:
     """Refuse a network with layers that have no rule for gradients per image."""
-    others = {type(m).__name__ for m in network.modules() if type(m) not in MEASURES and list(m.parameters(False))}
+    others = {type(m).__name__ for m in network.modules() if not _has_rule(m) and list(m.parameters(False))}
     others |= set(network.head.adjustments)
     if others:
         known = ", ".join(kind.__name__ for kind in MEASURES)
         raise EngramError(
             f"gradients of single images can be computed for {known}, but not for {', '.join(sorted(others))}; "
             "a method that uses sensitivity needs a network of only these layers"
+        )
+
+
+def _has_rule(module: nn.Module) -> bool:
+    if isinstance(module, nn.Conv2d) and (module.padding_mode != "zeros" or isinstance(module.padding, str)):
+        return False
+    if isinstance(module, nn.BatchNorm2d) and module.running_mean is None:
+        return False
+    return type(module) in MEASURES
+
+
+@torch.no_grad()
+def check_layers(network: Network, size: tuple[int, int]) -> None:
+    """Refuse a network of which `sensitivity` cannot be computed on images of that size, before it is trained.
+
+    A layer that is called twice, or whose weights are used without a call, would get a wrong gradient.
+    """
+    _check(network)
+    calls = {module: 0 for module in network.backbone.modules() if list(module.parameters(recurse=False))}
+
+    def count(module: nn.Module, *_: object) -> None:
+        calls[module] += 1
+
+    handles = [module.register_forward_hook(count) for module in calls]
+    assert not network.training
+    try:
+        network(torch.zeros(1, 3, *size, device=network.mean.device))
+    finally:
+        for handle in handles:
+            handle.remove()
+    wrong = next((name for name, module in network.named_modules() if calls.get(module, 1) != 1), None)
+    if wrong is not None:
+        raise EngramError(
+            f"gradients of single images need a network that calls each layer once, but it calls {wrong} "
+            f"{calls[network.get_submodule(wrong)]} times; choose another backbone, or a method that does not need them"
         )
 
 
@@ -132,13 +167,32 @@ Sum = Callable[[Tensor], Tensor]
 
 def _of_convolution(conv: nn.Module, inputs: Tensor, gradient: Tensor, total: Sum) -> dict[str, Tensor]:
     assert isinstance(conv, nn.Conv2d)
-    assert conv.groups == 1
-    assert conv.bias is None
     assert not isinstance(conv.padding, str)
     # The input of each weight of a filter at each pixel of the output: (B, C_in * taps, L).
     seen = F.unfold(inputs, conv.kernel_size, conv.dilation, conv.padding, conv.stride)
-    each = gradient.flatten(2) @ seen.transpose(1, 2)  # (B, C_out, C_in * taps)
-    return {"weight": total(each).view_as(conv.weight)}
+    by_group = gradient.flatten(2).unflatten(1, (conv.groups, -1))
+    each = by_group @ seen.unflatten(1, (conv.groups, -1)).transpose(2, 3)  # (B, groups, C_out, C_in * taps)
+    return {"weight": total(each).view_as(conv.weight)} | _of_bias(conv.bias, gradient.sum(dim=(2, 3)), total)
+
+
+def _of_bias(bias: Tensor | None, each: Tensor, total: Sum) -> dict[str, Tensor]:
+    return {} if bias is None else {"bias": total(each)}
+
+
+def _of_linear(linear: nn.Module, inputs: Tensor, gradient: Tensor, total: Sum) -> dict[str, Tensor]:
+    assert isinstance(linear, nn.Linear)
+    # The dimensions between the image and its values are tokens, say: (B, T, ...).
+    gradient, inputs = (each.flatten(1, -2) if each.ndim > 2 else each[:, None] for each in (gradient, inputs))
+    each = gradient.transpose(1, 2) @ inputs
+    return {"weight": total(each)} | _of_bias(linear.bias, gradient.sum(dim=1), total)
+
+
+def _of_layer_norm(norm: nn.Module, inputs: Tensor, gradient: Tensor, total: Sum) -> dict[str, Tensor]:
+    assert isinstance(norm, nn.LayerNorm)
+    normed = F.layer_norm(inputs, norm.normalized_shape, eps=norm.eps)
+    between = tuple(range(1, inputs.ndim - len(norm.normalized_shape)))
+    weights, shifts = (each.sum(dim=between) if between else each for each in (gradient * normed, gradient))
+    return {"weight": total(weights)} | _of_bias(norm.bias, shifts, total)
 
 
 def _of_norm(norm: nn.Module, inputs: Tensor, gradient: Tensor, total: Sum) -> dict[str, Tensor]:
@@ -185,6 +239,8 @@ def _cosines(embedding: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 MEASURES: dict[type[nn.Module], Callable[[nn.Module, Tensor, Tensor, Sum], dict[str, Tensor]]] = {
     nn.Conv2d: _of_convolution,
     nn.BatchNorm2d: _of_norm,
+    nn.Linear: _of_linear,
+    nn.LayerNorm: _of_layer_norm,
     LinearHead: _of_linear_head,
     CosineHead: _of_cosine_head,
     LSCHead: _of_lsc_head,

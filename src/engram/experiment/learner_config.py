@@ -9,7 +9,8 @@ import torch
 
 from engram.contract import Settings
 from engram.contract.settings import MAIN_ROLES, with_role
-from engram.core.errors import EngramError, UnknownNameError, option
+from engram.core.errors import EngramError, option
+from engram.core.registry import joined_versions
 from engram.core.serialize import convert_setting, from_plain, to_plain
 from engram.data.augment import Augmentation
 from engram.data.memory import RESERVOIR, MemoryConfig
@@ -46,8 +47,7 @@ class LearnerConfig:
         for name in ("settings", "augmentation"):  # an integer given for a float becomes a float, as in the file
             value = getattr(self, name)
             object.__setattr__(self, name, from_plain(type(value), to_plain(value), name))
-        if self.backbone not in BACKBONES:
-            raise UnknownNameError("backbone", self.backbone, BACKBONES)
+        BACKBONES.find(self.backbone)
         if method.memory in ("none", "all") and self.memory.budget != method.memory:
             raise EngramError(
                 f"{self.method} is defined with memory={method.memory}, got {self.memory}; "
@@ -64,6 +64,11 @@ class LearnerConfig:
             )
         if self.seed < 0:
             raise EngramError(f"the seed must be 0 or more, got {self.seed}")
+
+    def code_versions(self) -> dict[str, str]:
+        """Return file and digest of the user's code that the configuration names, for run.json; empty if none."""
+        method, used = find_method(self.method), [(BACKBONES, self.backbone)]
+        return {**method.versions, **joined_versions(used)}
 
     def to_plain(self) -> dict[str, Any]:
         """Return the configuration as plain data."""

@@ -17,7 +17,6 @@ from engram.core import metrics
 from engram.core.errors import EngramError
 from engram.core.memory_limits import check_stage_fits
 from engram.core.provenance import code_digest, processor_name
-from engram.core.rng import generator
 from engram.core.serialize import to_plain
 from engram.data.arrivals import arrival_stages
 from engram.data.memory import RESERVOIR, Memory, reservoir_order
@@ -25,11 +24,11 @@ from engram.data.stage import Samples, Stage
 from engram.data.store import ImageStore, pixel_statistics
 from engram.engine import Engine
 from engram.experiment.learner_config import resolve_device
+from engram.experiment.networks import check_network, make_network
 from engram.experiment.run_config import RunConfig
 from engram.experiment.stage_work import PhasePlan, best_label, class_scores
 from engram.methods import find_method
-from engram.nn.backbones import build_backbone
-from engram.nn.network import Network
+from engram.nn.backbones import BACKBONES
 from engram.runs.directory import PREDICTIONS, TASK_PREDICTIONS
 
 MAIN = "main"
@@ -75,6 +74,7 @@ class Session:
         network, teacher = (
             make_network(config, self.method, store.num_classes, mean, std).to(device) for _ in ("student", "teacher")
         )
+        check_network(config, self.method, network, seen)
         self.learner = Learner(network, teacher, memory, config.seed, self.method.uses_teacher)
 
     @property
@@ -102,7 +102,8 @@ class Session:
         fingerprint: of the store, if it is already known.
         """
         method_key, code = find_method(self.config.method).base_key(self.method), code_digest(self.method)
-        if method_key is None or code is None:
+        backbone_code = BACKBONES.code(self.config.backbone)
+        if method_key is None or code is None or backbone_code is None:
             return None
         base = self.stream.sizes[0]
         key = {
@@ -116,7 +117,7 @@ class Session:
             "classes": list(self.stream.order[:base]),
             "capacity": self.store.num_classes,
             "normalisation": self.normalisation,
-            "backbone": self.config.backbone,
+            "backbone": [self.config.backbone, backbone_code],
             "augmentation": to_plain(self.config.augmentation),
             "seed": self.config.seed,
             "method": method_key,
@@ -201,14 +202,6 @@ class Session:
         accuracy = {name: metrics.accuracy(targets, labels) for name, labels in predictions.items()}
         by_stage = {name: metrics.accuracy_by_stage(targets, labels, sizes) for name, labels in predictions.items()}
         return accuracy, by_stage, arrays
-
-
-def make_network(
-    config: RunConfig, method: Method, classes: int, mean: Sequence[float], std: Sequence[float]
-) -> Network:
-    """The untrained network of a run, for up to that many classes."""
-    backbone = method.backbone(build_backbone(config.backbone, generator(config.seed, "backbone")))
-    return method.network(backbone, method.head(backbone.dim, classes), mean, std)
 
 
 def describe_epochs(plans: Sequence[StagePlan], on: str) -> str:

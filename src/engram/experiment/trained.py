@@ -14,8 +14,8 @@ from engram.contract.learner import load_network
 from engram.core.checkpoint import fitting
 from engram.core.errors import EngramError
 from engram.data.augment import centre, to_unit
+from engram.experiment.networks import make_network
 from engram.experiment.run_config import RunConfig
-from engram.experiment.session import make_network
 from engram.methods import find_method
 from engram.nn.network import Network, Output
 from engram.runs.directory import CHECKPOINT

@@ -70,6 +70,7 @@ def read_importance(step: Step) -> list[Tensor]:
 class AFC(LSCMethod[AFCSettings]):
     """Distils feature maps, each channel weighted by its importance."""
 
+    needs_maps = True
     logged_buffers = ("importance.",)
     returning_classes = True
 

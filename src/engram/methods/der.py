@@ -25,12 +25,13 @@ from engram.contract import Learner, Method, Passes, Phase, Settings, Stage, Ste
 from engram.contract.extension import Extension
 from engram.contract.registry import RecipeHints, register
 from engram.core.rng import generator
-from engram.methods.blocks.expanding import freeze, refuse_foreign
+from engram.methods.blocks.expanding import freeze, residual
 from engram.methods.blocks.linear import classify, seen_columns
 from engram.methods.blocks.losses import cross_entropy
 from engram.methods.blocks.phases import balanced_phase, main_phase, stepped
-from engram.nn.backbones import ResNet
+from engram.nn.backbone import Backbone
 from engram.nn.heads import Head
+from engram.nn.resnet import ResNet
 
 BRANCH_COST = 0.3  # of an image, relative to training on it without a teacher
 OLDER = "older."
@@ -164,9 +165,8 @@ class DER(Method[DERSettings]):
     uses_teacher = False
     family = "DER"
 
-    def backbone(self, backbone: ResNet) -> ResNet:
-        refuse_foreign("der", backbone)
-        return ExpandingBackbone(backbone)
+    def backbone(self, backbone: Backbone) -> Backbone:
+        return ExpandingBackbone(residual("der", backbone))
 
     def head(self, dim: int, capacity: int) -> Head:
         return ExpandingHead(dim, capacity)

@@ -23,12 +23,12 @@ from engram.contract.learner import load_network
 from engram.contract.registry import RecipeHints, register
 from engram.core.errors import EngramError
 from engram.core.rng import generator
-from engram.methods.blocks.expanding import WideningHead, refuse_foreign
+from engram.methods.blocks.expanding import WideningHead, residual
 from engram.methods.blocks.linear import classify, distil, seen_columns
 from engram.methods.blocks.losses import cross_entropy, distillation
 from engram.methods.blocks.phases import main_phase
 from engram.methods.der import ExpandingBackbone, FrozenBranches
-from engram.nn.backbones import ResNet
+from engram.nn.backbone import Backbone
 from engram.nn.heads import Head
 
 SINGLE = "single."  # prefix of the single network's tensors, from one stage's end to the next
@@ -85,9 +85,8 @@ class FOSTER(Method[FOSTERSettings]):
     family = "FOSTER"
     class_buffers = tuple(f"{SINGLE}head.{name}" for name in (*WideningHead.class_parameters, "seen"))
 
-    def backbone(self, backbone: ResNet) -> ResNet:
-        refuse_foreign("foster", backbone)
-        return ExpandingBackbone(backbone)
+    def backbone(self, backbone: Backbone) -> Backbone:
+        return ExpandingBackbone(residual("foster", backbone))
 
     def head(self, dim: int, capacity: int) -> Head:
         return WideningHead(dim, capacity)

@@ -130,6 +130,8 @@ class GeoDLSettings(SteppedSettings):
 class GeoDL(CosineMethod[GeoDLSettings]):
     """Distils the features of a batch along the geodesic between old and new subspaces."""
 
+    needs_maps = True
+
     def weights(self, stage: Stage) -> dict[str, float]:
         return {"geodesic": old_weight(self.settings.lambda_geodesic, stage)}
 

@@ -96,6 +96,8 @@ class LwM(WithoutMemory[LwMSettings]):
     """Distils the scores of old classes and the teacher's attention; keeps no images."""
 
     class_buffers = (ROWS,)
+    needs_maps = True
+    needs_pooled_map = True
 
     def grow(self, learner: Learner, stage: Stage, passes: Passes) -> None:
         super().grow(learner, stage, passes)

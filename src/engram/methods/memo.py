@@ -35,13 +35,14 @@ from engram.contract import (
 )
 from engram.contract.registry import RecipeHints, register
 from engram.core.rng import generator
-from engram.methods.blocks.expanding import WideningHead, freeze, refuse_foreign
+from engram.methods.blocks.expanding import WideningHead, freeze, residual
 from engram.methods.blocks.linear import classify
 from engram.methods.blocks.phases import main_phase, stepped
 from engram.methods.der import ExpandingBackbone, FrozenBranches, auxiliary_loss
 from engram.methods.wa import align_weights
-from engram.nn.backbones import ResNet
+from engram.nn.backbone import Backbone
 from engram.nn.heads import Head
+from engram.nn.resnet import ResNet
 
 
 class TailedBackbone(ExpandingBackbone):
@@ -144,14 +145,13 @@ class MEMO(Method[MEMOSettings]):
     uses_teacher = False
     family = "MEMO"
 
-    def backbone(self, backbone: ResNet) -> ResNet:
-        refuse_foreign("memo", backbone, "its last groups")
-        return TailedBackbone(backbone, self.settings.train_base)
+    def backbone(self, backbone: Backbone) -> Backbone:
+        return TailedBackbone(residual("memo", backbone, "its last groups"), self.settings.train_base)
 
     def head(self, dim: int, capacity: int) -> Head:
         return WideningHead(dim, capacity)
 
-    def network(self, backbone: ResNet, head: Head, mean: Sequence[float], std: Sequence[float]) -> Network:
+    def network(self, backbone: Backbone, head: Head, mean: Sequence[float], std: Sequence[float]) -> Network:
         return TailedNetwork(backbone, head, mean, std)
 
     def grow(self, learner: Learner, stage: Stage, passes: Passes) -> None:

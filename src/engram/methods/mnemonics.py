@@ -21,10 +21,10 @@ from engram.contract.exemplars import choose_exemplars, unit_means
 from engram.contract.extension import Extension, PhaseContext, StepHooks
 from engram.contract.passes import ImageTuningStep
 from engram.contract.registry import RecipeHints, both_imagenets, register
-from engram.core.errors import EngramError
+from engram.core.errors import EngramError, option
 from engram.methods.ucir import IMAGENET as UCIR_IMAGENET
 from engram.methods.ucir import RebalancingMethod, RebalancingSettings
-from engram.nn.backbones import ResNet
+from engram.nn.backbone import Backbone
 from engram.nn.heads import Head
 
 
@@ -106,7 +106,7 @@ class Factors(nn.Module):
     call `take_gradients` before an update and `give_weights` after it.
     """
 
-    def __init__(self, backbone: ResNet) -> None:
+    def __init__(self, backbone: Backbone) -> None:
         super().__init__()
         weights = convolution_weights(backbone)
         self.values = nn.ParameterList(
@@ -122,7 +122,7 @@ class Factors(nn.Module):
         return [self.get_buffer(f"base_{number}") for number in range(len(self.values))]
 
     @torch.no_grad()
-    def take_gradients(self, backbone: ResNet) -> None:
+    def take_gradients(self, backbone: Backbone) -> None:
         """Set the factors' gradients from those of the weights: dL/ds = sum over the kernel of dL/dW * base."""
         for factor, base, weight in zip(self.values, self.bases, convolution_weights(backbone), strict=True):
             assert factor.grad is not None
@@ -130,13 +130,13 @@ class Factors(nn.Module):
             factor.grad.copy_((weight.grad * base).sum(dim=(2, 3)))
 
     @torch.no_grad()
-    def give_weights(self, backbone: ResNet) -> None:
+    def give_weights(self, backbone: Backbone) -> None:
         """Set the backbone's weights to base times factor."""
         for factor, base, weight in zip(self.values, self.bases, convolution_weights(backbone), strict=True):
             weight.copy_(base * factor[:, :, None, None])
 
 
-def convolution_weights(backbone: ResNet) -> list[Tensor]:
+def convolution_weights(backbone: Backbone) -> list[Tensor]:
     """The weights (C_out, C_in, 3, 3) of all convolutions, in the order of the modules."""
     return [module.weight for module in backbone.modules() if isinstance(module, nn.Conv2d)]
 
@@ -146,7 +146,7 @@ class FactoredNetwork(Network):
 
     factors: Factors | None
 
-    def __init__(self, backbone: ResNet, head: Head, mean: Sequence[float], std: Sequence[float]) -> None:
+    def __init__(self, backbone: Backbone, head: Head, mean: Sequence[float], std: Sequence[float]) -> None:
         super().__init__(backbone, head, mean, std)
         self.factors = None
 
@@ -214,7 +214,18 @@ class Mnemonics(RebalancingMethod[MnemonicsSettings]):
 
     logged_buffers = ("exemplars.changed",)
 
-    def network(self, backbone: ResNet, head: Head, mean: Sequence[float], std: Sequence[float]) -> Network:
+    def backbone(self, backbone: Backbone) -> Backbone:
+        factored = {id(weight) for weight in convolution_weights(backbone)}
+        others = [name for name, each in backbone.named_parameters() if each.ndim > 1 and id(each) not in factored]
+        if self.settings.factors and others:
+            raise EngramError(
+                f"mnemonics trains only factors of convolutions after the base stage, but the backbone "
+                f"{backbone.known_as} has weights of other layers, such as {others[0]}; choose another backbone, or "
+                f"set {option('factors', False)}"
+            )
+        return backbone
+
+    def network(self, backbone: Backbone, head: Head, mean: Sequence[float], std: Sequence[float]) -> Network:
         return FactoredNetwork(backbone, head, mean, std)
 
     def grow(self, learner: Learner, stage: Stage, passes: Passes) -> None:

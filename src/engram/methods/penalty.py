@@ -195,6 +195,7 @@ class MeasuredMethod(PenaltyMethod[MeasuredSettingsT]):
     """A method whose omega is measured after each stage: the mean over images of |gradient of the measure|^power."""
 
     power: ClassVar[Literal[1, 2]]
+    needs_image_gradients = True
 
     def penalties(self, stage: Stage) -> tuple[QuadraticPenalty, ...]:
         settings = self.settings

@@ -49,6 +49,8 @@ PODNetSettingsT = TypeVar("PODNetSettingsT", bound=PODNetSettings)
 class PODMethod(LSCMethod[PODNetSettingsT]):
     """PODNet's loss, for PODNet and what is built on it."""
 
+    needs_maps = True
+
     def weights(self, stage: Stage) -> dict[str, float]:
         return {
             "flat": stage_weight(self.settings.lambda_flat, stage),

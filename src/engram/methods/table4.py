@@ -50,6 +50,8 @@ MapsSettingsT = TypeVar("MapsSettingsT", bound=MapsSettings)
 class MapsMethod(LSCMethod[MapsSettingsT]):
     """Base class of the rows; each adds its distance."""
 
+    needs_maps = True
+
     @abstractmethod
     def distance(self, learner: Learner) -> Distance:
         """The distance of the outputs of student and teacher."""
@@ -150,6 +152,8 @@ class Attention:
 class GradCAM(MapsMethod[GradCAMSettings]):
     """Distils the attention of the last map for the student's highest old class."""
 
+    needs_pooled_map = True
+
     def distance(self, learner: Learner) -> Distance:
         return Attention(learner.teacher.head, self.settings.summed)
 
@@ -158,6 +162,8 @@ class GradCAM(MapsMethod[GradCAMSettings]):
 @register_row("uniform", AFCSettings, "AFC with uniform importance", UNIFORM)
 class Uniform(LSCMethod[AFCSettings]):
     """Distils feature maps with the same weight for all channels."""
+
+    needs_maps = True
 
     def weights(self, stage: Stage) -> dict[str, float]:
         return {"discrepancy": stage_weight(self.settings.lambda_disc, stage)}

@@ -150,6 +150,7 @@ class Lesson:
         if model.learner is None:
             mean, std = pixel_statistics(pool.images.numpy())
             model.learner = model.make_learner(mean, std, len(self.new))
+            model.check_network()
         elif not first:
             model.reset_head()
         model.learner.reserve(first + len(self.new), model.method.class_buffers)

@@ -14,17 +14,16 @@ from torch import Tensor
 from engram.contract import Method
 from engram.contract.learner import Learner
 from engram.core.errors import EngramError, option, suggest
-from engram.core.rng import generator
 from engram.data.memory import Memory, MemoryConfig
 from engram.data.stage import Samples
 from engram.data.store import some
 from engram.engine import Engine
 from engram.experiment.learner_config import Device, Precision, resolve_device
+from engram.experiment.networks import check_network, make_backbone, make_network
 from engram.methods import find_method
 from engram.models.calibration import fit_temperature
 from engram.models.model_config import ModelConfig
-from engram.nn.backbones import ResNet, build_backbone
-from engram.nn.network import Network
+from engram.nn.backbone import Backbone
 
 # NME's logits are the cosine similarities to the class means, multiplied by this.
 NME_SHARPNESS = 10.0
@@ -125,16 +124,18 @@ class Model:
     def make_learner(self, mean: tuple[float, ...], std: tuple[float, ...], capacity: int) -> Learner:
         """Create an untrained learner for images with this mean and standard deviation."""
 
-        def network() -> Network:
-            backbone = self.make_backbone()
-            return self.method.network(backbone, self.method.head(backbone.dim, capacity), mean, std)
+        network, teacher = (
+            make_network(self.config, self.method, capacity, mean, std).to(self.engine.device) for _ in range(2)
+        )
+        return Learner(network, teacher, Memory(self.config.memory), self.config.seed, self.method.uses_teacher)
 
-        device, memory = self.engine.device, Memory(self.config.memory)
-        return Learner(network().to(device), network().to(device), memory, self.config.seed, self.method.uses_teacher)
+    def check_network(self) -> None:
+        """Refuse a network that cannot be trained, before the first lesson."""
+        check_network(self.config, self.method, self._trained().network, self.config.image_size)
 
-    def make_backbone(self) -> ResNet:
+    def make_backbone(self) -> Backbone:
         """Create an untrained backbone, as the method needs it."""
-        return self.method.backbone(build_backbone(self.config.backbone, generator(self.config.seed, "backbone")))
+        return make_backbone(self.config, self.method)
 
     def reset_head(self) -> None:
         """Create a new learner that keeps only the backbone's weights, for a model whose classes were all removed."""

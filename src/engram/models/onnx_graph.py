@@ -5,6 +5,7 @@ Values that depend only on weights are computed here and become constants. N, th
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -80,7 +81,7 @@ def _call(graph: Graph, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
         with torch.no_grad():
             return node.target(*arguments, **named)
     if node.target is operator.getitem:
-        return arguments[0]  # of a batch norm; only its first result is used
+        return arguments[0]  # of a norm; only its first result is used
     if node.target in (operator.mul, operator.add, operator.floordiv):
         return OPEN  # computed from N: a size in a reshape, which infers it
     kind = str(node.target).removeprefix("aten.").removesuffix(".default")
@@ -203,6 +204,19 @@ def _addmm(graph: Graph, bias: Any, first: Any, second: Any) -> str:
     return graph.add("Add", [product, _name(graph, bias)])
 
 
+def _layer_norm(graph: Graph, x: str, shape: Sequence[int], weight: Any, bias: Any, epsilon: float) -> str:
+    weight = torch.ones(list(shape)) if weight is None else weight
+    inputs = [x, _name(graph, weight), *([] if bias is None else [_name(graph, bias)])]
+    return graph.add("LayerNormalization", inputs, axis=-len(shape), epsilon=epsilon)
+
+
+def _gelu(graph: Graph, x: str, approximate: str = "none") -> str:
+    if approximate != "none":
+        raise EngramError("this model's network uses an approximate GELU, which cannot be exported yet")
+    half = graph.add("Erf", [graph.add("Div", [x, graph.constant(math.sqrt(2))])])
+    return graph.add("Mul", [graph.add("Mul", [x, graph.constant(0.5)]), graph.add("Add", [half, graph.constant(1.0)])])
+
+
 _OPERATIONS: dict[str, Callable[..., Any]] = {
     "_native_batch_norm_legit_no_training": _batch_norm,
     "_softmax": lambda graph, x, dim, _half: graph.add("Softmax", [x], axis=dim),
@@ -219,6 +233,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "div.Tensor": _plain("Div"),
     "exp": _plain("Exp"),
     "expand": lambda graph, x, shape, **_: x,  # the next operation broadcasts it
+    "gelu": _gelu,
     "linalg_vector_norm": _norm,
     "max_pool2d": lambda graph, x, size, stride, padding=(0, 0): graph.add(
         "MaxPool", [x], kernel_shape=list(size), strides=list(stride), pads=[*padding, *padding]
@@ -226,11 +241,13 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "mean.dim": _mean,
     "mm": _plain("MatMul"),
     "mul.Tensor": _plain("Mul"),
+    "native_layer_norm": _layer_norm,
     "neg": _plain("Neg"),
     "permute": lambda graph, x, order: graph.add("Transpose", [x], perm=list(order)),
     "pow.Tensor_Scalar": _plain("Pow"),
     "relu": _plain("Relu"),
     "select.int": lambda graph, x, dim, index: graph.add("Gather", [x, graph.constant(torch.tensor(index))], axis=dim),
+    "sigmoid": _plain("Sigmoid"),
     "slice.Tensor": _slice,
     "sqrt": _plain("Sqrt"),
     "squeeze.dims": lambda graph, x, dims: graph.add("Squeeze", [x, graph.constant(list(dims))]),

@@ -1,182 +1,63 @@
-"""Residual backbones, as used for the tables of AFC and PODNet.
-
-A block is conv-BN-ReLU-conv-BN plus the shortcut. For small images, no ReLU follows the sum; if the width doubles, the
-shortcut is every second pixel, with zeros for the new channels. The output of each group is a distillation map, always
-before a ReLU. The embedding is the spatial mean of the last map.
-"""
+"""The registry of backbones: `register_backbone` makes a backbone known by name."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
-from engram.core.errors import UnknownNameError
+from engram.core.errors import EngramError
+from engram.core.registry import OWN, Registry
+from engram.nn.backbone import Backbone, Make, as_backbone
+from engram.nn.resnet import resnet10, resnet18, resnet18_small, resnet32
+from engram.nn.vision_transformer import vit_tiny
+from engram.nn.wide_resnet import wrn16_2, wrn28_2
+
+MakeT = TypeVar("MakeT", bound=Make)
+
+BACKBONES: Registry[Make] = Registry("backbone", OWN)
 
 
-class Block(nn.Module):
-    """Two 3x3 convolutions and a shortcut: (B, C_in, H, W) to (B, C_out, H / stride, W / stride).
+def register_backbone(name: str) -> Callable[[MakeT], MakeT]:
+    """A decorator that registers a function as a backbone: lower-case letters, digits and single dashes.
 
-    projected: use a 1x1 convolution and a norm as shortcut between different shapes. rectified: a ReLU follows the sum.
+    The function takes a torch.Generator and returns a torch module with random weights from it: a `Backbone`, or any
+    module with the attribute `dim` whose forward returns the same. 'engram list backbones' shows the first line of its
+    docstring.
     """
 
-    def __init__(
-        self, channels_in: int, channels_out: int, stride: int, projected: bool = False, rectified: bool = False
-    ) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(channels_in, channels_out, 3, stride=stride, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(channels_out)
-        self.conv2 = nn.Conv2d(channels_out, channels_out, 3, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(channels_out)
-        self.stride = stride
-        self.new_channels = channels_out - channels_in
-        self.rectified = rectified
-        self.projection: nn.Sequential | None = None
-        if projected and (stride > 1 or self.new_channels):
-            shortcut = nn.Conv2d(channels_in, channels_out, 1, stride=stride, bias=False)
-            self.projection = nn.Sequential(shortcut, nn.BatchNorm2d(channels_out))
+    def decorate(make: MakeT) -> MakeT:
+        if not callable(make):
+            raise EngramError(
+                f"the backbone {name} is registered with {make!r:.80}; register_backbone takes a function of a "
+                "torch.Generator that returns a module"
+            )
+        BACKBONES.add(name, make)
+        return make
 
-    def forward(self, x: Tensor) -> Tensor:
-        out = F.relu(self.bn1(self.conv1(x)), inplace=True)
-        out = self.bn2(self.conv2(out))
-        if self.projection is not None:
-            x = self.projection(x)
-        else:
-            if self.stride > 1:
-                x = x[:, :, :: self.stride, :: self.stride]
-            if self.new_channels:
-                x = F.pad(x, (0, 0, 0, 0, 0, self.new_channels))
-        return F.relu(out + x) if self.rectified else out + x
+    return decorate
 
 
-@dataclass(frozen=True)
-class BlockGroup:
-    """A sequence of blocks of one width; the first has the stride. Its output is one distillation map.
-
-    pooled: a 3x3 max pooling with stride 2 comes first. projected: see Block. rectified: a ReLU ends every block except
-    the last.
-    """
-
-    width: int
-    blocks: int
-    stride: int = 1
-    pooled: bool = False
-    projected: bool = False
-    rectified: bool = False
+def build_backbone(name: str, generator: torch.Generator) -> Backbone:
+    """The backbone of that name with new random weights."""
+    make = BACKBONES.find(name)
+    made = make(generator)
+    if not isinstance(made, nn.Module):
+        raise EngramError(f"the backbone {name} must be a torch module, but its function returns {made!r:.80}")
+    backbone = as_backbone(made)
+    backbone.known_as, backbone.made_by = name, make
+    return backbone
 
 
-class ResNet(nn.Module):
-    """Images (B, 3, H, W) to one map per group and the embedding (B, D)."""
-
-    def __init__(self, groups: Sequence[BlockGroup], generator: torch.Generator) -> None:
-        super().__init__()
-        self.specification = tuple(groups)
-        width = groups[0].width
-        self.conv = nn.Conv2d(3, width, 3, padding=1, bias=False)
-        self.bn = nn.BatchNorm2d(width)
-        self.groups = nn.ModuleList()
-        for group in groups:
-            blocks: list[nn.Module] = []
-            for i in range(group.blocks):
-                rectified = group.rectified and i < group.blocks - 1
-                blocks.append(Block(width, group.width, group.stride if i == 0 else 1, group.projected, rectified))
-                width = group.width
-            self.groups.append(nn.Sequential(*blocks))
-        self.dim = width
-        self.widths = tuple(group.width for group in groups)
-        self.pooled = tuple(group.pooled for group in groups)
-        self.initialise(generator)
-
-    def initialise(self, generator: torch.Generator) -> None:
-        """Initialise the weights: He (fan-out). Each block starts as its shortcut (weight of its second norm 0)."""
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                # Always drawn on the CPU, so that a seed gives the same weights on every device.
-                fresh = torch.empty(module.weight.shape)
-                nn.init.kaiming_normal_(fresh, mode="fan_out", nonlinearity="relu", generator=generator)
-                module.weight.data.copy_(fresh)
-            elif isinstance(module, nn.BatchNorm2d):
-                module.reset_parameters()
-        for module in self.modules():
-            if isinstance(module, Block):
-                nn.init.zeros_(module.bn2.weight)
-
-    @property
-    def branches(self) -> Sequence[ResNet]:
-        """Frozen backbones whose embeddings precede this one's; none by default."""
-        return ()
-
-    def branch_embeddings(self, images: Tensor) -> Tensor | None:
-        """The embeddings of the branches, concatenated, (2, B, N D), as `both_means` returns them; or None."""
-        if not self.branches:
-            return None
-        with torch.no_grad():
-            return torch.cat([both_means(backbone(images)[0][-1]) for backbone in self.branches], dim=2)
-
-    def count_branches(self, names: Iterable[str]) -> int:
-        """The number of branches in a saved state, from the names of its tensors; 0 for a backbone without branches."""
-        return 0
-
-    def resize(self, branches: int) -> None:
-        """Set the number of branches."""
-        assert branches == 0, "this backbone has no branches"
-
-    def last_map(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Height and width of the last map of images of that size; each halving rounds up."""
-        shrunk = math.prod(group.stride * (2 if group.pooled else 1) for group in self.specification)
-        return -(-size[0] // shrunk), -(-size[1] // shrunk)
-
-    def forward(self, x: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-        x = F.relu(self.bn(self.conv(x)), inplace=True)
-        maps: list[Tensor] = []
-        for group, pooled in zip(self.groups, self.pooled, strict=True):
-            x = group(F.max_pool2d(x, 3, stride=2, padding=1) if pooled else x)
-            maps.append(x)
-        return tuple(maps), x.mean(dim=(2, 3))
-
-
-def both_means(maps: Tensor) -> Tensor:
-    """The mean of a map (B, D, H, W) over its pixels and the mean of its positive part, (2, B, D) in float32."""
-    maps = maps.float()
-    return torch.stack([maps.mean(dim=(2, 3)), maps.relu().mean(dim=(2, 3))])
-
-
-def resnet32(generator: torch.Generator) -> ResNet:
-    """The CIFAR backbone: 5 blocks of 16, 5 of 32, 4 of 64, then 1 of 64; embedding 64."""
-    return ResNet([BlockGroup(16, 5), BlockGroup(32, 5, 2), BlockGroup(64, 4, 2), BlockGroup(64, 1)], generator)
-
-
-def resnet10(generator: torch.Generator) -> ResNet:
-    """A small backbone for tiny images and CPUs: resnet32 with one block per group; embedding 64."""
-    return ResNet([BlockGroup(16, 1), BlockGroup(32, 1, 2), BlockGroup(64, 1, 2), BlockGroup(64, 1)], generator)
-
-
-def resnet18(generator: torch.Generator) -> ResNet:
-    """The ImageNet backbone: stem with max pooling, then 2 blocks each of 64, 128, 256 and 512; embedding 512."""
-    kind = {"projected": True, "rectified": True}
-    groups = [BlockGroup(64, 2, pooled=True, **kind), *(BlockGroup(width, 2, 2, **kind) for width in (128, 256, 512))]
-    return ResNet(groups, generator)
-
-
-def resnet18_small(generator: torch.Generator) -> ResNet:
-    """A wide backbone for small images: resnet32's stem and blocks, 2 each of 64, 128, 256 and 512; embedding 512."""
-    return ResNet([BlockGroup(64, 2), BlockGroup(128, 2, 2), BlockGroup(256, 2, 2), BlockGroup(512, 2, 2)], generator)
-
-
-BACKBONES: dict[str, Callable[[torch.Generator], ResNet]] = {
+for _name, _make in {
     "resnet32": resnet32,
     "resnet10": resnet10,
     "resnet18": resnet18,
     "resnet18-small": resnet18_small,
-}
-
-
-def build_backbone(name: str, generator: torch.Generator) -> ResNet:
-    """The backbone of that name with new random weights."""
-    if name not in BACKBONES:
-        raise UnknownNameError("backbone", name, BACKBONES)
-    return BACKBONES[name](generator)
+    "wrn16-2": wrn16_2,
+    "wrn28-2": wrn28_2,
+    "vit-tiny": vit_tiny,
+}.items():
+    register_backbone(_name)(_make)

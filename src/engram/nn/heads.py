@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -28,7 +28,7 @@ class Head(nn.Module, ABC):
     class_parameters: names of the parameters whose first dimension is the class. class_buffers: the same for buffers,
     with the value of an unused row. Both grow with the head. Other parameters (the scale) belong to no class.
     rectified: the input of the head (`input_features`) is the mean of the last map's positive part instead of the
-    embedding.
+    embedding, if the backbone ends in a ReLU (`Backbone.ends_in_relu`).
     """
 
     class_parameters: tuple[str, ...] = ("weight",)
@@ -63,9 +63,14 @@ class Head(nn.Module, ABC):
     def prepare_for_state(self, names: Collection[str]) -> None:
         """Make the tensors that a saved state of the head has, by their names; only for a head that changes them."""
 
-    def input_features(self, embedding: Tensor, last_map: Tensor) -> Tensor:
-        """The head's input (B, D) in float32, from the embedding and the last map (B, D, H, W) of the backbone."""
-        return last_map.relu().mean(dim=(2, 3), dtype=torch.float32) if self.rectified else embedding.float()
+    def input_features(self, embedding: Tensor, maps: Sequence[Tensor], ends_in_relu: bool) -> Tensor:
+        """The head's input (B, D) in float32, from the embedding and the maps of the backbone, before their ReLU.
+
+        ends_in_relu: as in `Backbone`.
+        """
+        if not (self.rectified and ends_in_relu):
+            return embedding.float()
+        return maps[-1].relu().mean(dim=(2, 3), dtype=torch.float32)
 
     @property
     def capacity(self) -> int:

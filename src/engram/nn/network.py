@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from engram.nn.backbones import ResNet
+from engram.nn.backbone import Backbone
 from engram.nn.heads import Head
 
 _NOTHING: Mapping[str, Tensor] = MappingProxyType({})
@@ -29,7 +29,7 @@ class Part(enum.Flag):
 class Output(NamedTuple):
     """Output of a network for a batch.
 
-    maps: one (B, C, H, W) per group of the backbone. embedding: (B, D). scores: (B, K), minus infinity for classes not
+    maps: (B, C, H, W), those of the backbone. embedding: (B, D). scores: (B, K), minus infinity for classes not
     seen yet. logits: the scores as the loss sees them (times the learned scale, if there is one), masked the same way.
     scale: that scale, (). features: (B, D'), exactly what the head sees. extras: further tensors that the head returns
     (`Head.extra_outputs`), by name.
@@ -54,7 +54,7 @@ class Network(nn.Module):
     mean: Tensor
     std: Tensor
 
-    def __init__(self, backbone: ResNet, head: Head, mean: Sequence[float], std: Sequence[float]) -> None:
+    def __init__(self, backbone: Backbone, head: Head, mean: Sequence[float], std: Sequence[float]) -> None:
         super().__init__()
         self.backbone = backbone
         self.head = head
@@ -78,10 +78,11 @@ class Network(nn.Module):
         return self.classify(maps, embedding, self.backbone.branch_embeddings(normalised))
 
     def classify(self, maps: tuple[Tensor, ...], embedding: Tensor, branches: Tensor | None = None) -> Output:
-        """Apply the head to the backbone's maps and embedding. branches: as `ResNet.branch_embeddings` returns them."""
+        """Apply the head to the backbone's maps and embedding. branches: as `branch_embeddings` returns them."""
         # The head is small and its softmaxes are sensitive: always in float32.
         with torch.autocast(embedding.device.type, enabled=False):
-            embedding, features = embedding.float(), self.head.input_features(embedding, maps[-1])
+            features = self.head.input_features(embedding, maps, self.backbone.ends_in_relu)
+            embedding = embedding.float()
             extras = self.head.extra_outputs(features)
             if branches is not None:
                 features = torch.cat([branches[int(self.head.rectified)], features], dim=1)

@@ -241,7 +241,8 @@ def _accuracy_text(numbers: dict[str, Any] | None) -> str | None:
 
 
 def _backbones() -> list[Row]:
-    return [{"backbone": name, "description": (make.__doc__ or "").strip()} for name, make in BACKBONES.items()]
+    described = {name: (BACKBONES.find(name).__doc__ or "").strip() for name in BACKBONES.names()}
+    return [{"backbone": name, "description": text.partition("\n")[0]} for name, text in described.items()]
 
 
 def list_runs(root: Path) -> list[Row]:

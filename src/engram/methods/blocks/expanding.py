@@ -9,19 +9,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engram.core.errors import EngramError
-from engram.nn.backbones import BACKBONES, ResNet
+from engram.nn.backbone import Backbone
 from engram.nn.heads import LinearHead
+from engram.nn.resnet import ResNet
 
 
-def refuse_foreign(method: str, backbone: ResNet, copied: str = "it") -> None:
-    """Refuse a backbone that is not engram's own. copied: what the method adds a copy of at every stage."""
+def residual(method: str, backbone: Backbone, copied: str = "it") -> ResNet:
+    """The backbone, if it is a residual one of engram; refuses others. copied: what the method copies at every stage."""
     if type(backbone) is not ResNet:  # a subclass may compute something else
         raise EngramError(
-            f"{method} cannot use the backbone {type(backbone).__name__}: at every stage it adds a copy of {copied}, "
-            f"which it can only make of engram's own backbones; choose one of {', '.join(BACKBONES)}, or another "
-            "method",
+            f"{method} cannot use the backbone {backbone.known_as}: at every stage it adds a copy of {copied}, which "
+            "it can only make of engram's residual backbones, such as resnet32; choose one of them or another method",
             parameter="backbone",
         )
+    return backbone
 
 
 def freeze(module: nn.Module) -> None:

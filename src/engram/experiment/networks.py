@@ -1,0 +1,54 @@
+"""New networks: made from a configuration, and checked before anything is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engram.contract import Method
+from engram.core.errors import EngramError
+from engram.core.rng import generator
+from engram.engine.sensitivity import check_layers
+from engram.experiment.learner_config import LearnerConfig
+from engram.nn.backbone import Backbone
+from engram.nn.backbones import BACKBONES, build_backbone
+from engram.nn.network import Network
+from engram.nn.trial import check_backbone
+
+
+def make_backbone(config: LearnerConfig, method: Method) -> Backbone:
+    """The untrained backbone of a configuration, as its method needs it."""
+    backbone = build_backbone(config.backbone, generator(config.seed, "backbone"))
+    if method.needs_maps and not backbone.widths:
+        raise EngramError(
+            f"{config.method} distils feature maps, but the backbone {config.backbone} has none; choose another "
+            "backbone, or a method that uses only embeddings and scores",
+            parameter="backbone",
+            value=config.backbone,
+        )
+    if method.needs_pooled_map and not backbone.pools_last_map:
+        raise EngramError(
+            f"{config.method} needs a backbone whose embedding is the mean of its last map, which that of "
+            f"{config.backbone} is not; choose another backbone or another method",
+            parameter="backbone",
+            value=config.backbone,
+        )
+    return method.backbone(backbone)
+
+
+def make_network(
+    config: LearnerConfig, method: Method, classes: int, mean: Sequence[float], std: Sequence[float]
+) -> Network:
+    """The untrained network of a configuration, for up to that many classes."""
+    backbone = make_backbone(config, method)
+    return method.network(backbone, method.head(backbone.dim, classes), mean, std)
+
+
+def check_network(config: LearnerConfig, method: Method, network: Network, image_size: tuple[int, int]) -> None:
+    """Refuse a network that cannot be trained on images of that size by the method; called before training.
+
+    The backbones of this package are known to work.
+    """
+    if BACKBONES.code(config.backbone) != "":
+        check_backbone(config.backbone, image_size)
+    if method.needs_image_gradients:
+        check_layers(network, image_size)
