@@ -15,7 +15,10 @@ from engram.nn.resnet import ResNet
 
 
 def residual(method: str, backbone: Backbone, copied: str = "it") -> ResNet:
-    """The backbone, if it is a residual one of engram; refuses others. copied: what the method copies at every stage."""
+    """The backbone, if it is a residual one of engram; others are refused.
+
+    copied: what the method adds a copy of at every stage.
+    """
     if type(backbone) is not ResNet:  # a subclass may compute something else
         raise EngramError(
             f"{method} cannot use the backbone {backbone.known_as}: at every stage it adds a copy of {copied}, which "
