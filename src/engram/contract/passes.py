@@ -41,8 +41,12 @@ class Passes(Protocol):
         """
         ...
 
-    def features(self, network: Network, images: Tensor, mirror: bool = False) -> Tensor:
+    def features(
+        self, network: Network, images: Tensor, mirror: bool = False, shift: tuple[int, int] = (0, 0)
+    ) -> Tensor:
         """The inputs of the head (N, D') for uint8 images (N, H, W, 3), in eval mode: `Head.input_features`.
+
+        mirror: of the mirror images. shift: of the images moved by that many pixels down and to the right.
 
         Multiplied by the head's weights they give the scores, so a head in closed form is fitted to them.
         """

@@ -29,14 +29,16 @@ class RecipeHints:
     nme: for the recipes of the paper's NME rows; None: it has no such recipes. finetune: for small data sets, training
     of the balanced phase (some methods need a few hundred steps of it, however few the images). later_as_base: there,
     the main phase of later stages has the epochs and batches of the base stage. small: for small data sets, any
-    settings (the embedded set, folders, models of one's own images). imagenet: by data set; a method has ImageNet
-    recipes only for the data sets named here. backbones: further CIFAR-100 recipes, one for each of these backbones.
+    settings (the embedded set, folders, models of one's own images). augmentation: of the CIFAR-100 and ImageNet
+    recipes. imagenet: by data set; a method has ImageNet recipes only for the data sets named here. backbones: further
+    CIFAR-100 recipes, one for each of these backbones.
     """
 
     nme: Mapping[str, Any] | None = None
     finetune: Mapping[str, int] = field(default_factory=dict)
     later_as_base: bool = False
     small: Mapping[str, Any] = field(default_factory=dict)
+    augmentation: Mapping[str, Any] = field(default_factory=dict)
     imagenet: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     backbones: tuple[str, ...] = ()
 

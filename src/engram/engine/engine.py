@@ -19,6 +19,7 @@ from engram.engine.runtime import Runtime
 from engram.engine.sensitivity import sensitivity
 from engram.engine.tune import tune
 from engram.nn.network import Network
+from engram.nn.views import View
 
 
 class Engine(Runtime):
@@ -40,11 +41,13 @@ class Engine(Runtime):
 
     def embed(self, network: Network, images: Tensor, mirror: bool = False) -> Tensor:
         """Embeddings (N, D) of uint8 images (N, H, W, 3) in eval mode, not normalised."""
-        return self.infer(network, images, mirror)[0]
+        return torch.cat([output.embedding for output in self.inference(network).outputs(images, View(mirror))])
 
-    def features(self, network: Network, images: Tensor, mirror: bool = False) -> Tensor:
+    def features(
+        self, network: Network, images: Tensor, mirror: bool = False, shift: tuple[int, int] = (0, 0)
+    ) -> Tensor:
         """The inputs of the head (N, D') for uint8 images (N, H, W, 3) in eval mode."""
-        outputs = self.inference(network).outputs(images, mirror)
+        outputs = self.inference(network).outputs(images, View(mirror, *shift))
         return torch.cat([output.features for output in outputs if output.features is not None])
 
     def sweep(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -20,6 +21,7 @@ from engram.engine.sgd import FlatSGD
 from engram.kernels.availability import reason_unavailable
 from engram.nn.backbone import Backbone
 from engram.nn.network import Network, Output
+from engram.nn.views import PLAIN, View, averaged, seen_as
 
 Precision = Literal["float32", "tf32", "bf16"]
 INFERENCE_PIXELS = {"cpu": 512 * 32 * 32, "cuda": 4096 * 32 * 32}  # in a batch
@@ -231,12 +233,15 @@ class Inference:
         self._forward = _fused_forward(network, compute) if fused else _plain_forward(network, compute)
 
     def __call__(self, images: Tensor, mirror: bool = False) -> tuple[Tensor, Tensor]:
-        """Embeddings (N, D) and scores (N, K)."""
-        outputs = list(self.outputs(images, mirror))
+        """Embeddings (N, D) and scores (N, K), the scores averaged over the network's views."""
+        outputs = list(self._outputs(images, View(mirror), partial(averaged, self._network, self._forward)))
         return torch.cat([output.embedding for output in outputs]), torch.cat([output.scores for output in outputs])
 
-    def outputs(self, images: Tensor, mirror: bool = False) -> Iterator[Output]:
-        """The network's outputs, one for each batch."""
+    def outputs(self, images: Tensor, view: View = PLAIN) -> Iterator[Output]:
+        """The network's outputs for the images in one view, one for each batch."""
+        return self._outputs(images, view, self._forward)
+
+    def _outputs(self, images: Tensor, view: View, forward: Callable[[Tensor], Output]) -> Iterator[Output]:
         compute = self._compute
         assert not self._network.training, "inference with a network in training would change its running statistics"
         if compute.augmentation.view is not None:
@@ -244,7 +249,7 @@ class Inference:
         batch = max(1, INFERENCE_PIXELS[compute.device.type] // (images.shape[1] * images.shape[2]))
         for part in images.split(batch):
             with torch.no_grad():
-                yield self._forward(to_unit(part.to(compute.device), mirror))
+                yield forward(seen_as(to_unit(part.to(compute.device)), view))
 
 
 def _plain_forward(network: Network, compute: Compute) -> Callable[[Tensor], Output]:

@@ -114,7 +114,8 @@ def _config(method: MethodInfo, dataset: str, per_class: int = 20, **fields: Any
 
 
 def _augmentation(method: MethodInfo, augmentation: Augmentation) -> Augmentation:
-    return augmentation if method.brightened else replace(augmentation, brightness=0.0)
+    changes = dict(method.recipes.augmentation)
+    return replace(augmentation, **(changes if method.brightened else {"brightness": 0.0, **changes}))
 
 
 def _trained(config: RunConfig, method: MethodInfo, main: Mapping[str, int], finetune: Mapping[str, int]) -> RunConfig:

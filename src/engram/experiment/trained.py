@@ -18,6 +18,7 @@ from engram.experiment.networks import make_network
 from engram.experiment.run_config import RunConfig
 from engram.methods import find_method
 from engram.nn.network import Network, Output
+from engram.nn.views import averaged
 from engram.runs.directory import CHECKPOINT
 from engram.runs.reader import read_manifest
 from engram.runs.run_checkpoint import read_run_checkpoint
@@ -60,7 +61,7 @@ class TrainedRun:
         seen = centre(given, self.config.augmentation.view_size(self.image_size))
         with torch.no_grad():
             for some in seen.split(BATCH):
-                yield self.network(to_unit(some.to(self.network.mean.device)))
+                yield averaged(self.network, self.network, to_unit(some.to(self.network.mean.device)))
 
 
 def open_run(directory: str | Path, device: str | torch.device = "cpu") -> TrainedRun:

@@ -13,7 +13,7 @@ Legend: B batch, D features, M random features, K capacity in classes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar, final
@@ -64,8 +64,8 @@ class RandomFeaturesHead(LinearHead):
         self.bias = None
         self.class_parameters = ("weight",)
 
-    def prepare_for_state(self, names: Collection[str]) -> None:
-        if "projection" in names and self.projection is None:
+    def prepare_for_state(self, state: Mapping[str, Tensor]) -> None:
+        if "projection" in state and self.projection is None:
             self.expand()
 
     def project(self, features: Tensor) -> Tensor:

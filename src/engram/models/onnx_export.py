@@ -24,6 +24,7 @@ from engram.data.store import Images
 from engram.models.labels import encode_label
 from engram.models.model import NME_SHARPNESS, Model
 from engram.models.onnx_graph import IR_VERSION, OPSET, Graph, convert
+from engram.nn.views import averaged
 
 TOLERANCE = 1e-4
 CHECKED = 64  # images to compare at most, half of them held-out images if there are any
@@ -57,7 +58,7 @@ class _ExportedNetwork(nn.Module):
         self.register_buffer("means", learner.class_means if by == "nme" else None)
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        output = self.network(images.permute(0, 3, 1, 2).float() / 255)
+        output = averaged(self.network, self.network, images.permute(0, 3, 1, 2).float() / 255)
         logits = output.logits[:, : self.classes]
         if self.by == "nme":
             assert isinstance(self.means, Tensor)

@@ -234,6 +234,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "exp": _plain("Exp"),
     "expand": lambda graph, x, shape, **_: x,  # the next operation broadcasts it
     "gelu": _gelu,
+    "index_select": lambda graph, x, dim, places: graph.add("Gather", [x, _name(graph, places)], axis=dim),
     "linalg_vector_norm": _norm,
     "max_pool2d": lambda graph, x, size, stride, padding=(0, 0): graph.add(
         "MaxPool", [x], kernel_shape=list(size), strides=list(stride), pads=[*padding, *padding]

@@ -60,8 +60,8 @@ class Head(nn.Module, ABC):
     def widen(self, dim: int) -> None:
         """Set the size of the features; only a head for backbones with branches can change it."""
 
-    def prepare_for_state(self, names: Collection[str]) -> None:
-        """Make the tensors that a saved state of the head has, by their names; only for a head that changes them."""
+    def prepare_for_state(self, state: Mapping[str, Tensor]) -> None:
+        """Make the tensors that a saved state of the head has; only for a head that changes them."""
 
     def input_features(self, embedding: Tensor, maps: Sequence[Tensor], ends_in_relu: bool) -> Tensor:
         """The head's input (B, D) in float32, from the embedding and the maps of the backbone, before their ReLU.

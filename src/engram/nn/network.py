@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from engram.nn.backbone import Backbone
 from engram.nn.heads import Head
+from engram.nn.views import PLAIN, View
 
 _NOTHING: Mapping[str, Tensor] = MappingProxyType({})
 
@@ -62,6 +63,11 @@ class Network(nn.Module):
         self.register_buffer("std", torch.tensor(std).view(1, 3, 1, 1))
         self.eval()
 
+    @property
+    def views(self) -> tuple[View, ...]:
+        """What predictions are averaged over (`averaged`); the first is the image as it is."""
+        return (PLAIN,)
+
     @contextmanager
     def in_training(self, mode: bool = True) -> Iterator[None]:
         """Put the network in train mode (or, with False, leave it in eval mode) inside this context."""
@@ -109,7 +115,8 @@ class Network(nn.Module):
         )
         self.head.reserve(len(state["head.seen"]))
         self.head.widen(self.backbone.dim)
-        self.head.prepare_for_state([name.removeprefix("head.") for name in state if name.startswith("head.")])
+        own = {name.removeprefix("head."): value for name, value in state.items() if name.startswith("head.")}
+        self.head.prepare_for_state(own)
 
     def reset(self, generator: torch.Generator) -> None:
         """Initialise the backbone and the rows of the classes seen again."""

@@ -48,13 +48,14 @@ def ridge_weights(products: Tensor, sums: Tensor, gamma: float) -> Tensor:
 
 def pack_symmetric(matrix: Tensor) -> Tensor:
     """The rows of the upper triangle of a symmetric matrix (D, D), one after the other (D (D + 1) / 2,)."""
-    return torch.cat([row[place:] for place, row in enumerate(matrix)])
+    return matrix.masked_select(_upper(len(matrix), matrix.device))
 
 
 def unpack_symmetric(packed: Tensor, size: int) -> Tensor:
     """The symmetric matrix (size, size) that `pack_symmetric` was given."""
-    matrix = packed.new_empty(size, size)
-    for place, row in enumerate(packed.split(list(range(size, 0, -1)))):
-        matrix[place, place:] = row
-        matrix[place:, place] = row
-    return matrix
+    matrix = packed.new_zeros(size, size).masked_scatter_(_upper(size, packed.device), packed)
+    return matrix + matrix.triu(1).T
+
+
+def _upper(size: int, device: torch.device) -> Tensor:
+    return torch.ones(size, size, dtype=torch.bool, device=device).triu()

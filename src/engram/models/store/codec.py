@@ -296,7 +296,8 @@ def _check_head(model: Model, state: dict[str, Tensor], path: Path) -> None:
         with torch.device("meta"):
             head = model.method.head(dim, len(seen))
             head.widen(dim * (older + 1))
-            head.prepare_for_state([name.removeprefix(_HEAD) for name in state if name.startswith(_HEAD)])
+            own = {name.removeprefix(_HEAD): value for name, value in state.items() if name.startswith(_HEAD)}
+            head.prepare_for_state(own)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         raise EngramError(f"the head that {MANIFEST} describes cannot be made ({type(error).__name__})") from None
     for name, value in head.state_dict().items():
