@@ -90,6 +90,9 @@ TRAINING: dict[str, Any] = {
     "clip": None,
     "remainder": "drop",
     "clip_norm": 0.01,
+    "optimiser": "adamw",
+    "betas": (0.8, 0.9),
+    "warmup": 0.5,
 }
 
 
@@ -380,5 +383,5 @@ def test_what_trains_a_base_stage_is_in_its_key() -> None:
     values = {"experiment.run_config", "experiment.learner_config", "core.serialize", "core.fields"}
     reading = {f"runs.{name}" for name in ("checked", "directory", "reader", "result", "stored_run")}
     helpers = {"core.errors", "core.events", "core.io", "core.memory_limits", "core.metrics", "core.provenance"}
-    helpers |= {"core.safe_folder"}
+    helpers |= {"core.registry", "core.safe_folder"}
     assert others == {f"engram.{name}" for name in values | helpers | reading}

@@ -13,8 +13,10 @@ from engram.contract.extension import AfterUpdate, Extension, FlatParameters, Ph
 from engram.contract.image_state import ImageStateRows, ImageTensor
 from engram.contract.learner import Learner, load_network
 from engram.contract.method import Method
+from engram.contract.optimisers import Optimiser, register_optimiser
 from engram.contract.passes import ImageTuningStep, Passes
 from engram.contract.phase import Phase, Step, Terms
+from engram.contract.predictors import ImageOutputs, register_predictor
 from engram.contract.registry import (
     METHODS,
     OWN_METHODS,
@@ -25,7 +27,9 @@ from engram.contract.registry import (
     import_all,
     register,
 )
+from engram.contract.schedules import register_schedule
 from engram.contract.settings import Settings, SettingsT, Training, base_settings, setting
+from engram.data.memory import register_selection
 from engram.data.stage import Samples, Stage
 from engram.nn.network import Network, Output, Part
 
@@ -36,6 +40,7 @@ __all__ = [
     "BatchPlan",
     "Extension",
     "FlatParameters",
+    "ImageOutputs",
     "ImageStateRows",
     "ImageTensor",
     "ImageTuningStep",
@@ -43,6 +48,7 @@ __all__ = [
     "Method",
     "MethodInfo",
     "Network",
+    "Optimiser",
     "Output",
     "Part",
     "Passes",
@@ -68,6 +74,10 @@ __all__ = [
     "import_all",
     "load_network",
     "register",
+    "register_optimiser",
+    "register_predictor",
+    "register_schedule",
+    "register_selection",
     "setting",
     "unit_embeddings",
     "unit_means",

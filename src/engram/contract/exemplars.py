@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engram.contract.learner import Learner
 from engram.core.rng import generator
-from engram.data.memory import SELECTORS
+from engram.data.memory import select_rows
 from engram.data.stage import Samples, Stage
 
 if TYPE_CHECKING:
@@ -22,14 +22,14 @@ def choose_exemplars(learner: Learner, stage: Stage, passes: Passes) -> dict[int
     quota = learner.memory.config.per_class(stage.num_seen)
     if quota == 0:
         return {}
-    select = SELECTORS[learner.memory.config.selection]
+    selection = learner.memory.config.selection
     rows = {label: stage.rows_of(label) for label in stage.new_labels}
     if quota is None:
         return rows
     chosen: dict[int, Tensor] = {}
     for label, embeddings in unit_embeddings(learner, stage, passes).items():
-        picked = select(embeddings, quota, generator(learner.seed, "exemplars", label))
-        chosen[label] = rows[label][picked.cpu()]
+        picked = select_rows(selection, embeddings, quota, generator(learner.seed, "exemplars", label))
+        chosen[label] = rows[label][picked]
     return chosen
 
 

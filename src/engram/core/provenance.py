@@ -7,13 +7,16 @@ import inspect
 import os
 import platform
 import subprocess
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-METHOD_FILE, METHOD_CODE = "method_file", "method_code"  # keys in the versions for a method defined by the user
+# Keys in the versions of a run: KIND_file and KIND_code, of each thing that is defined by the user.
+CODE = "_code"
+METHOD_FILE, METHOD_CODE = "method_file", f"method{CODE}"
 # Code in this package that the weights of a base stage depend on.
 _TRAINING = (
     "core/rng.py",
@@ -131,3 +134,8 @@ def user_code_versions(cls: type) -> dict[str, str]:
         return {}
     digest = hashlib.blake2b(b"".join(content for _, content in files), digest_size=6)
     return {METHOD_FILE: files[0][0], METHOD_CODE: digest.hexdigest()}
+
+
+def own_code(versions: Mapping[str, str]) -> str:
+    """Return the digests of all code of the user in the versions of a run, joined; empty if there is none."""
+    return " ".join(versions[key] for key in sorted(versions) if key.endswith(CODE) and versions[key])

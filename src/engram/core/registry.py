@@ -9,13 +9,16 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from engram.core.errors import EngramError, UnknownNameError
 
 NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 # Their code is known by the commit or by the version of torch. Classes of Python have no file.
 _KNOWN = {"engram", "torch", *sys.stdlib_module_names}
+
+# A hint about an unknown name, for things that a user may have in a file of their own.
+OWN = "(one of your own: import its module first; for a command, set ENGRAM_METHODS=FILE.py)"
 
 T = TypeVar("T")
 
@@ -93,6 +96,15 @@ class Registry(Generic[T]):
         if name not in self._entries:
             raise UnknownNameError(self.kind, name, self._entries, hint=self._hint)
         return self._entries[name]
+
+
+def joined_versions(used: Iterable[tuple[Registry[Any], str]]) -> dict[str, str]:
+    """The versions of several registered things; those of one kind, such as two optimisers, are joined by "+"."""
+    found: dict[str, dict[str, None]] = {}
+    for registry, name in used:
+        for key, value in registry.versions(name).items():
+            found.setdefault(key, {})[value] = None
+    return {key: "+".join(values) for key, values in found.items()}
 
 
 def _code_of(objects: Iterable[object]) -> tuple[str, str | None]:

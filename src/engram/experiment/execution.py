@@ -28,7 +28,6 @@ from engram.engine import PhaseState
 from engram.experiment.base_cache import SharedBase, StageCache
 from engram.experiment.session import Session
 from engram.experiment.stage_work import StageWork, StepTaken, TimeEstimate, pack_phase, unpack_phase
-from engram.methods import find_method
 from engram.runs.directory import RunDirectory
 from engram.runs.result import Result, StageRecord, summarise
 
@@ -127,14 +126,16 @@ class RunExecution:
             )
 
     def _other_code(self) -> Iterator[Event]:
-        """Warn if a method from outside the package was edited since the run started."""
+        """Warn if code of the user, such as a method or an optimiser, was edited since the run started."""
         assert self.files is not None
-        method, from_start = find_method(self.session.config.method), not self.records and self.phase_at is None
-        if not self.files.record_code(method.versions, from_start) and not from_start:
-            yield Warned(
-                f"the code of the method {method.name} was changed since {self.directory} was trained, so the result "
-                "will mix both versions; start a new run to use only one"
-            )
+        config, from_start = self.session.config, not self.records and self.phase_at is None
+        for kind in self.files.record_code(config.code_versions(), from_start):
+            if not from_start:
+                named = " ".join(filter(None, (kind.replace("_", " "), getattr(config, kind, ""))))
+                yield Warned(
+                    f"the code of the {named} was changed since {self.directory} was trained, so the result will mix "
+                    "both versions; start a new run to use only one"
+                )
 
     def _stage(self, index: int) -> Generator[Event, None, bool]:
         """Carry out one stage, from its start or from a checkpoint; return whether the run was stopped in it."""

@@ -8,11 +8,13 @@ from typing import Any, Literal, Self, get_args
 import torch
 
 from engram.contract import Settings
-from engram.contract.settings import MAIN_ROLES, with_role
+from engram.contract.predictors import PREDICTORS
+from engram.contract.settings import MAIN_ROLES, OPTIMISERS, SCHEDULES, trainings, with_role
 from engram.core.errors import EngramError, UnknownNameError, option
+from engram.core.registry import Registry, joined_versions
 from engram.core.serialize import convert_setting, from_plain, to_plain
 from engram.data.augment import Augmentation
-from engram.data.memory import MemoryConfig
+from engram.data.memory import SELECTIONS, MemoryConfig
 from engram.methods import METHODS, find_method
 from engram.nn.backbones import BACKBONES
 
@@ -58,6 +60,19 @@ class LearnerConfig:
             raise EngramError(f"{self.method} needs a memory, got none; methods that learn without one: {without}")
         if self.seed < 0:
             raise EngramError(f"the seed must be 0 or more, got {self.seed}")
+
+    def code_versions(self) -> dict[str, str]:
+        """Return file and digest of the user's code that the configuration names, for run.json; empty if none."""
+        method = find_method(self.method)
+        used = [*self.training_parts(), *((PREDICTORS, name) for name in method.predictors)]
+        if self.memory.budget not in ("all", "none"):
+            used.append((SELECTIONS, self.memory.selection))
+        return {**method.versions, **joined_versions(used)}
+
+    def training_parts(self) -> list[tuple[Registry[Any], str]]:
+        """Return the optimisers and schedules that the settings name, each with its registry."""
+        named = [((OPTIMISERS, each.optimiser), (SCHEDULES, each.schedule)) for each in trainings(self.settings)]
+        return [part for parts in named for part in parts]
 
     def to_plain(self) -> dict[str, Any]:
         """Return the configuration as plain data."""

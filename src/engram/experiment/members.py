@@ -9,7 +9,7 @@ from pathlib import Path
 from engram.core.checkpoint import read_data
 from engram.core.errors import EngramError, option
 from engram.core.io import writing
-from engram.core.provenance import METHOD_CODE
+from engram.core.provenance import own_code
 from engram.core.serialize import flatten
 from engram.data.sources.load import DataConfig, load_store
 from engram.data.store import ImageStore
@@ -18,7 +18,6 @@ from engram.experiment.recipes import named_by_recipe
 from engram.experiment.run_config import RunConfig, directory_name
 from engram.experiment.runner import check_config, settle
 from engram.experiment.session import Session
-from engram.methods import find_method
 from engram.runs.checked import Source, checked
 from engram.runs.directory import CHECKPOINT, MANIFEST, is_used
 from engram.runs.reader import read_manifest, read_progress
@@ -57,9 +56,8 @@ class Member:
 
     @property
     def has_other_code(self) -> bool:
-        """Whether the run is complete, and its method's code was edited since."""
-        now = find_method(self.config.method).versions.get(METHOD_CODE, "")
-        return self.progress.state == "done" and self.progress.code != now
+        """Whether the run is complete, and the code of the user's method or backbone was edited since."""
+        return self.progress.state == "done" and self.progress.code != own_code(self.config.code_versions())
 
     def read_progress(self) -> RunProgress:
         """Read the progress again: another process may have worked on the run since it was planned."""

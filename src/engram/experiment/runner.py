@@ -20,7 +20,6 @@ from engram.experiment.execution import RunExecution
 from engram.experiment.recipes import named_by_recipe
 from engram.experiment.run_config import RunConfig
 from engram.experiment.session import Session
-from engram.methods import find_method
 from engram.runs.directory import RunDirectory
 from engram.runs.reader import read_manifest
 from engram.runs.result import Result
@@ -152,6 +151,6 @@ def _manifest(session: Session) -> dict[str, Any]:
         "order": {"name": config.order, "class_ids": list(stream.order)},
         "stage_sizes": list(stream.sizes),
         "predictors": list(session.method.predictors),
-        "versions": find_method(config.method).versions,
+        "versions": config.code_versions(),
         "hardware": hardware(str(session.engine.device), session.device_name, torch.get_num_threads()),
     }

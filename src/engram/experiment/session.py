@@ -26,7 +26,7 @@ from engram.data.store import ImageStore, pixel_statistics
 from engram.engine import Engine
 from engram.experiment.learner_config import resolve_device
 from engram.experiment.run_config import RunConfig
-from engram.experiment.stage_work import PhasePlan, predict
+from engram.experiment.stage_work import PhasePlan, predict, try_parts
 from engram.methods import find_method
 from engram.nn.backbones import build_backbone
 from engram.nn.network import Network
@@ -99,11 +99,12 @@ class Session:
         fingerprint: of the store, if it is already known.
         """
         method_key, code = find_method(self.config.method).base_key(self.method), code_digest(self.method)
-        if method_key is None or code is None:
+        training_code = [registry.code(name) for registry, name in self.config.training_parts()]
+        if method_key is None or code is None or None in training_code:
             return None
         base = self.stream.sizes[0]
         key = {
-            "code": code,
+            "code": [code, *training_code],
             "torch": torch.__version__,
             "device": [self.engine.device.type, self.device_name],
             "precision": self.engine.precision,
@@ -140,15 +141,18 @@ class Session:
         """Plan all stages of the run, without training."""
         counts = np.bincount(self._train_labels, minlength=self.store.num_classes)
         plans: list[StagePlan] = []
+        seen: list[Phase] = []
         for index in range(len(self.stream)):
             new = self.stream.new_labels(index)
             quota = self.config.memory.per_class(new.start) if new.start else 0
             kept = [int(min(counts[label], counts[label] if quota is None else quota)) for label in range(new.start)]
             phases = self._planned_phases(_outline(index, new, counts, kept))
+            seen += phases
             names = tuple(self.store.class_names[self.stream.order[label]] for label in new)
             images = int(counts[new.start : new.stop].sum()) + sum(kept)
             planned = tuple(PhasePlan.of(phase) for phase in phases)
             plans.append(StagePlan(index, names, new.stop, images, sum(kept), planned))
+        try_parts(seen, self.config.settings, self.config.memory)
         return plans
 
     def _planned_phases(self, outline: Stage) -> list[Phase]:
@@ -174,8 +178,7 @@ class Session:
         rows = np.flatnonzero(self._test_labels < self.stream.num_seen(index))
         targets = self._test_labels[rows].astype(np.int16)
         images = torch.from_numpy(np.ascontiguousarray(self.store.test.images[rows]))
-        predictions = predict(self.learner, self.engine, images)
-        predictions = {name: predictions[name] for name in self.method.predictors}
+        predictions = predict(self.learner, self.engine, images, self.method.predictors)
         sizes = self.stream.sizes[: index + 1]
         arrays = {"targets": targets} | {f"predictions.{name}": labels for name, labels in predictions.items()}
         logged = self.method.logged_buffers

@@ -7,12 +7,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from engram.core.errors import EngramError, option, suggest
-from engram.core.provenance import METHOD_CODE
+from engram.core.provenance import own_code
 from engram.data.sources.load import PLACED
 from engram.data.stream import check_order
 from engram.experiment.recipes import apply_changes, named_after_changes, recipe, recipe_names
 from engram.experiment.run_config import RunConfig, directory_name
-from engram.methods import find_method
 from engram.reproduce.paper import Experiment, PaperColumn, PaperRow, Published
 from engram.reproduce.records import Record, protocol_key
 from engram.runs.reader import read_manifest, read_progress
@@ -129,7 +128,7 @@ def refuse_edited(plan: PaperPlan) -> None:
     """Refuse, before training, runs that would be averaged with runs of other code of the method."""
     for cell in plan.cells:
         for wanted in cell.left:
-            now = find_method(wanted.config.method).versions.get(METHOD_CODE, "")
+            now = own_code(wanted.config.code_versions())
             for record in cell.records:
                 if record.method_code != now:
                     raise EngramError(

@@ -19,7 +19,7 @@ from safetensors.numpy import save
 from engram.core.errors import EngramError, details_note, explain
 from engram.core.events import Event
 from engram.core.io import TEMPORARY, lock, remove_temporaries, write_json, writing
-from engram.core.provenance import METHOD_CODE, version, versions
+from engram.core.provenance import CODE, version, versions
 from engram.core.safe_folder import Folder, MissingFile
 
 FORMAT = 1
@@ -98,19 +98,23 @@ class RunDirectory:
         with Folder.open(self.path) as folder:
             return folder.has(CHECKPOINT) or folder.has(RESULT)
 
-    def record_code(self, method: Mapping[str, str], restart: bool) -> bool:
-        """Return whether the method's code is the code in run.json; if it is not, add it to run.json.
+    def record_code(self, own: Mapping[str, str], restart: bool) -> list[str]:
+        """Return the kinds ("method", ...) whose code is not the code in run.json, and add their code to run.json.
 
-        method: the method's entries in `versions`. restart: nothing of the earlier training is used.
+        own: the entries in `versions` of the user's method, backbone etc. restart: nothing of the earlier training is
+        used.
         """
         recorded = self.manifest.get("versions", {})
-        codes, now = recorded.get(METHOD_CODE, "").split(", "), method.get(METHOD_CODE, "")
-        if codes[-1] == now:
-            return True
-        joined = ", ".join(code or UNKNOWN_CODE for code in ([now] if restart else [*codes, now]))
-        self.manifest["versions"] = recorded | {**method, METHOD_CODE: joined}
-        write_json(self.path / MANIFEST, self.manifest)
-        return False
+        changed: dict[str, str] = {}
+        for key in (key for key in {**recorded, **own} if key.endswith(CODE)):
+            codes, now = recorded.get(key, "").split(", "), own.get(key, "")
+            if codes[-1] != now:
+                changed[key] = ", ".join(code or UNKNOWN_CODE for code in ([now] if restart else [*codes, now]))
+        if changed:
+            files = {key: name for key, name in own.items() if not key.endswith(CODE)}
+            self.manifest["versions"] = recorded | files | changed
+            write_json(self.path / MANIFEST, self.manifest)
+        return [key.removesuffix(CODE) for key in changed]
 
     def append(self, event: Event) -> None:
         """Append an event to events.jsonl."""

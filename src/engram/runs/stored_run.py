@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from engram.core import metrics
-from engram.core.provenance import METHOD_CODE
+from engram.core.provenance import own_code
 from engram.runs.checked import Count, Percent, Seconds, Size
 
 
@@ -51,8 +51,8 @@ class RunIdentity:
 
     @property
     def method_code(self) -> str:
-        """Digest of the method's code ("a, b" if it was edited during the run); empty for a built-in method."""
-        return self.versions.get(METHOD_CODE, "")
+        """Digest of the code of the user's method, backbone etc. ("a, b" if it was edited during the run), or empty."""
+        return own_code(self.versions)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -64,7 +64,7 @@ def run_command(options: Run, typed: Sequence[str]) -> int:
             tell(outline[1])
         return 0
     interrupt = Interrupt()
-    command = command_line(typed, [config.method])
+    command = command_line(typed, [config])
     events = run(config, store, place, command=command, **proceeding(flags, interrupt))
     return follow_run(events, console, interrupt, flags, place)
 

@@ -22,7 +22,7 @@ from engram.core.io import writing
 from engram.data.sources.load import FOLDERS, DataConfig, load_store
 from engram.data.store import ImageStore
 from engram.experiment.base_cache import StageCache, user_cache
-from engram.methods import find_method
+from engram.experiment.run_config import RunConfig
 from engram.runs.directory import CHECKPOINT, ERROR, MANIFEST, RESULT, free_directory, is_running, is_used
 from engram.runs.reader import MAX_THREADS, read_manifest, read_result
 
@@ -69,10 +69,10 @@ def use_threads(threads: int | None) -> None:
         torch.set_num_threads(threads)
 
 
-def command_line(typed: Sequence[str], methods: Iterable[str]) -> str:
-    """Return the typed command, with ENGRAM_METHODS in front if one of the methods comes from there."""
+def command_line(typed: Sequence[str], configs: Iterable[RunConfig]) -> str:
+    """Return the typed command, with ENGRAM_METHODS in front if a method or a backbone comes from there."""
     line, given = shlex.join(["engram", *typed]), os.environ.get(VARIABLE, "").strip()
-    outside = given and any(find_method(name).versions for name in methods)
+    outside = given and any(config.code_versions() for config in configs)
     return f"{VARIABLE}={shlex.quote(given)} {line}" if outside else line
 
 

@@ -90,8 +90,8 @@ def train_all(
     """Train the runs, call `report` with their last events, print failures and what is left, return the exit status."""
     if flags.threads is None:
         use_threads(_threads_begun_with(members))
-    methods = {member.config.method for member in members}
-    command = command_line(typed, methods)
+    configs = [member.config for member in members]
+    command = command_line(typed, configs)
     interrupt, cache = Interrupt(), shared_stages(flags)
     workers = Workers(members, at_once=at_once, command=command, **proceeding(flags, interrupt))
     if not flags.quiet and not flags.json:
@@ -115,7 +115,7 @@ def train_all(
         how = "the same command again"
         if flags.stop_after_stage is not None and not interrupt():
             how += f" without {STOP}"
-            command = command_line(without_flag(typed, STOP), methods)
+            command = command_line(without_flag(typed, STOP), configs)
         _print_unfinished(console, members, last, f"{how}:", command)
     return exit_status(last, len(members), interrupt)
 

@@ -49,8 +49,8 @@ class StreamFlags:
     """Several class orders, such as 1,2,3 or @one.txt,@two.txt: one run for each."""
     memory: Annotated[str | None, Shown("BUDGET", OF_RECIPE)] = None
     """Exemplars to keep: per_class=20, total=2000, all or none."""
-    selection: Annotated[Literal["herding", "closest", "random", "first"] | None, Shown("HOW", OF_RECIPE)] = None
-    """How exemplars are chosen: herding, closest (to the class mean), random or first (in the data set)."""
+    selection: Annotated[str | None, Shown("HOW", OF_RECIPE)] = None
+    """How exemplars are chosen: herding, closest (to the class mean), random, first (in the data set) or your own."""
 
 
 @options
