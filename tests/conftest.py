@@ -11,7 +11,7 @@ import torch
 
 from engram import ImageStore, MemoryConfig, RunConfig, Training
 from engram.cli.main import main
-from engram.cli.plugins import import_methods
+from engram.core.plugins import load_plugins
 from engram.data.augment import Augmentation
 from engram.data.sources.load import DataConfig
 from engram.methods import find_method
@@ -19,7 +19,7 @@ from helpers import Engram, Outcome
 
 # The problems here are too small for a second thread to pay, and one thread gives the same sums on every machine.
 torch.set_num_threads(1)
-import_methods()  # of ENGRAM_METHODS, for the contract's tests of a method from outside the package
+load_plugins()  # of ENGRAM_METHODS, for the contract's tests of a method from outside the package
 
 
 def make_store(num_classes: int = 6, train: int = 14, test: int = 6, size: int = 8, seed: int = 0) -> ImageStore:

@@ -12,12 +12,19 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from engram.contract import ImageOutputs as ImageOutputs
     from engram.contract import Method as Method
+    from engram.contract import Optimiser as Optimiser
     from engram.contract import Phase as Phase
     from engram.contract import Step as Step
     from engram.contract import Training as Training
     from engram.contract import register as register
+    from engram.contract import register_optimiser as register_optimiser
+    from engram.contract import register_predictor as register_predictor
+    from engram.contract import register_schedule as register_schedule
+    from engram.contract import register_selection as register_selection
     from engram.core.errors import EngramError as EngramError
+    from engram.core.plugins import load_plugins as load_plugins
     from engram.data.augment import Augmentation as Augmentation
     from engram.data.memory import MemoryConfig as MemoryConfig
     from engram.data.sources.cifar import read_cifar100 as read_cifar100
@@ -53,8 +60,9 @@ if "OMP_WAIT_POLICY" not in os.environ:
 
 _PUBLIC = {
     "core.errors": ["EngramError"],
+    "core.plugins": ["load_plugins"],
     "data.augment": ["Augmentation"],
-    "data.memory": ["MemoryConfig"],
+    "data.memory": ["MemoryConfig", "register_selection"],
     "data.sources.cifar": ["read_cifar100"],
     "data.sources.folder": ["read_folder"],
     "data.sources.mini": ["read_mini"],
@@ -67,6 +75,9 @@ _PUBLIC = {
     "experiment.runner": ["resume", "run", "train"],
     "experiment.trained": ["TrainedRun", "open_run"],
     "contract": ["Method", "Phase", "Step", "Training", "register"],
+    "contract.optimisers": ["Optimiser", "register_optimiser"],
+    "contract.predictors": ["ImageOutputs", "register_predictor"],
+    "contract.schedules": ["register_schedule"],
     "models.edit": ["remove_class", "remove_images", "rename_class", "undo"],
     "models.learning": ["learn_into"],
     "models.model_config": ["ModelConfig"],

@@ -69,17 +69,20 @@ def _epochs(training: Training, steps_per_epoch: int) -> Tensor:
 
 @register_schedule("cosine")
 def _cosine(training: Training, steps_per_epoch: int) -> Tensor:
+    """From the rate down to 0, as half a cosine."""
     total = training.epochs * steps_per_epoch
     return training.lr * 0.5 * (1 + torch.cos(math.pi * torch.arange(total) / total))
 
 
 @register_schedule("constant")
 def _constant(training: Training, steps_per_epoch: int) -> Tensor:
+    """The same rate throughout."""
     return torch.full((training.epochs * steps_per_epoch,), training.lr)
 
 
 @register_schedule("steps")
 def _steps(training: Training, steps_per_epoch: int) -> Tensor:
+    """The rate, multiplied by `factor` at each milestone."""
     epoch = _epochs(training, steps_per_epoch)
     passed = sum((epoch >= share * training.epochs).long() for share in training.milestones)
     return training.lr * training.factor ** (passed + torch.zeros(len(epoch)))
@@ -87,6 +90,7 @@ def _steps(training: Training, steps_per_epoch: int) -> Tensor:
 
 @register_schedule("restarts")
 def _restarts(training: Training, steps_per_epoch: int) -> Tensor:
+    """A tenth of the rate for one epoch, then cosines over 1, 2, 4, 8 ... epochs, down to `factor` of the rate."""
     epoch = _epochs(training, steps_per_epoch)
     # The cycle of 2^c epochs begins with epoch 2^c; epoch 0 precedes them.
     start = 2 ** epoch.clamp(min=1).double().log2().floor()
@@ -97,4 +101,5 @@ def _restarts(training: Training, steps_per_epoch: int) -> Tensor:
 
 @register_schedule("rise")
 def _rise(training: Training, steps_per_epoch: int) -> Tensor:
+    """Up to the rate in equal steps, one per epoch."""
     return training.lr * (_epochs(training, steps_per_epoch) + 1) / max(1, training.epochs)

@@ -174,11 +174,12 @@ class List:
     """
 
     what: Annotated[
-        Literal["overview", "recipes", "methods", "datasets", "backbones", "runs", "cache"],
+        Literal["overview", "recipes", "methods", "datasets", "backbones", "parts", "runs", "cache"],
         Shown("[WHAT]", positional=True),
     ] = "overview"
-    """overview (data sets, protocols and methods), recipes (all of them), methods, datasets, backbones, runs, or the
-    cache of trained base stages and decoded images."""
+    """overview (data sets, protocols and methods), recipes (all of them), methods, datasets, backbones, parts
+    (optimisers, schedules, exemplar selections, predictors), runs, or the cache of trained base stages and decoded
+    images."""
     text: Annotated[str | None, Shown("[TEXT]", "all", positional=True)] = None
     """Only those that contain this text, such as cifar100 or icarl."""
     root: Annotated[str, Shown("DIR")] = RUNS
