@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
@@ -11,8 +12,11 @@ import torch
 
 from engram import ImageStore, MemoryConfig, RunConfig, Training
 from engram.cli.main import main
+from engram.contract.predictors import PREDICTORS
+from engram.contract.settings import OPTIMISERS, SCHEDULES
 from engram.core.plugins import load_plugins
 from engram.data.augment import Augmentation
+from engram.data.memory import SELECTIONS
 from engram.data.sources.load import DataConfig
 from engram.methods import find_method
 from helpers import Engram, Outcome
@@ -94,6 +98,17 @@ def engram(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pyte
         return Outcome(status, out, err)
 
     return call
+
+
+@pytest.fixture
+def clean_registries() -> Iterator[None]:
+    """What a test registers is gone after it."""
+    registries = (OPTIMISERS, SCHEDULES, SELECTIONS, PREDICTORS)
+    before = [registry.names() for registry in registries]
+    yield
+    for registry, names in zip(registries, before, strict=True):
+        for name in set(registry.names()) - set(names):
+            registry.remove(name)
 
 
 @pytest.fixture

@@ -13,11 +13,7 @@ from engram.contract.extension import AfterUpdate, Extension, FlatParameters, Ph
 from engram.contract.image_state import ImageStateRows, ImageTensor
 from engram.contract.learner import Learner, load_network
 from engram.contract.method import Method
-from engram.contract.optimisers import Optimiser, register_optimiser
-from engram.contract.passes import ImageTuningStep, Passes
-from engram.contract.phase import Phase, Step, Terms
-from engram.contract.predictors import ImageOutputs, register_predictor
-from engram.contract.registry import (
+from engram.contract.method_registry import (
     METHODS,
     OWN_METHODS,
     MethodInfo,
@@ -27,6 +23,10 @@ from engram.contract.registry import (
     import_all,
     register,
 )
+from engram.contract.optimisers import Optimiser, register_optimiser
+from engram.contract.passes import ImageTuningStep, Passes
+from engram.contract.phase import Phase, Step, Terms
+from engram.contract.predictors import ImageOutputs, register_predictor
 from engram.contract.schedules import register_schedule
 from engram.contract.settings import Settings, SettingsT, Training, base_settings, setting
 from engram.data.memory import register_selection

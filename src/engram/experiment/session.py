@@ -99,12 +99,12 @@ class Session:
         fingerprint: of the store, if it is already known.
         """
         method_key, code = find_method(self.config.method).base_key(self.method), code_digest(self.method)
-        training_code = [registry.code(name) for registry, name in self.config.training_parts()]
+        training_code = {registry.code(name) for registry, name in self.config.training_parts()} - {""}
         if method_key is None or code is None or None in training_code:
             return None
         base = self.stream.sizes[0]
         key = {
-            "code": [code, *training_code],
+            "code": [code, *sorted(map(str, training_code))],
             "torch": torch.__version__,
             "device": [self.engine.device.type, self.device_name],
             "precision": self.engine.precision,

@@ -174,7 +174,7 @@ def _check_predictors(name: str, cls: type[Method]) -> None:
     if unknown or not cls.predictors or isinstance(cls.predictors, str):
         raise EngramError(
             f"{cls.__name__}.predictors of {name} must be a tuple of some of {', '.join(PREDICTORS.names())}, "
-            f'got {cls.predictors!r}; write predictors = ("cnn",), for instance'
+            f'got {cls.predictors!r}; write predictors = ("cnn",), for instance (your own are registered before it)'
         )
 
 
