@@ -17,12 +17,12 @@ from torch import Tensor
 from conftest import make_config, make_store
 from engram import EngramError
 from engram.contract import AfterUpdate, Extension, Phase, Step, Terms, Training
+from engram.contract.schedules import learning_rates
 from engram.core.rng import generator
 from engram.data.stage import NEVER
 from engram.engine.buffers import PLANNED_STEPS, TERMS, DeviceBuffers
 from engram.engine.capture import NotRecordable
 from engram.engine.loop import Epoch, NonFiniteLoss
-from engram.engine.planning import learning_rates
 from engram.experiment.session import Session
 from engram.methods.blocks.batches import CutMix, SecondStream
 from engram.methods.dde import Neighbours, TrackMomentum

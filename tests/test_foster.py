@@ -14,9 +14,9 @@ from torch import Tensor
 
 from engram import recipe
 from engram.contract import Phase, Step
+from engram.contract.schedules import learning_rates
 from engram.core.errors import EngramError
 from engram.core.events import BaseReused, EpochFinished
-from engram.engine.planning import learning_rates
 from engram.experiment.base_cache import StageCache
 from engram.experiment.run_config import RunConfig
 from engram.experiment.runner import run

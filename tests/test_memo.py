@@ -14,9 +14,9 @@ from torch import Tensor
 
 from engram import recipe
 from engram.contract import Phase, Step
+from engram.contract.schedules import learning_rates
 from engram.core.errors import EngramError
 from engram.engine.fused import unsupported
-from engram.engine.planning import learning_rates
 from engram.experiment.session import Session
 from engram.methods.blocks.expanding import WideningHead
 from engram.methods.der import ExpandingBackbone
