@@ -17,8 +17,10 @@ from engram.contract.settings import OPTIMISERS, SCHEDULES
 from engram.core.plugins import load_plugins
 from engram.data.augment import Augmentation
 from engram.data.memory import SELECTIONS
+from engram.data.policies import POLICIES
 from engram.data.sources.load import DataConfig
 from engram.methods import find_method
+from engram.nn.backbones import BACKBONES
 from helpers import Engram, Outcome
 
 # The problems here are too small for a second thread to pay, and one thread gives the same sums on every machine.
@@ -103,7 +105,7 @@ def engram(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pyte
 @pytest.fixture
 def clean_registries() -> Iterator[None]:
     """What a test registers is gone after it."""
-    registries = (OPTIMISERS, SCHEDULES, SELECTIONS, PREDICTORS)
+    registries = (OPTIMISERS, SCHEDULES, SELECTIONS, PREDICTORS, POLICIES, BACKBONES)
     before = [registry.names() for registry in registries]
     yield
     for registry, names in zip(registries, before, strict=True):

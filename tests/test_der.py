@@ -25,7 +25,7 @@ from engram.experiment.stage_work import STEP_COST, PhasePlan
 from engram.methods import find_method
 from engram.methods.der import DERSettings, ExpandingBackbone, ExpandingHead, auxiliary_loss
 from engram.nn.backbone import both_means
-from engram.nn.backbones import BACKBONES, register_backbone
+from engram.nn.backbones import register_backbone
 from engram.nn.network import Output
 from engram.nn.resnet import ResNet, resnet10
 from helpers import (
@@ -477,13 +477,10 @@ class Foreign(ResNet):
         self.stem = torch.nn.Conv2d(3, 3, 1)
 
 
-def test_a_backbone_that_it_cannot_copy_is_refused_before_training() -> None:
+def test_a_backbone_that_it_cannot_copy_is_refused_before_training(clean_registries: None) -> None:
     register_backbone("foreign")(Foreign)
-    try:
-        with pytest.raises(EngramError, match=r"der cannot use the backbone foreign: .*, such as resnet32; choose"):
-            tiny_session(tiny_config("der", backbone="foreign"))
-    finally:
-        BACKBONES.remove("foreign")
+    with pytest.raises(EngramError, match=r"der cannot use the backbone foreign: .*, such as resnet32; choose"):
+        tiny_session(tiny_config("der", backbone="foreign"))
 
 
 def test_the_recipes_have_the_papers_schedule() -> None:

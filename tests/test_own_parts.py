@@ -1,4 +1,4 @@
-"""Optimisers, schedules, selections and predictors from outside the package: used, tracked, and refused if wrong."""
+"""Parts from outside the package (optimisers, schedules, predictors ...): used, tracked, and refused if wrong."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ from engram.contract.settings import OPTIMISERS, SCHEDULES
 from engram.core.errors import EngramError, UnknownNameError
 from engram.core.plugins import load_plugins
 from engram.data.memory import SELECTIONS, MemoryConfig, select_rows
+from engram.data.policies import POLICIES
 from engram.experiment.run_config import RunConfig
 from engram.experiment.runner import run
 from engram.experiment.session import Session
@@ -49,7 +50,13 @@ from test_cli_several import SMALL
 __all__ = ["photos"]  # a fixture
 
 ROOT = Path(__file__).parents[1]
-PARTS = "optimiser lion", "schedule inverse-root", "exemplar selection spread", "predictor both"
+PARTS = (
+    "optimiser lion",
+    "schedule inverse-root",
+    "exemplar selection spread",
+    "predictor both",
+    "augmentation policy grey",
+)
 
 
 def example() -> str:
@@ -66,7 +73,19 @@ def test_the_example_of_the_page_runs_from_the_command_line(photos: Path, tmp_pa
         "codes = [cli.main(['list', 'parts', '--json']), cli.main(sys.argv[1:]), cli.main(['report', 'run'])]\n"
         "sys.exit(max(codes))"
     )
-    command = [sys.executable, "-c", program, "run", "anchored-folder", "--data", str(photos), *SMALL, *flags]
+    command = [
+        sys.executable,
+        "-c",
+        program,
+        "run",
+        "anchored-folder",
+        "--data",
+        str(photos),
+        *SMALL,
+        *flags,
+        "--augment",
+        "grey",
+    ]
     environment = {**os.environ, "ENGRAM_METHODS": "own.py", "COLUMNS": "200", "PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run(
         [*command, "--out", "run", "--quiet"],
@@ -88,7 +107,7 @@ def test_the_example_of_the_page_runs_from_the_command_line(photos: Path, tmp_pa
     result = read_result(path, manifest)
     assert result.predictors == manifest.predictors == ("cnn", "both")
     assert manifest.config["memory"]["selection"] == "spread"
-    kinds = ("method", "optimiser", "schedule", "exemplar_selection", "predictor")
+    kinds = ("method", "optimiser", "schedule", "exemplar_selection", "predictor", "augmentation_policy")
     assert {manifest.versions[f"{kind}_file"] for kind in kinds} == {"own.py"}
     assert len({manifest.versions[f"{kind}_code"] for kind in kinds}) == 1, "it is one file"
     assert manifest.command is not None
@@ -131,6 +150,8 @@ def test_names_that_do_not_exist_are_refused() -> None:
         Training(schedule="cosin")
     with pytest.raises(UnknownNameError, match=r"no exemplar selection 'herd': did you mean 'herding'\?"):
         MemoryConfig(selection="herd")
+    with pytest.raises(UnknownNameError, match=r"no exemplar selection 'reservoi': did you mean 'reservoir'\?"):
+        MemoryConfig("total", 20, "reservoi")
     with pytest.raises(EngramError, match=r"Wrong.predictors of own must be a tuple of some of cnn, nme"):
         register("own", settings=LSCSettings, title="Own")(
             type("Wrong", (LSCMethod,), {"predictors": ("cnn", "nothing")})
@@ -182,6 +203,11 @@ def test_a_selection_that_cannot_work_is_refused_before_training(
     with pytest.raises(EngramError, match=f"the exemplar selection 'own' {wanted}"):
         next(run(config, toy_store(4), tmp_path / "run"))
     assert not (tmp_path / "run" / "checkpoint").exists()
+
+
+def test_the_name_of_the_reservoir_is_taken() -> None:
+    with pytest.raises(EngramError, match="'reservoir' is a selection of another kind"):
+        register_selection("reservoir")(lambda embeddings, count, random: torch.arange(count))
 
 
 def test_rows_are_checked_at_every_use(clean_registries: None) -> None:
@@ -280,7 +306,7 @@ def test_a_model_of_own_images_predicts_by_it(predicting: Callable[[Predict], No
 
 
 OPTIMISER = """
-from engram.contract import Optimiser, register_optimiser, register_schedule
+from engram.contract import Optimiser, register_augmentation, register_optimiser, register_schedule
 import torch
 
 @register_optimiser("NAME")
@@ -291,6 +317,10 @@ class Plain(Optimiser):
 @register_schedule("NAME")
 def flat(training, steps):
     return torch.full((training.epochs * steps,), training.lr)
+
+@register_augmentation("NAME", numbers=0)
+def inverted(images, numbers):
+    return 255 - images
 """
 
 
@@ -298,7 +328,7 @@ def bring_in(monkeypatch: pytest.MonkeyPatch, file: Path, name: str = "own", mor
     """The file's parts are registered, anew if they were before."""
     file.write_text(OPTIMISER.replace("NAME", name) + more)
     sys.modules.pop(str(file), None)
-    for registry in (OPTIMISERS, SCHEDULES):
+    for registry in (OPTIMISERS, SCHEDULES, POLICIES):
         if name in registry:
             registry.remove(name)
     monkeypatch.setenv("ENGRAM_METHODS", str(file))
@@ -309,20 +339,27 @@ def keys(config: RunConfig) -> tuple[str | None, dict[str, str]]:
     return Session(config, make_store()).base_key(), config.code_versions()
 
 
-@pytest.mark.parametrize("setting", ["optimiser", "schedule"])
+@pytest.mark.parametrize(
+    ("kind", "setting"),
+    [
+        ("optimiser", "settings.train.optimiser"),
+        ("schedule", "settings.train.schedule"),
+        ("augmentation_policy", "augmentation.policy"),
+    ],
+)
 def test_code_that_trains_is_in_the_key_of_the_base_stage(
-    setting: str, clean_registries: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    kind: str, setting: str, clean_registries: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     bring_in(monkeypatch, tmp_path / "own.py")
-    config = make_config("afc").with_settings(**{f"train__{setting}": "own"})
+    config = make_config("afc").with_value(setting, "own")
     key, versions = keys(config)
-    assert versions.keys() == {f"{setting}_file", f"{setting}_code"}
+    assert versions.keys() == {f"{kind}_file", f"{kind}_code"}
     assert keys(config) == (key, versions)
     assert keys(make_config("afc"))[1] == {}
     bring_in(monkeypatch, tmp_path / "own.py", more="# edited")
     other_key, other = keys(config)
     assert other_key not in (None, key)
-    assert other[f"{setting}_code"] != versions[f"{setting}_code"]
+    assert other[f"{kind}_code"] != versions[f"{kind}_code"]
 
 
 def test_two_files_of_one_kind_are_both_recorded(

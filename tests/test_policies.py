@@ -236,4 +236,6 @@ def test_what_is_not_an_augmentation_is_refused() -> None:
         register_augmentation("trivial", numbers=0)(lambda images, numbers: images)
     with pytest.raises(EngramError, match="needs 0 or more random numbers"):
         register_augmentation("none-of-it", numbers=-1)(lambda images, numbers: images)
+    with pytest.raises(EngramError, match="cannot be called 'none', which means no policy"):
+        register_augmentation("none", numbers=0)(lambda images, numbers: images)
     assert "smaller" not in POLICIES

@@ -1,4 +1,4 @@
-"""What every registered optimiser, schedule, selection and predictor keeps to."""
+"""What every registered optimiser, schedule, selection, predictor and augmentation policy keeps to."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from engram.contract.schedules import learning_rates
 from engram.contract.settings import OPTIMISERS, SCHEDULES
 from engram.core.rng import generator
 from engram.data.memory import SELECTIONS, select_rows
+from engram.data.policies import POLICIES
 from engram.engine.flat_optimiser import FlatOptimiser
 from engram.experiment.session import Session
 from engram.experiment.stage_work import best_label, class_scores
@@ -41,6 +42,7 @@ ORDERED = ("herding", "closest", "random", "first")
 
 optimisers = pytest.mark.parametrize("optimiser", OPTIMISERS.names())
 schedules = pytest.mark.parametrize("schedule", SCHEDULES.names())
+policies = pytest.mark.parametrize("policy", POLICIES.names())
 selections = pytest.mark.parametrize("selection", SELECTIONS.names())
 
 
@@ -185,3 +187,36 @@ def test_what_a_predictor_is_given() -> None:
 
 def test_which_predictors_need_means() -> None:
     assert need_means(["cnn", "nme"]) == ["nme"]
+
+
+@policies
+@pytest.mark.parametrize("shape", [(1,), (3, 5)])
+@pytest.mark.parametrize("size", [(8, 8), (9, 7)])
+def test_a_policy_draws_as_many_numbers_as_it_says(policy: str, shape: tuple[int, ...], size: tuple[int, int]) -> None:
+    found = POLICIES.find(policy)
+    first, again, other = (found.draw(shape, generator(seed, "augment"), size) for seed in (1, 1, 2))
+    assert (first.shape, first.dtype) == ((*shape, found.numbers), torch.float32)
+    assert torch.equal(first, again)
+    assert shape == (1,) or found.numbers == 0 or not torch.equal(first, other)
+
+
+@policies
+def test_a_policy_keeps_shape_and_type_of_images_and_treats_each_alone(policy: str) -> None:
+    found, random = POLICIES.find(policy), torch.Generator().manual_seed(0)
+    images = torch.randint(256, (40, 9, 7, 3), generator=random).to(torch.uint8)
+    numbers, before = found.draw((40,), random, (9, 7)), images.clone()
+    made = found.apply(images, numbers)
+    assert (made.shape, made.dtype) == (images.shape, torch.uint8)
+    assert torch.equal(images, before), "it leaves its argument alone"
+    assert torch.equal(found.apply(images, numbers), made)
+    assert torch.equal(found.apply(images[5:8], numbers[5:8]), made[5:8])
+    assert not torch.equal(made, images)
+
+
+@policies
+def test_a_policy_looks_at_no_value(policy: str) -> None:
+    """A step that is recorded has no values yet."""
+    found = POLICIES.find(policy)
+    with FakeTensorMode():
+        images = torch.zeros(4, 9, 7, 3, dtype=torch.uint8)
+        assert found.apply(images, torch.zeros(4, found.numbers)).shape == images.shape
