@@ -211,12 +211,3 @@ def test_a_policy_keeps_shape_and_type_of_images_and_treats_each_alone(policy: s
     assert torch.equal(found.apply(images, numbers), made)
     assert torch.equal(found.apply(images[5:8], numbers[5:8]), made[5:8])
     assert not torch.equal(made, images)
-
-
-@policies
-def test_a_policy_looks_at_no_value(policy: str) -> None:
-    """A step that is recorded has no values yet."""
-    found = POLICIES.find(policy)
-    with FakeTensorMode():
-        images = torch.zeros(4, 9, 7, 3, dtype=torch.uint8)
-        assert found.apply(images, torch.zeros(4, found.numbers)).shape == images.shape
