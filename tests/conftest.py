@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
@@ -11,15 +12,20 @@ import torch
 
 from engram import ImageStore, MemoryConfig, RunConfig, Training
 from engram.cli.main import main
-from engram.cli.plugins import import_methods
+from engram.contract.predictors import PREDICTORS
+from engram.contract.settings import OPTIMISERS, SCHEDULES
+from engram.core.plugins import load_plugins
 from engram.data.augment import Augmentation
+from engram.data.memory import SELECTIONS
+from engram.data.policies import POLICIES
 from engram.data.sources.load import DataConfig
 from engram.methods import find_method
+from engram.nn.backbones import BACKBONES
 from helpers import Engram, Outcome
 
 # The problems here are too small for a second thread to pay, and one thread gives the same sums on every machine.
 torch.set_num_threads(1)
-import_methods()  # of ENGRAM_METHODS, for the contract's tests of a method from outside the package
+load_plugins()  # of ENGRAM_METHODS, for the contract's tests of a method from outside the package
 
 
 def make_store(num_classes: int = 6, train: int = 14, test: int = 6, size: int = 8, seed: int = 0) -> ImageStore:
@@ -94,6 +100,17 @@ def engram(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pyte
         return Outcome(status, out, err)
 
     return call
+
+
+@pytest.fixture
+def clean_registries() -> Iterator[None]:
+    """What a test registers is gone after it."""
+    registries = (OPTIMISERS, SCHEDULES, SELECTIONS, PREDICTORS, POLICIES, BACKBONES)
+    before = [registry.names() for registry in registries]
+    yield
+    for registry, names in zip(registries, before, strict=True):
+        for name in set(registry.names()) - set(names):
+            registry.remove(name)
 
 
 @pytest.fixture

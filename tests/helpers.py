@@ -38,6 +38,7 @@ from engram.engine import Engine
 from engram.experiment.run_config import RunConfig
 from engram.experiment.runner import resume, run
 from engram.experiment.session import Session
+from engram.experiment.stage_work import best_label, class_scores
 from engram.methods import find_method
 from engram.nn.network import Network, Output
 
@@ -133,6 +134,12 @@ def learn_stage(session: Session, index: int, before_finish: Callable[[Stage], N
         learner.class_means = class_means(learner, engine)
     learner.snapshot_teacher()
     return stage
+
+
+def predict(session: Session, images: Tensor) -> dict[str, np.ndarray]:
+    """The label (N,) of each uint8 image, by each predictor of the method."""
+    scores = class_scores(session.learner, session.engine, images, session.method.predictors)
+    return {name: best_label(each) for name, each in scores.items()}
 
 
 def drift(config: RunConfig) -> float:

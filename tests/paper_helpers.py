@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from engram.data.stream import Stream
 from engram.experiment.recipes import recipe
 from engram.experiment.run_config import RunConfig
 from engram.reproduce.records import FORMAT, KIND, Record, check_record
@@ -146,7 +147,7 @@ def make_record(
     for key, value in {"order": order, "seed": seed, "device": device, "precision": precision}.items():
         config = config.with_value(key, value)
     base = config.base or 50
-    sizes = [base, *[config.increment] * ((100 - base) // config.increment)]
+    sizes = Stream.build(range(100), base, config.increment).sizes
     levels = {"cnn": accuracy, "nme": accuracy - 1}
     stages = [
         StageRecord(

@@ -291,7 +291,7 @@ def test_features_that_are_not_finite_are_refused() -> None:
     session = tiny_session(tiny_config("acil"))
 
     def spoil(stage: Stage) -> None:
-        session.learner.network.backbone.conv.weight.data.fill_(torch.nan)
+        next(session.learner.network.backbone.parameters()).data.fill_(torch.nan)
 
     with pytest.raises(EngramError, match="features after stage 0 are not finite; try a lower learning rate"):
         learn_stage(session, 0, spoil)

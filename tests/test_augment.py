@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engram.contract import BatchPlan, Training
+from engram.contract.schedules import learning_rates
 from engram.core.errors import EngramError
 from engram.data.augment import Augmentation, Draws, augment, draw, pad_images, to_unit
-from engram.engine.planning import learning_rates, plan_epochs
+from engram.engine.planning import plan_epochs
 
 CPU = torch.device("cpu")
 

@@ -16,8 +16,8 @@ from engram.contract import Phase, Step, Training
 from engram.core.errors import EngramError
 from engram.core.rng import generator
 from engram.data.augment import Augmentation
+from engram.engine.flat_optimiser import FlatOptimiser
 from engram.engine.planning import plan_epochs
-from engram.engine.sgd import FlatSGD
 from engram.experiment.session import PhasePlan, Session
 from engram.experiment.stage_work import STEP_COST
 from engram.methods.blocks.batches import CutMix, Mixed, Mixup, SecondStream, paste_box, plan_boxes
@@ -345,11 +345,11 @@ def test_the_length_of_the_gradients_is_that_of_what_trains(length: float) -> No
     learn_stage(session, 0)
     network = session.learner.network
     random = torch.Generator().manual_seed(0)
-    optimiser = FlatSGD(network)
+    optimiser = FlatOptimiser(network)
     masks = {
         name: (torch.rand(value.shape, generator=random) < 0.5).float() for name, value in network.named_parameters()
     }
-    optimiser.begin(masks)
+    optimiser.begin(masks, "sgd")
     gradients = {name: torch.randn(value.shape, generator=random) for name, value in network.named_parameters()}
     theirs = [nn.Parameter(torch.zeros(value.shape)) for value in gradients.values()]
     for parameter, (name, value) in zip(theirs, gradients.items(), strict=True):

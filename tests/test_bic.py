@@ -9,14 +9,13 @@ import pytest
 import torch
 
 from engram.contract import Phase, Training
+from engram.contract.schedules import learning_rates
 from engram.core.errors import EngramError
 from engram.data.memory import MemoryConfig
 from engram.data.stage import Stage
-from engram.engine.planning import learning_rates
 from engram.experiment.session import Session
-from engram.experiment.stage_work import predict
 from engram.methods.bic import BiC, BiCSettings, CorrectedHead, balanced_validation, held_back
-from helpers import learn_stage, tiny_config, tiny_session, toy_store, train_phase
+from helpers import learn_stage, predict, tiny_config, tiny_session, toy_store, train_phase
 from test_distillation import case_of, slow_binary, slow_parts
 
 STORE = toy_store(per_class=24)
@@ -130,14 +129,14 @@ def test_the_correction_changes_the_predictions_of_the_newest_classes_scores_alo
     assert head.corrected.tolist() == [False] * 4 + [True] * 2, "one pair of numbers, for the newest classes"
     images = torch.from_numpy(STORE.test.images)
     _, scores = session.engine.infer(session.learner.network, images)
-    fitted = predict(session.learner, session.engine, images)["cnn"]
+    fitted = predict(session, images)["cnn"]
     assert (fitted == scores.argmax(dim=1).numpy()).all()
     with torch.no_grad():
         head.correction.copy_(torch.tensor([0.0, -1e3]))
     _, others = session.engine.infer(session.learner.network, images)
     assert torch.equal(others[:, :4], scores[:, :4])
     assert not (others[:, 4:] == scores[:, 4:]).any()
-    assert predict(session.learner, session.engine, images)["cnn"].max() < 4
+    assert predict(session, images)["cnn"].max() < 4
 
 
 def test_the_next_stage_is_taught_by_the_corrected_scores_and_starts_without_a_correction() -> None:

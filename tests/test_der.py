@@ -16,16 +16,16 @@ from torch import Tensor
 from engram import recipe, run
 from engram.contract import Phase, Step, Training
 from engram.contract.learner import Learner
+from engram.contract.schedules import learning_rates
 from engram.core.errors import EngramError
 from engram.core.events import BaseReused, EpochFinished
-from engram.engine.planning import learning_rates
 from engram.experiment.base_cache import StageCache
 from engram.experiment.session import Session
-from engram.experiment.stage_work import STEP_COST, PhasePlan, predict
+from engram.experiment.stage_work import STEP_COST, PhasePlan
 from engram.methods import find_method
 from engram.methods.der import DERSettings, ExpandingBackbone, ExpandingHead, auxiliary_loss
 from engram.nn.backbone import both_means
-from engram.nn.backbones import BACKBONES, register_backbone
+from engram.nn.backbones import register_backbone
 from engram.nn.network import Output
 from engram.nn.resnet import ResNet, resnet10
 from helpers import (
@@ -33,6 +33,7 @@ from helpers import (
     buffers_of,
     learn_stage,
     parameters_of,
+    predict,
     run_stopped,
     run_whole,
     starts,
@@ -476,13 +477,10 @@ class Foreign(ResNet):
         self.stem = torch.nn.Conv2d(3, 3, 1)
 
 
-def test_a_backbone_that_it_cannot_copy_is_refused_before_training() -> None:
+def test_a_backbone_that_it_cannot_copy_is_refused_before_training(clean_registries: None) -> None:
     register_backbone("foreign")(Foreign)
-    try:
-        with pytest.raises(EngramError, match=r"der cannot use the backbone foreign: .*, such as resnet32; choose"):
-            tiny_session(tiny_config("der", backbone="foreign"))
-    finally:
-        BACKBONES.remove("foreign")
+    with pytest.raises(EngramError, match=r"der cannot use the backbone foreign: .*, such as resnet32; choose"):
+        tiny_session(tiny_config("der", backbone="foreign"))
 
 
 def test_the_recipes_have_the_papers_schedule() -> None:
@@ -541,6 +539,6 @@ def test_predictions_are_by_the_head_and_by_means_over_all_embeddings() -> None:
     means = session.learner.class_means
     assert means is not None
     nearest = torch.cdist(F.normalize(embedding, dim=1), means).argmin(dim=1)
-    found = predict(session.learner, session.engine, images)
+    found = predict(session, images)
     assert found["nme"].tolist() == nearest.tolist()
     assert found["cnn"].tolist() == scores.argmax(dim=1).tolist()

@@ -17,12 +17,12 @@ from torch import Tensor
 from conftest import make_config, make_store
 from engram import EngramError
 from engram.contract import AfterUpdate, Extension, Phase, Step, Terms, Training
+from engram.contract.schedules import learning_rates
 from engram.core.rng import generator
 from engram.data.stage import NEVER
 from engram.engine.buffers import PLANNED_STEPS, TERMS, DeviceBuffers
 from engram.engine.capture import NotRecordable
 from engram.engine.loop import Epoch, NonFiniteLoss
-from engram.engine.planning import learning_rates
 from engram.experiment.session import Session
 from engram.methods.blocks.batches import CutMix, SecondStream
 from engram.methods.dde import Neighbours, TrackMomentum
@@ -136,8 +136,9 @@ def test_a_recording_key_has_every_field_that_a_step_depends_on() -> None:
     for name, value in read.items():
         assert key_of(**{name: value}) != key_of(), name
     planned = {"epochs": 1, "batch_size": 1, "lr": 1.0, "schedule": "constant", "milestones": (0.5,), "factor": 0.5}
-    planned |= {"remainder": "keep"}
-    read = {"momentum": 0.5, "weight_decay": 0.1, "clip": None, "clip_norm": 1.0}
+    planned |= {"remainder": "keep", "warmup": 0.5}
+    read = {"momentum": 0.5, "weight_decay": 0.1, "clip": None, "clip_norm": 1.0, "optimiser": "adamw"}
+    read |= {"betas": (0.8, 0.99)}
     assert planned.keys() | read.keys() == {each.name for each in fields(Training)}
     for name, value in (planned | read).items():
         assert (key_of(training=Training(**{name: value})) == key_of()) == (name in planned), name

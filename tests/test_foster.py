@@ -14,9 +14,9 @@ from torch import Tensor
 
 from engram import recipe
 from engram.contract import Phase, Step
+from engram.contract.schedules import learning_rates
 from engram.core.errors import EngramError
 from engram.core.events import BaseReused, EpochFinished
-from engram.engine.planning import learning_rates
 from engram.experiment.base_cache import StageCache
 from engram.experiment.run_config import RunConfig
 from engram.experiment.runner import run
@@ -24,7 +24,7 @@ from engram.experiment.session import Session
 from engram.methods.blocks.expanding import WideningHead
 from engram.methods.der import ExpandingBackbone
 from engram.methods.foster import BOOSTING, COMPRESSION, SINGLE, FOSTERSettings, class_scale, store_scales
-from engram.nn.backbones import BACKBONES
+from engram.nn.backbones import register_backbone
 from engram.nn.network import Output
 from helpers import (
     assert_resumes_to,
@@ -361,9 +361,9 @@ def test_a_list_of_betas_can_be_typed() -> None:
     assert settings_of(config).beta1 == (0.98, 0.975, 0.97)
 
 
-def test_a_backbone_that_it_cannot_copy_is_refused_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(BACKBONES, "foreign", Foreign)
-    with pytest.raises(EngramError, match=r"foster cannot use the backbone Foreign: .*choose one of resnet32"):
+def test_a_backbone_that_it_cannot_copy_is_refused_before_training(clean_registries: None) -> None:
+    register_backbone("foreign")(Foreign)
+    with pytest.raises(EngramError, match=r"foster cannot use the backbone foreign: .*, such as resnet32; choose"):
         tiny_session(tiny_config("foster", backbone="foreign"))
 
 

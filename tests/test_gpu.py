@@ -25,7 +25,16 @@ from engram.methods.dde import NeighbourLogits
 from engram.methods.mnemonics import as_factored, convolution_weights
 from engram.methods.penalty import MAS, MeasuredSettings
 from engram.nn.network import Network
-from helpers import learn_stage, tiny_config, tiny_session, toy_store
+from helpers import (
+    assert_resumes_to,
+    learn_stage,
+    run_stopped,
+    run_whole,
+    starts,
+    tiny_config,
+    tiny_session,
+    toy_store,
+)
 
 squared_length = MAS(MeasuredSettings()).measure
 
@@ -196,6 +205,38 @@ WHOLE = [
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 def test_whole_runs_are_recorded_as_they_are(method: str, precision: str) -> None:
     assert_recorded_as_it_is(tiny_config(method, epochs=4, finetune=4, device="cuda", precision=precision))
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_adamw_is_recorded_as_it_is(precision: str) -> None:
+    """The main phases by AdamW, whose count of steps is on the device, the fine-tuning by SGD."""
+    config = tiny_config("afc", epochs=4, finetune=4, device="cuda", precision=precision)
+    assert_recorded_as_it_is(config.with_settings(train__optimiser="adamw", train__lr=0.003, train__warmup=0.25))
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_adamw_resumes_exactly_on_a_gpu(precision: str, tmp_path: Path) -> None:
+    config = tiny_config("afc", epochs=3, device="cuda", precision=precision)
+    config, store = config.with_settings(train__optimiser="adamw", train__lr=0.003), toy_store(4)
+    whole = run_whole(config, store, tmp_path / "whole")
+    run_stopped(config, store, tmp_path / "run", 4, starts(1))
+    assert_resumes_to(whole, tmp_path / "run", store)
+
+
+def test_the_kernels_read_what_adamw_wrote() -> None:
+    session, loop = at_second_stage("bf16")
+    phase = replace(loop.phase, training=replace(loop.phase.training, optimiser="adamw", lr=0.003))
+    weights = session.learner.network.get_parameter("backbone.conv.weight")
+    before = weights.detach().clone()
+    for taken, _ in enumerate(session.engine.start(session.learner, session.stage(1), phase, 0), start=1):
+        if taken == 3:
+            break
+    forward = session.engine._forward
+    assert forward is not None
+    assert float(forward.optimiser.held["steps"]) == 3
+    assert not torch.equal(weights, before)
+    shadow = forward._backbone.shadow[: weights.numel()]  # pyright: ignore[reportAttributeAccessIssue]
+    assert torch.equal(shadow, weights.detach().permute(0, 2, 3, 1).reshape(-1).bfloat16())
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])

@@ -24,9 +24,11 @@ if INTERPRETED:
 pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
 
 from engram.contract.learner import Learner  # noqa: E402
+from engram.contract.settings import Training  # noqa: E402
 from engram.data import augment as reference_augment  # noqa: E402
 from engram.data.augment import Augmentation  # noqa: E402
 from engram.data.memory import Memory, MemoryConfig  # noqa: E402
+from engram.engine.flat_optimiser import FlatOptimiser  # noqa: E402
 from engram.engine.forward import Compute, FusedForward  # noqa: E402
 from engram.engine.fused import (  # noqa: E402
     FoldedBackbone,
@@ -35,7 +37,6 @@ from engram.engine.fused import (  # noqa: E402
     layout,
     unsupported,
 )
-from engram.engine.sgd import FlatSGD  # noqa: E402
 from engram.kernels import launch  # noqa: E402
 from engram.kernels.launch import ARITHMETIC, Arithmetic, Conv, Norm, NormGradient, Scratch  # noqa: E402
 from engram.methods.blocks.batches import paste_box  # noqa: E402
@@ -459,10 +460,11 @@ def test_the_update_is_that_of_the_plain_optimiser(clip: float | None, arithmeti
     draw = Draw()
     head = CosineHead(16, 3)
     network = Network(ResNet([BlockGroup(16, 1)], draw.generator), head, (0.5,) * 3, (0.5,) * 3).to(DEVICE)
-    theirs = FlatSGD(network)
+    theirs, training = FlatOptimiser(network), Training(momentum=0.9, weight_decay=0.05, clip=clip)
+    theirs.begin({}, "sgd")
     theirs.mask.copy_(draw.uniform(0, 1, len(theirs.mask)) > 0.3)
     shadowed = len(theirs.values) - 100
-    values, velocity = theirs.values.clone(), theirs.momentum.clone()
+    values, velocity = theirs.values.clone(), theirs.held["momentum"].clone()
     room = torch.full((len(values),), torch.nan, dtype=torch.bfloat16, device=DEVICE)
     if arithmetic is FLOAT32:
         room = values  # the weights are their own shadow
@@ -472,9 +474,9 @@ def test_the_update_is_that_of_the_plain_optimiser(clip: float | None, arithmeti
         gradients, rate = draw.normal(len(values)), torch.tensor([lr], device=DEVICE)
         launch.update(values, gradients, velocity, theirs.mask, room[:shadowed], rate, 0.9, 0.05, clip)
         theirs.gradients.copy_(gradients)
-        theirs.step(rate, 0.9, 0.05, clip)
+        theirs.step(rate, training)
     torch.testing.assert_close(values, theirs.values, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(velocity, theirs.momentum, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(velocity, theirs.held["momentum"], rtol=1e-6, atol=1e-6)
     assert_stored(room[:shadowed], values[:shadowed].double(), torch.zeros(shadowed, device=DEVICE), arithmetic)
     assert arithmetic is FLOAT32 or room[shadowed:].isnan().all()
 

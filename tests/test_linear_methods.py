@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from engram.contract.schedules import learning_rates
 from engram.core.errors import EngramError
 from engram.core.events import Warned
-from engram.engine.planning import learning_rates
 from engram.experiment.recipes import recipe
 from engram.experiment.runner import run
 from engram.methods import find_method

@@ -14,15 +14,16 @@ from torch import Tensor
 
 from engram import recipe
 from engram.contract import Phase, Step
+from engram.contract.schedules import learning_rates
 from engram.core.errors import EngramError
 from engram.engine.fused import unsupported
-from engram.engine.planning import learning_rates
 from engram.experiment.session import Session
-from engram.methods.blocks.expanding import WideningHead
+from engram.methods.blocks.expanding import WideningHead, residual
 from engram.methods.der import ExpandingBackbone
 from engram.methods.memo import MEMOSettings, TailedBackbone
-from engram.nn.backbones import BACKBONES, build_backbone, resnet10, resnet32
+from engram.nn.backbones import build_backbone, register_backbone
 from engram.nn.network import Output
+from engram.nn.resnet import resnet10, resnet32
 from helpers import (
     begin_stage,
     buffers_of,
@@ -71,7 +72,7 @@ def shaken(seed: int, train_base: bool = True) -> TailedBackbone:
 
 @pytest.mark.parametrize("name", ["resnet10", "resnet18"])
 def test_before_it_grows_it_is_the_backbone_that_it_was_made_of(name: str) -> None:
-    plain = build_backbone(name, torch.Generator().manual_seed(1)).eval()
+    plain = residual("memo", build_backbone(name, torch.Generator().manual_seed(1))).eval()
     tailed = TailedBackbone(plain, train_base=True).eval()
     with torch.no_grad():
         (maps, embedding), (wanted, expected) = tailed(some_images()), plain(some_images())
@@ -81,7 +82,7 @@ def test_before_it_grows_it_is_the_backbone_that_it_was_made_of(name: str) -> No
 
 @pytest.mark.parametrize(("name", "split"), [("resnet32", 2), ("resnet10", 2), ("resnet18", 3), ("resnet18-small", 3)])
 def test_the_tail_is_the_groups_of_the_last_width(name: str, split: int) -> None:
-    backbone = TailedBackbone(build_backbone(name, torch.Generator()), train_base=True)
+    backbone = TailedBackbone(residual("memo", build_backbone(name, torch.Generator())), train_base=True)
     assert backbone.split == split
     tail = [name for name, _ in backbone.named_parameters() if not backbone.is_shared(name)]
     assert {each.split(".")[1] for each in tail} == {str(group) for group in range(split, 4)}
@@ -265,11 +266,11 @@ def test_a_state_of_any_size_is_taken_over_by_a_learner_of_any_size() -> None:
 # Settings and recipes
 
 
-def test_settings_and_backbones_that_make_no_sense_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_and_backbones_that_make_no_sense_are_refused(clean_registries: None) -> None:
     with pytest.raises(EngramError, match="lambda_aux must be at least 0"):
         tiny_config("memo").with_settings(lambda_aux=-1.0)
-    monkeypatch.setitem(BACKBONES, "foreign", Foreign)
-    with pytest.raises(EngramError, match=r"memo cannot use the backbone Foreign: .*a copy of its last groups, which"):
+    register_backbone("foreign")(Foreign)
+    with pytest.raises(EngramError, match=r"memo cannot use the backbone foreign: .*a copy of its last groups, which"):
         tiny_session(tiny_config("memo", backbone="foreign"))
 
 

@@ -624,7 +624,7 @@ def test_learning_of_odd_methods_goes_on_too(method: str, tmp_path: Path) -> Non
     [
         ("phase.rows", torch.tensor([0, 1000]), "rows"),
         ("phase.rows", torch.tensor([-1, 0]), "rows"),
-        ("phase.momentum.head.weight", torch.zeros(1), "momentum"),
+        ("phase.optimiser.momentum.head.weight", torch.zeros(1), "optimiser"),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_the_lesson_is_refused(

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from engram.contract.settings import Training
 from engram.core.errors import EngramError
-from engram.engine.sgd import FlatSGD
+from engram.engine.flat_optimiser import FlatOptimiser
 from engram.nn.backbones import build_backbone
 from engram.nn.heads import LSCHead
 from engram.nn.network import Network, Part
@@ -346,10 +347,10 @@ def test_flat_sgd_is_sgd_on_clamped_gradients_where_the_mask_lets_it(
     theirs = copy.deepcopy(ours)
     start = parameters_of(theirs)
     masks = theirs.trainable(parts, num_old=1)
-    optimiser = FlatSGD(ours)
-    optimiser.begin(ours.trainable(parts, num_old=1))
+    optimiser = FlatOptimiser(ours)
+    optimiser.begin(ours.trainable(parts, num_old=1), "sgd")
     reference = torch.optim.SGD(theirs.parameters(), lr=1.0, momentum=momentum, weight_decay=weight_decay)
-    random = seeded(seed)
+    training, random = Training(momentum=momentum, weight_decay=weight_decay, clip=clip), seeded(seed)
     for lr in (0.1, 0.07, 0.03, 0.003):
         gradients = random_gradients(ours, random, size=4.0)
         optimiser.zero_grad()
@@ -358,7 +359,7 @@ def test_flat_sgd_is_sgd_on_clamped_gradients_where_the_mask_lets_it(
             parameter.grad += gradient
         for parameter, gradient in zip(theirs.parameters(), gradients, strict=True):
             parameter.grad = gradient if clip is None else gradient.clamp(-clip, clip)
-        optimiser.step(torch.tensor([lr]), momentum, weight_decay, clip)
+        optimiser.step(torch.tensor([lr]), training)
         for group in reference.param_groups:
             group["lr"] = lr
         reference.step()
@@ -376,7 +377,7 @@ def test_flat_sgd_takes_over_the_weights_and_backward_fills_its_gradients() -> N
     network = small_network()
     before, images = parameters_of(network), torch.rand(2, 3, 8, 8, generator=seeded())
     twin = copy.deepcopy(network)
-    optimiser = FlatSGD(network)
+    optimiser = FlatOptimiser(network)
     for name, parameter in network.named_parameters():
         assert torch.equal(parameter, before[name])
     for each in (network, twin):
@@ -396,13 +397,14 @@ def test_flat_sgd_takes_over_the_weights_and_backward_fills_its_gradients() -> N
 def test_a_phase_starts_from_rest_unless_it_goes_on() -> None:
     network = small_network()
     masks = network.trainable(Part.BACKBONE, num_old=0)
-    optimiser = FlatSGD(network)
-    optimiser.begin(masks)
+    optimiser = FlatOptimiser(network)
+    optimiser.begin(masks, "sgd")
     optimiser.gradients.fill_(1)
-    optimiser.step(torch.tensor([0.1]), 0.9, 0.0, None)
-    held = optimiser.by_name(optimiser.momentum)
+    optimiser.step(torch.tensor([0.1]), Training(weight_decay=0.0, clip=None))
+    held = optimiser.saved()
+    assert held.keys() == {f"momentum.{name}" for name in optimiser.names}
     assert all((value == 1).all() for value in held.values())
-    optimiser.begin(masks)
-    assert (optimiser.momentum == 0).all()
-    optimiser.begin(masks, held)
-    assert (optimiser.momentum == 1).all()
+    optimiser.begin(masks, "sgd")
+    assert (optimiser.held["momentum"] == 0).all()
+    optimiser.begin(masks, "sgd", held)
+    assert (optimiser.held["momentum"] == 1).all()

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from engram import run
 from engram.contract import Step, Training
+from engram.contract.schedules import learning_rates
 from engram.core.errors import EngramError
 from engram.core.events import BaseReused, EpochFinished, RunFinished
 from engram.data.memory import MemoryConfig
 from engram.data.stage import Stage
-from engram.engine.planning import learning_rates
 from engram.experiment.base_cache import StageCache
 from engram.experiment.recipes import recipe
 from engram.experiment.run_config import RunConfig

@@ -103,7 +103,7 @@ def test_the_kernels_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     if not torch.cuda.is_available():
         monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "1")
     pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
-    from engram.kernels.operations import operate_on_gpu
+    from engram.kernels.image_operations import operate_on_gpu
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     cases = [(name, amount) for name in OPERATIONS for amount in AMOUNTS.get(name, (0.0,))]
@@ -236,4 +236,6 @@ def test_what_is_not_an_augmentation_is_refused() -> None:
         register_augmentation("trivial", numbers=0)(lambda images, numbers: images)
     with pytest.raises(EngramError, match="needs 0 or more random numbers"):
         register_augmentation("none-of-it", numbers=-1)(lambda images, numbers: images)
+    with pytest.raises(EngramError, match="cannot be called 'none', which means no policy"):
+        register_augmentation("none", numbers=0)(lambda images, numbers: images)
     assert "smaller" not in POLICIES

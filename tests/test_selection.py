@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engram.contract.exemplars import choose_exemplars, class_means
-from engram.data.memory import HERDING_ROUNDS, SELECTORS, MemoryConfig, at_random, closest_to_mean, herd
+from engram.data.memory import HERDING_ROUNDS, SELECTIONS, MemoryConfig, at_random, closest_to_mean, herd
 from engram.experiment.session import Session
-from engram.experiment.stage_work import predict
 from engram.nn.heads import LSCHead
 from engram.nn.kmeans import kmeans
-from helpers import learn_stage, make_stage, tiny_config, tiny_session, toy_store
+from helpers import learn_stage, make_stage, predict, tiny_config, tiny_session, toy_store
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -122,9 +121,9 @@ def test_a_repeated_pick_is_not_kept_twice_but_moves_the_target(seed: int) -> No
 def test_fewer_exemplars_are_the_beginning_of_more() -> None:
     features = torch.tensor(unit_rows(50, 6, 0))
     for name in ("herding", "closest", "random", "first"):
-        many = SELECTORS[name](features, 20, seeded(1)).tolist()
+        many = SELECTIONS.find(name)(features, 20, seeded(1)).tolist()
         for count in (1, 5, 19):
-            assert SELECTORS[name](features, count, seeded(1)).tolist() == many[:count]
+            assert SELECTIONS.find(name)(features, count, seeded(1)).tolist() == many[:count]
 
 
 @pytest.mark.parametrize("name", ["herding", "closest", "random", "first"])
@@ -135,7 +134,7 @@ def test_each_selection_gives_distinct_rows_even_among_equal_images(
 ) -> None:
     features = unit_rows(size, 3, seed)
     features[size // 2 :] = features[0]
-    rows = SELECTORS[name](torch.tensor(features), count, seeded(seed))  # pyright: ignore[reportArgumentType]
+    rows = SELECTIONS.find(name)(torch.tensor(features), count, seeded(seed))
     assert rows.dtype == torch.int64
     assert len(set(rows.tolist())) == len(rows) == min(count, size)
     assert set(rows.tolist()) <= set(range(size))
@@ -157,7 +156,7 @@ def test_random_follows_its_generator() -> None:
 
 
 def test_first_takes_the_rows_in_order() -> None:
-    assert SELECTORS["first"](torch.tensor(unit_rows(30, 4, 0)), 4, seeded(1)).tolist() == [0, 1, 2, 3]
+    assert SELECTIONS.find("first")(torch.tensor(unit_rows(30, 4, 0)), 4, seeded(1)).tolist() == [0, 1, 2, 3]
 
 
 # Exemplars of a run
@@ -166,7 +165,7 @@ def test_first_takes_the_rows_in_order() -> None:
 @pytest.mark.parametrize("text", ["per_class=5", "total=11"])
 @pytest.mark.parametrize("selection", ["herding", "closest"])
 def test_exemplars_are_chosen_on_unit_embeddings_of_the_network(text: str, selection: str) -> None:
-    memory = MemoryConfig.parse(text, selection)  # pyright: ignore[reportArgumentType]
+    memory = MemoryConfig.parse(text, selection)
     session = tiny_session(tiny_config("replay", memory=memory))
     stage = learn_stage(session, 0)
     chosen = choose_exemplars(session.learner, stage, session.engine)
@@ -252,7 +251,7 @@ def test_both_predictors_are_their_descriptions() -> None:
     for index in (0, 1):
         learn_stage(session, index)
     learner, images = session.learner, torch.from_numpy(session.store.test.images)
-    predictions = predict(learner, session.engine, images)
+    predictions = predict(session, images)
     means = learner.class_means
     assert means is not None
     features = unit_embeddings(session, images)
@@ -270,7 +269,7 @@ def test_without_exemplars_of_every_class_there_are_no_class_means() -> None:
     session = tiny_session(tiny_config("naive"))
     learn_stage(session, 0)
     assert class_means(session.learner, session.engine) is None
-    assert set(predict(session.learner, session.engine, torch.from_numpy(session.store.test.images))) == {"cnn"}
+    assert set(predict(session, torch.from_numpy(session.store.test.images))) == {"cnn"}
 
 
 def test_the_class_means_follow_the_network_from_stage_to_stage() -> None:

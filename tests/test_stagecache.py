@@ -18,7 +18,7 @@ import torch
 
 from conftest import make_config, make_store
 from engram import EngramError, RunConfig, resume, run
-from engram.contract import Training, registry
+from engram.contract import Training, method_registry
 from engram.core import provenance
 from engram.core.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from engram.core.events import BaseReused, EpochFinished, Event, RunFinished, Warned
@@ -90,6 +90,9 @@ TRAINING: dict[str, Any] = {
     "clip": None,
     "remainder": "drop",
     "clip_norm": 0.01,
+    "optimiser": "adamw",
+    "betas": (0.8, 0.9),
+    "warmup": 0.5,
 }
 
 
@@ -223,7 +226,7 @@ class Two(LSCMethod[LSCSettings]):
 
 
 def test_a_method_has_no_base_of_another_unless_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "METHODS", METHODS.copy())
+    monkeypatch.setattr(method_registry, "METHODS", METHODS.copy())
     (tmp_path / "twins.py").write_text(TWINS)
     monkeypatch.syspath_prepend(tmp_path)
     importlib.import_module("twins")

@@ -13,13 +13,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from engram.contract import Backbone as Backbone
+    from engram.contract import ImageOutputs as ImageOutputs
     from engram.contract import Method as Method
+    from engram.contract import Optimiser as Optimiser
     from engram.contract import Phase as Phase
     from engram.contract import Step as Step
     from engram.contract import Training as Training
     from engram.contract import register as register
+    from engram.contract import register_augmentation as register_augmentation
     from engram.contract import register_backbone as register_backbone
+    from engram.contract import register_optimiser as register_optimiser
+    from engram.contract import register_predictor as register_predictor
+    from engram.contract import register_schedule as register_schedule
+    from engram.contract import register_selection as register_selection
     from engram.core.errors import EngramError as EngramError
+    from engram.core.plugins import load_plugins as load_plugins
     from engram.data.augment import Augmentation as Augmentation
     from engram.data.memory import MemoryConfig as MemoryConfig
     from engram.data.sources.cifar import read_cifar100 as read_cifar100
@@ -55,8 +63,10 @@ if "OMP_WAIT_POLICY" not in os.environ:
 
 _PUBLIC = {
     "core.errors": ["EngramError"],
+    "core.plugins": ["load_plugins"],
     "data.augment": ["Augmentation"],
-    "data.memory": ["MemoryConfig"],
+    "data.memory": ["MemoryConfig", "register_selection"],
+    "data.policies": ["register_augmentation"],
     "data.sources.cifar": ["read_cifar100"],
     "data.sources.folder": ["read_folder"],
     "data.sources.mini": ["read_mini"],
@@ -69,6 +79,9 @@ _PUBLIC = {
     "experiment.runner": ["resume", "run", "train"],
     "experiment.trained": ["TrainedRun", "open_run"],
     "contract": ["Backbone", "Method", "Phase", "Step", "Training", "register", "register_backbone"],
+    "contract.optimisers": ["Optimiser", "register_optimiser"],
+    "contract.predictors": ["ImageOutputs", "register_predictor"],
+    "contract.schedules": ["register_schedule"],
     "models.edit": ["remove_class", "remove_images", "rename_class", "undo"],
     "models.learning": ["learn_into"],
     "models.model_config": ["ModelConfig"],

@@ -11,7 +11,6 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 
-from engram.cli.plugins import import_methods
 from engram.cli.streams import tell
 from engram.core.errors import DetailsNote, explain, spell_options
 
@@ -86,7 +85,9 @@ def _dispatch(given: list[str]) -> int:
         except SystemExit:
             return 2
     name, options = parse(given)
-    import_methods()
+    from engram.core.plugins import load_plugins
+
+    load_plugins()
     module = importlib.import_module(f"engram.cli.commands.{_MODULES.get(name, name)}")
     return getattr(module, f"{name}_command")(options, given)
 

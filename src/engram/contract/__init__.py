@@ -13,9 +13,7 @@ from engram.contract.extension import AfterUpdate, Extension, FlatParameters, Ph
 from engram.contract.image_state import ImageStateRows, ImageTensor
 from engram.contract.learner import Learner, load_network
 from engram.contract.method import Method
-from engram.contract.passes import ImageTuningStep, Passes
-from engram.contract.phase import Phase, Step, Terms
-from engram.contract.registry import (
+from engram.contract.method_registry import (
     METHODS,
     OWN_METHODS,
     MethodInfo,
@@ -25,7 +23,14 @@ from engram.contract.registry import (
     import_all,
     register,
 )
+from engram.contract.optimisers import Optimiser, register_optimiser
+from engram.contract.passes import ImageTuningStep, Passes
+from engram.contract.phase import Phase, Step, Terms
+from engram.contract.predictors import ImageOutputs, register_predictor
+from engram.contract.schedules import register_schedule
 from engram.contract.settings import Settings, SettingsT, Training, base_settings, setting
+from engram.data.memory import register_selection
+from engram.data.policies import register_augmentation
 from engram.data.stage import Samples, Stage
 from engram.nn.backbone import Backbone
 from engram.nn.backbones import register_backbone
@@ -39,6 +44,7 @@ __all__ = [
     "BatchPlan",
     "Extension",
     "FlatParameters",
+    "ImageOutputs",
     "ImageStateRows",
     "ImageTensor",
     "ImageTuningStep",
@@ -46,6 +52,7 @@ __all__ = [
     "Method",
     "MethodInfo",
     "Network",
+    "Optimiser",
     "Output",
     "Part",
     "Passes",
@@ -71,7 +78,12 @@ __all__ = [
     "import_all",
     "load_network",
     "register",
+    "register_augmentation",
     "register_backbone",
+    "register_optimiser",
+    "register_predictor",
+    "register_schedule",
+    "register_selection",
     "setting",
     "unit_embeddings",
     "unit_means",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engram.contract.learner import Learner
 from engram.core.rng import generator
-from engram.data.memory import RESERVOIR, SELECTORS, reservoir_order
+from engram.data.memory import RESERVOIR, reservoir_order, select_rows
 from engram.data.stage import Samples, Stage
 
 if TYPE_CHECKING:
@@ -43,12 +43,11 @@ def _chosen(learner: Learner, stage: Stage, passes: Passes, labels: Sequence[int
     if learner.memory.config.selection == RESERVOIR:
         sources = stage.pool.sources
         return {label: own[reservoir_order(sources[own], seed)[:quota]] for label, own in rows.items()}
-    select = SELECTORS[learner.memory.config.selection]
     chosen: dict[int, Tensor] = {}
     for label, embeddings in unit_embeddings(learner, stage, passes, labels).items():
         again = (stage.index,) if label < stage.num_old else ()
-        picked = select(embeddings, quota, generator(seed, "exemplars", label, *again))
-        chosen[label] = rows[label][picked.cpu()]
+        random = generator(seed, "exemplars", label, *again)
+        chosen[label] = rows[label][select_rows(learner.memory.config.selection, embeddings, quota, random)]
     return chosen
 
 

@@ -29,7 +29,8 @@ from engram.nn.network import Network
 class Method(ABC, Generic[SettingsT]):
     """A method of class-incremental learning. Subclasses are final.
 
-    predictors: how it predicts ("cnn", "nme"); "nme" needs exemplars. Its recipes report the first.
+    predictors: how it predicts: "cnn", "nme" (needs exemplars), or names given to `register_predictor`. Its recipes
+        report the first.
     uses_teacher: whether any phase has a teacher; if not, none is kept.
     class_buffers: names of its tensors in the learner that have one row per row of the head. They grow with the head
         (new rows are zero) and lose the rows of removed classes.

@@ -89,7 +89,7 @@ class Passes(Protocol):
         training: Training,
         purpose: str,
     ) -> Tensor:
-        """The uint8 images (N, H, W, 3) after SGD on their pixels, as floats; the network does not change.
+        """The uint8 images (N, H, W, 3) after the training of their pixels, as floats; the network does not change.
 
         Each step sees an augmented batch of the pool's rows. The learning rate is for normalised pixels. purpose: names
         the random numbers.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import MISSING, dataclass, field, fields, replace
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal, TypeVar
 
 from engram.core.errors import EngramError
 from engram.core.fields import check_fields, limits
+from engram.core.registry import OWN, Registry
 from engram.core.serialize import to_plain
 
 # What a setting is for, so that nothing outside a method has to know it by name.
@@ -21,6 +22,10 @@ Role = Literal["main", "later", "finetune", "correction", "variant", "distillati
 MAIN_ROLES: tuple[Role, ...] = ("main", "later")
 TRAINING_ROLES: tuple[Role, ...] = ("main", "finetune", "later", "correction")
 
+# What the names in a Training stand for: contract/optimisers.py and contract/schedules.py fill and use them.
+OPTIMISERS: Registry[Any] = Registry("optimiser", OWN)
+SCHEDULES: Registry[Any] = Registry("schedule", OWN)
+
 SettingsT = TypeVar("SettingsT", bound="Settings")
 
 
@@ -31,6 +36,7 @@ def setting(
     at_least: float | None = None,
     above: float | None = None,
     at_most: float | None = None,
+    below: float | None = None,
     after_base: bool = False,
     role: Role | None = None,
 ) -> Any:
@@ -38,11 +44,12 @@ def setting(
 
     Parameters
     ----------
-    at_least, above, at_most: limits of a number; None, as a value, has none.
+    at_least, above, at_most, below: limits of a number; None, as a value, has none.
     after_base: it has no effect before the second stage, so runs that differ in it share a base stage.
     role: what it is for.
     """
-    metadata = limits(at_least=at_least, above=above, at_most=at_most) | {"after_base": after_base, "role": role}
+    metadata = limits(at_least=at_least, above=above, at_most=at_most, below=below)
+    metadata |= {"after_base": after_base, "role": role}
     if factory is not None:
         return field(default_factory=factory, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -80,30 +87,47 @@ def change_training(settings: SettingsT, roles: tuple[Role, ...], **changes: Any
     return replace(settings, **{name: replace(training, **changes) for name, training in trainings.items()})
 
 
-_PLANNED = ("epochs", "batch_size", "lr", "schedule", "milestones", "factor", "remainder")
+def trainings(settings: Any) -> Iterator[Training]:
+    """Every `Training` in settings, also in settings inside them."""
+    for each in fields(settings):
+        value = getattr(settings, each.name)
+        if isinstance(value, Training):
+            yield value
+        elif is_dataclass(value) and not isinstance(value, type):
+            yield from trainings(value)
+
+
+_PLANNED = ("epochs", "batch_size", "lr", "schedule", "milestones", "factor", "remainder", "warmup")
 
 
 @dataclass(frozen=True)
 class Training:
-    """How one phase trains: SGD with momentum.
+    """How one phase trains.
 
     Parameters
     ----------
-    schedule: of the learning rate. "cosine" falls to 0 over the phase. "steps" multiplies it by `factor` at each
-        milestone. "restarts" uses a tenth of the rate for one epoch, then cosines from the rate down to `factor` of
-        it, over 1, 2, 4, 8 ... epochs. "rise" is a warm-up in equal steps, one per epoch, up to the rate. "constant".
+    schedule: of the learning rate, by name (`register_schedule` adds others). "cosine" falls to 0 over the phase.
+        "steps" multiplies it by `factor` at each milestone. "restarts" uses a tenth of the rate for one epoch, then
+        cosines from the rate down to `factor` of it, over 1, 2, 4, 8 ... epochs. "rise" is a warm-up in equal steps,
+        one per epoch, up to the rate. "constant".
     milestones: fractions of the phase (0.5: after half of the epochs).
+    momentum: of the optimiser "sgd".
+    weight_decay: added to the gradient by "sgd"; "adamw" shrinks the parameters by it, apart from the gradient.
     clip: clamps each gradient element-wise to [-clip, clip].
     clip_norm: limits the length of the gradient of all trained parameters together.
     remainder: the last, incomplete batch of an epoch is dropped or kept. (A single image is always dropped if the
         backbone reduces it to one value per channel: batch norm cannot train on it.) With fewer images than
         batch_size, all images are one batch.
+    optimiser: by name: "sgd" with momentum, or "adamw" (`register_optimiser` adds others).
+    betas: of "adamw": how much of the mean gradient and of the mean squared gradient a step keeps.
+    warmup: share of the phase, from 0 to below 1, in which the learning rate rises in equal steps from 0 to where the
+        schedule begins. The schedule then spans the rest of the phase.
     """
 
     epochs: int = setting(160, at_least=0)
     batch_size: int = setting(128, at_least=1)
     lr: float = setting(0.1, at_least=0)
-    schedule: Literal["cosine", "constant", "steps", "restarts", "rise"] = "cosine"
+    schedule: str = "cosine"
     milestones: tuple[float, ...] = ()
     factor: float = setting(0.1, above=0, at_most=1)
     momentum: float = setting(0.9, at_least=0)
@@ -111,9 +135,16 @@ class Training:
     clip: float | None = setting(5.0, above=0)
     remainder: Literal["drop", "keep"] = "drop"
     clip_norm: float | None = setting(None, above=0)
+    optimiser: str = "sgd"
+    betas: tuple[float, ...] = (0.9, 0.999)
+    warmup: float = setting(0.0, at_least=0, below=1)
 
     def __post_init__(self) -> None:
         check_fields(self)
+        OPTIMISERS.find(self.optimiser)
+        SCHEDULES.find(self.schedule)
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise EngramError(f"betas must be two numbers, each at least 0 and below 1, got {self.betas}")
         if any(not 0 < share < 1 for share in self.milestones) or list(self.milestones) != sorted(self.milestones):
             raise EngramError(f"milestones must be fractions between 0 and 1 in ascending order, got {self.milestones}")
 

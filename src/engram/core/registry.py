@@ -43,6 +43,7 @@ class Registry(Generic[T]):
 
     def __init__(self, kind: str, hint: str = "") -> None:
         self.kind = kind
+        self._one = f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
         self._hint = hint
         self._entries: dict[str, _Entry[T]] = {}
 
@@ -53,13 +54,13 @@ class Registry(Generic[T]):
         """
         if not isinstance(name, str) or not NAME.fullmatch(name):
             raise EngramError(
-                f"a {self.kind} cannot be called {name!r}: a name is lower-case letters and digits, with single "
+                f"{self._one} cannot be called {name!r}: a name is lower-case letters and digits, with single "
                 f"dashes between, such as 'my-{self.kind.replace(' ', '-')}2'"
             )
         if name in self._entries:
             held = self._entries[name].value
             raise EngramError(
-                f"a {self.kind} named {name!r} is registered already ({getattr(held, '__qualname__', held)!s:.80}); "
+                f"{self._one} named {name!r} is registered already ({getattr(held, '__qualname__', held)!s:.80}); "
                 "choose another name"
             )
         self._entries[name] = _Entry(value, *_code_of([value] if code is None else code))

@@ -16,9 +16,7 @@ from torch import Tensor
 from engram.core.errors import EngramError
 from engram.core.fields import check_fields, limits
 from engram.data.operations import cut_out
-from engram.data.policies import POLICIES, Policy
-
-NO_POLICY = "none"
+from engram.data.policies import NO_POLICY, POLICIES, Policy
 
 # Random resized crops
 AREA = (0.08, 1.0)  # range of the crop's area, as a share of the image

@@ -5,23 +5,82 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from engram.core.errors import EngramError, UnknownNameError
+from engram.core.registry import OWN, Registry
 from engram.core.rng import generator
 from engram.data.stage import Samples
 
 Budget = Literal["per_class", "total", "all", "none"]
-Selection = Literal["herding", "closest", "random", "first", "reservoir"]
 Selector = Callable[[Tensor, int, torch.Generator], Tensor]
+SelectorT = TypeVar("SelectorT", bound=Selector)
 
 HERDING_ROUNDS = 1000
+RESERVOIR = "reservoir"  # not one of the selections: it chooses among the images of all classes together
+SELECTIONS: Registry[Selector] = Registry("exemplar selection", OWN)
 
 
+def register_selection(name: str) -> Callable[[SelectorT], SelectorT]:
+    """A decorator that registers a selection of exemplars, to be named in `MemoryConfig.selection`.
+
+    The function takes the embeddings (N, D) of the images of one class, each of length 1, how many to choose, and a
+    random generator on the CPU. It returns that many different rows (all N if there are fewer), best first: when the
+    budget per class falls, the first ones are kept.
+    """
+
+    def decorate(selector: SelectorT) -> SelectorT:
+        if not callable(selector):
+            raise EngramError(f"the selection {name!r} is registered with {selector!r:.80}; it should be a function")
+        if name == RESERVOIR:
+            raise EngramError(f"{RESERVOIR!r} is a selection of another kind, among all classes; choose another name")
+        SELECTIONS.add(name, selector)
+        return selector
+
+    return decorate
+
+
+def select_rows(selection: str, embeddings: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """The rows (int64, on the CPU) that a registered selection chooses; refuses what are not such rows."""
+    wanted = min(count, len(embeddings))
+    rows = SELECTIONS.find(selection)(embeddings, count, generator)
+    if not isinstance(rows, Tensor) or rows.dtype != torch.int64 or rows.shape != (wanted,):
+        what = f"{rows.dtype} {tuple(rows.shape)}" if isinstance(rows, Tensor) else f"{rows!r:.60}"
+        raise EngramError(
+            f"the exemplar selection {selection!r} returned {what} for {count} of {len(embeddings)} images; it should "
+            f"return a tensor of {wanted} rows, torch.int64 ({wanted},)"
+        )
+    rows = rows.cpu()
+    if wanted and (len(rows.unique()) < wanted or not 0 <= int(rows.min()) <= int(rows.max()) < len(embeddings)):
+        raise EngramError(
+            f"the exemplar selection {selection!r} returned a row twice, or one that is not between 0 and "
+            f"{len(embeddings) - 1}; it should return {wanted} different rows"
+        )
+    return rows
+
+
+def try_selection(selection: str) -> None:
+    """Refuse, before training, a selection that fails to choose from a few random embeddings."""
+    random = torch.Generator().manual_seed(0)
+    embeddings = torch.nn.functional.normalize(torch.rand(24, 8, generator=random), dim=1)
+    for count, available in ((5, 24), (8, 6)):
+        try:
+            select_rows(selection, embeddings[:available], count, random)
+        except EngramError:
+            raise
+        except Exception as error:
+            raise EngramError(
+                f"the exemplar selection {selection!r} fails to choose {count} of {available} images "
+                f"({type(error).__name__}: {error!s:.120}); it gets their embeddings (N, D), how many to choose, and a "
+                "random generator"
+            ) from error
+
+
+@register_selection("herding")
 def herd(embeddings: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
     """Rows whose running mean follows the class mean (iCaRL's herding, in the form the AFC tables used).
 
@@ -51,31 +110,23 @@ def herd(embeddings: Tensor, count: int, generator: torch.Generator | None = Non
     return torch.tensor(list(picked), dtype=torch.int64)
 
 
+@register_selection("closest")
 def closest_to_mean(embeddings: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
     """The rows nearest to the class mean, nearest first."""
     distance = (embeddings - embeddings.mean(dim=0)).square().sum(dim=1)
     return distance.argsort(stable=True)[:count].cpu()
 
 
+@register_selection("random")
 def at_random(embeddings: Tensor, count: int, generator: torch.Generator) -> Tensor:
     """Rows drawn without replacement."""
     return torch.randperm(len(embeddings), generator=generator)[:count]
 
 
+@register_selection("first")
 def the_first(embeddings: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
     """The first rows, in the order of the data set."""
     return torch.arange(min(count, len(embeddings)))
-
-
-SELECTORS: dict[Selection, Selector] = {
-    "herding": herd,
-    "closest": closest_to_mean,
-    "random": at_random,
-    "first": the_first,
-}
-
-
-RESERVOIR = "reservoir"  # not one of the selectors: it chooses among the images of all classes together
 
 
 def reservoir_order(ids: Tensor, seed: int) -> Tensor:
@@ -106,13 +157,13 @@ class MemoryConfig:
 
     budget: Budget = "per_class"
     size: int = 20
-    selection: Selection = "herding"
+    selection: str = "herding"
 
     def __post_init__(self) -> None:
         if self.budget not in get_args(Budget):
             raise UnknownNameError("memory budget", self.budget, get_args(Budget))
-        if self.selection not in (*SELECTORS, RESERVOIR):
-            raise UnknownNameError("exemplar selection", self.selection, (*SELECTORS, RESERVOIR))
+        if self.selection != RESERVOIR and self.selection not in SELECTIONS:
+            raise UnknownNameError(SELECTIONS.kind, self.selection, [*SELECTIONS.names(), RESERVOIR], hint=OWN)
         if self.selection == RESERVOIR and self.budget != "total":
             raise EngramError(f"a reservoir holds a number of exemplars in total, got {self.budget}; use total=N")
         if self.budget in ("all", "none"):
@@ -123,8 +174,13 @@ class MemoryConfig:
                 "use 'none' to keep nothing"
             )
 
+    @property
+    def is_selected(self) -> bool:
+        """Whether a registered selection chooses the exemplars."""
+        return self.budget not in ("all", "none") and self.selection != RESERVOIR
+
     @classmethod
-    def parse(cls, text: str, selection: Selection = "herding") -> MemoryConfig:
+    def parse(cls, text: str, selection: str = "herding") -> MemoryConfig:
         """The configuration written as `per_class=20`, `total=2000`, `all` or `none`."""
         if text in ("all", "none"):
             return cls(budget=text, size=0, selection=selection)

@@ -26,7 +26,7 @@ def operate(images: Tensor, codes: Tensor, amounts: Tensor) -> Tensor:
     codes, amounts: (B,).
     """
     if is_available_for(images):
-        from engram.kernels.operations import operate_on_gpu
+        from engram.kernels.image_operations import operate_on_gpu
 
         return operate_on_gpu(images, codes, amounts)
     out = images.clone()

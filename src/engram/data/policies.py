@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engram.core.errors import EngramError
-from engram.core.registry import Registry
+from engram.core.registry import OWN, Registry
 from engram.data.operations import CODES, operate
 
 Size = tuple[int, int]
@@ -36,7 +36,8 @@ class Policy:
     draw: Draw
 
 
-POLICIES: Registry[Policy] = Registry("augmentation policy")
+POLICIES: Registry[Policy] = Registry("augmentation policy", OWN)
+NO_POLICY = "none"
 TRIED = (4, 9, 7)  # images, height and width that a new augmentation is tried on
 
 
@@ -56,6 +57,8 @@ def register_augmentation(name: str, *, numbers: int, draw: Draw | None = None) 
     def decorate(apply: Apply) -> Apply:
         if not isinstance(numbers, int) or numbers < 0:
             raise EngramError(f"the augmentation {name} needs 0 or more random numbers per image, got {numbers!r}")
+        if name == NO_POLICY:
+            raise EngramError(f"an augmentation cannot be called {NO_POLICY!r}, which means no policy; choose another")
         policy = Policy(numbers, apply, draw or partial(_uniform, numbers))
         _try(name, policy)
         POLICIES.add(name, policy, code=[apply] if draw is None else [apply, draw])
@@ -141,7 +144,7 @@ def _finished(operations: Tensor, amounts: Tensor, names: tuple[str, ...], negat
 
 
 def draw_trivial(shape: tuple[int, ...], generator: torch.Generator, size: Size) -> Tensor:
-    """TrivialAugment, wide (Mueller and Hutter, ICCV 2021): one operation at random, at a random strength."""
+    """TrivialAugment: one operation at random, at a random strength."""
     colours = dict.fromkeys(("brightness", "colour", "contrast", "sharpness"), 0.99)
     shifts = {"translate_x": min(WIDEST_SHIFT, size[1]), "translate_y": min(WIDEST_SHIFT, size[0])}
     table = _amounts(CHOSEN, {"shear_x": 0.99, "shear_y": 0.99, "rotate": 135.0, **shifts, **colours}, LEVELS, bits=6)
@@ -162,7 +165,7 @@ RAND_ROUNDS, RAND_LEVEL = 2, 9
 
 
 def draw_rand(shape: tuple[int, ...], generator: torch.Generator, size: Size) -> Tensor:
-    """RandAugment (Cubuk et al., NeurIPS 2020): two operations at random, at level 9 of 30."""
+    """RandAugment: two operations at random, at level 9 of 30."""
     table = _amounts(CHOSEN, _moderate(size), LEVELS, bits=4)
     rounds: list[Tensor] = []
     for _ in range(RAND_ROUNDS):
@@ -220,6 +223,19 @@ def draw_auto(shape: tuple[int, ...], generator: torch.Generator, size: Size) ->
     return torch.cat(rounds, dim=-1)
 
 
-register_augmentation("trivial", numbers=2, draw=draw_trivial)(one_round)
-register_augmentation("rand", numbers=4, draw=draw_rand)(two_rounds)
-register_augmentation("auto", numbers=4, draw=draw_auto)(two_rounds)
+@register_augmentation("trivial", numbers=2, draw=draw_trivial)
+def trivial_augment(images: Tensor, numbers: Tensor) -> Tensor:
+    """TrivialAugment, wide (Mueller and Hutter, ICCV 2021)."""
+    return one_round(images, numbers)
+
+
+@register_augmentation("rand", numbers=4, draw=draw_rand)
+def rand_augment(images: Tensor, numbers: Tensor) -> Tensor:
+    """RandAugment (Cubuk et al., NeurIPS 2020), two operations at level 9 of 30."""
+    return two_rounds(images, numbers)
+
+
+@register_augmentation("auto", numbers=4, draw=draw_auto)
+def auto_augment(images: Tensor, numbers: Tensor) -> Tensor:
+    """AutoAugment (Cubuk et al., CVPR 2019), its policy for CIFAR-10."""
+    return two_rounds(images, numbers)

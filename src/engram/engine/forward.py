@@ -17,13 +17,14 @@ from engram.contract.settings import Training
 from engram.data.augment import Augmentation, apply, centre, to_unit
 from engram.engine.buffers import DevicePool
 from engram.engine.capture import Branch
-from engram.engine.sgd import FlatSGD
+from engram.engine.flat_optimiser import FlatOptimiser
 from engram.kernels.availability import reason_unavailable
 from engram.nn.backbone import Backbone
 from engram.nn.network import Network, Output
 from engram.nn.views import PLAIN, View, averaged, seen_as
 
 Precision = Literal["float32", "tf32", "bf16"]
+FUSED_OPTIMISER = "sgd"  # the one whose update is a kernel of ours
 INFERENCE_PIXELS = {"cpu": 512 * 32 * 32, "cuda": 4096 * 32 * 32}  # in a batch
 
 
@@ -67,7 +68,7 @@ class Forward:
         self, compute: Compute, learner: Learner, batch_size: int, layout: torch.memory_format | None = None
     ) -> None:
         self._compute, self._learner, self.batch_size = compute, learner, batch_size
-        self.optimiser = FlatSGD(learner.network, layout or compute.layout)
+        self.optimiser = FlatOptimiser(learner.network, layout or compute.layout)
 
     def refresh(self, frozen: bool = False) -> None:
         """Read weights that changed between phases. frozen: also those that `frozen` passes use."""
@@ -113,7 +114,7 @@ class Forward:
         """Update the parameters from the current gradients."""
         if training.clip_norm is not None:
             self.optimiser.limit(training.clip_norm)
-        self.optimiser.step(lr, training.momentum, training.weight_decay, training.clip)
+        self.optimiser.step(lr, training)
 
     def follow(self) -> None:
         """Read parameters that an extension changed after an update."""
@@ -193,13 +194,17 @@ class FusedForward(Forward):
     def update(self, lr: Tensor, training: Training) -> None:
         from engram.kernels.launch import update
 
+        if training.optimiser != FUSED_OPTIMISER:
+            super().update(lr, training)
+            self._backbone.refresh()
+            return
         optimiser = self.optimiser
         if training.clip_norm is not None:
             optimiser.limit(training.clip_norm)
         update(
             optimiser.values,
             optimiser.gradients,
-            optimiser.momentum,
+            optimiser.held["momentum"],
             optimiser.mask,
             self._backbone.shadow,
             lr,

@@ -17,11 +17,12 @@ from engram.contract.extension import StepHooks
 from engram.contract.image_state import ImageStateRows
 from engram.contract.learner import Learner
 from engram.contract.phase import Phase, Step, Terms
+from engram.contract.schedules import learning_rates
 from engram.core.errors import EngramError
 from engram.data.stage import Stage
 from engram.engine.buffers import TERMS
 from engram.engine.forward import Forward
-from engram.engine.planning import learning_rates, plan_epochs
+from engram.engine.planning import plan_epochs
 from engram.engine.runtime import Runtime
 from engram.nn.network import Part
 
@@ -40,13 +41,13 @@ class NonFiniteLoss(EngramError):
 class PhaseState:
     """Where a phase is: with the learner, enough to continue exactly.
 
-    rows: the rows of the pool it trains on. momentum: by parameter. epoch, step: the next step. extensions: state of
-    the extensions. terms: the loss terms (S, K) of the epoch's steps so far; None: unknown. image_state: the tensors
-    kept per image of the pool.
+    rows: the rows of the pool it trains on. optimiser: the tensors that the optimiser keeps (`FlatOptimiser.saved`).
+    epoch, step: the next step. extensions: state of the extensions. terms: the loss terms (S, K) of the epoch's steps
+    so far; None: unknown. image_state: the tensors kept per image of the pool.
     """
 
     rows: Tensor
-    momentum: dict[str, Tensor]
+    optimiser: dict[str, Tensor]
     epoch: int
     step: int
     extensions: dict[str, Tensor] = field(default_factory=dict)
@@ -105,7 +106,8 @@ class PhaseLoop:
         self._runtime, self._learner, self._stage, self._index = runtime, learner, stage, index
         self._forward = runtime.bind(learner, self.batch_size)
         masks = learner.network.trainable(phase.train, stage.num_old)
-        self._forward.optimiser.begin(masks, None if resume is None else resume.momentum)
+        held = None if resume is None else resume.optimiser
+        self._forward.optimiser.begin(masks, phase.training.optimiser, held)
         self._forward.refresh(phase.frozen)
         buffers = runtime.buffers
         if resume is not None and resume.image_state:
@@ -167,7 +169,7 @@ class PhaseLoop:
         self._runtime.buffers.save_image_state(self._stage)
         return PhaseState(
             rows=self.rows,
-            momentum=self._forward.optimiser.by_name(self._forward.optimiser.momentum),
+            optimiser=self._forward.optimiser.saved(),
             epoch=self.epoch,
             step=self.step,
             extensions={name: value for hooks in self._hooks for name, value in hooks.state().items()},

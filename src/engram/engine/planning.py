@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from engram.contract.batch_plan import BatchPlan
 from engram.contract.extension import Extension
+from engram.contract.schedules import learning_rates
 from engram.contract.settings import Training
 from engram.core.rng import generator
 from engram.data.augment import Augmentation, Draws, draw, identity_draws
@@ -77,23 +77,3 @@ def plan_sweep(
         return padded.view(steps, size, *values.shape[1:])
 
     return BatchPlan(grid(rows), Draws(*map(grid, draws.tensors())), torch.zeros(steps))
-
-
-def learning_rates(training: Training, steps_per_epoch: int) -> Tensor:
-    """The learning rate of every step of a phase (epochs * steps,)."""
-    total = training.epochs * steps_per_epoch
-    epoch = torch.arange(total) // max(1, steps_per_epoch)
-    if training.schedule == "constant":
-        return torch.full((total,), training.lr)
-    if training.schedule == "rise":
-        return training.lr * (epoch + 1) / max(1, training.epochs)
-    if training.schedule == "steps":
-        passed = sum((epoch >= share * training.epochs).long() for share in training.milestones)
-        return training.lr * training.factor ** (passed + torch.zeros(total))
-    if training.schedule == "restarts":
-        # The cycle of 2^c epochs begins with epoch 2^c; epoch 0 precedes them.
-        start = 2 ** epoch.clamp(min=1).double().log2().floor()
-        falling = 0.5 * (1 + torch.cos(math.pi * (epoch - start) / start))
-        share = training.factor + (1 - training.factor) * falling
-        return (training.lr * torch.where(epoch == 0, 0.1, share)).float()
-    return training.lr * 0.5 * (1 + torch.cos(math.pi * torch.arange(total) / total))

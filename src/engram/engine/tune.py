@@ -1,4 +1,4 @@
-"""Tuning of images: SGD on pixels, with gradients through a network that does not change."""
+"""Tuning of images: steps of an optimiser on pixels, with gradients through a network that does not change."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from engram.contract.batch_plan import BatchPlan
 from engram.contract.learner import Learner
+from engram.contract.optimisers import SGD, find_optimiser, new_state
 from engram.contract.passes import ImageTuningStep
 from engram.contract.settings import Training
 from engram.core.errors import EngramError
@@ -44,6 +45,8 @@ def tune(
     start = to_unit(images.to(device)).contiguous(memory_format=runtime.layout)
     # The change is kept apart from the image: added to it, changes far below one level would be rounded away.
     change, momentum = torch.zeros_like(start), torch.zeros_like(start)
+    rule = find_optimiser(training.optimiser)
+    held = {} if isinstance(rule, SGD) else new_state(rule, change.flatten())
     normalised = (start - network.mean) / network.std
     assert not network.training
     parameters = {name: parameter.detach() for name, parameter in network.named_parameters()}
@@ -69,8 +72,13 @@ def tune(
             change = change.detach()
             if training.clip is not None:
                 gradient = gradient.clamp(-training.clip, training.clip)
-            momentum = training.momentum * momentum + gradient + training.weight_decay * (normalised + change)
-            change = change - on_device.learning_rate(counter) * momentum
+            if isinstance(rule, SGD):
+                momentum = training.momentum * momentum + gradient + training.weight_decay * (normalised + change)
+                direction = momentum
+            else:
+                values = (normalised + change).flatten()
+                direction = rule.direction(values, gradient.flatten(), held, training).view(change.shape)
+            change = change - on_device.learning_rate(counter) * direction
             counter += 1
     if not bool(change.isfinite().all()):
         raise EngramError(

@@ -8,12 +8,14 @@ from typing import Any, Literal, Self, get_args
 import torch
 
 from engram.contract import Settings
-from engram.contract.settings import MAIN_ROLES, with_role
+from engram.contract.predictors import PREDICTORS
+from engram.contract.settings import MAIN_ROLES, OPTIMISERS, SCHEDULES, trainings, with_role
 from engram.core.errors import EngramError, option
-from engram.core.registry import joined_versions
+from engram.core.registry import Registry, joined_versions
 from engram.core.serialize import convert_setting, from_plain, to_plain
 from engram.data.augment import Augmentation
-from engram.data.memory import RESERVOIR, MemoryConfig
+from engram.data.memory import RESERVOIR, SELECTIONS, MemoryConfig
+from engram.data.policies import NO_POLICY, POLICIES
 from engram.methods import METHODS, find_method
 from engram.nn.backbones import BACKBONES
 
@@ -67,8 +69,20 @@ class LearnerConfig:
 
     def code_versions(self) -> dict[str, str]:
         """Return file and digest of the user's code that the configuration names, for run.json; empty if none."""
-        method, used = find_method(self.method), [(BACKBONES, self.backbone)]
+        method = find_method(self.method)
+        used = [*self.training_parts(), *((PREDICTORS, name) for name in method.predictors)]
+        if self.memory.is_selected:
+            used.append((SELECTIONS, self.memory.selection))
         return {**method.versions, **joined_versions(used)}
+
+    def training_parts(self) -> list[tuple[Registry[Any], str]]:
+        """Return the backbone, augmentation policy, optimisers and schedules in use, each with its registry."""
+        parts: list[tuple[Registry[Any], str]] = [(BACKBONES, self.backbone)]
+        if self.augmentation.policy != NO_POLICY:
+            parts.append((POLICIES, self.augmentation.policy))
+        for each in trainings(self.settings):
+            parts += [(OPTIMISERS, each.optimiser), (SCHEDULES, each.schedule)]
+        return parts
 
     def to_plain(self) -> dict[str, Any]:
         """Return the configuration as plain data."""

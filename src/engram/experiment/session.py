@@ -26,9 +26,8 @@ from engram.engine import Engine
 from engram.experiment.learner_config import resolve_device
 from engram.experiment.networks import check_network, make_network
 from engram.experiment.run_config import RunConfig
-from engram.experiment.stage_work import PhasePlan, best_label, class_scores
+from engram.experiment.stage_work import PhasePlan, best_label, class_scores, try_parts
 from engram.methods import find_method
-from engram.nn.backbones import BACKBONES
 from engram.runs.directory import PREDICTIONS, TASK_PREDICTIONS
 
 MAIN = "main"
@@ -102,12 +101,12 @@ class Session:
         fingerprint: of the store, if it is already known.
         """
         method_key, code = find_method(self.config.method).base_key(self.method), code_digest(self.method)
-        backbone_code = BACKBONES.code(self.config.backbone)
-        if method_key is None or code is None or backbone_code is None:
+        parts_code = {registry.code(name) for registry, name in self.config.training_parts()} - {""}
+        if method_key is None or code is None or None in parts_code:
             return None
         base = self.stream.sizes[0]
         key = {
-            "code": code,
+            "code": [code, *sorted(map(str, parts_code))],
             "torch": torch.__version__,
             "device": [self.engine.device.type, self.device_name],
             "precision": self.engine.precision,
@@ -117,7 +116,7 @@ class Session:
             "classes": list(self.stream.order[:base]),
             "capacity": self.store.num_classes,
             "normalisation": self.normalisation,
-            "backbone": [self.config.backbone, backbone_code],
+            "backbone": self.config.backbone,
             "augmentation": to_plain(self.config.augmentation),
             "seed": self.config.seed,
             "method": method_key,
@@ -145,15 +144,18 @@ class Session:
     def plan(self) -> list[StagePlan]:
         """Plan all stages of the run, without training."""
         plans: list[StagePlan] = []
+        seen: list[Phase] = []
         for index in range(len(self.stream)):
             new = self.stream.new_labels(index)
             counts = np.bincount(self._train_labels[self._arrivals == index], minlength=new.stop)
             kept = self._planned_exemplars(index)
             phases = self._planned_phases(_outline(index, new, counts, kept))
+            seen += phases
             names = tuple(self.store.class_names[self.stream.order[label]] for label in new)
             images = int(counts.sum() + kept.sum())
             planned = tuple(PhasePlan.of(phase) for phase in phases)
             plans.append(StagePlan(index, names, new.stop, images, int(kept.sum()), planned))
+        try_parts(seen, self.config.settings, self.config.memory)
         return plans
 
     def _planned_exemplars(self, index: int) -> np.ndarray:
@@ -190,8 +192,8 @@ class Session:
         rows = np.flatnonzero(self._test_labels < self.stream.num_seen(index))
         targets = self._test_labels[rows].astype(np.int16)
         images = torch.from_numpy(np.ascontiguousarray(self.store.test.images[rows]))
-        scores, sizes = class_scores(self.learner, self.engine, images), self.stream.sizes[: index + 1]
-        arrays, predictions = {"targets": targets}, {}
+        scores = class_scores(self.learner, self.engine, images, self.method.predictors)
+        sizes, arrays, predictions = self.stream.sizes[: index + 1], {"targets": targets}, {}
         for name in self.method.predictors:
             arrays[f"{PREDICTIONS}{name}"] = predictions[name] = best_label(scores[name])
             own = metrics.best_of_own_stage(scores[name].float().cpu().numpy(), targets, sizes)

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from engram.contract import Method, Phase
+from engram.contract import Method, Phase, Settings
 from engram.contract.exemplars import class_means
 from engram.contract.image_state import fit_image_state
 from engram.contract.learner import Learner
+from engram.contract.optimisers import find_optimiser, try_optimiser
+from engram.contract.predictors import ImageOutputs, need_means, predicted_scores
+from engram.contract.schedules import learning_rates
+from engram.contract.settings import trainings
 from engram.core.errors import EngramError
 from engram.core.events import EpochFinished, Event, PhaseStarted, Progress, Working
-from engram.data.memory import RESERVOIR
+from engram.data.memory import MemoryConfig, try_selection
 from engram.data.stage import Stage
 from engram.engine import Engine, PhaseLoop, PhaseState
-from engram.nn.network import Part
+from engram.nn.network import Network, Part
 from engram.runs.checked import Source, checked
 from engram.runs.stored_run import StagePosition
 
@@ -37,7 +40,8 @@ STEP_COST = 210
 AFTER = 2.0  # cost of the work after training (importance, exemplars, test images), in epochs
 # Names of the tensors of a phase in a checkpoint; those of extensions have PHASE before the extension's own name.
 PHASE, ROWS, TERMS = "phase.", "phase.rows", "phase.terms"
-MOMENTUM, IMAGES = "phase.momentum.", "phase.images."
+OPTIMISER, IMAGES = "phase.optimiser.", "phase.images."
+OLD_MOMENTUM = "phase.momentum."  # in checkpoints from before there were other optimisers than SGD
 
 
 @dataclass(frozen=True)
@@ -85,9 +89,20 @@ class StepTaken:
         return self.number, self.loop.state()
 
 
+def try_parts(phases: Iterable[Phase], settings: Settings, memory: MemoryConfig) -> None:
+    """Refuse, before anything is trained, a schedule, an optimiser or a selection that does not work."""
+    planned = [(phase.training, phase.batches(phase.images)[0]) for phase in phases if phase.images]
+    planned += [(training, 2) for training in trainings(settings)]
+    for training, steps in dict.fromkeys(planned):
+        learning_rates(training, steps)
+        try_optimiser(training)
+    if memory.is_selected:
+        try_selection(memory.selection)
+
+
 def pack_phase(number: int, state: PhaseState) -> tuple[dict[str, Tensor], dict[str, int]]:
     """The state of a phase as tensors and plain data, for a checkpoint."""
-    tensors = {ROWS: state.rows} | {f"{MOMENTUM}{name}": value for name, value in state.momentum.items()}
+    tensors = {ROWS: state.rows} | {f"{OPTIMISER}{name}": value for name, value in state.optimiser.items()}
     tensors |= {f"{PHASE}{name}": value for name, value in state.extensions.items()}
     tensors |= {f"{IMAGES}{name}": value for name, value in state.image_state.items()}
     tensors |= {} if state.terms is None else {TERMS: state.terms}
@@ -97,15 +112,25 @@ def pack_phase(number: int, state: PhaseState) -> tuple[dict[str, Tensor], dict[
 def unpack_phase(tensors: dict[str, Tensor], data: dict[str, Any] | None) -> tuple[int, PhaseState] | None:
     """Remove the state of a phase (see `pack_phase`) from the tensors and return it; None if there is none."""
     rows, terms = tensors.pop(ROWS, None), tensors.pop(TERMS, None)
-    momentum, image_state, extensions = (
+    old, optimiser, image_state, extensions = (
         {name.removeprefix(kind): tensors.pop(name) for name in list(tensors) if name.startswith(kind)}
-        for kind in (MOMENTUM, IMAGES, PHASE)
+        for kind in (OLD_MOMENTUM, OPTIMISER, IMAGES, PHASE)
     )
+    optimiser |= {f"momentum.{name}": value for name, value in old.items()}
     if data is None:
         return None
     assert rows is not None
     at = checked(StagePosition, data, Source("the checkpoint", "start again"))
-    return at.number, PhaseState(rows, momentum, at.epoch, at.step, extensions, terms, image_state)
+    return at.number, PhaseState(rows, optimiser, at.epoch, at.step, extensions, terms, image_state)
+
+
+def optimiser_fits(state: PhaseState, optimiser: str, network: Network) -> bool:
+    """Whether a phase's state has exactly the tensors that the optimiser keeps for this network."""
+    rule = find_optimiser(optimiser)
+    parameters = {name: value.shape for name, value in network.named_parameters()}
+    shapes = {f"{kind}.{name}": shape for kind in rule.state for name, shape in parameters.items()}
+    shapes |= {kind: torch.Size([1]) for kind in rule.scalars}
+    return {name: value.shape for name, value in state.optimiser.items()} == shapes
 
 
 class StageWork:
@@ -143,6 +168,7 @@ class StageWork:
             with self.timed("train"):
                 method.grow(learner, stage, engine)
         self.phases = method.phases(learner, stage, engine)
+        try_parts(self.phases, method.settings, learner.memory.config)
         if state is not None:
             self._check_position(first, state)
         for number, phase in enumerate(self.phases):
@@ -159,9 +185,11 @@ class StageWork:
         if phase is None or state.epoch > phase.training.epochs or not known <= state.step <= steps:
             place = f"phase {number}, epoch {state.epoch}, step {state.step}"
             raise EngramError(f"the checkpoint is damaged: this stage has no {place}; start again")
-        shapes = {name: value.shape for name, value in self.learner.network.named_parameters()}
-        if {name: value.shape for name, value in state.momentum.items()} != shapes:
-            raise EngramError("the checkpoint is damaged: its momentum does not fit the network; start again")
+        if not optimiser_fits(state, phase.training.optimiser, self.learner.network):
+            raise EngramError(
+                f"the checkpoint is damaged: what it holds of the optimiser {phase.training.optimiser} does not fit "
+                "the network, or the optimiser was changed; start again"
+            )
         if not 0 <= int(state.rows.min()) <= int(state.rows.max()) < len(self.stage.pool):
             raise EngramError("the checkpoint is damaged: its images are not those of the stage; start again")
 
@@ -197,7 +225,7 @@ class StageWork:
         yield Working(stage.index, self.stages, "exemplars")
         with self.timed("exemplars"):
             learner.memory.update(stage.pool, method.exemplars(learner, stage, engine), stage.num_seen)
-            if "nme" in method.predictors:
+            if need_means(method.predictors):
                 learner.class_means = class_means(learner, engine)
             learner.snapshot_teacher()
 
@@ -307,27 +335,16 @@ class StepTimer:
         return (self.steps - before) * self.batch_size / max(now - since, 1e-9)
 
 
-def predict(learner: Learner, engine: Engine, images: Tensor) -> dict[str, np.ndarray]:
-    """The predicted label of each uint8 image (N, H, W, 3), by predictor: the class with the highest of its scores."""
-    return {name: best_label(scores) for name, scores in class_scores(learner, engine, images).items()}
-
-
 def best_label(scores: Tensor) -> np.ndarray:
     """The label (N,) with the highest of the scores (N, K)."""
     return scores.argmax(dim=1).to("cpu", torch.int16).numpy()
 
 
-def class_scores(learner: Learner, engine: Engine, images: Tensor) -> dict[str, Tensor]:
-    """The scores (N, K) of uint8 images (N, H, W, 3), by predictor.
-
-    cnn: the head's. nme: higher for a class whose mean of exemplars is nearer; only if there are class means.
-    """
-    embedding, scores = engine.infer(learner.network, images)
-    found = {"cnn": scores}
-    if learner.class_means is not None:
-        # Means and embeddings have length 1, so the nearest mean has the largest product.
-        found["nme"] = F.normalize(embedding, dim=1) @ learner.class_means.T
-        if learner.memory.config.selection == RESERVOIR:  # it may have no exemplar of a class
-            unknown = sorted(set(range(len(learner.class_means))).difference(learner.memory.labels))
-            found["nme"][:, unknown] = -torch.inf
+def class_scores(learner: Learner, engine: Engine, images: Tensor, predictors: Iterable[str]) -> dict[str, Tensor]:
+    """The scores (N, K) of uint8 images (N, H, W, 3) for the classes seen, by predictor."""
+    outputs = ImageOutputs(engine.inference(learner.network).outputs(images))
+    found = {name: predicted_scores(name, learner, outputs) for name in predictors}
+    for name, scores in found.items():
+        if bool(scores.isnan().any()):
+            raise EngramError(f"the predictor {name!r} returned scores that are not numbers (NaN)")
     return found

@@ -3,7 +3,7 @@
 Methods are written with the names of `engram.contract`.
 """
 
-from engram.contract.registry import METHODS, find_method, import_all
+from engram.contract.method_registry import METHODS, find_method, import_all
 
 import_all(__name__, __path__)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from engram.contract import Learner, Part, Passes, Phase, Stage, Step, Terms, Training, setting
 from engram.contract.exemplars import choose_exemplars
-from engram.contract.registry import RecipeHints, both_imagenets, register
+from engram.contract.method_registry import RecipeHints, both_imagenets, register
 from engram.core.errors import EngramError
 from engram.core.rng import generator
 from engram.methods.blocks.linear import LinearMethod, SteppedSettings, classify, convex_distillation, convex_weights

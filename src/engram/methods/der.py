@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from engram.contract import Learner, Method, Passes, Phase, Settings, Stage, Step, Terms, Training, setting
 from engram.contract.extension import Extension
-from engram.contract.registry import RecipeHints, register
+from engram.contract.method_registry import RecipeHints, register
 from engram.core.rng import generator
 from engram.methods.blocks.expanding import freeze, residual
 from engram.methods.blocks.linear import classify, seen_columns

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from engram.contract import Learner, Method, Passes, Phase, Settings, Stage, Step, Terms, Training, setting
 from engram.contract.learner import load_network
-from engram.contract.registry import RecipeHints, register
+from engram.contract.method_registry import RecipeHints, register
 from engram.core.errors import EngramError
 from engram.core.rng import generator
 from engram.methods.blocks.expanding import WideningHead, residual

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engram.contract import Learner, Method, Passes, Phase, Settings, Stage, Step, Terms, Training, setting
-from engram.contract.registry import RecipeHints, register
+from engram.contract.method_registry import RecipeHints, register
 from engram.core.rng import generator
 from engram.methods.blocks.batches import CutMix, Mixed
 from engram.methods.blocks.phases import EVERYTHING, balanced_phase, main_phase

@@ -33,7 +33,7 @@ from engram.contract import (
     Training,
     setting,
 )
-from engram.contract.registry import RecipeHints, register
+from engram.contract.method_registry import RecipeHints, register
 from engram.core.rng import generator
 from engram.methods.blocks.expanding import WideningHead, freeze, residual
 from engram.methods.blocks.linear import classify

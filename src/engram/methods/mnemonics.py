@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from engram.contract import Learner, Network, Output, Part, Passes, Phase, Samples, Stage, Terms, Training, setting
 from engram.contract.exemplars import choose_exemplars, unit_means
 from engram.contract.extension import Extension, PhaseContext, StepHooks
+from engram.contract.method_registry import RecipeHints, both_imagenets, register
 from engram.contract.passes import ImageTuningStep
-from engram.contract.registry import RecipeHints, both_imagenets, register
 from engram.core.errors import EngramError, option
 from engram.methods.ucir import IMAGENET as UCIR_IMAGENET
 from engram.methods.ucir import RebalancingMethod, RebalancingSettings

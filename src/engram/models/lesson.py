@@ -330,8 +330,9 @@ def _restore(checkpoint: Checkpoint, learner: Learner, stage: Stage, clock: dict
         if at is None or not 0 <= int(at[1].rows.min()) <= int(at[1].rows.max()) < len(stage.pool):
             raise ValueError("rows")
         shapes = {name: value.shape for name, value in learner.network.named_parameters()}
-        if {name: value.shape for name, value in at[1].momentum.items()} != shapes:
-            raise ValueError("momentum")
+        kept = ((name.partition(".")[2], value.shape) for name, value in at[1].optimiser.items())
+        if any(name and shapes.get(name) != shape for name, shape in kept):
+            raise ValueError("optimiser")
         clock.update({str(kind): float(seconds) for kind, seconds in data["clock"].items()})
         learner.notes[:] = [str(note) for note in data["notes"]]
     except Exception as error:

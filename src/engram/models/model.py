@@ -8,11 +8,11 @@ from datetime import UTC, datetime
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from engram.contract import Method
 from engram.contract.learner import Learner
+from engram.contract.predictors import ImageOutputs, need_means, predicted_scores
 from engram.core.errors import EngramError, option, suggest
 from engram.data.memory import Memory, MemoryConfig
 from engram.data.stage import Samples
@@ -112,7 +112,8 @@ class Model:
     def predictors(self) -> tuple[str, ...]:
         """Predictors that can be used now, the method's default first."""
         has_means = self.learner is not None and self.learner.class_means is not None
-        return tuple(name for name in self.method.predictors if name != "nme" or has_means)
+        without = () if has_means else need_means(self.method.predictors)
+        return tuple(name for name in self.method.predictors if name not in without)
 
     def position(self, label: Hashable) -> int:
         """Return the index of a class; refuse an unknown label."""
@@ -178,7 +179,7 @@ class Model:
 
         With enough held-out images the confidence is calibrated: its mean over them is their accuracy.
 
-        by: "cnn" (the head) or "nme" (the class means); None is the method's default.
+        by: "cnn" (the head), "nme" (the class means) or another predictor of the method; None is its default.
         """
         return refuse_not_finite(self.reader(by)(images).cpu().numpy())
 
@@ -196,13 +197,12 @@ class Model:
         def probabilities(images: np.ndarray | Tensor) -> Tensor:
             if isinstance(images, np.ndarray):
                 images = torch.from_numpy(np.require(images, requirements=["C", "W"]))
-            embedding, scores = read(images)
+            logits = predicted_scores(by, learner, ImageOutputs(read.outputs(images)))
             if by == "cnn":
                 scale = network.head.scale
-                logits = scores[:, : len(self.classes)] * (1.0 if scale is None else scale.detach())
-            else:
-                assert learner.class_means is not None
-                logits = NME_SHARPNESS * (F.normalize(embedding, dim=1) @ learner.class_means.T)
+                logits = logits * (1.0 if scale is None else scale.detach())
+            elif by == "nme":
+                logits = NME_SHARPNESS * logits
             return (logits.double() / temperature).softmax(dim=1)
 
         return probabilities
@@ -213,7 +213,8 @@ class Model:
             return self.predictors[0]
         if by not in self.predictors:
             have = " and ".join(self.predictors)
-            more = "; NME needs exemplars of every class" if by == "nme" else ""
+            known = by in self.method.predictors and need_means([by])
+            more = f"; {by} needs exemplars of every class" if known else ""
             raise EngramError(f"this model ({self.config.method}) predicts by {have}, not by {by!r}{more}")
         return by
 

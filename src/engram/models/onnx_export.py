@@ -28,6 +28,7 @@ from engram.nn.views import averaged
 
 TOLERANCE = 1e-4
 CHECKED = 64  # images to compare at most, half of them held-out images if there are any
+EXPORTED = ("cnn", "nme")  # predictors
 INPUT, OUTPUTS = "images", ("probabilities", "logits", "embedding")
 
 
@@ -83,6 +84,10 @@ def export_onnx(model: Model, path: str | Path, by: str | None = None) -> Export
     """
     require_onnx()
     by = model.predictor(by)
+    if by not in EXPORTED:
+        raise EngramError(
+            f"only the predictors {' and '.join(EXPORTED)} can be exported, not {by!r}; choose one of them"
+        )
     content = _to_onnx(model, by)
     images = _images_to_check(model)
     difference = _difference(model, content, images, by)

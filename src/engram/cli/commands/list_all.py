@@ -1,4 +1,4 @@
-"""`engram list`: recipes, methods, data sets, backbones, runs, and the caches of base stages and decoded images."""
+"""`engram list`: what can be chosen, the runs so far, and the caches of base stages and decoded images."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from rich.console import Console
 from engram.cli.commands.run_common import run_status
 from engram.cli.options.runs import List
 from engram.cli.text import make_console, make_table, percent, print_indented, print_line, print_table
-from engram.contract.settings import with_role
+from engram.contract.predictors import PREDICTORS, Predictor
+from engram.contract.settings import OPTIMISERS, SCHEDULES, with_role
 from engram.core.errors import EngramError
+from engram.data.memory import SELECTIONS
+from engram.data.policies import POLICIES, Policy
 from engram.data.sources.download import data_home
 from engram.data.sources.image_cache import ImageCache
 from engram.data.sources.imagenet import CACHE
@@ -46,6 +49,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "methods": ("method", "title", "paper", "memory", *MEASURED_ON),
     "datasets": ("dataset", "description"),
     "backbones": ("backbone", "description"),
+    "parts": ("part", "name", "description", "file"),
     "runs": ("directory", "recipe", "order", "seed", "stages", "average", "status"),
     "cache": ("trained by", "file", "megabytes", "last used"),
     "decoded": ("file", "megabytes", "last used"),
@@ -63,6 +67,7 @@ def list_command(options: List, _: Sequence[str]) -> int:
         "methods": _methods,
         "datasets": lambda: [{"dataset": name, "description": text} for name, text in DATASETS.items()],
         "backbones": _backbones,
+        "parts": _parts,
         "runs": lambda: list_runs(Path(options.root)),
         "cache": _cache,
     }[options.what]()
@@ -243,6 +248,21 @@ def _accuracy_text(numbers: dict[str, Any] | None) -> str | None:
 def _backbones() -> list[Row]:
     described = {name: (BACKBONES.find(name).__doc__ or "").strip() for name in BACKBONES.names()}
     return [{"backbone": name, "description": text.partition("\n")[0]} for name, text in described.items()]
+
+
+def _parts() -> list[Row]:
+    """List what settings name: optimisers, schedules, selections ... file: of one from outside."""
+    rows: list[Row] = []
+    for registry in (OPTIMISERS, SCHEDULES, SELECTIONS, PREDICTORS, POLICIES):
+        for name in registry.names():
+            value = registry.find(name)
+            made = (
+                value.function if isinstance(value, Predictor) else value.apply if isinstance(value, Policy) else value
+            )
+            text, versions = (made.__doc__ or "").strip().partition("\n")[0], registry.versions(name)
+            file = next((text for key, text in versions.items() if key.endswith("_file")), None)
+            rows.append({"part": registry.kind, "name": name, "description": text, "file": file})
+    return rows
 
 
 def list_runs(root: Path) -> list[Row]:

@@ -12,13 +12,13 @@ from rich.console import Console
 
 from engram.cli.display import follow, make_display
 from engram.cli.options.runs import RUNS, RunningFlags
-from engram.cli.plugins import VARIABLE
 from engram.cli.signals import Interrupt
 from engram.cli.streams import tell
 from engram.cli.text import bar, end_line, is_live, print_line, print_table, summary_line, summary_table
 from engram.core.errors import EngramError
 from engram.core.events import Event, RunFinished, Stopped
 from engram.core.io import writing
+from engram.core.plugins import VARIABLE
 from engram.data.sources.load import FOLDERS, DataConfig, load_store
 from engram.data.store import ImageStore
 from engram.experiment.base_cache import StageCache, user_cache

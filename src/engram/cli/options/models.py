@@ -13,9 +13,9 @@ CHOSEN = "chosen by the images; recorded"
 Device = Literal["auto", "cpu", "cuda"]
 ModelDirectory = Annotated[str, Shown("MODEL", positional=True), arg(help="The model directory.")]
 Predictor = Annotated[
-    Literal["nme", "cnn"] | None,
+    str | None,
     Shown("HOW", "the method's"),
-    arg(help="cnn: the network's head; nme: the nearest class mean of the exemplars."),
+    arg(help="cnn: the network's head; nme: the nearest class mean of the exemplars; or another of the method."),
 ]
 Threads = Annotated[
     int | None,

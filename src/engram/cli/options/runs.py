@@ -52,11 +52,9 @@ class StreamFlags:
     """Several class orders, such as 1,2,3 or seed:1,seed:2 or @one.txt,@two.txt: one run for each."""
     memory: Annotated[str | None, Shown("BUDGET", OF_RECIPE)] = None
     """Exemplars to keep: per_class=20, total=2000, all or none."""
-    selection: Annotated[
-        Literal["herding", "closest", "random", "first", "reservoir"] | None, Shown("HOW", OF_RECIPE)
-    ] = None
-    """How exemplars are chosen: herding, closest (to the class mean), random, first (in the data set), or reservoir (of
-    all images seen, with --memory total=N)."""
+    selection: Annotated[str | None, Shown("HOW", OF_RECIPE)] = None
+    """How exemplars are chosen: herding, closest (to the class mean), random, first (in the data set), reservoir (of
+    all images seen, with --memory total=N) or your own."""
     blurry: Annotated[float | None, Shown("SHARE")] = None
     """Share of each class's images that come in later stages than the class, such as 0.1."""
     repeat: Annotated[float | None, Shown("SHARE")] = None
@@ -190,11 +188,12 @@ class List:
     """
 
     what: Annotated[
-        Literal["overview", "recipes", "methods", "datasets", "backbones", "runs", "cache"],
+        Literal["overview", "recipes", "methods", "datasets", "backbones", "parts", "runs", "cache"],
         Shown("[WHAT]", positional=True),
     ] = "overview"
-    """overview (data sets, protocols and methods), recipes (all of them), methods, datasets, backbones, runs, or the
-    cache of trained base stages and decoded images."""
+    """overview (data sets, protocols and methods), recipes (all of them), methods, datasets, backbones, parts
+    (optimisers, schedules, exemplar selections, predictors, augmentation policies), runs, or the cache of trained base
+    stages and decoded images."""
     text: Annotated[str | None, Shown("[TEXT]", "all", positional=True)] = None
     """Only those that contain this text, such as cifar100 or icarl."""
     root: Annotated[str, Shown("DIR")] = RUNS

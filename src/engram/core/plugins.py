@@ -1,4 +1,8 @@
-"""Import methods from outside the package: ENGRAM_METHODS names the modules and files that register them."""
+"""Import methods, optimisers and other parts from outside the package, which register themselves.
+
+ENGRAM_METHODS names modules and files; an installed package announces modules as entry points of the group
+engram.plugins.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,22 @@ import importlib
 import importlib.util
 import os
 import sys
+from importlib.metadata import EntryPoint, entry_points
 
 from engram.core.errors import EngramError
 from engram.core.io import typed_path
 
-VARIABLE = "ENGRAM_METHODS"
+VARIABLE, GROUP = "ENGRAM_METHODS", "engram.plugins"
 
 
-def import_methods() -> None:
-    """Import the modules and .py files that ENGRAM_METHODS names, separated by commas."""
+def load_plugins() -> None:
+    """Import the modules that installed packages announce to engram, and what ENGRAM_METHODS names.
+
+    What was imported before is not imported again. Every command does this first; in Python, call it, or import the
+    modules themselves.
+    """
+    for point in sorted(entry_points(group=GROUP), key=lambda point: (point.name, point.value)):
+        _import_announced(point)
     for name in filter(None, map(str.strip, os.environ.get(VARIABLE, "").split(","))):
         try:
             _import_file(name) if name.endswith(".py") else _import_module(name)
@@ -25,6 +36,18 @@ def import_methods() -> None:
             raise EngramError(
                 f"{VARIABLE} names {name}, which cannot be imported ({reason}); ENGRAM_DEBUG=1 shows where"
             ) from error
+
+
+def _import_announced(point: EntryPoint) -> None:
+    package = "an installed package" if point.dist is None else f"the package {point.dist.name}"
+    try:
+        point.load()
+    except (Exception, SystemExit) as error:
+        reason = str(error) if isinstance(error, EngramError) else f"{type(error).__name__}: {error}"
+        raise EngramError(
+            f"{package} announces {point.value} to engram ({GROUP}), which cannot be imported ({reason}); repair or "
+            "uninstall that package, ENGRAM_DEBUG=1 shows where"
+        ) from error
 
 
 def _import_module(name: str) -> None:

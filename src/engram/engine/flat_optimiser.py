@@ -1,4 +1,4 @@
-"""SGD over one flat tensor: a few operations for the whole network, and a mask of the elements that are trained."""
+"""Updates of one flat tensor: a few operations for the whole network, and a mask of the elements that are trained."""
 
 from __future__ import annotations
 
@@ -7,16 +7,20 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from engram.contract.optimisers import Optimiser, find_optimiser, new_state
+from engram.contract.settings import Training
 from engram.nn.network import Network
 
 
-class FlatSGD:
-    """Momentum SGD on all of a network's parameters at once.
+class FlatOptimiser:
+    """An optimiser on all of a network's parameters at once.
 
     The parameters become views of one tensor, and so do their gradients. The mask is 1 for the elements that a phase
-    trains. The arithmetic is that of torch.optim.SGD after clamping each gradient. The convolutions' weights come
-    first, in the memory order of `layout`, then the other parameters in the modules' order, and scalars last: before
-    other parameters they would misalign them, and make loads slow.
+    trains. The convolutions' weights come first, in the memory order of `layout`, then the other parameters in the
+    modules' order, and scalars last: before other parameters they would misalign them, and make loads slow.
+
+    held: the tensors that the optimiser of the phase keeps, by name. Each optimiser has its own, so that a recorded
+    step of another phase still finds its own.
     """
 
     def __init__(self, network: Network, layout: torch.memory_format = torch.contiguous_format) -> None:
@@ -26,8 +30,10 @@ class FlatSGD:
         self.layout = layout
         self.values = torch.empty(sum(sizes), device=device)
         self.gradients = torch.zeros_like(self.values)
-        self.momentum = torch.zeros_like(self.values)
         self.mask = torch.ones_like(self.values)
+        self.held: dict[str, Tensor] = {}
+        self._held: dict[str, dict[str, Tensor]] = {}  # by optimiser
+        self._rule: Optimiser = find_optimiser("sgd")
         self._buffers: dict[str, Tensor] = {}
         self._places: dict[str, tuple[int, torch.Size]] = {}
         offset = 0
@@ -58,14 +64,28 @@ class FlatSGD:
             for name, parameter in named.items()
         )
 
-    def begin(self, trainable: Mapping[str, Tensor], momentum: Mapping[str, Tensor] | None = None) -> None:
-        """Start a phase: the elements to train, and the momentum to continue with (None: zero)."""
+    def begin(self, trainable: Mapping[str, Tensor], optimiser: str, saved: Mapping[str, Tensor] | None = None) -> None:
+        """Start a phase: the elements to train, the optimiser's name, and what it continues with (None: zeros)."""
         for name, mask in trainable.items():
             self._view(self.mask, name).copy_(mask)
-        if momentum is None:
-            self.momentum.zero_()
-        else:
-            self.fill(self.momentum, momentum)
+        self._rule = find_optimiser(optimiser)
+        if optimiser not in self._held:
+            self._held[optimiser] = new_state(self._rule, self.values)
+        self.held = self._held[optimiser]
+        for kind, held in self.held.items():
+            if saved is None:
+                held.zero_()
+            elif kind in self._rule.scalars:
+                held.copy_(saved[kind])
+            else:
+                self.fill(held, {name: saved[f"{kind}.{name}"] for name in self._places})
+
+    def saved(self) -> dict[str, Tensor]:
+        """What `begin` continues with: copies of the tensors held, those of parameters as "KIND.PARAMETER"."""
+        saved = {kind: self.held[kind].clone() for kind in self._rule.scalars}
+        for kind in self._rule.state:
+            saved |= {f"{kind}.{name}": value for name, value in self.by_name(self.held[kind]).items()}
+        return saved
 
     @property
     def names(self) -> list[str]:
@@ -89,7 +109,8 @@ class FlatSGD:
 
     def state(self) -> list[Tensor]:
         """The tensors that a step may change."""
-        return [self.values, self.momentum, *self._buffers.values()]
+        held = [tensor for tensors in self._held.values() for tensor in tensors.values()]
+        return [self.values, *held, *self._buffers.values()]
 
     def zero_grad(self) -> None:
         """Set the gradients to zero; backward adds to them in place."""
@@ -102,10 +123,9 @@ class FlatSGD:
         self.gradients.mul_((length / (norm + 1e-6)).clamp(max=1))
 
     @torch.no_grad()
-    def step(self, lr: Tensor, momentum: float, weight_decay: float, clip: float | None) -> None:
+    def step(self, lr: Tensor, training: Training) -> None:
         """One update from the current gradients. lr: (1,), on the device."""
-        if clip is not None:
-            self.gradients.clamp_(-clip, clip)
-        self.gradients.add_(self.values, alpha=weight_decay)
-        self.momentum.mul_(momentum).add_(self.gradients)
-        self.values.addcmul_(self.momentum * self.mask, lr, value=-1)
+        if training.clip is not None:
+            self.gradients.clamp_(-training.clip, training.clip)
+        direction = self._rule.direction(self.values, self.gradients, self.held, training)
+        self.values.addcmul_(direction * self.mask, lr, value=-1)

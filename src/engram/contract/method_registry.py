@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, get_args
 
 from engram.contract.method import Method
+from engram.contract.predictors import PREDICTORS, need_means
 from engram.contract.settings import Settings
 from engram.core.errors import EngramError, UnknownNameError
 from engram.core.provenance import user_code_versions
-from engram.data.memory import SELECTORS, Selection
+from engram.data.memory import SELECTIONS
 
-PREDICTORS = ("cnn", "nme")
 MemoryUse = Literal["needed", "none", "all", "optional"]
 NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")  # recipes and directories begin with it
 NME_ENDING = "-nme"
@@ -59,7 +59,7 @@ class MethodInfo:
     predictors: tuple[str, ...]
     settings: type[Settings]
     kind: type[Method]
-    selection: Selection = "herding"
+    selection: str = "herding"
     brightened: bool = True
     shares_base: bool = False
     recipes: RecipeHints = field(default_factory=RecipeHints)
@@ -91,7 +91,7 @@ def register(
     title: str,
     paper: str = "",
     memory: MemoryUse = "needed",
-    selection: Selection = "herding",
+    selection: str = "herding",
     brightened: bool = True,
     shares_base: bool = False,
     recipes: RecipeHints | None = None,
@@ -113,12 +113,13 @@ def register(
         _check_class(name, cls)
         _check_settings(name, settings)
         _check_predictors(name, cls)
-        for what, value, valid in (("memory", memory, get_args(MemoryUse)), ("selection", selection, SELECTORS)):
+        named = (("memory", memory, get_args(MemoryUse)), ("selection", selection, SELECTIONS.names()))
+        for what, value, valid in named:
             if value not in valid:
                 raise EngramError(f"the {what} of {name} must be one of {', '.join(valid)}, got {value!r}")
-        if memory in ("none", "optional") and "nme" in cls.predictors:
+        if memory in ("none", "optional") and (by_means := need_means(cls.predictors)):
             raise EngramError(
-                f"{name} cannot predict by nme, the nearest mean of exemplars, with memory={memory!r}; "
+                f"{name} cannot predict by {by_means[0]}, which needs the means of exemplars, with memory={memory!r}; "
                 f'write predictors = ("cnn",) in {cls.__name__}'
             )
         METHODS[name] = MethodInfo(
@@ -177,8 +178,8 @@ def _check_predictors(name: str, cls: type[Method]) -> None:
     unknown = [each for each in cls.predictors if each not in PREDICTORS]
     if unknown or not cls.predictors or isinstance(cls.predictors, str):
         raise EngramError(
-            f"{cls.__name__}.predictors of {name} must be a tuple of some of {', '.join(PREDICTORS)}, "
-            f'got {cls.predictors!r}; write predictors = ("cnn",), for instance'
+            f"{cls.__name__}.predictors of {name} must be a tuple of some of {', '.join(PREDICTORS.names())}, "
+            f'got {cls.predictors!r}; write predictors = ("cnn",), for instance (your own are registered before it)'
         )
 
 
