@@ -374,3 +374,36 @@ def test_our_kernels_see_neighbours_as_the_modules_do() -> None:
     assert torch.equal(our_shares, their_shares)
     # The teacher's embeddings are rounded otherwise, so that an image may have another neighbour.
     assert (ours - theirs).abs().median() < 0.02
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+@pytest.mark.parametrize("backbone", ["wrn16-2", "vit-tiny"])
+def test_backbones_without_kernels_are_recorded_and_repeat(backbone: str, precision: str) -> None:
+    """By torch's modules: the recorded steps give the numbers of steps taken one by one, and those of another run."""
+    states = []
+    for capture in (True, True, False):
+        config = make_config(device="cuda", precision=precision, backbone=backbone)
+        session = Session(config, make_store(num_classes=4))
+        assert session.engine.why_not_fused(session.learner.network.backbone) is not None
+        session.engine.capture = capture
+        for index in range(2):
+            learn_stage(session, index)
+        assert session.learner.notes == [], "every step can be recorded"
+        states.append({name: value.clone() for name, value in session.learner.state_dict().items()})
+    for name, value in states[0].items():
+        assert bool(value.isfinite().all()), name
+        assert torch.equal(value, states[1][name]), name
+        assert torch.equal(value, states[2][name]), name
+
+
+@pytest.mark.parametrize("backbone", ["wrn16-2", "vit-tiny"])
+def test_sensitivity_of_other_backbones_is_that_of_the_cpu(backbone: str) -> None:
+    found = []
+    for device in ("cpu", "cuda"):
+        session = tiny_session(tiny_config("mas", device=device, precision="float32", backbone=backbone, epochs=0))
+        stage = learn_stage(session, 0)
+        rows = stage.all_rows[:8]
+        found.append(session.engine.sensitivity(session.learner, stage, rows, squared_length, power=1))
+    for name, value in found[0].items():
+        scale = float(value.max())
+        torch.testing.assert_close(found[1][name].cpu(), value, rtol=1e-2, atol=1e-3 * scale, msg=name)
