@@ -130,13 +130,6 @@ def test_a_warm_up_is_a_share_of_the_phase(warmup: float) -> None:
         Training(warmup=warmup)
 
 
-def test_only_what_a_step_reads_is_in_its_key() -> None:
-    plain = Training()
-    assert Training(optimiser="adamw").in_step() != plain.in_step()
-    assert Training(betas=(0.5, 0.9)).in_step() != plain.in_step()
-    assert Training(warmup=0.5, schedule="steps").in_step() == plain.in_step()
-
-
 def test_digests_of_old_files_are_without_what_came_later() -> None:
     whole, old = to_plain(Training()), to_plain(Training(), for_digest=True)
     assert whole.keys() - old.keys() == {"optimiser", "betas", "warmup"}
