@@ -10,6 +10,7 @@ import copy
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -23,13 +24,13 @@ if INTERPRETED:
     os.environ["TRITON_INTERPRET"] = "1"  # triton looks when it is first imported, and again at each launch
 pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
 
-from engram.contract.learner import Learner  # noqa: E402
+from engram.contract import Learner  # noqa: E402
 from engram.contract.settings import Training  # noqa: E402
 from engram.data import augment as reference_augment  # noqa: E402
 from engram.data.augment import Augmentation  # noqa: E402
 from engram.data.memory import Memory, MemoryConfig  # noqa: E402
 from engram.engine.flat_optimiser import FlatOptimiser  # noqa: E402
-from engram.engine.forward import Compute, FusedForward  # noqa: E402
+from engram.engine.forward import Compute, Forward, FusedForward  # noqa: E402
 from engram.engine.fused import (  # noqa: E402
     FoldedBackbone,
     FoldedBranches,
@@ -479,6 +480,35 @@ def test_the_update_is_that_of_the_plain_optimiser(clip: float | None, arithmeti
     torch.testing.assert_close(velocity, theirs.held["momentum"], rtol=1e-6, atol=1e-6)
     assert_stored(room[:shadowed], values[:shadowed].double(), torch.zeros(shadowed, device=DEVICE), arithmetic)
     assert arithmetic is FLOAT32 or room[shadowed:].isnan().all()
+
+
+@pytest.mark.parametrize("optimiser", ["sgd", "adamw"])
+@pytest.mark.parametrize("precision", ["bf16", "float32"])
+def test_the_kernels_read_what_any_optimiser_wrote(optimiser: str, precision: Literal["bf16", "float32"]) -> None:
+    compute = Compute(DEVICE, precision, reference_augment.Augmentation(pad=0), (8, 8))
+    training = Training(optimiser=optimiser, lr=0.1, weight_decay=0.05, clip=1.0, clip_norm=3.0)
+    passes: list[Forward] = []
+    for kind in (FusedForward, Forward):
+        draw = Draw()
+        network, teacher = (
+            Network(ResNet([BlockGroup(16, 1)], draw.generator), CosineHead(16, 3), (0.5,) * 3, (0.5,) * 3).to(DEVICE)
+            for _ in range(2)
+        )
+        layout = {} if kind is FusedForward else {"layout": torch.channels_last}
+        forward = kind(compute, Learner(network, teacher, Memory(MemoryConfig()), 1), 4, **layout)
+        forward.optimiser.begin({}, optimiser)
+        forward.optimiser.mask.copy_(draw.uniform(0, 1, len(forward.optimiser.mask)) > 0.3)
+        for lr in (0.1, 0.07):
+            forward.optimiser.gradients.copy_(draw.normal(len(forward.optimiser.gradients)))
+            forward.update(torch.tensor([lr], device=DEVICE), training)
+        passes.append(forward)
+    fused, plain = passes
+    assert isinstance(fused, FusedForward)
+    torch.testing.assert_close(fused.optimiser.values, plain.optimiser.values, rtol=1e-6, atol=1e-6)
+    weights, shadow = fused._backbone.weights, fused._backbone.shadow
+    assert_stored(shadow, weights.double(), torch.zeros_like(weights), ARITHMETIC[precision])
+    state = {id(tensor) for tensor in fused.state()}
+    assert {id(held) for held in fused.optimiser.held.values()} <= state, "a recording restores them"
 
 
 def test_the_update_keeps_what_is_not_a_number() -> None:

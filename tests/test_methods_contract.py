@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import (
 
 import engram.experiment.runner
 from engram.contract import ImageStateRows, Method, Phase, Step, Training, register
-from engram.contract.settings import setting
+from engram.contract.settings import OPTIMISERS, SCHEDULES, setting
 from engram.core.errors import EngramError
 from engram.core.events import EpochFinished, RunFinished, StageFinished, StageStarted
 from engram.data.memory import MemoryConfig
@@ -490,8 +490,11 @@ def another(value: Any, hint: Any) -> Any:
             return next(choice for choice in reversed(get_args(kind)) if choice != value)
     if bool in kinds:
         return value is False
+    if isinstance(value, str):  # the name of an optimiser or of a schedule
+        registry = OPTIMISERS if value in OPTIMISERS else SCHEDULES
+        return next(name for name in registry.names() if name != value)
     if isinstance(value, tuple):
-        return (0.5,)
+        return tuple(each / 2 for each in value) or (0.5,)
     return (value or 0) + 1 if int in kinds else (value or 0.5) / 2
 
 

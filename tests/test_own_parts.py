@@ -42,7 +42,7 @@ from engram.methods.blocks.lsc import LSCMethod, LSCSettings
 from engram.models.onnx_export import export_onnx
 from engram.report.page import write_report
 from engram.runs.reader import read_manifest, read_result
-from helpers import tiny_config, toy_store
+from helpers import Engram, tiny_config, toy_store
 from model_helpers import NAMES, make, opened, pictures, tiny
 from test_cli import photos
 from test_cli_several import SMALL
@@ -214,6 +214,14 @@ def test_rows_are_checked_at_every_use(clean_registries: None) -> None:
     register_selection("own")(lambda embeddings, count, random: torch.zeros(count, dtype=torch.int64))
     with pytest.raises(EngramError, match="returned a row twice"):
         select_rows("own", torch.rand(9, 2), 2, torch.Generator())
+
+
+def test_the_help_names_every_selection_of_the_package(engram: Engram) -> None:
+    told = " ".join(engram("run", "--help").out.split())
+    assert all(name in told for name in SELECTIONS.names())
+    wrong = engram("run", "replay-mini-b10-s5", "--selection", "herdin")
+    assert (wrong.status, wrong.err.count("\n")) == (2, 1)
+    assert "no exemplar selection 'herdin': did you mean 'herding'?" in wrong.err
 
 
 # Predictors
@@ -427,7 +435,7 @@ def test_a_package_announces_its_parts(clean_registries: None, monkeypatch: pyte
     ],
 )
 def test_a_package_that_cannot_be_imported_is_named(
-    code: str, reason: str, engram: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    code: str, reason: str, engram: Engram, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     install(tmp_path / "site", "broken-parts", "broken_parts", code)
     monkeypatch.syspath_prepend(tmp_path / "site")

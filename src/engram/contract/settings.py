@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 from engram.core.errors import EngramError
 from engram.core.fields import check_fields, limits
 from engram.core.registry import OWN, Registry
-from engram.core.serialize import to_plain
+from engram.core.serialize import ADDED, to_plain
 
 # What a setting is for, so that nothing outside a method has to know it by name.
 #   main: training of a stage's main phase; of the base stage only, if another setting has the role later
@@ -39,6 +39,7 @@ def setting(
     below: float | None = None,
     after_base: bool = False,
     role: Role | None = None,
+    added: bool = False,
 ) -> Any:
     """A dataclass field with limits, which `Settings` checks.
 
@@ -47,9 +48,10 @@ def setting(
     at_least, above, at_most, below: limits of a number; None, as a value, has none.
     after_base: it has no effect before the second stage, so runs that differ in it share a base stage.
     role: what it is for.
+    added: it came later, so old files do not have it, and their digests are without it.
     """
     metadata = limits(at_least=at_least, above=above, at_most=at_most, below=below)
-    metadata |= {"after_base": after_base, "role": role}
+    metadata |= {"after_base": after_base, "role": role, ADDED: added}
     if factory is not None:
         return field(default_factory=factory, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -135,9 +137,9 @@ class Training:
     clip: float | None = setting(5.0, above=0)
     remainder: Literal["drop", "keep"] = "drop"
     clip_norm: float | None = setting(None, above=0)
-    optimiser: str = "sgd"
-    betas: tuple[float, ...] = (0.9, 0.999)
-    warmup: float = setting(0.0, at_least=0, below=1)
+    optimiser: str = setting("sgd", added=True)
+    betas: tuple[float, ...] = setting((0.9, 0.999), added=True)
+    warmup: float = setting(0.0, at_least=0, below=1, added=True)
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -15,12 +15,23 @@ from engram.core.fields import type_hints
 T = TypeVar("T")
 
 
-def to_plain(value: Any) -> Any:
-    """Return a value as dictionaries, lists, strings and numbers, ready for JSON."""
+ADDED = "added"  # in the metadata of a field that files of earlier versions do not have
+
+
+def to_plain(value: Any, for_digest: bool = False) -> Any:
+    """Return a value as dictionaries, lists, strings and numbers, ready for JSON.
+
+    for_digest: leave out fields that are marked as ADDED and have their default, so that a digest is as in old files.
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        items = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
+        return {
+            field.name: to_plain(item, for_digest)
+            for field, item in items
+            if not (for_digest and field.metadata.get(ADDED) and item == field.default)
+        }
     if isinstance(value, (tuple, list)):
-        return [to_plain(item) for item in value]
+        return [to_plain(item, for_digest) for item in value]
     return value
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from engram.core.errors import EngramError
 from engram.core.fields import check_fields, limits
+from engram.core.serialize import ADDED
 from engram.data.operations import cut_out
 from engram.data.policies import NO_POLICY, POLICIES, Policy
 
@@ -111,8 +112,8 @@ class Augmentation:
     flip: bool = True
     brightness: float = field(default=63 / 255, metadata=limits(at_least=0, below=1))
     view: float | None = field(default=None, metadata=limits(above=0, at_most=1))
-    policy: str = NO_POLICY
-    cutout: int = field(default=0, metadata=limits(at_least=0))
+    policy: str = field(default=NO_POLICY, metadata={ADDED: True})
+    cutout: int = field(default=0, metadata=limits(at_least=0) | {ADDED: True})
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable
 from typing import TypeVar
 
@@ -30,6 +31,7 @@ class Runtime(Compute):
         self._recordings: dict[Hashable, tuple[object, CapturedStep | None]] = {}
         if self.device.type == "cuda":
             _set_flags(self.precision)
+            _load_linear_algebra(self.device)
 
     @property
     def is_cold(self) -> bool:
@@ -116,3 +118,15 @@ def _set_flags(precision: Precision) -> None:
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
+
+
+_loading = threading.Lock()
+
+
+def _load_linear_algebra(device: torch.device) -> None:
+    """Load torch's linear algebra for a GPU.
+
+    torch loads it at the first call, and fails if two threads make the first call at the same time.
+    """
+    with _loading:
+        torch.linalg.cholesky(torch.ones(1, 1, device=device))

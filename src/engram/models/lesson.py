@@ -18,7 +18,7 @@ from engram.contract.settings import with_role
 from engram.core.checkpoint import Checkpoint
 from engram.core.errors import EngramError, option
 from engram.core.events import Checkpointed, Event, Learned, StageStarted, Warned, Working
-from engram.core.serialize import flatten
+from engram.core.serialize import flatten, to_plain
 from engram.data.stage import Samples, Stage, content_ids
 from engram.data.store import pixel_statistics, some
 from engram.experiment.stage_work import PhasePlan, StageWork, StepTaken, TimeEstimate, pack_phase, unpack_phase
@@ -170,7 +170,7 @@ class Lesson:
         """Return 32 hex digits that depend on the images, the labels and the options of training."""
         model = self.before
         how = {
-            "config": model.config.to_plain(),
+            "config": to_plain(model.config, for_digest=True),
             "known": [repr(label) for label in model.labels],
             "history": len(model.history),
             "options": [self.options.known, self.options.epochs],

@@ -13,7 +13,7 @@ from torch import Tensor
 from engram.contract import Method
 from engram.contract.learner import Learner
 from engram.contract.predictors import ImageOutputs, need_means, predicted_scores
-from engram.core.errors import EngramError, option, suggest
+from engram.core.errors import EngramError, nearest, option, suggest
 from engram.data.memory import Memory, MemoryConfig
 from engram.data.stage import Samples
 from engram.data.store import some
@@ -213,8 +213,11 @@ class Model:
             return self.predictors[0]
         if by not in self.predictors:
             have = " and ".join(self.predictors)
-            known = by in self.method.predictors and need_means([by])
-            more = f"; {by} needs exemplars of every class" if known else ""
+            more, near = "", nearest(by, self.predictors)
+            if by in self.method.predictors:
+                more = f"; {by} needs exemplars of every class"
+            elif near:
+                more = f"; {option('by')}: did you mean {near[0]!r}?"
             raise EngramError(f"this model ({self.config.method}) predicts by {have}, not by {by!r}{more}")
         return by
 
