@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import (
 
 import engram.experiment.runner
 from engram.contract import ImageStateRows, Method, Phase, Step, Training, register
-from engram.contract.settings import setting
+from engram.contract.settings import OPTIMISERS, SCHEDULES, setting
 from engram.core.errors import EngramError
 from engram.core.events import EpochFinished, RunFinished, StageFinished, StageStarted
 from engram.data.memory import MemoryConfig
@@ -490,8 +490,11 @@ def another(value: Any, hint: Any) -> Any:
             return next(choice for choice in reversed(get_args(kind)) if choice != value)
     if bool in kinds:
         return value is False
+    if isinstance(value, str):  # the name of an optimiser or a schedule
+        names = next(each.names() for each in (OPTIMISERS, SCHEDULES) if value in each)
+        return next(name for name in names if name != value)
     if isinstance(value, tuple):
-        return (0.5,)
+        return (0.5,) * max(1, len(value))
     return (value or 0) + 1 if int in kinds else (value or 0.5) / 2
 
 
