@@ -433,7 +433,7 @@ def test_augmentation_is_that_of_the_plain_step(arithmetic: Arithmetic) -> None:
     padded = reference_augment.pad_images(images, pad).to(DEVICE)
     rows = torch.randint(0, 7, (3, 6), generator=draw.generator).to(DEVICE)
     drawn = reference_augment.draw(reference_augment.Augmentation(pad), (3, 6), draw.generator)
-    draws = reference_augment.Draws(*(value.to(DEVICE) for value in vars(drawn).values()))
+    draws = reference_augment.Draws(*(value.to(DEVICE) for value in drawn.tensors()))
     assert 0 < draws.mirror[2, :5].sum() < 5
     mean, std = torch.tensor([0.5, 0.4, 0.3], device=DEVICE), torch.tensor([0.3, 0.2, 0.25], device=DEVICE)
     plan = (rows, draws.top, draws.left, draws.mirror, draws.factor)

@@ -152,7 +152,7 @@ def test_every_method_trains_or_refuses_before_training(own: Path, method: str, 
     said = None
     if backbone == "own-bare" and kind.needs_maps:
         said = f"{method} distils feature maps, but the backbone own-bare has none; choose another backbone, or"
-    elif method == "der" or (method == "mnemonics" and backbone == "own-vit"):
+    elif method in ("der", "foster", "memo") or (method == "mnemonics" and backbone == "own-vit"):
         said = f"{method} .* the backbone {backbone}.* choose "
     if said is not None:
         with pytest.raises(EngramError, match=f"^{said}"):

@@ -20,8 +20,8 @@ from engram.engine.capture import Branch
 from engram.engine.flat_optimiser import FlatOptimiser
 from engram.kernels.availability import reason_unavailable
 from engram.nn.backbone import Backbone
-from engram.nn.network import Network, Output
-from engram.nn.views import PLAIN, View, averaged, seen_as
+from engram.nn.network import Network, Output, averaged
+from engram.nn.views import PLAIN, View, seen_as
 
 Precision = Literal["float32", "tf32", "bf16"]
 FUSED_OPTIMISER = "sgd"  # the one whose update is a kernel of ours

@@ -17,8 +17,7 @@ from engram.data.augment import centre, to_unit
 from engram.experiment.networks import make_network
 from engram.experiment.run_config import RunConfig
 from engram.methods import find_method
-from engram.nn.network import Network, Output
-from engram.nn.views import averaged
+from engram.nn.network import Network, Output, averaged
 from engram.runs.directory import CHECKPOINT
 from engram.runs.reader import read_manifest
 from engram.runs.run_checkpoint import read_run_checkpoint

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 DEFAULT_METHOD = "afc"
-# The methods that the demo compares, from the weakest to the best; {kept} is the number of exemplars per class.
+# The methods that the demo compares; {kept} is the number of exemplars per class.
 DEMO_METHODS = {
     "naive": "trains only on the new images: no memory, no distillation",
     "replay": "keeps {kept} images of each old class and trains on them too",
     "afc": "keeps the same {kept} and also preserves the features that mattered",
+    "bedrock": "freezes the first network, and keeps two sums over features instead of images",
 }

@@ -24,7 +24,7 @@ from engram.data.store import Images
 from engram.models.labels import encode_label
 from engram.models.model import NME_SHARPNESS, Model
 from engram.models.onnx_graph import IR_VERSION, OPSET, Graph, convert
-from engram.nn.views import averaged
+from engram.nn.network import averaged
 
 TOLERANCE = 1e-4
 CHECKED = 64  # images to compare at most, half of them held-out images if there are any

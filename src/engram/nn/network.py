@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from engram.nn.backbone import Backbone
 from engram.nn.heads import Head
-from engram.nn.views import PLAIN, View
+from engram.nn.views import PLAIN, View, seen_as
 
 _NOTHING: Mapping[str, Tensor] = MappingProxyType({})
 
@@ -141,3 +141,17 @@ class Network(nn.Module):
                 mask.fill_(float(part is not None and part in parts))
             masks[name] = mask
         return masks
+
+
+def averaged(network: Network, forward: Callable[[Tensor], Output], images: Tensor) -> Output:
+    """The output for images (N, 3, H, W), with the mean of scores and logits over the network's views.
+
+    forward: a pass of the network.
+    """
+    output = forward(images)
+    others = [forward(seen_as(images, view)) for view in network.views[1:]]
+    if not others:
+        return output
+    every = [output, *others]
+    scores = torch.stack([each.scores for each in every]).mean(dim=0)
+    return output._replace(scores=scores, logits=torch.stack([each.logits for each in every]).mean(dim=0))

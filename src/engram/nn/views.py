@@ -1,15 +1,11 @@
-"""Views: an image as it is, mirrored, or moved by some pixels. A network may average its scores over several."""
+"""Views: an image as it is, mirrored, or moved by some pixels."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from engram.nn.network import Network, Output
 
 
 class View(NamedTuple):
@@ -46,17 +42,3 @@ def _reflected(length: int, shift: int) -> list[int]:
     last = max(1, length - 1)
     places = (abs(place - shift) % (2 * last) for place in range(length))
     return [min(place, 2 * last - place, length - 1) for place in places]
-
-
-def averaged(network: Network, forward: Callable[[Tensor], Output], images: Tensor) -> Output:
-    """The output for images (N, 3, H, W), with the mean of scores and logits over the network's views.
-
-    forward: a pass of the network.
-    """
-    output = forward(images)
-    others = [forward(seen_as(images, view)) for view in network.views[1:]]
-    if not others:
-        return output
-    every = [output, *others]
-    scores = torch.stack([each.scores for each in every]).mean(dim=0)
-    return output._replace(scores=scores, logits=torch.stack([each.logits for each in every]).mean(dim=0))

@@ -1,4 +1,4 @@
-"""`engram demo`: compare three ways to learn new classes."""
+"""`engram demo`: compare four ways to learn new classes."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _run_all(options: Demo, place: Path, console: Console, command: str) -> dict
 
 
 def demo_config(method: str, seed: int) -> RunConfig:
-    """Return the recipe with fewer epochs, so that three runs take about a minute on two cores; its name says so."""
+    """Return the recipe with fewer epochs, so that four runs take about a minute on two cores; its name says so."""
     original = recipe(RECIPES.format(method=method))
     (training,) = with_role(original.settings, "main").values()
     settings = change_training(original.settings, ("main",), epochs=min(EPOCHS, training.epochs))

@@ -160,7 +160,7 @@ class Resume:
 
 @options
 class Demo:
-    """Compare three ways to learn new classes on the embedded images and write a report: about a minute on a CPU.
+    """Compare four ways to learn new classes on the embedded images and write a report: about a minute on a CPU.
 
     For example:
         engram demo
@@ -168,7 +168,7 @@ class Demo:
     """
 
     out: Annotated[str | None, Shown("DIR", "a new one under runs/")] = None
-    """Directory for the three runs and the report."""
+    """Directory for the runs and the report."""
     seed: Annotated[int, Shown("N")] = 1
     """Seed of the runs and of their class order."""
     threads: Threads = None
