@@ -490,19 +490,11 @@ def another(value: Any, hint: Any) -> Any:
             return next(choice for choice in reversed(get_args(kind)) if choice != value)
     if bool in kinds:
         return value is False
-<<<<<<< HEAD
     if isinstance(value, str):  # the name of an optimiser or of a schedule
         registry = OPTIMISERS if value in OPTIMISERS else SCHEDULES
         return next(name for name in registry.names() if name != value)
     if isinstance(value, tuple):
         return tuple(each / 2 for each in value) or (0.5,)
-=======
-    if isinstance(value, str):  # the name of an optimiser or a schedule
-        names = next(each.names() for each in (OPTIMISERS, SCHEDULES) if value in each)
-        return next(name for name in names if name != value)
-    if isinstance(value, tuple):
-        return (0.5,) * max(1, len(value))
->>>>>>> integrate
     return (value or 0) + 1 if int in kinds else (value or 0.5) / 2
 
 
