@@ -12,6 +12,7 @@ from engram.core.errors import EngramError
 from engram.data.store import ImageStore
 from engram.experiment.runner import resume, run
 from engram.experiment.session import Session
+from engram.experiment.stage_work import class_scores
 from engram.methods.bedrock import PRODUCTS, SUMS, VIEWS, BedrockHead, level_features
 from engram.methods.blocks.closed_form import pack_symmetric, unpack_symmetric
 from engram.nn.views import PLAIN, View, seen_as
@@ -86,6 +87,8 @@ def test_predictions_are_the_solution_over_all_images_and_views(views: str) -> N
     images = torch.from_numpy(session.store.test.images)
     _, scores = session.engine.infer(session.learner.network, images)
     np.testing.assert_allclose(scores.numpy(), slow_scores(session, 2.0, views), rtol=1e-3, atol=2e-4)
+    measured = class_scores(session.learner, session.engine, images, ["cnn"])["cnn"]  # as runs are evaluated
+    assert torch.equal(measured, scores[:, :CLASSES])
 
 
 def test_how_classes_are_divided_into_stages_makes_no_difference() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import torch
@@ -21,7 +20,7 @@ from engram.engine.flat_optimiser import FlatOptimiser
 from engram.kernels.availability import reason_unavailable
 from engram.nn.backbone import Backbone
 from engram.nn.network import Network, Output, averaged
-from engram.nn.views import PLAIN, View, seen_as
+from engram.nn.views import View, seen_as
 
 Precision = Literal["float32", "tf32", "bf16"]
 FUSED_OPTIMISER = "sgd"  # the one whose update is a kernel of ours
@@ -238,15 +237,15 @@ class Inference:
         self._forward = _fused_forward(network, compute) if fused else _plain_forward(network, compute)
 
     def __call__(self, images: Tensor, mirror: bool = False) -> tuple[Tensor, Tensor]:
-        """Embeddings (N, D) and scores (N, K), the scores averaged over the network's views."""
-        outputs = list(self._outputs(images, View(mirror), partial(averaged, self._network, self._forward)))
+        """Embeddings (N, D) and scores (N, K) of the images, or of their mirror images."""
+        outputs = list(self.outputs(images, View(mirror=True) if mirror else None))
         return torch.cat([output.embedding for output in outputs]), torch.cat([output.scores for output in outputs])
 
-    def outputs(self, images: Tensor, view: View = PLAIN) -> Iterator[Output]:
-        """The network's outputs for the images in one view, one for each batch."""
-        return self._outputs(images, view, self._forward)
+    def outputs(self, images: Tensor, view: View | None = None) -> Iterator[Output]:
+        """The network's outputs, one for each batch.
 
-    def _outputs(self, images: Tensor, view: View, forward: Callable[[Tensor], Output]) -> Iterator[Output]:
+        view: the images are seen in this view. None: as they are, with scores averaged over the network's views.
+        """
         compute = self._compute
         assert not self._network.training, "inference with a network in training would change its running statistics"
         if compute.augmentation.view is not None:
@@ -254,7 +253,11 @@ class Inference:
         batch = max(1, INFERENCE_PIXELS[compute.device.type] // (images.shape[1] * images.shape[2]))
         for part in images.split(batch):
             with torch.no_grad():
-                yield forward(seen_as(to_unit(part.to(compute.device)), view))
+                unit = to_unit(part.to(compute.device))
+                if view is None:
+                    yield averaged(self._network, self._forward, unit)
+                else:
+                    yield self._forward(seen_as(unit, view))
 
 
 def _plain_forward(network: Network, compute: Compute) -> Callable[[Tensor], Output]:
