@@ -171,7 +171,7 @@ def make_record(
         "config": plain,
         "data": {"name": config.data.name, "fingerprint": "feed"},
         "order": {"name": order, "class_ids": list(range(100))},
-        "stage_sizes": sizes,
+        "stage_sizes": list(sizes),
         "versions": {"torch": "2.13.0", "commit": commit},
         "hardware": {"device": device, "name": hardware, "cores": 2, "threads": 1},
         "created": created,

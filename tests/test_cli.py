@@ -243,7 +243,7 @@ def test_no_arguments_print_the_help(engram: Engram) -> None:
         (["run", "iCaRL-mini-b10-s5"], ["did you mean 'icarl-mini-b10-s5'?"]),
         (["run", "afc-mini-b10-s"], ["did you mean one of afc-mini-b10-s10, afc-mini-b10-s5?"]),
         (["run", "afk"], ["'afk'", "METHOD-DATA", "'engram list' shows all"]),
-        (["run", "naive"], ["'naive'", "valid names: naive-cifar100-b50-s10, "]),
+        (["run", "naive"], ["'naive'", "valid names: naive-cifar100-b0-s10, "]),
         (["run", "afc-mini-b10-s5", "--quiet", "--json"], ["--quiet and --json"]),
         (["run", "afc-mini-b10-s5", "--threads", "0"], ["--threads"]),
         (

@@ -153,7 +153,7 @@ def test_a_step_sees_the_neighbours_that_the_teacher_finds_in_the_epoch(method: 
     for epoch in range(2):
         part = slice(epoch * steps, (epoch + 1) * steps)
         rows = plan.rows[part].flatten()[:used]
-        flat = Draws(*(value[part].flatten()[:used] for value in vars(plan.draws).values()))
+        flat = Draws(*(value[part].flatten()[:used] for value in plan.draws.tensors()))
         images = augment(padded, rows, flat, engine.image_size)
         with torch.no_grad():
             unit = F.normalize(learner.teacher(images).embedding, dim=1).double().numpy()

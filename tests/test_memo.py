@@ -163,7 +163,7 @@ def test_shared_groups_that_do_not_train_are_in_eval_mode_and_take_no_gradient()
 
 def test_our_kernels_leave_it_to_the_modules() -> None:
     backbone = shaken(1)
-    assert unsupported(backbone, (8, 8)) == "they do not know what TailedBackbone computes"
+    assert unsupported(backbone, (8, 8)) == "they are written for engram's residual backbones"
     assert unsupported(ExpandingBackbone(resnet10(torch.Generator())), (8, 8)) is None
 
 

@@ -159,8 +159,8 @@ class ModelConfig(LearnerConfig):
                 epochs_given |= path in main
         refuse_no_epochs(chosen)
         augmentation = _default_augmentation(size) if augmentation is None else augmentation
-        given = {"flip": flip, "policy": augment}
-        augmentation = replace(augmentation, **{name: value for name, value in given.items() if value is not None})
+        given = {name: value for name, value in (("flip", flip), ("policy", augment)) if value is not None}
+        augmentation = replace(augmentation, **given) if given else augmentation
         config = cls(
             method=method,
             settings=chosen,
