@@ -20,6 +20,9 @@ from engram.data.augment import Augmentation, apply, draw, pad_images
 from engram.data.operations import CODES, GREY, OPERATIONS, cut_out, operate
 from engram.data.policies import AUTO, POLICIES, register_augmentation
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # triton looks when it is first imported, and again at each launch
+
 AMOUNTS = {
     "shear_x": (-0.99, -0.31, 0.123, 0.99),
     "shear_y": (-0.99, -0.31, 0.123, 0.99),
@@ -99,9 +102,7 @@ def test_each_image_has_its_own_operation() -> None:
     assert made.dtype == torch.uint8
 
 
-def test_the_kernels_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not torch.cuda.is_available():
-        monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "1")
+def test_the_kernels_do_the_same() -> None:
     pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
     from engram.kernels.image_operations import operate_on_gpu
 
