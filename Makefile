@@ -1,4 +1,4 @@
-# make demo   install into .venv and run the demo (about a minute on two CPU cores)
+# make demo   install into .venv and run the demo (one to three minutes on two CPU cores)
 # make test   install and run every check (CONSTRAINTS= for the newest versions instead of the pinned ones, after make clean)
 # make setup  install alone
 # make pages  make the pages and tables that come from results/ anew

@@ -160,7 +160,7 @@ class Resume:
 
 @options
 class Demo:
-    """Compare four ways to learn new classes on the embedded images and write a report: about a minute on a CPU.
+    """Compare four ways to learn new classes on the embedded images and write a report: one to three minutes on a CPU.
 
     For example:
         engram demo
