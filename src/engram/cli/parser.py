@@ -25,7 +25,7 @@ ABOUT = """class-incremental learning you can use: a classifier that keeps learn
 and forgets as little as it can.
 
 To begin:
-    engram demo                      see it work, in about a minute
+    engram demo                      see it work, in a few minutes
     engram learn MODEL IMAGES        learn your own images, in one folder per class
     engram predict MODEL PATH        classify an image
     engram run afc-mini-b10-s5       train one recipe

@@ -87,7 +87,7 @@ def _run_all(options: Demo, place: Path, console: Console, command: str) -> dict
 
 
 def demo_config(method: str, seed: int) -> RunConfig:
-    """Return the recipe with fewer epochs, so that four runs take one to three minutes on two cores; its name says so."""
+    """Return the recipe with fewer epochs, so that four runs take a few minutes on two cores; its name says so."""
     original = recipe(RECIPES.format(method=method))
     (training,) = with_role(original.settings, "main").values()
     settings = change_training(original.settings, ("main",), epochs=min(EPOCHS, training.epochs))
