@@ -33,7 +33,7 @@ from engram.cli.text import (
     loss_text,
     measures_text,
     percent,
-    phase_text,
+    position_text,
     print_line,
     progress_line,
     stage_name,
@@ -233,9 +233,11 @@ class LiveDisplay(AnimatedDisplay):
         if (doing := doing_text(event, self._lesson)) is not None:
             self._doing, self._speed = doing, ""
         elif isinstance(event, events.Progress):
-            phase = phase_text(event.phase, self._lesson)
-            self._doing = f"{phase}  epoch {event.epoch}/{event.epochs}  step {event.step}/{event.steps}"
-            self._speed = f"{event.images_per_second:,.0f} images/s  {loss_text(event.terms)}"
+            self._doing = position_text(event, self._lesson, "  ")
+            self._speed = f"{event.images_per_second:,.0f} images/s"
+            if event.epochs:
+                self._doing += f"  step {event.step}/{event.steps}"
+                self._speed += f"  {loss_text(event.terms)}"
             self._done, self._left = event.done, event.seconds_left
         elif isinstance(event, events.RunStarted):
             self.print(start_line(event), style="bold")

@@ -39,7 +39,7 @@ class ActiveRun:
         if isinstance(event, (events.StageStarted, events.Progress)):
             self.stage, self.stages = event.stage, event.stages
         if isinstance(event, events.Progress):
-            self.doing = f"{event.phase} {event.epoch}/{event.epochs}"
+            self.doing = f"{event.phase} {event.epoch}/{event.epochs}" if event.epochs else event.phase
             self.done, self.left = event.done, event.seconds_left
             # Work before the first report was done by another process, or is a base stage from the cache.
             self.began = event.done if self.began is None else self.began

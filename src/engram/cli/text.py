@@ -252,11 +252,19 @@ def doing_text(event: events.Event, lesson: int | None = None) -> str | None:
 
 def progress_line(event: events.Progress, lesson: int | None = None) -> str:
     """Return the progress of training in one line."""
+    loss = f"{loss_text(event.terms)}, " if event.epochs else ""
     return (
-        f"{stage_or_lesson(event, lesson)}, {phase_text(event.phase, lesson)}, epoch {event.epoch}/{event.epochs}, "
-        f"{loss_text(event.terms)}, {event.images_per_second:,.0f} images/s, {event.done:.0%} done, "
-        f"{clock(event.seconds_left)} left"
+        f"{stage_or_lesson(event, lesson)}, {position_text(event, lesson, ', ')}, {loss}"
+        f"{event.images_per_second:,.0f} images/s, {event.done:.0%} done, {clock(event.seconds_left)} left"
     )
+
+
+def position_text(event: events.Progress, lesson: int | None, separator: str) -> str:
+    """Return the phase and where in it the training is; in a pass without epochs, the images done."""
+    phase = phase_text(event.phase, lesson)
+    if not event.epochs:
+        return f"{phase} of {event.step} of {event.steps} images"
+    return f"{phase}{separator}epoch {event.epoch}/{event.epochs}"
 
 
 def end_line(event: events.RunFinished | events.RunSkipped | events.RunBusy | events.RunFailed | events.Stopped) -> str:

@@ -24,6 +24,7 @@ from engram.data.stage import Samples, Stage
 from engram.nn.backbone import Backbone
 from engram.nn.heads import Head
 from engram.nn.network import Network
+from engram.nn.views import View
 
 
 class Method(ABC, Generic[SettingsT]):
@@ -37,6 +38,8 @@ class Method(ABC, Generic[SettingsT]):
     logged_buffers: prefixes of the names of its tensors that are saved with each stage's results.
     image_state: tensors that are kept for each image, by name.
     returning_classes: whether later stages may bring new images of old classes: rows of the pool that are no exemplars.
+    keeps_statistics: whether it keeps statistics of each class from which the head can be computed exactly. Then new
+        images of a known class are added to its statistics, and `remove` takes classes out of the head.
     unbalanced_memory: whether the memory may hold more exemplars of some classes than of others, or none of a class.
     needs_maps: whether it reads feature maps, so that it needs a backbone that has some.
     needs_pooled_map: whether it needs a backbone whose embedding is the mean of its last map.
@@ -53,6 +56,7 @@ class Method(ABC, Generic[SettingsT]):
     logged_buffers: tuple[str, ...] = ()
     image_state: Mapping[str, ImageTensor] = MappingProxyType({})
     returning_classes: bool = False
+    keeps_statistics: bool = False
     unbalanced_memory: bool = False
     needs_maps: bool = False
     needs_pooled_map: bool = False
@@ -107,6 +111,24 @@ class Method(ABC, Generic[SettingsT]):
     def base_key(self) -> dict[str, Any] | None:
         """The settings that determine the base stage: runs that agree in them can share one. None: it is not shared."""
         return None if self.family is None else {"family": self.family, **base_settings(self.settings)}
+
+    def feature_views(self) -> tuple[View, ...]:
+        """The views of the new images whose features `fit` needs; by default none, and `fit` is not called."""
+        return ()
+
+    def fit(self, learner: Learner, stage: Stage, features: Tensor, labels: Tensor) -> None:
+        """Called after the training of a stage, with the features of all its images except exemplars.
+
+        The engine computes them once, batch by batch, with progress and checkpoints.
+
+        features: (N, V, D'), `Head.input_features` in each of the V views. labels: (N,).
+        """
+
+    def remove(self, learner: Learner, labels: Sequence[int]) -> None:
+        """Called after classes were removed from the learner (`Learner.drop`), if the method keeps statistics.
+
+        labels: their labels before the removal. Now the head has only the rows of the other classes.
+        """
 
     def finish(self, learner: Learner, stage: Stage, passes: Passes) -> None:
         """Called after the training of a stage, to compute what the next stage needs; nothing by default."""

@@ -97,7 +97,10 @@ class PhaseStarted(Event):
 
 @dataclass(frozen=True)
 class Progress(Event):
-    """Progress of training, a few times a second. done: completed share of all training in the run, 0 to 1."""
+    """Progress of training, a few times a second. done: completed share of all training in the run, 0 to 1.
+
+    In a pass that computes features, `epochs` is 0 and steps are images.
+    """
 
     stage: int
     stages: int

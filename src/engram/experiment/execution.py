@@ -27,6 +27,7 @@ from engram.core.events import (
 from engram.core.provenance import version
 from engram.engine import PhaseState
 from engram.experiment.base_cache import SharedBase, StageCache
+from engram.experiment.feature_pass import FeaturesTaken
 from engram.experiment.session import Session
 from engram.experiment.stage_work import StageWork, StepTaken, TimeEstimate, pack_phase, unpack_phase
 from engram.runs.directory import TASK_PREDICTIONS, RunDirectory
@@ -182,7 +183,11 @@ class RunExecution:
         elif index == 0:
             yield from self.base.claim()  # continue with or without the claim
         for event in work.train(resume):
-            if not isinstance(event, StepTaken):
+            if isinstance(event, FeaturesTaken):
+                yield event.progress(len(self.session.stream))
+                if self.stop():  # they are computed again when the run is resumed
+                    return True
+            elif not isinstance(event, StepTaken):
                 yield event
             elif (yield from self._after_step(index, event)):
                 return True

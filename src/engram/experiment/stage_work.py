@@ -26,6 +26,7 @@ from engram.core.events import EpochFinished, Event, PhaseStarted, Progress, Wor
 from engram.data.memory import MemoryConfig, try_selection
 from engram.data.stage import Stage
 from engram.engine import Engine, PhaseLoop, PhaseState
+from engram.experiment.feature_pass import FeaturePass, FeaturesTaken
 from engram.nn.network import Network, Part
 from engram.runs.checked import Source, checked
 from engram.runs.stored_run import StagePosition
@@ -155,16 +156,19 @@ class StageWork:
         self.now = now
         self.clock: dict[str, float] = {} if clock is None else clock
         self.phases: list[Phase] = []  # set when training starts
+        self._feature_pass = FeaturePass(method, learner, engine, stage)
 
-    def train(self, resume: tuple[int, PhaseState] | None = None) -> Iterator[Event | StepTaken]:
-        """Grow the head and take every step, from the start or from a phase's number and state.
+    def train(self, resume: tuple[int, PhaseState | None] | None = None) -> Iterator[Event | StepTaken | FeaturesTaken]:
+        """Grow the head and take every step, then compute the features that the method needs.
 
-        To stop the training, stop iterating after a StepTaken.
+        To stop, stop iterating after a StepTaken or FeaturesTaken.
+
+        resume: number and state of a phase; the number of phases and None to continue with the features.
         """
         method, learner, stage, engine = self.method, self.learner, self.stage, self.engine
         first, state = resume or (0, None)
         self._fit_image_state()
-        if state is None:
+        if resume is None:
             with self.timed("train"):
                 method.grow(learner, stage, engine)
         self.phases = method.phases(learner, stage, engine)
@@ -176,6 +180,16 @@ class StageWork:
                 with self.timed("train"):
                     loop = engine.start(learner, stage, phase, number, state if number == first else None)
                 yield from self._phase(number, loop)
+        yield from self._features()
+
+    def _features(self) -> Iterator[FeaturesTaken]:
+        """Compute the features that the method needs."""
+        features = self._feature_pass
+        before, counted, started = features.done_before(), self.clock.get("features", 0.0), self.now()
+        for done in features:
+            spent = self.now() - started
+            self.clock["features"] = counted + spent
+            yield FeaturesTaken(self.stage.index, done, len(features.rows), (done - before) / max(spent, 1e-9))
 
     def _check_position(self, number: int, state: PhaseState) -> None:
         """Refuse to continue at a place that the phases of this stage do not have."""
@@ -218,6 +232,9 @@ class StageWork:
     def finish(self) -> Iterator[Event]:
         """The work after training: the method's computation, exemplars, class means, the teacher of the next stage."""
         method, learner, stage, engine = self.method, self.learner, self.stage, self.engine
+        if self._feature_pass.views:
+            with self.timed("features"):
+                method.fit(learner, stage, self._feature_pass.take(), self._feature_pass.labels)
         if type(method).finish is not Method.finish:
             yield Working(stage.index, self.stages, "importance")
         with self.timed("importance"):

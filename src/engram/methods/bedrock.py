@@ -38,7 +38,7 @@ from engram.contract import (
 from engram.core.errors import EngramError
 from engram.core.memory_limits import check_memory
 from engram.core.rng import generator
-from engram.methods.blocks.closed_form import pack_symmetric, ridge_weights, unpack_symmetric
+from engram.methods.blocks.closed_form import AveragingNetwork, pack_symmetric, ridge_weights, unpack_symmetric
 from engram.methods.blocks.lsc import LSCMethod, LSCSettings
 from engram.nn.backbone import Backbone
 from engram.nn.heads import Head, LSCHead
@@ -102,19 +102,13 @@ class BedrockHead(LSCHead):
         return F.linear(self.random_features(features), self.weight)
 
 
-class ViewsNetwork(Network):
+class ViewsNetwork(AveragingNetwork):
     """A network whose scores are averaged over views once its head is a closed form."""
-
-    def __init__(
-        self, views: tuple[View, ...], backbone: Backbone, head: Head, mean: Sequence[float], std: Sequence[float]
-    ) -> None:
-        super().__init__(backbone, head, mean, std)
-        self._averaged = views
 
     @property
     def views(self) -> tuple[View, ...]:
         assert isinstance(self.head, BedrockHead)
-        return (PLAIN,) if self.head.projection is None else self._averaged
+        return (PLAIN,) if self.head.projection is None else super().views
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from engram.core.events import Checkpointed, Event, Learned, StageStarted, Warne
 from engram.core.serialize import flatten, to_plain
 from engram.data.stage import Samples, Stage, content_ids
 from engram.data.store import pixel_statistics, some
+from engram.experiment.feature_pass import PHASE, FeaturesTaken
 from engram.experiment.stage_work import PhasePlan, StageWork, StepTaken, TimeEstimate, pack_phase, unpack_phase
 from engram.methods import find_method
 from engram.models.labels import in_order
@@ -35,7 +36,7 @@ class LessonOptions:
     """Options of a lesson.
 
     known: for images of known classes, "refuse" raises an error, "refresh" learns the class again from these images and
-        its exemplars.
+        its exemplars. A method that keeps statistics adds the images to them instead.
     epochs: of this lesson; None uses those of the configuration.
     """
 
@@ -55,6 +56,12 @@ class CheckpointPolicy:
     def is_due(self) -> bool:
         """Return whether it is time for a checkpoint."""
         return self.save is not None and time.monotonic() - self.saved_at >= self.seconds
+
+    def write(self, checkpoint: Checkpoint) -> None:
+        """Save a checkpoint."""
+        assert self.save is not None
+        self.save(checkpoint)
+        self.saved_at = time.monotonic()
 
 
 class Lesson:
@@ -81,7 +88,7 @@ class Lesson:
         self._given = sum(len(rows) for rows in rows_by_label.values())
         self.refreshed = [label for label in rows_by_label if label in set(model.labels)]
         self.new = in_order(rows_by_label)
-        kept = self._drop_refreshed()
+        kept = {} if model.method.keeps_statistics else self._drop_refreshed()
         self._images = torch.from_numpy(images)
         # Index of each image's class among the classes of the lesson; -1 if it is left out.
         self._places = np.full(len(images), -1)
@@ -132,39 +139,46 @@ class Lesson:
         model = self.model
         first = len(model.classes)
         index = len(model.sizes) if first else 0
-        model.config.memory.check(first + len(self.new))
+        # A class that gets more images keeps its place if the method adds them to its statistics.
+        place_of = {label: place for place, label in enumerate(model.labels)}
+        added = [label for label in self.new if label not in place_of]
+        place_of |= {label: place for place, label in enumerate(added, start=first)}
+        model.config.memory.check(first + len(added))
         split = LessonSplit(self.before, self._images, rows)
         self._warning = split.warning(names)
         parts = {label: split.of(label) for label in self.new}
         train, held = [], []
-        for place, label in enumerate(self.new, start=first):
-            exemplars, before = kept.get(label, (self._images[:0], self._images[:0]))
-            part = parts[label]
+        none = self._images[:0]
+        for label in self.new:
+            place, part = place_of[label], parts[label]
+            exemplars, before = kept.get(label, (none, none))
+            if place in model.heldout.labels:
+                before = model.heldout.of(place).images
             if not len(part.learned) and not len(exemplars):
                 raise EngramError(
-                    f"there is nothing new of the class {str(label)!r}: these images are held out already"
+                    f"there is nothing new of the class {str(label)!r}: these images are learned or held out already"
                 )
             train.append((place, torch.cat([self._images[part.learned], exemplars])))
             held.append((place, torch.cat([before, self._images[part.heldout]])))
         pool = _labelled(train)
         if model.learner is None:
             mean, std = pixel_statistics(pool.images.numpy())
-            model.learner = model.make_learner(mean, std, len(self.new))
+            model.learner = model.make_learner(mean, std, len(added))
             model.check_network()
         elif not first:
             model.reset_head()
-        model.learner.reserve(first + len(self.new), model.method.class_buffers)
-        model.sizes = (*model.sizes, len(self.new))
+        model.learner.reserve(first + len(added), model.method.class_buffers)
+        model.sizes = (*model.sizes, len(added))
         out = _labelled(held)
         model.heldout.update(out, {place: out.rows_of(place) for place, own in held if len(own)}, len(self.new))
-        stage = len(model.history)
-        model.classes += tuple(
-            KnownClass(label, stage, len(own), digests=parts[label].digests)
-            for label, (_, own) in zip(self.new, train, strict=True)
-        )
+        stage, learned = len(model.history), {known.label: known for known in model.classes}
+        for label, (_, own) in zip(self.new, train, strict=True):
+            images = len(own) + (learned[label].images if label in learned else 0)
+            learned[label] = KnownClass(label, stage, images, digests=parts[label].digests)
+        model.classes = tuple(learned[label] for label in place_of)
         exemplars = model.learner.memory.samples()
         everything = pool if exemplars is None else Samples.concatenate([pool, exemplars])
-        self.stage = Stage(index, first, len(self.new), everything, model.sizes)
+        self.stage = Stage(index, first, len(added), everything, model.sizes)
 
     def fingerprint(self) -> str:
         """Return 32 hex digits that depend on the images, the labels and the options of training."""
@@ -212,6 +226,15 @@ class Lesson:
         at = None if resume is None else _restore(resume, learner, stage, clock)
         outlook: TimeEstimate | None = None
         for event in work.train(at):
+            if isinstance(event, FeaturesTaken):
+                yield event.progress(stage.index + 1)
+                stopping = policy.stop()
+                if policy.save is not None and (stopping or policy.is_due()):
+                    policy.write(_feature_checkpoint(learner, len(work.phases), clock))
+                    yield Checkpointed(stage.index, PHASE, 0)
+                if stopping:
+                    return None
+                continue
             if not isinstance(event, StepTaken):
                 yield event
                 continue
@@ -223,8 +246,7 @@ class Lesson:
             stopping = policy.stop()
             if policy.save is not None and (stopping or policy.is_due()):
                 yield from event.ended()
-                policy.save(_checkpoint(learner, event, clock))
-                policy.saved_at = time.monotonic()
+                policy.write(_checkpoint(learner, event, clock))
                 yield Checkpointed(stage.index, event.loop.phase.name, event.loop.epoch + 1)
             if stopping:
                 return None
@@ -243,7 +265,8 @@ class Lesson:
         model.method = self.before.method
         model.measure(calibrate=True)
         self._past, now = self._accuracy_before(), {known.label: known.accuracy for known in model.classes}
-        old = [known.label for known in model.classes[: self.stage.num_old]]
+        lesson = set(self.new)
+        old = [known.label for known in model.classes if known.label not in lesson]
         entry = LessonRecord(
             what="learned",
             date=current_time(),
@@ -321,16 +344,24 @@ def _checkpoint(learner: Learner, taken: StepTaken, clock: dict[str, float]) -> 
     return Checkpoint(learner.state_dict() | packed, data)
 
 
+def _feature_checkpoint(learner: Learner, phases: int, clock: dict[str, float]) -> Checkpoint:
+    """A checkpoint inside the feature pass, after that many phases."""
+    return Checkpoint(learner.state_dict(), {"phases": phases, "clock": clock, "notes": learner.notes})
+
+
 def _restore(checkpoint: Checkpoint, learner: Learner, stage: Stage, clock: dict[str, float]) -> Any:
     """Load a checkpoint; refuse one that does not fit the lesson."""
     tensors, data = dict(checkpoint.tensors), checkpoint.data
     try:
-        at = unpack_phase(tensors, data["phase"])
+        at = (int(data["phases"]), None) if "phases" in data else unpack_phase(tensors, data["phase"])
         learner.load_state_dict(tensors)
-        if at is None or not 0 <= int(at[1].rows.min()) <= int(at[1].rows.max()) < len(stage.pool):
+        if at is None or (
+            at[1] is not None and not 0 <= int(at[1].rows.min()) <= int(at[1].rows.max()) < len(stage.pool)
+        ):
             raise ValueError("rows")
         shapes = {name: value.shape for name, value in learner.network.named_parameters()}
-        kept = ((name.partition(".")[2], value.shape) for name, value in at[1].optimiser.items())
+        held = {} if at[1] is None else at[1].optimiser
+        kept = ((name.partition(".")[2], value.shape) for name, value in held.items())
         if any(name and shapes.get(name) != shape for name, shape in kept):
             raise ValueError("optimiser")
         clock.update({str(kind): float(seconds) for kind, seconds in data["clock"].items()})

@@ -243,7 +243,8 @@ class Model:
     def remove(self, labels: Iterable[Hashable]) -> None:
         """Remove classes with their exemplars and held-out images. The scores of the other classes do not change.
 
-        If one of the labels is unknown, nothing is removed. The backbone keeps what it learned from their images.
+        With a method that keeps statistics they are as if these classes had never been learned. If one of the labels is
+        unknown, nothing is removed. The backbone keeps what it learned from their images.
         """
         positions = [self.position(label) for label in dict.fromkeys(labels)]
         self.drop(positions)
@@ -254,6 +255,8 @@ class Model:
         """Drop the classes at these positions; later classes move up."""
         class_state = [name for name, kept in self.method.image_state.items() if kept.per_class]
         self._trained().drop(positions, self.method.class_buffers, class_state)
+        if self.method.keeps_statistics:
+            self.method.remove(self._trained(), positions)
         self.heldout.drop(positions)
         ends = np.cumsum(self.sizes)
         stage_of = [int(np.searchsorted(ends, position, side="right")) for position in positions]

@@ -90,11 +90,13 @@ class LessonSplit:
     def of(self, label: Hashable) -> ClassSplit:
         """Divide the images of a class.
 
-        Copies of a picture are on the same side. Exemplars and pictures held out before are on neither. If the model
-        was given some of these pictures before, it may have learned the others too, so none is held out.
+        Copies of a picture are on the same side. Exemplars and pictures held out before are on neither, and no picture
+        that is in the statistics of a method that keeps some. If the model was given some of these pictures before, it
+        may have learned the others too, so none is held out.
         """
         config, copies, seen = self._model.config, self._copies[label], self._seen.get(label, SeenPictures())
-        left_out = self._held | seen.exemplars
+        counted = seen.learned if self._model.method.keeps_statistics else seen.exemplars
+        left_out = self._held | counted
         pictures = [picture for picture in copies if picture not in left_out]
         count = 0
         if config.validation and len(pictures) >= VALIDATION_LEAST and seen.all.isdisjoint(copies):

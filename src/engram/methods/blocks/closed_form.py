@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from engram.contract import Learner, Passes, Phase, Stage
+from engram.contract import Learner, Network, Passes, Phase, Stage
 from engram.core.errors import EngramError
 from engram.methods.blocks.linear import LinearMethod, SteppedSettings
+from engram.nn.backbone import Backbone
+from engram.nn.heads import Head
+from engram.nn.views import View
 
 CHUNK = 4096  # images that are copied to the device at a time
 
@@ -24,6 +28,20 @@ class FrozenBackboneMethod(LinearMethod[FrozenSettingsT]):
 
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
         return super().phases(learner, stage, passes) if stage.is_base else []
+
+
+class AveragingNetwork(Network):
+    """A network whose scores are averaged over views."""
+
+    def __init__(
+        self, views: tuple[View, ...], backbone: Backbone, head: Head, mean: Sequence[float], std: Sequence[float]
+    ) -> None:
+        super().__init__(backbone, head, mean, std)
+        self._averaged = views
+
+    @property
+    def views(self) -> tuple[View, ...]:
+        return self._averaged
 
 
 def new_features(learner: Learner, stage: Stage, passes: Passes) -> tuple[Tensor, Tensor]:

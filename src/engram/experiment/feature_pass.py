@@ -1,0 +1,107 @@
+"""The features of a stage's images, for a method that fits its head to them: computed once, saved in checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engram.contract import Learner, Method
+from engram.core.errors import EngramError
+from engram.core.events import Progress
+from engram.core.memory_limits import check_memory
+from engram.data.stage import Stage
+from engram.engine import Engine
+
+PHASE = "features"  # name of the pass in events
+BATCH = 32  # images between two moments to save or to stop
+# Buffers of a learner while its features are computed, so that they are in its checkpoints.
+FEATURES, DONE = "features", "features.done"
+
+
+@dataclass(frozen=True, eq=False)
+class FeaturesTaken:
+    """Features were computed of `done` of the images. Now a checkpoint can be saved, or the stage stopped.
+
+    rate: images per second, of those computed by this process.
+    """
+
+    stage: int
+    done: int
+    images: int
+    rate: float
+
+    def progress(self, stages: int) -> Progress:
+        """The progress event; it has no epochs, and its steps are images."""
+        return Progress(
+            stage=self.stage,
+            stages=stages,
+            phase=PHASE,
+            epoch=0,
+            epochs=0,
+            step=self.done,
+            steps=self.images,
+            terms={},
+            images_per_second=self.rate,
+            done=self.done / self.images,
+            seconds_left=(self.images - self.done) / self.rate,
+        )
+
+
+class FeaturePass:
+    """Computes the features of a stage's images, except exemplars, in the views that the method needs."""
+
+    def __init__(self, method: Method, learner: Learner, engine: Engine, stage: Stage) -> None:
+        self.views = method.feature_views()
+        self.learner, self.engine, self.stage = learner, engine, stage
+        self.rows = stage.all_rows[~stage.pool.exemplar] if self.views else stage.all_rows[:0]
+
+    @property
+    def labels(self) -> Tensor:
+        """The label of each image whose features are computed."""
+        return self.stage.pool.labels[self.rows]
+
+    def __iter__(self) -> Iterator[int]:
+        """Compute the features, or what a checkpoint lacks of them; yield the number of images that are done."""
+        buffers, images = self.learner.buffers, self.stage.pool.images
+        done = self.done_before()
+        for rows in self.rows[done:].split(BATCH):
+            part = torch.stack([self._features(images[rows], view) for view in range(len(self.views))], dim=1)
+            if FEATURES not in buffers:
+                shape = (len(self.rows), *part.shape[1:])
+                self._check_room(shape)
+                buffers[FEATURES] = part.new_zeros(shape)
+            buffers[FEATURES][done : done + len(part)] = part
+            done += len(part)
+            buffers[DONE] = torch.tensor([done])
+            yield done
+
+    def _features(self, images: Tensor, number: int) -> Tensor:
+        view = self.views[number]
+        return self.engine.features(self.learner.network, images, view.mirror, (view.down, view.right))
+
+    def done_before(self) -> int:
+        """The number of images whose features came with a checkpoint."""
+        held, done = (self.learner.buffers.get(name) for name in (FEATURES, DONE))
+        if held is None or done is None:
+            return 0
+        if held.shape[:2] != (len(self.rows), len(self.views)) or not 0 <= int(done) <= len(held):
+            raise EngramError("the checkpoint is damaged: its features are not those of the stage; start again")
+        return int(done)
+
+    def _check_room(self, shape: tuple[int, ...]) -> None:
+        needed = 4 * torch.Size(shape).numel()
+        check_memory(needed, f"the features of {shape[0]} images", "learn fewer classes at a time", self.engine.device)
+
+    def take(self) -> Tensor:
+        """The features of all images, (N, V, D'); the learner does not hold them any longer."""
+        features = self.learner.buffers.pop(FEATURES)
+        del self.learner.buffers[DONE]
+        if not bool(features.isfinite().all()):
+            raise EngramError(
+                "the features of some images are not finite: the network's weights are damaged, or its training "
+                "diverged; choose other weights, or a lower learning rate"
+            )
+        return features

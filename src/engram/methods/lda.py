@@ -1,0 +1,152 @@
+"""LDA: linear discriminant analysis on a frozen network, for networks that come trained.
+
+As in deep streaming linear discriminant analysis (Hayes, Kanan, CVPR Workshops 2020). Nothing is trained. The score of
+a class is the log density of a normal distribution around the mean of its features, with one covariance for all
+classes. What is kept of a class is the number of its images, the mean of their features and a triangular factor of
+their scatter, and no image. So the head after any lessons is that of one lesson with all images, a class can be removed
+as if it had never been learned, and new images of a known class are added to it.
+
+Legend: N images, V views, D features, K capacity in classes, R rows of all factors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, final
+
+import torch
+from torch import Tensor
+
+from engram.contract import Learner, Method, Network, Passes, Phase, Settings, Stage, register, setting
+from engram.core.errors import EngramError
+from engram.methods.blocks.closed_form import AveragingNetwork
+from engram.nn.backbone import Backbone
+from engram.nn.heads import Head, LinearHead
+from engram.nn.views import MIRRORED, PLAIN, View
+
+# (K,) and (K, D): the number of rows of features of each class, and their mean.
+COUNTS, MEANS = "lda.counts", "lda.means"
+# (R, D) and (R,): factors F of the classes' scatter F^T F around their means, and the class of each row.
+FACTORS, CLASSES = "lda.factors", "lda.classes"
+NEGLIGIBLE = 1e-12  # length of a factor's row, relative to its longest
+VIEWS: dict[str, tuple[View, ...]] = {"one": (PLAIN,), "mirror": MIRRORED}
+
+
+@dataclass(frozen=True)
+class LDASettings(Settings):
+    """LDA's settings.
+
+    shrinkage: share of the covariance that is replaced by a multiple of the identity, with the same mean variance. With
+    1, the class with the nearest mean is predicted. views: "one" (the image) or "mirror" (and its mirror image), in
+    the statistics and in predictions.
+    """
+
+    shrinkage: float = setting(0.3, above=0, at_most=1)
+    views: Literal["one", "mirror"] = "mirror"
+
+
+@final
+@register(
+    "lda",
+    settings=LDASettings,
+    title="Linear discriminant analysis on a frozen network",
+    paper="after Hayes, Kanan, CVPR Workshops 2020",
+    memory="optional",
+)
+class LDA(Method[LDASettings]):
+    """Trains nothing; every stage adds to statistics of its classes and solves for the head."""
+
+    predictors = ("cnn",)
+    uses_teacher = False
+    returning_classes = True
+    keeps_statistics = True
+    unbalanced_memory = True
+    class_buffers = (COUNTS, MEANS)
+
+    def head(self, dim: int, capacity: int) -> Head:
+        return LinearHead(dim, capacity)
+
+    def network(self, backbone: Backbone, head: Head, mean: Sequence[float], std: Sequence[float]) -> Network:
+        return AveragingNetwork(VIEWS[self.settings.views], backbone, head, mean, std)
+
+    def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
+        return []
+
+    def feature_views(self) -> tuple[View, ...]:
+        return VIEWS[self.settings.views]
+
+    @torch.no_grad()
+    def fit(self, learner: Learner, stage: Stage, features: Tensor, labels: Tensor) -> None:
+        """Add the features of the stage to the statistics of their classes, and set the head to the solution."""
+        capacity, size = learner.network.head.capacity, features.shape[2]
+        held = learner.buffers
+        if COUNTS not in held:
+            held[COUNTS] = features.new_zeros(capacity, dtype=torch.int64)
+            held[MEANS] = features.new_zeros(capacity, size, dtype=torch.float64)
+            held[FACTORS] = features.new_zeros(0, size)
+            held[CLASSES] = features.new_zeros(0, dtype=torch.int64)
+        factors, classes = [held[FACTORS]], [held[CLASSES]]
+        for label in labels.unique().tolist():
+            own = features[(labels == label).to(features.device)].flatten(0, 1).double()
+            others = classes[0] != label
+            factor = self._add(learner, label, own, factors[0][~others].double()).to(features)
+            factors = [factors[0][others], *factors[1:], factor]
+            classes = [classes[0][others], *classes[1:], classes[0].new_full((len(factor),), label)]
+        learner.store(FACTORS, torch.cat(factors))
+        learner.store(CLASSES, torch.cat(classes))
+        self._solve(learner)
+
+    def _add(self, learner: Learner, label: int, features: Tensor, factor: Tensor) -> Tensor:
+        """Add rows of features (N, D) to the count and mean of a class; return the new factor of its scatter."""
+        counts, means = learner.buffers[COUNTS], learner.buffers[MEANS]
+        before, count = int(counts[label]), len(features)
+        mean = features.mean(dim=0)
+        rows = [factor, features - mean]
+        if before:  # the scatter around the common mean is that of both parts and of their means
+            rows.append(((mean - means[label]) * (before * count / (before + count)) ** 0.5)[None])
+        means[label] += (mean - means[label]) * (count / (before + count))
+        counts[label] += count
+        triangle = torch.linalg.qr(torch.cat(rows), mode="r").R
+        lengths = triangle.norm(dim=1)
+        return triangle[lengths > NEGLIGIBLE * lengths.max()]
+
+    @torch.no_grad()
+    def remove(self, learner: Learner, labels: Sequence[int]) -> None:
+        """Take the classes out of the statistics, and set the head to the solution."""
+        gone = torch.tensor(sorted(labels), device=learner.buffers[CLASSES].device)
+        kept = ~torch.isin(learner.buffers[CLASSES], gone)
+        classes = learner.buffers[CLASSES][kept]
+        learner.store(FACTORS, learner.buffers[FACTORS][kept])
+        learner.store(CLASSES, classes - torch.searchsorted(gone, classes))
+        if learner.num_classes:
+            self._solve(learner)
+
+    def _solve(self, learner: Learner) -> None:
+        """Set the head to the discriminants of the statistics."""
+        head, known = learner.network.head, learner.num_classes
+        assert isinstance(head, LinearHead)
+        assert head.bias is not None
+        factors, counts = learner.buffers[FACTORS].double(), learner.buffers[COUNTS][:known]
+        means = learner.buffers[MEANS][:known]
+        weights, biases = discriminants(counts, means, factors, self.settings.shrinkage)
+        head.weight[:known] = weights.to(head.weight)
+        head.bias[:known] = biases.to(head.bias)
+
+
+def discriminants(counts: Tensor, means: Tensor, factors: Tensor, shrinkage: float) -> tuple[Tensor, Tensor]:
+    """The weights (K, D) and biases (K,) of the classes' scores, up to what is the same for all classes.
+
+    counts: (K,). means: (K, D). factors: (R, D), of the scatter around the means.
+    """
+    covariance = factors.T @ factors / counts.sum()
+    variance = covariance.diagonal().mean()
+    if not bool(variance):  # a single image of each class
+        variance = torch.ones_like(variance)
+    covariance *= 1 - shrinkage
+    covariance.diagonal().add_(shrinkage * variance)
+    triangle, failed = torch.linalg.cholesky_ex(covariance)
+    if bool(failed):
+        raise EngramError(f"LDA has no solution in float64 with shrinkage={shrinkage:g}; give a larger shrinkage")
+    weights = torch.cholesky_solve(means.T, triangle).T
+    return weights, -(weights * means).sum(dim=1) / 2
