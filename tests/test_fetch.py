@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 
 from engram.core.errors import EngramError
+from engram.core.io import data_home
 from engram.data.sources import download as fetch
-from engram.data.sources.download import data_home, fetch_cifar100
+from engram.data.sources.download import fetch_cifar100
 
 CONTENT = np.random.default_rng(0).bytes(700_001)
 MD5 = hashlib.md5(CONTENT, usedforsecurity=False).hexdigest()

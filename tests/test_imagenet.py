@@ -18,13 +18,13 @@ from PIL import Image
 from engram import EngramError, recipe, recipe_names
 from engram.contract import Training
 from engram.core import memory_limits as room
+from engram.core.io import data_home
 from engram.core.memory_limits import check_stage_fits
 from engram.core.serialize import to_plain
 from engram.data import store
 from engram.data.decode.image import unreadable_error
 from engram.data.sources import image_cache as imagecache
 from engram.data.sources import imagenet
-from engram.data.sources.download import data_home
 from engram.data.sources.image_cache import Description, ImageCache
 from engram.data.sources.imagenet import CACHE, IMAGENET, MEAN, STD, decode_square, published_wnids, read_imagenet
 from engram.data.sources.load import DataConfig, load_store

@@ -25,6 +25,16 @@ def typed_path(text: str | Path) -> Path:
     return Path(text if os.path.lexists(text) else os.path.expanduser(text))
 
 
+def data_home() -> Path:
+    """Return the folder for downloaded data: $ENGRAM_DATA, or engram in the user's cache folder."""
+    given = os.environ.get("ENGRAM_DATA")
+    if given:
+        return typed_path(given)
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    # The XDG specification says to ignore a relative path.
+    return (Path(cache) if os.path.isabs(cache) else Path("~/.cache").expanduser()) / "engram"
+
+
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
     """Turn an OSError inside this context into an EngramError that names the path and the reason."""

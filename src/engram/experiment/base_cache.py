@@ -22,8 +22,7 @@ from torch import Tensor
 from engram.core.checkpoint import Checkpoint, load_checkpoint, read_data, save_checkpoint
 from engram.core.errors import EngramError
 from engram.core.events import BaseAwaited, BaseReused, Event, Warned
-from engram.core.io import lock, remove_temporaries, writing
-from engram.data.sources.download import data_home
+from engram.core.io import data_home, lock, remove_temporaries, writing
 from engram.experiment.session import Session
 
 LIMIT_BYTES = 2**30

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 import torch
@@ -18,6 +19,7 @@ from engram.data.memory import RESERVOIR, SELECTIONS, MemoryConfig
 from engram.data.policies import NO_POLICY, POLICIES
 from engram.methods import METHODS, find_method
 from engram.nn.backbones import BACKBONES
+from engram.nn.pretrained import PretrainedWeights, keep, load_weights
 
 Device = Literal["auto", "cpu", "cuda"]
 Precision = Literal["auto", "float32", "tf32", "bf16"]
@@ -35,6 +37,7 @@ class LearnerConfig:
     memory: MemoryConfig
     backbone: str
     augmentation: Augmentation
+    weights: PretrainedWeights | None
 
     def check_learner(self) -> None:
         """Convert every field to its declared type, and refuse values that do not fit the method."""
@@ -43,6 +46,8 @@ class LearnerConfig:
             raise EngramError(
                 f"{self.method} takes {method.settings.__name__} as its settings, got {type(self.settings).__name__}"
             )
+        if isinstance(self.weights, str | Path):
+            object.__setattr__(self, "weights", take_weights(self.weights, self.backbone))
         for each in fields(self):  # pyright: ignore[reportArgumentType]
             if each.name != "settings":
                 object.__setattr__(self, each.name, convert_setting(type(self), each.name, getattr(self, each.name)))
@@ -50,6 +55,11 @@ class LearnerConfig:
             value = getattr(self, name)
             object.__setattr__(self, name, from_plain(type(value), to_plain(value), name))
         BACKBONES.find(self.backbone)
+        if self.weights is not None and self.weights.backbone != self.backbone:
+            raise EngramError(
+                f"the weights {self.weights.name} are for the backbone {self.weights.backbone}, not for "
+                f"{self.backbone}; leave {option('backbone')} or {option('weights')} out"
+            )
         if method.memory in ("none", "all") and self.memory.budget != method.memory:
             raise EngramError(
                 f"{self.method} is defined with memory={method.memory}, got {self.memory}; "
@@ -85,8 +95,11 @@ class LearnerConfig:
         return parts
 
     def to_plain(self) -> dict[str, Any]:
-        """Return the configuration as plain data."""
-        return to_plain(self)
+        """Return the configuration as plain data; without weights, as in files of earlier versions."""
+        plain = to_plain(self)
+        if plain["weights"] is None:
+            del plain["weights"]
+        return plain
 
     @classmethod
     def from_plain(cls, data: Any) -> Self:
@@ -95,6 +108,18 @@ class LearnerConfig:
             raise EngramError("a configuration must name its method")
         settings = from_plain(find_method(data["method"]).settings, data.get("settings", {}), "settings")
         return from_plain(cls, {**data, "settings": settings})
+
+
+def take_weights(given: str | Path | PretrainedWeights, backbone: str | None = None) -> PretrainedWeights:
+    """Return the record of weights, given their name or file; they are kept where the network can be made from them.
+
+    backbone: the network that the weights must be for, if one was chosen.
+    """
+    if isinstance(given, PretrainedWeights):
+        return given
+    record, tensors = load_weights(given, backbone)
+    keep(record, tensors)
+    return record
 
 
 def resolve_device(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from engram.contract import Method
 from engram.core.errors import EngramError
@@ -12,11 +13,16 @@ from engram.experiment.learner_config import LearnerConfig
 from engram.nn.backbone import Backbone
 from engram.nn.backbones import BACKBONES, build_backbone
 from engram.nn.network import Network
+from engram.nn.pretrained import tensors_of
 from engram.nn.trial import check_backbone
 
 
-def make_backbone(config: LearnerConfig, method: Method) -> Backbone:
-    """The untrained backbone of a configuration, as its method needs it."""
+def make_backbone(config: LearnerConfig, method: Method, start: bool = False) -> Backbone:
+    """The backbone of a configuration, as its method needs it.
+
+    start: with the pretrained weights of the configuration, if it has any. Otherwise they are not read, and the
+    backbone has random weights, to be replaced by saved ones.
+    """
     backbone = build_backbone(config.backbone, generator(config.seed, "backbone"))
     if method.needs_maps and not backbone.widths:
         raise EngramError(
@@ -32,14 +38,23 @@ def make_backbone(config: LearnerConfig, method: Method) -> Backbone:
             parameter="backbone",
             value=config.backbone,
         )
+    if config.weights is not None:
+        backbone.pretrained = partial(tensors_of, config.weights)
+        if start:
+            backbone.load_state_dict(backbone.pretrained())
     return method.backbone(backbone)
 
 
 def make_network(
-    config: LearnerConfig, method: Method, classes: int, mean: Sequence[float], std: Sequence[float]
+    config: LearnerConfig,
+    method: Method,
+    classes: int,
+    mean: Sequence[float],
+    std: Sequence[float],
+    start: bool = False,
 ) -> Network:
-    """The untrained network of a configuration, for up to that many classes."""
-    backbone = make_backbone(config, method)
+    """The untrained network of a configuration, for up to that many classes. start: as for `make_backbone`."""
+    backbone = make_backbone(config, method, start)
     return method.network(backbone, method.head(backbone.dim, classes), mean, std)
 
 

@@ -240,11 +240,11 @@ def changes(original: RunConfig, config: RunConfig) -> list[str]:
 
 
 def _leaves(config: RunConfig) -> dict[str, Any]:
-    """Every setting by its dotted path; the memory's budget and size are one value, as a user types them."""
+    """Every setting by its dotted path; a memory and weights are one value, as a user types them."""
     leaves: dict[str, Any] = {}
     memory = {"memory": str(config.memory), "memory.selection": config.memory.selection}
     for key, value in config.to_plain().items():
-        leaves |= memory if key == "memory" else flatten({key: value})
+        leaves |= memory if key == "memory" else flatten({key: value["name"] if key == "weights" else value})
     if isinstance(config.increment, tuple):
         leaves["increment"] = ",".join(map(str, config.increment))
     return leaves

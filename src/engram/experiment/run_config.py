@@ -12,14 +12,15 @@ from engram.contract import Settings
 from engram.contract.settings import with_role
 from engram.core.errors import EngramError, option
 from engram.core.fields import check_fields, limits
-from engram.core.serialize import flatten, replace_at
+from engram.core.serialize import ADDED, flatten, replace_at
 from engram.data.augment import Augmentation
 from engram.data.memory import MemoryConfig
 from engram.data.sources.load import DataConfig
 from engram.data.store import ImageStore
 from engram.data.stream import Stream, class_order, describe_order, order_text
-from engram.experiment.learner_config import Device, LearnerConfig, Precision, resolve_device
+from engram.experiment.learner_config import Device, LearnerConfig, Precision, resolve_device, take_weights
 from engram.methods import METHODS, find_method
+from engram.nn.pretrained import PretrainedWeights, describe_weights
 from engram.runs.reader import config_hash
 
 LONGEST_CHANGES = 60  # characters of a directory's name
@@ -37,6 +38,7 @@ class RunConfig(LearnerConfig):
     order: see `class_order`.
     predictor: the predictor that the recipe reports. All predictors of the method are evaluated.
     recipe: name of the recipe that this configuration was made from.
+    weights: pretrained weights of the backbone that training starts from; as an argument also their name or file.
     blurry, repeat: shares of images and of classes that come again in later stages; see `arrival_stages`.
     """
 
@@ -56,6 +58,7 @@ class RunConfig(LearnerConfig):
     recipe: str = "custom"
     blurry: float = field(default=0.0, metadata=limits(at_least=0, below=1))
     repeat: float = field(default=0.0, metadata=limits(at_least=0, at_most=1))
+    weights: PretrainedWeights | None = field(default=None, metadata={ADDED: True})
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "order", order_text(self.order))
@@ -92,6 +95,9 @@ class RunConfig(LearnerConfig):
         """
         if path == "memory" and isinstance(value, str):
             value = MemoryConfig.parse(value, self.memory.selection)
+        if path == "weights" and value not in (None, "none"):
+            weights = take_weights(value)
+            return replace(self, weights=weights, backbone=weights.backbone)
         if path == "order":
             return replace(self, order=value)
         if path.startswith("settings."):
@@ -152,6 +158,7 @@ class RunConfig(LearnerConfig):
             "Variant": next(iter(with_role(self.settings, "variant").values()), "-"),
             "Predictor": self.predictor,
             "Backbone": self.backbone,
+            "Weights": "-" if self.weights is None else describe_weights(self.weights),
             "Epochs": epochs,
             "Seed": str(self.seed),
             "Device": f"{self.device}, {self.precision}",

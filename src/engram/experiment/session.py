@@ -71,7 +71,8 @@ class Session:
         memory = Memory(config.memory)
         mean, std = self.normalisation
         network, teacher = (
-            make_network(config, self.method, store.num_classes, mean, std).to(device) for _ in ("student", "teacher")
+            make_network(config, self.method, store.num_classes, mean, std, start=True).to(device)
+            for _ in ("student", "teacher")
         )
         check_network(config, self.method, network, seen)
         self.learner = Learner(network, teacher, memory, config.seed, self.method.uses_teacher)
@@ -85,7 +86,10 @@ class Session:
 
     @cached_property
     def normalisation(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Mean and standard deviation of each channel: as published, or of the training images of the base stage."""
+        """Mean and standard deviation of each channel: those of the pretrained weights, those published for the data,
+        or those of the training images of the base stage."""
+        if self.config.weights is not None:
+            return self.config.weights.mean, self.config.weights.std
         if self.store.mean is not None and self.store.std is not None:
             return self.store.mean, self.store.std
         return pixel_statistics(self.store.train.images, np.flatnonzero(self._arrivals == 0))
@@ -121,6 +125,8 @@ class Session:
             "seed": self.config.seed,
             "method": method_key,
         }
+        if self.config.weights is not None:
+            key["weights"] = self.config.weights.digest
         if self.config.blurry or self.config.repeat:
             key["images"] = np.flatnonzero(self._arrivals == 0).tolist()
         return hashlib.blake2b(json.dumps(key, sort_keys=True).encode(), digest_size=16).hexdigest()

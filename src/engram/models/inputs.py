@@ -77,10 +77,10 @@ class LessonImages:
         elif are_paths(given):
             self._files = ImageFiles(_paths(given))
 
-    def own_size(self) -> tuple[int, int]:
-        """Return the size for a new model."""
+    def own_size(self, preferred: int | None = None) -> tuple[int, int]:
+        """Return the size for a new model. preferred: the side that files are resized to."""
         if self._files is not None:
-            side = choose_size(self._files.paths)
+            side = choose_size(self._files.paths) if preferred is None else preferred
             return side, side
         self._pixels = read_images(self._given, None)
         return self._pixels.shape[1], self._pixels.shape[2]

@@ -13,7 +13,7 @@ from engram.core.errors import EngramError, UnknownNameError, option, spelled
 from engram.core.events import Event, Stopped
 from engram.core.serialize import flatten
 from engram.data.store import some
-from engram.experiment.learner_config import Device, Precision
+from engram.experiment.learner_config import Device, Precision, take_weights
 from engram.models.inputs import LessonImages
 from engram.models.labels import encode_label, plain_labels
 from engram.models.lesson import CheckpointPolicy, Lesson, LessonOptions
@@ -155,7 +155,10 @@ def _model_to_teach(
         _refuse_changes(model.config, config, writer.path)
         return model
     if not isinstance(config, ModelConfig):
-        size = config["image_size"] if "image_size" in config else images.own_size()
+        if "weights" in config:
+            config["weights"] = take_weights(config["weights"], config.get("backbone"))
+        preferred = config["weights"].image_size if "weights" in config else None
+        size = config["image_size"] if "image_size" in config else images.own_size(preferred)
         config = ModelConfig.choose(**{"device": device, **config, "image_size": size, "images": count})
     return Model(config, device, precision)
 

@@ -162,8 +162,9 @@ class Lesson:
             held.append((place, torch.cat([before, self._images[part.heldout]])))
         pool = _labelled(train)
         if model.learner is None:
-            mean, std = pixel_statistics(pool.images.numpy())
-            model.learner = model.make_learner(mean, std, len(added))
+            weights = model.config.weights
+            mean, std = pixel_statistics(pool.images.numpy()) if weights is None else (weights.mean, weights.std)
+            model.learner = model.make_learner(mean, std, len(added), start=True)
             model.check_network()
         elif not first:
             model.reset_head()

@@ -122,11 +122,12 @@ class Model:
             raise EngramError(f"the model knows no class {label!r}: {hint}")
         return self.labels.index(label)
 
-    def make_learner(self, mean: tuple[float, ...], std: tuple[float, ...], capacity: int) -> Learner:
-        """Create an untrained learner for images with this mean and standard deviation."""
-
+    def make_learner(
+        self, mean: tuple[float, ...], std: tuple[float, ...], capacity: int, start: bool = False
+    ) -> Learner:
+        """Create an untrained learner for images with this mean and standard deviation. start: as for `make_network`"""
         network, teacher = (
-            make_network(self.config, self.method, capacity, mean, std).to(self.engine.device) for _ in range(2)
+            make_network(self.config, self.method, capacity, mean, std, start).to(self.engine.device) for _ in range(2)
         )
         return Learner(network, teacher, Memory(self.config.memory), self.config.seed, self.method.uses_teacher)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,14 @@ import numpy as np
 from engram.contract import MethodInfo, Settings
 from engram.contract.settings import MAIN_ROLES, TRAINING_ROLES, SettingsT, change_training, with_role
 from engram.core.errors import EngramError, option
-from engram.core.serialize import differences, replace_at
+from engram.core.serialize import ADDED, differences, replace_at
 from engram.data.augment import Augmentation
 from engram.data.memory import RESERVOIR, MemoryConfig
-from engram.experiment.learner_config import Device, LearnerConfig, refuse_no_epochs, resolve_device
+from engram.experiment.learner_config import Device, LearnerConfig, refuse_no_epochs, resolve_device, take_weights
 from engram.experiment.recipes import recipe
 from engram.methods import METHODS, find_method
 from engram.methods.defaults import DEFAULT_METHOD
+from engram.nn.pretrained import PretrainedWeights
 
 LARGEST_SIDE = 1024
 LARGEST_NUMBER = 2**63
@@ -35,6 +37,7 @@ class ModelConfig(LearnerConfig):
     validation: fraction of each class's images that is held out to measure accuracy, now and after later lessons. At
         most VALIDATION_MOST images, and none of a class with fewer than VALIDATION_LEAST. The model keeps them.
     epochs_given: the user chose the epochs in the settings, so every lesson uses them.
+    weights: pretrained weights that the network starts from.
     """
 
     method: str
@@ -46,6 +49,7 @@ class ModelConfig(LearnerConfig):
     seed: int = 1
     validation: float = 0.0
     epochs_given: bool = False
+    weights: PretrainedWeights | None = field(default=None, metadata={ADDED: True})
 
     def __post_init__(self) -> None:
         for name, kinds in _KINDS.items():
@@ -107,6 +111,8 @@ class ModelConfig(LearnerConfig):
         theirs = {name: plain_number(value) for name, value in wanted.items() if name in ours}
         if "image_size" in theirs:
             theirs["image_size"] = as_size(theirs["image_size"])
+        if isinstance(theirs.get("weights"), str | Path):
+            theirs["weights"] = self._same_weights(theirs["weights"])
         if not isinstance(theirs.get("memory", self.memory), MemoryConfig):
             memory = _memory(theirs["memory"], self.memory, find_method(self.method))
             theirs["memory"] = replace(memory, selection=self.memory.selection)
@@ -114,6 +120,12 @@ class ModelConfig(LearnerConfig):
         if "image_size" in changed and len(set(self.image_size)) == 1:
             changed["image_size"] = self.image_size[0]
         return changed
+
+    def _same_weights(self, given: str | Path) -> PretrainedWeights:
+        """Return the weights of that name or file; the model's own if they have that name, without reading a file."""
+        if self.weights is not None and str(given) == self.weights.name:
+            return self.weights
+        return take_weights(given)
 
     @classmethod
     def choose(
@@ -131,6 +143,7 @@ class ModelConfig(LearnerConfig):
         augment: str | None = None,
         seed: int = 1,
         validation: float = 0.0,
+        weights: str | Path | PretrainedWeights | None = None,
         device: Device = "auto",
     ) -> ModelConfig:
         """Choose a configuration for that many images of that size.
@@ -141,6 +154,7 @@ class ModelConfig(LearnerConfig):
         settings: of the method, or some of them by dotted path (`{"train.lr": 0.05}`).
         flip: mirror images in training; None: as the augmentation says.
         augment: policy of strong augmentation, such as "trivial"; None: as the augmentation says.
+        weights: pretrained weights, by name or file; they choose the backbone.
         device: the default number of epochs depends on it.
         """
         _check_kind("method", method, str)
@@ -161,6 +175,9 @@ class ModelConfig(LearnerConfig):
         augmentation = _default_augmentation(size) if augmentation is None else augmentation
         given = {name: value for name, value in (("flip", flip), ("policy", augment)) if value is not None}
         augmentation = replace(augmentation, **given) if given else augmentation
+        pretrained = None if weights is None else take_weights(weights, backbone)
+        if pretrained is not None:
+            backbone = pretrained.backbone
         config = cls(
             method=method,
             settings=chosen,
@@ -171,11 +188,12 @@ class ModelConfig(LearnerConfig):
             seed=plain_number(seed),
             validation=plain_number(validation),
             epochs_given=epochs_given,
+            weights=pretrained,
         )
         return config.with_epochs(epochs)
 
 
-_COMPARED = ("method", "backbone", "image_size", "memory", "augmentation", "seed", "validation")
+_COMPARED = ("method", "backbone", "image_size", "memory", "augmentation", "seed", "validation", "weights")
 _KINDS: dict[str, tuple[type, ...]] = {
     "backbone": (str,),
     "augmentation": (Augmentation,),

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from engram.core.errors import EngramError
 from engram.core.io import write_bytes
 from engram.core.provenance import version
+from engram.core.serialize import to_plain
 from engram.data.store import Images
 from engram.models.labels import encode_label
 from engram.models.model import NME_SHARPNESS, Model
@@ -143,6 +144,8 @@ def _to_onnx(model: Model, by: str) -> bytes:
         "predictor": by,
         "image_size": json.dumps([height, width]),
     }
+    if model.config.weights is not None:
+        described["pretrained"] = json.dumps(to_plain(model.config.weights))
     helper.set_model_props(proto, described)
     checker.check_model(proto, full_check=True)
     return proto.SerializeToString()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,15 @@ class Backbone(nn.Module):
     # Set when a backbone is made by its name.
     known_as: str = ""
     made_by: Make | None = None
+    # Reads the pretrained weights that this backbone starts from; None if it starts from random ones.
+    pretrained: Callable[[], Mapping[str, Tensor]] | None = None
+
+    def restart(self, generator: torch.Generator) -> None:
+        """Set the weights to those that the backbone starts from: the pretrained ones, or new random ones."""
+        if self.pretrained is None:
+            self.initialise(generator)
+        else:
+            self.load_state_dict(self.pretrained())
 
     def initialise(self, generator: torch.Generator) -> None:
         """Initialise the weights again; by default with those of a newly made backbone."""

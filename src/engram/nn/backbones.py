@@ -11,6 +11,11 @@ from torch import nn
 from engram.core.errors import EngramError
 from engram.core.registry import OWN, Registry
 from engram.nn.backbone import Backbone, Make, as_backbone
+from engram.nn.convnext import convnext_tiny
+from engram.nn.dinov2 import vit_small_dinov2
+from engram.nn.efficientnet import efficientnet_lite0, efficientnet_lite1, efficientnet_lite2
+from engram.nn.imagenet_resnet import resnet18_imagenet, resnet50_imagenet
+from engram.nn.mobilenet import mobilenetv3_large
 from engram.nn.resnet import resnet10, resnet18, resnet18_small, resnet32
 from engram.nn.vision_transformer import vit_tiny
 from engram.nn.wide_resnet import wrn16_2, wrn28_2
@@ -59,5 +64,13 @@ for _name, _make in {
     "wrn16-2": wrn16_2,
     "wrn28-2": wrn28_2,
     "vit-tiny": vit_tiny,
+    "efficientnet-lite0": efficientnet_lite0,
+    "efficientnet-lite1": efficientnet_lite1,
+    "efficientnet-lite2": efficientnet_lite2,
+    "resnet18-imagenet": resnet18_imagenet,
+    "resnet50-imagenet": resnet50_imagenet,
+    "mobilenetv3-large": mobilenetv3_large,
+    "convnext-tiny": convnext_tiny,
+    "vit-small-dinov2": vit_small_dinov2,
 }.items():
     register_backbone(_name)(_make)

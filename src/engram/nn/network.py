@@ -119,8 +119,8 @@ class Network(nn.Module):
         self.head.prepare_for_state(own)
 
     def reset(self, generator: torch.Generator) -> None:
-        """Initialise the backbone and the rows of the classes seen again."""
-        self.backbone.initialise(generator)
+        """Set the backbone and the rows of the classes seen to the weights that they start from."""
+        self.backbone.restart(generator)
         self.head.initialise(generator)
 
     def part_of(self, name: str, parameter: Tensor) -> Part | None:

@@ -29,6 +29,7 @@ from engram.models.calibration import FEWEST
 from engram.models.labels import encode_label
 from engram.models.learning import has_learning
 from engram.models.store.codec import read_manifest
+from engram.nn.pretrained import PretrainedWeights, describe_weights
 from engram.runs.directory import is_running
 
 
@@ -70,6 +71,7 @@ def card(manifest: dict[str, Any]) -> dict[str, str]:
     return {
         "method": f"{config['method']}, predicts by {' and '.join(manifest['predictors'])}",
         "network": f"{config['backbone']}, images of {width}x{height} pixels, seed {config['seed']}",
+        **({} if config.get("weights") is None else {"pretrained": _pretrained(config["weights"])}),
         "memory": f"{budget}: {kept} exemplars, {_size(sizes['exemplars'])}",
         "held out": f"{100 * config['validation']:g} % of new images: {held} images, {_size(sizes['heldout'])}",
         "confidence": _confidence(manifest, held),
@@ -78,6 +80,11 @@ def card(manifest: dict[str, Any]) -> dict[str, str]:
         "undo": _undo(manifest),
         "written by": f"engram {manifest['engram']}, generation {manifest['generation']}",
     }
+
+
+def _pretrained(weights: dict[str, Any]) -> str:
+    """Describe the weights that the network started from."""
+    return printable(describe_weights(PretrainedWeights(**weights)))
 
 
 def _undo(manifest: dict[str, Any]) -> str:

@@ -147,6 +147,7 @@ def _wanted(options: Learn, is_new: bool) -> dict[str, Any]:
     return {
         "method": flags.method,
         "backbone": flags.backbone,
+        "weights": flags.weights,
         "image_size": flags.image_size,
         "memory": flags.memory,
         "validation": HOLDOUT if is_new and flags.holdout is None else flags.holdout,
@@ -168,9 +169,10 @@ def _tell_start(console: Console, event: LessonRead, place: Path) -> None:
     config = event.config
     if config is not None:
         height, width = config.image_size
+        network = config.backbone if config.weights is None else f"{config.backbone} (pretrained)"
         print_line(
             console,
-            f"a new model in {place}: {config.method}, {config.backbone}, {width}x{height} pixels, "
+            f"a new model in {place}: {config.method}, {network}, {width}x{height} pixels, "
             f"memory {config.memory}, {100 * config.validation:g} % held out",
         )
 

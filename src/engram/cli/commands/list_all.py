@@ -17,15 +17,17 @@ from engram.cli.text import make_console, make_table, percent, print_indented, p
 from engram.contract.predictors import PREDICTORS, Predictor
 from engram.contract.settings import OPTIMISERS, SCHEDULES, with_role
 from engram.core.errors import EngramError
+from engram.core.io import data_home
 from engram.data.memory import SELECTIONS
 from engram.data.policies import POLICIES, Policy
-from engram.data.sources.download import data_home
 from engram.data.sources.image_cache import ImageCache
 from engram.data.sources.imagenet import CACHE
 from engram.experiment.base_cache import user_cache
 from engram.experiment.recipes import recipe, recipe_names
 from engram.methods import METHODS
 from engram.nn.backbones import BACKBONES
+from engram.nn.pretrained import how_to_get, known_weights
+from engram.nn.weights_catalogue import KNOWN
 from engram.reproduce.results_files import measured
 from engram.runs.directory import RESULT, find_runs
 from engram.runs.reader import read_manifest, read_result
@@ -49,12 +51,13 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "methods": ("method", "title", "paper", "memory", *MEASURED_ON),
     "datasets": ("dataset", "description"),
     "backbones": ("backbone", "description"),
+    "weights": ("weights", "here", "pixels", "licence", "how"),
     "parts": ("part", "name", "description", "file"),
     "runs": ("directory", "recipe", "order", "seed", "stages", "average", "status"),
     "cache": ("trained by", "file", "megabytes", "last used"),
     "decoded": ("file", "megabytes", "last used"),
 }
-NUMBERS = ("megabytes", "base", "increment", "epochs", "order", "seed", "stages", "average", *MEASURED_ON)
+NUMBERS = ("megabytes", "pixels", "base", "increment", "epochs", "order", "seed", "stages", "average", *MEASURED_ON)
 TITLES = {"dataset": "data set", "average": "average %"}
 
 
@@ -67,6 +70,7 @@ def list_command(options: List, _: Sequence[str]) -> int:
         "methods": _methods,
         "datasets": lambda: [{"dataset": name, "description": text} for name, text in DATASETS.items()],
         "backbones": _backbones,
+        "weights": _weights,
         "parts": _parts,
         "runs": lambda: list_runs(Path(options.root)),
         "cache": _cache,
@@ -248,6 +252,21 @@ def _accuracy_text(numbers: dict[str, Any] | None) -> str | None:
 def _backbones() -> list[Row]:
     described = {name: (BACKBONES.find(name).__doc__ or "").strip() for name in BACKBONES.names()}
     return [{"backbone": name, "description": text.partition("\n")[0]} for name, text in described.items()]
+
+
+def _weights() -> list[Row]:
+    """List the known pretrained weights, and how to get those that are not here."""
+    return [
+        {
+            "weights": name,
+            "here": "yes" if is_here else "no",
+            "pixels": KNOWN[name].image_size,
+            "licence": KNOWN[name].licence,
+            "source": KNOWN[name].source,
+            "how": None if is_here else how_to_get(name),
+        }
+        for name, is_here in known_weights().items()
+    ]
 
 
 def _parts() -> list[Row]:

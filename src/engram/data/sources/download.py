@@ -1,4 +1,4 @@
-"""Download of public data sets: resumed after an interruption, verified before use."""
+"""Download of public files: resumed after an interruption, verified before use."""
 
 from __future__ import annotations
 
@@ -29,16 +29,6 @@ _CHUNK: Final = 2**18
 Report = Callable[[int, int | None], None]
 
 
-def data_home() -> Path:
-    """Return the folder for downloaded data: $ENGRAM_DATA, or engram in the user's cache folder."""
-    given = os.environ.get("ENGRAM_DATA")
-    if given:
-        return typed_path(given)
-    cache = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification says to ignore a relative path.
-    return (Path(cache) if os.path.isabs(cache) else Path("~/.cache").expanduser()) / "engram"
-
-
 def fetch_cifar100(
     folder: str | Path,
     *,
@@ -52,9 +42,35 @@ def fetch_cifar100(
 
     An interrupted download is resumed, by this call or the next. report: called with the bytes so far and in total.
     """
+    target = typed_path(folder) / ARCHIVE_NAME
+    by_hand = (
+        f"without a network, download {OFFICIAL_URL} elsewhere and put it at {target}, "
+        f"or give its path as {option('data', 'PATH')}"
+    )
+    # MD5 is the only checksum that the publisher gives. It detects transmission errors.
+    return fetch(target, url, "md5", md5, size, "archive", by_hand, report=report, timeout=timeout)
+
+
+def fetch(
+    target: Path,
+    url: str,
+    algorithm: str,
+    checksum: str,
+    size: int,
+    what: str,
+    by_hand: str,
+    *,
+    report: Report | None = None,
+    timeout: float = 30,
+) -> Path:
+    """Download an official file to a path, unless it is there, verify it, and return the path.
+
+    algorithm: of the checksum, as hashlib calls it. what: the word for the file in messages. by_hand: what to do
+    without a network. report: as for `fetch_cifar100`.
+    """
     if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
         raise EngramError(f"{url!r} is not a web address; give one that starts with https://")
-    download = _Download(typed_path(folder) / ARCHIVE_NAME, url, md5, size, report, timeout)
+    download = _Download(target, url, algorithm, checksum, size, what, by_hand, report, timeout)
     try:
         return download.run()
     except OSError as error:
@@ -67,8 +83,11 @@ class _Download:
 
     target: Path
     url: str
-    md5: str
+    algorithm: str
+    checksum: str
     size: int
+    what: str
+    by_hand: str
     report: Report | None
     timeout: float
 
@@ -87,7 +106,8 @@ class _Download:
             fault = self._fault(self.target)
             if fault:
                 raise EngramError(
-                    f"{self.target} is not the official archive ({fault}); move it away or delete it, then try again"
+                    f"{self.target} is not the official {self.what} ({fault}); move it away or delete it, "
+                    "then try again"
                 )
             self._report(self.size)
             return self.target
@@ -96,8 +116,8 @@ class _Download:
         if fault:
             self._discard()
             raise EngramError(
-                f"the file from {self.url} is not the official archive ({fault}), so it was deleted; "
-                f"try again, or {self._by_hand()}"
+                f"the file from {self.url} is not the official {self.what} ({fault}), so it was deleted; "
+                f"try again, or {self.by_hand}"
             )
         os.replace(self.part, self.target)
         self.tag.unlink(missing_ok=True)
@@ -112,7 +132,7 @@ class _Download:
         while (have := self._have()) < self.size:
             if have <= best:
                 kept = f", {have} of {self.size} bytes are kept for the next try" if have else ""
-                raise EngramError(f"{self.url} cannot be downloaded ({reason}{kept}); try again, or {self._by_hand()}")
+                raise EngramError(f"{self.url} cannot be downloaded ({reason}{kept}); try again, or {self.by_hand}")
             best, reason = have, "the connection was interrupted"
             try:
                 if not self._attempt(have):
@@ -163,8 +183,8 @@ class _Download:
             total = int(length) if length.isdigit() else None
         if total is not None and total != self.size:
             raise EngramError(
-                f"{self.url} offers {total} bytes where the official archive has {self.size}, so it may be "
-                f"a login page or another file; {self._by_hand()}"
+                f"{self.url} offers {total} bytes where the official {self.what} has {self.size}, so it may be "
+                f"a login page or another file; {self.by_hand}"
             )
         return have if response.status == 206 else 0
 
@@ -216,19 +236,12 @@ class _Download:
         if found != self.size:
             return f"it has {found} bytes, not {self.size}"
         with path.open("rb") as file:
-            # MD5 is the only checksum that the publisher gives. It detects transmission errors.
-            digest = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
-        return None if digest == self.md5 else f"its MD5 is {digest}, not {self.md5}"
+            digest = hashlib.file_digest(file, lambda: hashlib.new(self.algorithm, usedforsecurity=False)).hexdigest()
+        return None if digest == self.checksum else f"its {self.algorithm.upper()} is {digest}, not {self.checksum}"
 
     def _report(self, done: int) -> None:
         if self.report is not None:
             self.report(done, self.size)
-
-    def _by_hand(self) -> str:
-        return (
-            f"without a network, download {OFFICIAL_URL} elsewhere and put it at {self.target}, "
-            f"or give its path as {option('data', 'PATH')}"
-        )
 
 
 class _NetworkError(Exception):
@@ -247,7 +260,7 @@ def _disk_error(error: OSError, download: _Download) -> EngramError:
     folder = download.target.parent
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return EngramError(
-            f"the disk of {folder} is full (the archive needs {download.size / 1e6:.0f} MB); "
+            f"the disk of {folder} is full (the {download.what} needs {download.size / 1e6:.0f} MB); "
             "the downloaded part is kept, so free some space and try again"
         )
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):

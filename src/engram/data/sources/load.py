@@ -8,8 +8,8 @@ from pathlib import Path
 
 from engram.core.errors import EngramError, UnknownNameError, option
 from engram.core.fields import check_fields, limits
+from engram.core.io import data_home
 from engram.data.sources.cifar import ARCHIVE_NAME, FOLDER_NAME, outline_cifar100, read_cifar100
-from engram.data.sources.download import data_home
 from engram.data.sources.folder import read_folder
 from engram.data.sources.imagenet import IMAGENET, outline_imagenet, read_imagenet
 from engram.data.sources.mini import read_mini

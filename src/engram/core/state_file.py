@@ -1,0 +1,146 @@
+"""Read the tensors of a file from anywhere: safetensors, or a state dict that torch saved. Nothing in it is executed.
+
+A file is refused before anything of its own choice is allocated: a header that is too long, a pickle that names
+anything but tensors, a number larger than the file, a compressed archive. So reading takes a few times the file's size.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickletools
+import stat
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors.torch import load
+from torch import Tensor
+
+from engram.core.errors import EngramError
+from engram.core.io import parse_json
+from engram.core.memory_limits import check_memory
+
+FILE_BYTES: Final = 2 * 2**30  # largest file
+HEADER_BYTES: Final = 16 * 2**20  # of a safetensors file, or of a pickle
+MOST_TENSORS: Final = 20_000
+_ZIP: Final = b"PK\x03\x04"
+_MAGIC: Final = 0x1950A86A20F9469CFC6C  # the first pickle of a file that torch saved before version 1.6
+_LEGACY_PICKLES: Final = 3  # after that: a version, a description of the system, the object
+_NAMED: Final = {
+    "collections OrderedDict",
+    "torch._utils _rebuild_tensor_v2",
+    "torch._utils _rebuild_parameter",
+    *(
+        f"torch {kind}Storage"
+        for kind in ("Float", "Double", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")
+    ),
+}
+_NAMING: Final = {"GLOBAL", "STACK_GLOBAL", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "EXT1", "EXT2", "EXT4"}
+_NESTED: Final = ("state_dict", "model")  # where training programs put the state dict in their own dictionary
+
+
+def read_file(path: Path) -> bytes:
+    """Return the content of a regular file of at most FILE_BYTES; a link to one is followed."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise EngramError(f"there is no file {path}; give the path of a file of weights") from None
+    except OSError as error:
+        raise EngramError(f"{path} cannot be read ({error.strerror}); check its permissions") from None
+    status = os.fstat(handle)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(handle)
+        raise EngramError(f"{path} is not a regular file; give the path of a file of weights")
+    with os.fdopen(handle, "rb") as file:
+        size = status.st_size
+        if size > FILE_BYTES:
+            raise EngramError(f"{path} has {size / 1e9:.1f} GB, and a file of weights may have {FILE_BYTES / 1e9:.1f}")
+        check_memory(3 * size, f"the tensors of {path}", "free some memory")
+        return file.read(size)
+
+
+def parse_tensors(content: bytes, path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors of a file's content by name, and the metadata of a safetensors file. path: for messages."""
+    try:
+        if content.startswith(_ZIP):
+            return _checked(_read_zip(content)), {}
+        if content.startswith(b"\x80") and content[8:9] != b"{":  # the header of a safetensors file may begin so too
+            return _checked(_read_legacy(content)), {}
+        metadata = _metadata(content)
+        return _checked(load(content)), metadata
+    except EngramError as error:
+        raise EngramError(f"the file of weights {path} is refused: {error}") from None
+    except Exception as error:  # torch, safetensors, pickle and zipfile raise many types
+        reason = (str(error).splitlines() or [""])[0][:120]
+        raise EngramError(
+            f"the file of weights {path} is damaged, or is neither a safetensors file nor a state dict that torch "
+            f"saved ({type(error).__name__}: {reason})"
+        ) from None
+
+
+def _metadata(content: bytes) -> dict[str, str]:
+    """Return the metadata of a safetensors file: eight bytes with the length of its header, then the header as JSON."""
+    length = int.from_bytes(content[:8], "little")
+    if len(content) < 8 or length > len(content) - 8:
+        raise EngramError("it is cut short, or is neither a safetensors file nor a state dict that torch saved")
+    if length > HEADER_BYTES:
+        raise EngramError(f"its header has {length:,} bytes, and {HEADER_BYTES:,} are allowed")
+    header = parse_json(content[8 : 8 + length])
+    metadata = header.get("__metadata__", {}) if isinstance(header, dict) else {}
+    return {str(key): str(value) for key, value in metadata.items()} if isinstance(metadata, dict) else {}
+
+
+def _read_zip(content: bytes) -> Any:
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        entries = archive.infolist()
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+            raise EngramError("its archive is compressed, which torch does not do")
+        if sum(entry.file_size for entry in entries) > len(content):
+            raise EngramError("its archive claims more bytes than the file has")
+        pickles = [entry for entry in entries if entry.filename.endswith("/data.pkl")]
+        if len(pickles) != 1:
+            raise EngramError("its archive is not one that torch saved")
+        _check_pickle(io.BytesIO(archive.read(pickles[0])), len(content))
+    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+
+
+def _read_legacy(content: bytes) -> Any:
+    stream = io.BytesIO(content[:HEADER_BYTES])
+    first = [argument for operation, argument, _ in pickletools.genops(stream) if operation.name == "LONG1"]
+    if first != [_MAGIC]:
+        raise EngramError("it is a pickle of something else than a state dict")
+    for _ in range(_LEGACY_PICKLES):
+        _check_pickle(stream, len(content))
+    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+
+
+def _check_pickle(stream: io.BytesIO, size: int) -> None:
+    """Refuse a pickle that names anything but tensors, or a number larger than the file, which no shape of it has."""
+    for operation, argument, position in pickletools.genops(stream):
+        if operation.name in _NAMING and argument not in _NAMED:
+            what = argument if isinstance(argument, str) else "something"
+            raise EngramError(f"it asks for {what.replace(' ', '.')!r:.80}, and weights are tensors only")
+        if isinstance(argument, int) and abs(argument) > size:
+            raise EngramError(f"it claims {str(argument)[:20]} values, more than the file holds")
+        if position is not None and position > HEADER_BYTES:
+            raise EngramError("its list of tensors is too long")
+
+
+def _checked(found: Any) -> dict[str, Tensor]:
+    """Return a state dict whose tensors are what they seem; refuse anything else."""
+    for key in _NESTED:
+        if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
+            found = found[key]
+    if not isinstance(found, Mapping) or not found:
+        raise EngramError(f"it holds {type(found).__name__}, not a state dict of tensors by name")
+    if len(found) > MOST_TENSORS:
+        raise EngramError(f"it holds {len(found)} tensors, and {MOST_TENSORS} are allowed")
+    for name, value in found.items():
+        if not isinstance(name, str) or not isinstance(value, Tensor):
+            raise EngramError(f"it holds {name!r:.80} of the type {type(value).__name__}, not only tensors by name")
+        if value.layout != torch.strided or value.numel() * value.element_size() > value.untyped_storage().nbytes():
+            raise EngramError(f"its tensor {name!r:.80} claims more values than it has")
+    return {name: value.detach() for name, value in found.items()}
