@@ -35,6 +35,7 @@ from engram.data.memory import MemoryConfig
 from engram.data.stage import Samples, Stage
 from engram.data.store import Images, ImageStore
 from engram.engine import Engine
+from engram.experiment.feature_pass import FeaturePass
 from engram.experiment.run_config import RunConfig
 from engram.experiment.runner import resume, run
 from engram.experiment.session import Session
@@ -121,11 +122,15 @@ def begin_stage(session: Session, index: int) -> Stage:
 
 
 def learn_stage(session: Session, index: int, before_finish: Callable[[Stage], None] | None = None) -> Stage:
-    """One stage by hand, in the order: grow, phases, finish, exemplars, class means, teacher."""
+    """One stage by hand, in the order: grow, phases, fit, finish, exemplars, class means, teacher."""
     learner, method, engine = session.learner, session.method, session.engine
     stage = begin_stage(session, index)
     for number, phase in enumerate(method.phases(learner, stage, engine)):
         train_phase(session, stage, phase, number)
+    features = FeaturePass(method, learner, engine, stage)
+    if features.views:
+        list(features)
+        method.fit(learner, stage, features.take(), features.labels)
     if before_finish is not None:
         before_finish(stage)
     method.finish(learner, stage, engine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,8 @@ class Learner:
         the start so that its tensors keep their addresses.
     uses_teacher: whether the teacher is ever used; if not, it is not part of the state.
 
-    `buffers` are the method's tensors by name. `notes` are warnings of the method, which the run passes on.
+    `buffers` are the method's tensors by name. `scratch` is what the method computed from them and can compute again;
+    it is not saved. `notes` are warnings of the method, which the run passes on.
     """
 
     def __init__(
@@ -33,6 +35,7 @@ class Learner:
         self.seed = seed
         self.class_means: Tensor | None = None
         self.buffers: dict[str, Tensor] = {}
+        self.scratch: dict[str, Any] = {}
         self.notes: list[str] = []
 
     @property

@@ -113,7 +113,7 @@ class Method(ABC, Generic[SettingsT]):
         return None if self.family is None else {"family": self.family, **base_settings(self.settings)}
 
     def feature_views(self) -> tuple[View, ...]:
-        """The views of the new images whose features `fit` needs; by default none, and `fit` is not called."""
+        """The views of the new images that the features for `fit` are averaged over; none: `fit` is not called."""
         return ()
 
     def fit(self, learner: Learner, stage: Stage, features: Tensor, labels: Tensor) -> None:
@@ -121,7 +121,7 @@ class Method(ABC, Generic[SettingsT]):
 
         The engine computes them once, batch by batch, with progress and checkpoints.
 
-        features: (N, V, D'), `Head.input_features` in each of the V views. labels: (N,).
+        features: (N, D'), the mean of `Head.input_features` over the views. labels: (N,).
         """
 
     def remove(self, learner: Learner, labels: Sequence[int]) -> None:

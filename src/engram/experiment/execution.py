@@ -176,13 +176,14 @@ class RunExecution:
     def _train(self, index: int, work: StageWork) -> Generator[Event, None, bool]:
         """Train, or load the base stage from the cache; return whether the run was stopped."""
         resume, self.phase_at = self.phase_at, None
+        outcome = "train"
         if index == 0 and resume is None:
             outcome = yield from self.base.take()
-            if outcome != "train":
-                return outcome == "stopped"
+            if outcome == "stopped":
+                return True
         elif index == 0:
             yield from self.base.claim()  # continue with or without the claim
-        for event in work.train(resume):
+        for event in work.train(resume) if outcome == "train" else work.features():
             if isinstance(event, FeaturesTaken):
                 yield event.progress(len(self.session.stream))
                 if self.stop():  # they are computed again when the run is resumed
@@ -191,7 +192,7 @@ class RunExecution:
                 yield event
             elif (yield from self._after_step(index, event)):
                 return True
-        if index == 0:
+        if index == 0 and outcome == "train":
             yield from self.base.share()
         return False
 

@@ -14,9 +14,10 @@ from engram.core.events import Progress
 from engram.core.memory_limits import check_memory
 from engram.data.stage import Stage
 from engram.engine import Engine
+from engram.engine.forward import Inference
 
 PHASE = "features"  # name of the pass in events
-BATCH = 32  # images between two moments to save or to stop
+BATCH = {"cpu": 32, "cuda": 4096}  # images between two moments to save or to stop
 # Buffers of a learner while its features are computed, so that they are in its checkpoints.
 FEATURES, DONE = "features", "features.done"
 
@@ -67,8 +68,11 @@ class FeaturePass:
         """Compute the features, or what a checkpoint lacks of them; yield the number of images that are done."""
         buffers, images = self.learner.buffers, self.stage.pool.images
         done = self.done_before()
-        for rows in self.rows[done:].split(BATCH):
-            part = torch.stack([self._features(images[rows], view) for view in range(len(self.views))], dim=1)
+        if done == len(self.rows):
+            return
+        read = self.engine.inference(self.learner.network)
+        for rows in self.rows[done:].split(BATCH[self.engine.device.type]):
+            part = self._features(read, images[rows])
             if FEATURES not in buffers:
                 shape = (len(self.rows), *part.shape[1:])
                 self._check_room(shape)
@@ -78,16 +82,22 @@ class FeaturePass:
             buffers[DONE] = torch.tensor([done])
             yield done
 
-    def _features(self, images: Tensor, number: int) -> Tensor:
-        view = self.views[number]
-        return self.engine.features(self.learner.network, images, view.mirror, (view.down, view.right))
+    def _features(self, read: Inference, images: Tensor) -> Tensor:
+        """The mean over the views of the images' features, (N, D')."""
+        total: Tensor | None = None
+        for view in self.views:
+            outputs = [output.features for output in read.outputs(images, view)]
+            features = torch.cat([each for each in outputs if each is not None])
+            total = features if total is None else total + features
+        assert total is not None
+        return total / len(self.views)
 
     def done_before(self) -> int:
         """The number of images whose features came with a checkpoint."""
         held, done = (self.learner.buffers.get(name) for name in (FEATURES, DONE))
         if held is None or done is None:
             return 0
-        if held.shape[:2] != (len(self.rows), len(self.views)) or not 0 <= int(done) <= len(held):
+        if held.ndim != 2 or len(held) != len(self.rows) or not 0 <= int(done) <= len(held):
             raise EngramError("the checkpoint is damaged: its features are not those of the stage; start again")
         return int(done)
 
@@ -96,7 +106,7 @@ class FeaturePass:
         check_memory(needed, f"the features of {shape[0]} images", "learn fewer classes at a time", self.engine.device)
 
     def take(self) -> Tensor:
-        """The features of all images, (N, V, D'); the learner does not hold them any longer."""
+        """The features of all images, (N, D'); the learner does not hold them any longer."""
         features = self.learner.buffers.pop(FEATURES)
         del self.learner.buffers[DONE]
         if not bool(features.isfinite().all()):

@@ -180,10 +180,10 @@ class StageWork:
                 with self.timed("train"):
                     loop = engine.start(learner, stage, phase, number, state if number == first else None)
                 yield from self._phase(number, loop)
-        yield from self._features()
+        yield from self.features()
 
-    def _features(self) -> Iterator[FeaturesTaken]:
-        """Compute the features that the method needs."""
+    def features(self) -> Iterator[FeaturesTaken]:
+        """Compute the features that the method needs, of a network that is trained already."""
         features = self._feature_pass
         before, counted, started = features.done_before(), self.clock.get("features", 0.0), self.now()
         for done in features:

@@ -8,7 +8,7 @@ as if it had never been learned, and new images of a known class are added to it
 
 The features of an image are the mean over its views of the (signed) square root of what the backbone returns.
 
-Legend: B batch, N images, V views, D features, K capacity in classes, R rows of all factors.
+Legend: B batch, N images, D features, K capacity in classes, R rows of all factors.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class LDA(Method[LDASettings]):
     @torch.no_grad()
     def fit(self, learner: Learner, stage: Stage, features: Tensor, labels: Tensor) -> None:
         """Add the features of the stage to the statistics of their classes, and set the head to the solution."""
-        capacity, size = learner.network.head.capacity, features.shape[2]
+        capacity, size = learner.network.head.capacity, features.shape[1]
         held = learner.buffers
         if COUNTS not in held:
             held[COUNTS] = features.new_zeros(capacity, dtype=torch.int64)
@@ -109,7 +109,7 @@ class LDA(Method[LDASettings]):
             held[CLASSES] = features.new_zeros(0, dtype=torch.int64)
         factors, classes = [held[FACTORS]], [held[CLASSES]]
         for label in labels.unique().tolist():
-            own = features[(labels == label).to(features.device)].double().mean(dim=1)
+            own = features[(labels == label).to(features.device)].double()
             others = classes[0] != label
             factor = self._add(learner, label, own, factors[0][~others].double()).to(features)
             factors = [factors[0][others], *factors[1:], factor]

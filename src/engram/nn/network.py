@@ -93,16 +93,21 @@ class Network(nn.Module):
             if branches is not None:
                 features = torch.cat([branches[int(self.head.rectified)], features], dim=1)
                 embedding = torch.cat([branches[0], embedding], dim=1)
-            scores = self.head(features)
-            if not self.training:
-                scores = self.head.adjust_scores(scores, features)
-            # Masked after scaling: the gradient of the scale must not see infinity times zero.
-            scale, unseen = self.head.scale, ~self.head.seen
-            logits = None if scale is None else (scale * scores).masked_fill(unseen, -torch.inf)
-            scores = scores.masked_fill(unseen, -torch.inf)
-            if scale is None or logits is None:
-                scale, logits = scores.new_ones(()), scores
+            scores, logits, scale = self.score(features)
         return Output(maps, embedding, scores, logits, scale, features, extras)
+
+    def score(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Scores, logits and scale (as in Output) of features that are as the head sees them, in float32."""
+        scores = self.head(features)
+        if not self.training:
+            scores = self.head.adjust_scores(scores, features)
+        # Masked after scaling: the gradient of the scale must not see infinity times zero.
+        scale, unseen = self.head.scale, ~self.head.seen
+        logits = None if scale is None else (scale * scores).masked_fill(unseen, -torch.inf)
+        scores = scores.masked_fill(unseen, -torch.inf)
+        if scale is None or logits is None:
+            return scores, scores, scores.new_ones(())
+        return scores, logits, scale
 
     def resize_for_state(self, state: Mapping[str, Tensor]) -> None:
         """Resize the network to a saved state, so that it can be loaded.
@@ -144,14 +149,18 @@ class Network(nn.Module):
 
 
 def averaged(network: Network, forward: Callable[[Tensor], Output], images: Tensor) -> Output:
-    """The output for images (N, 3, H, W), with the mean of scores and logits over the network's views.
+    """The output for images (N, 3, H, W), with features that are averaged over the network's views, and their scores.
 
     forward: a pass of the network.
     """
     output = forward(images)
-    others = [forward(seen_as(images, view)) for view in network.views[1:]]
-    if not others:
+    others = [forward(seen_as(images, view)).features for view in network.views[1:]]
+    if not others or output.features is None:
         return output
-    every = [output, *others]
-    scores = torch.stack([each.scores for each in every]).mean(dim=0)
-    return output._replace(scores=scores, logits=torch.stack([each.logits for each in every]).mean(dim=0))
+    total = output.features
+    for features in others:
+        assert features is not None
+        total = total + features
+    features = total / len(network.views)
+    scores, logits, scale = network.score(features)
+    return output._replace(features=features, scores=scores, logits=logits, scale=scale)

@@ -31,7 +31,7 @@ class FrozenBackboneMethod(LinearMethod[FrozenSettingsT]):
 
 
 class AveragingNetwork(Network):
-    """A network whose scores are averaged over views."""
+    """A network whose features are averaged over views."""
 
     def __init__(
         self, views: tuple[View, ...], backbone: Backbone, head: Head, mean: Sequence[float], std: Sequence[float]
