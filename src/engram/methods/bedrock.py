@@ -157,8 +157,8 @@ class BedrockSettings(LSCSettings):
     are kept of each image's features; 0: half-precision numbers. train: of the base stage.
     """
 
-    width: int = setting(8192, at_least=1, at_most=65536, after_base=True)
-    gamma: float = setting(0.5, above=0, after_base=True)
+    width: int = setting(12288, at_least=1, at_most=65536, after_base=True)
+    gamma: float = setting(20.0, above=0, after_base=True)
     views: Literal["one", "mirror", "shifts"] = setting("shifts", after_base=True, role="views")
     code_bytes: int = setting(0, at_least=0, at_most=4096, after_base=True)
     train: Training = setting(factory=partial(Training, epochs=640), role="main")
