@@ -651,8 +651,10 @@ class Pass:
         self.maps = self.fused(self.images)
         draw = Draw(2, arithmetic)
         self.upstream = [draw.map(*each.shape) for each in self.maps]
-        self.at_maps = torch.autograd.grad(self.loss(self.maps), list(self.maps), retain_graph=True)
+        for each in self.maps:
+            each.retain_grad()
         self.loss(self.maps).backward()
+        self.at_maps = [each.grad for each in self.maps if each.grad is not None]
 
     def loss(self, maps: tuple[Tensor, ...] | list[Tensor]) -> Tensor:
         """Linear in each map, so that the gradient there is known but for what comes through later groups."""
