@@ -112,8 +112,9 @@ def play(method: str, store: ImageStore, stages: int = 3, **changes: Any) -> Pla
                 states.append({name: value.clone() for name, value in learner.state_dict().items()})
                 if len(states) == stages < 3:
                     break
-    assert isinstance(events[-1], RunFinished if stages == 3 else StageFinished)
-    result = dict(events[-1].result) if stages == 3 else {}
+    last = events[-1]
+    assert isinstance(last, RunFinished) == (stages == 3)
+    result = dict(last.result) if isinstance(last, RunFinished) else {}
     return Played(events, result, sessions[0], states[0], states[-1], sizes, recordings, True in teachers)
 
 
@@ -372,7 +373,9 @@ def without_values(session: Session, stage: Stage, phase: Phase) -> None:
                 extras.append(NeighbourLogits(torch.rand(*shape, student.logits.shape[1]), torch.rand(shape)))
         given = (labels, labels > 0, student, teacher, weights, buffers)
         rows = ImageStateRows(kept, labels, labels)
-        step = Step(*given, arrival=arrival, stage=torch.tensor(stage.index), images=rows, streams=streams, extras=tuple(extras))
+        step = Step(
+            *given, arrival=arrival, stage=torch.tensor(stage.index), images=rows, streams=streams, extras=tuple(extras)
+        )
         terms = phase.loss(step)
         parameters = [each for each in network.parameters() if each.requires_grad]
         torch.autograd.grad(torch.stack(list(terms.values())).sum(), parameters, allow_unused=True)
@@ -398,7 +401,7 @@ def test_a_loss_that_looks_at_a_value_is_found_out(peek: Any) -> None:
     def loss(step: Step) -> dict[str, Tensor]:
         return {name: peek(term) for name, term in main.loss(step).items()}
 
-    with pytest.raises((RuntimeError, NotImplementedError), match="[Mm]eta tensor"):
+    with pytest.raises((RuntimeError, NotImplementedError), match=r"[Mm]eta tensor"):
         without_values(session, stage, replace(main, loss=loss))
 
 
