@@ -42,7 +42,9 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def after(before: Path) -> Path:
     """The same after a second lesson; not to be changed."""
-    return make(before.with_name("after"), FIRST, SECOND)
+    path = copy(before, before.with_name("after"))
+    learn(path, SECOND)
+    return path
 
 
 @pytest.fixture
