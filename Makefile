@@ -13,7 +13,7 @@ demo: setup
 	$(BIN)/engram demo
 
 test: setup check
-	$(BIN)/pytest -n auto
+	$(BIN)/pytest -n auto --dist worksteal
 
 setup: $(STAMP)
 

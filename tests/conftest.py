@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -25,6 +27,8 @@ from helpers import Engram, Outcome
 
 # The problems here are too small for a second thread to pay, and one thread gives the same sums on every machine.
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # nor in the processes that tests start
+HOMES = itertools.count()
 load_plugins()  # of ENGRAM_METHODS, for the contract's tests of a method from outside the package
 
 
@@ -83,7 +87,9 @@ def no_width_of_another_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def private_data_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """No test reads or writes the user's own data and cache, nor brings in methods of the user's."""
-    monkeypatch.setenv("ENGRAM_DATA", str(tmp_path_factory.mktemp("home")))
+    home = tmp_path_factory.getbasetemp() / f"home-of-test-{next(HOMES)}"  # mktemp would look through all of them
+    home.mkdir()
+    monkeypatch.setenv("ENGRAM_DATA", str(home))
     monkeypatch.delenv("ENGRAM_METHODS", raising=False)
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
+import tempfile
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +61,35 @@ def learn(path: Path, names: Iterable[str], seed: int = 0, count: int = 8, **opt
 
 
 def make(path: Path, *lessons: Iterable[str], config: ModelConfig | None = None) -> Path:
-    """A model that has learned the lessons."""
-    for number, names in enumerate(lessons):
-        events = learn(path, names, config=None if number else config or tiny(validation=0.25))
-        assert isinstance(events[-1], Learned)
+    """A model that has learned the lessons. This process trains it once, and writes the same files from then on."""
+    config = config or tiny(validation=0.25)
+    trained = _trained if not config.code_versions() else _trained.__wrapped__  # code from outside may be another's
+    first: dict[int, Path] = {}
+    for name, inode, content in trained(tuple(map(tuple, lessons)), config):
+        file = path / name
+        if content is None:
+            file.mkdir(parents=True)
+        elif inode in first:
+            os.link(first[inode], file)
+        else:
+            file.write_bytes(content)
+            first[inode] = file
     return path
+
+
+@cache
+def _trained(lessons: tuple[tuple[str, ...], ...], config: ModelConfig) -> list[tuple[str, int, bytes | None]]:
+    """Name, inode and content of each file of a model that has learned the lessons; a folder has no content."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model"
+        for number, names in enumerate(lessons):
+            events = learn(path, names, config=None if number else config)
+            assert isinstance(events[-1], Learned)
+        found = [path, *sorted(path.rglob("*"))]
+        return [
+            (str(each.relative_to(path)), each.stat().st_ino, each.read_bytes() if each.is_file() else None)
+            for each in found
+        ]
 
 
 def opened(path: Path, **options: Any) -> Model:

@@ -285,7 +285,7 @@ def test_runs_that_another_process_does_are_left_to_it(photos: Path, tmp_path: P
 
 def cut_off(photos: Path, tmp_path: Path, number: signal.Signals, *flags: str) -> tuple[Outcome, list[str | Path]]:
     """Send a signal twice when a run is in its second stage; return the outcome and the command."""
-    command = several(photos, "--epochs", "8", "--threads", "1", "--at-once", "3", "--out", "cut")
+    command = several(photos, "--epochs", "4", "--threads", "1", "--at-once", "3", "--out", "cut")
     process = start(*command, *flags, cwd=tmp_path)
     assert process.stdout is not None
     seen: list[str] = []

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Literal
+from itertools import chain, product
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -68,11 +69,25 @@ CONVS = {
     "32 to 64, stride 2": (Conv(BF16, 32, 64, 2, 3, 5, 0, 0), 5),
     "64": (Conv(BF16, 64, 64, 1, 3, 5, 0, 0), 9),
 }
+INNER = dict(list(CONVS.items())[1:])
 every_conv = pytest.mark.parametrize(("conv", "images"), CONVS.values(), ids=CONVS.keys())
-every_inner_conv = pytest.mark.parametrize(("conv", "images"), list(CONVS.values())[1:], ids=list(CONVS)[1:])
+every_inner_conv = pytest.mark.parametrize(("conv", "images"), INNER.values(), ids=INNER.keys())
+TILES = {"tiles": ("tiles",), "small tiles": ("small tiles",)}
+KINDS = {name: (ARITHMETIC[name],) for name in NAMES}
 
 
-@pytest.fixture(params=["tiles", "small tiles"])
+def combinations(names: str, *choices: Mapping[str, tuple[Any, ...]]) -> pytest.MarkDecorator:
+    """Each combination of the choices; in the interpreter every second one, among which is every pair of choices."""
+    found = [
+        pytest.param(*chain(*(values for _, (_, values) in chosen)), id=", ".join(name for _, (name, _) in chosen))
+        for chosen in product(*(enumerate(each.items()) for each in choices))
+        if not INTERPRETED or sum(number for number, _ in chosen) % 2 == 0
+    ]
+    names_of = names.split()
+    return pytest.mark.parametrize(names_of, found, indirect=[name for name in names_of if name == "tiles"])
+
+
+@pytest.fixture
 def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles and splits as they are, or so small that their sums are taken in several rounds."""
     if request.param == "small tiles":
@@ -216,8 +231,7 @@ def assert_norm_gradient(g: Tensor, norm: NormGradient) -> None:
 # Convolutions
 
 
-@every_conv
-@every_arithmetic
+@combinations("conv images arithmetic tiles", CONVS, KINDS, TILES)
 @pytest.mark.usefixtures("tiles")
 def test_the_forward_convolution_leaves_the_state_of_its_norm(conv: Conv, images: int, arithmetic: Arithmetic) -> None:
     conv, draw, room = replace(conv, arithmetic=arithmetic), Draw(arithmetic=arithmetic), scratch()
@@ -288,11 +302,13 @@ def test_a_folded_convolution_adds_the_shortcut(
     assert_stored(got, exact + added, size + added.abs(), arithmetic)
 
 
-WAYS_BACK = pytest.mark.parametrize(
-    ("with_shortcut", "below"),
-    [(False, None), (True, None), (False, "relu"), (True, "norm"), (True, "relu")],
-    ids=["alone", "shortcut", "relu below", "shortcut and norm below", "shortcut and relu below"],
-)
+WAYS_BACK = {
+    "alone": (False, None),
+    "shortcut": (True, None),
+    "relu below": (False, "relu"),
+    "shortcut and norm below": (True, "norm"),
+    "shortcut and relu below": (True, "relu"),
+}
 
 
 def check_data_gradient(conv: Conv, images: int, with_shortcut: bool, below: str | None) -> None:
@@ -323,9 +339,7 @@ def check_data_gradient(conv: Conv, images: int, with_shortcut: bool, below: str
     assert room.counter.item() == 0
 
 
-@every_inner_conv
-@WAYS_BACK
-@every_arithmetic
+@combinations("conv images with_shortcut below arithmetic", INNER, WAYS_BACK, KINDS)
 def test_the_gradient_at_a_convolutions_input(
     conv: Conv, images: int, with_shortcut: bool, below: str | None, arithmetic: Arithmetic
 ) -> None:
@@ -343,8 +357,7 @@ def test_the_gradient_of_a_shortcut_that_drops_channels() -> None:
     check_data_gradient(Conv(BF16, 32, 16, 2, 4, 6, 0, 0), 5, with_shortcut=True, below="norm")
 
 
-@every_conv
-@every_arithmetic
+@combinations("conv images arithmetic tiles", CONVS, KINDS, TILES)
 @pytest.mark.usefixtures("tiles")
 def test_the_splits_of_a_weights_gradient_sum_to_it(conv: Conv, images: int, arithmetic: Arithmetic) -> None:
     conv, draw, offset = replace(conv, arithmetic=arithmetic), Draw(arithmetic=arithmetic), 7
@@ -410,8 +423,12 @@ def test_a_norm_without_a_shortcut_ends_in_a_relu(channels: int, arithmetic: Ari
     assert_stored(launch.norm_apply(y, state, None), (scaled + shift).relu(), scaled.abs() + shift.abs(), arithmetic)
 
 
-@pytest.mark.parametrize("channels", [16, 32, 64])
-@every_store
+@combinations(
+    "channels arithmetic tiles",
+    {str(channels): (channels,) for channels in (16, 32, 64)},
+    {"bf16": (BF16,), "float32": (FLOAT32,)},
+    TILES,
+)
 @pytest.mark.usefixtures("tiles")
 def test_the_gradient_of_a_norm(channels: int, arithmetic: Arithmetic) -> None:
     draw, room = Draw(arithmetic=arithmetic), scratch()
@@ -634,8 +651,10 @@ class Pass:
         self.maps = self.fused(self.images)
         draw = Draw(2, arithmetic)
         self.upstream = [draw.map(*each.shape) for each in self.maps]
-        self.at_maps = torch.autograd.grad(self.loss(self.maps), list(self.maps), retain_graph=True)
+        for each in self.maps:
+            each.retain_grad()
         self.loss(self.maps).backward()
+        self.at_maps = [each.grad for each in self.maps if each.grad is not None]
 
     def loss(self, maps: tuple[Tensor, ...] | list[Tensor]) -> Tensor:
         """Linear in each map, so that the gradient there is known but for what comes through later groups."""

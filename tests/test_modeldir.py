@@ -576,9 +576,8 @@ def stop_after(steps: int) -> Any:
 
 @pytest.mark.parametrize("steps", [0, 3, 6])
 def test_learning_that_stopped_goes_on_to_the_same_model(steps: int, tmp_path: Path) -> None:
-    whole = make(tmp_path / "whole", NAMES[:3])
+    whole = make(tmp_path / "whole", NAMES[:3], NAMES[3:5])
     path = make(tmp_path / "m", NAMES[:3])
-    learn(whole, NAMES[3:5])
     before = opened(path)
     events = learn(path, NAMES[3:5], stop=stop_after(steps))
     assert isinstance(events[-1], Stopped)

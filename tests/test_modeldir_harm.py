@@ -26,7 +26,7 @@ from engram.models.store.codec import read_manifest
 from engram.models.store.generations import NoModelYet
 from model_helpers import NAMES, learn_in_child, make, opened, pictures, same, tiny
 
-KILLS = int(os.environ.get("ENGRAM_KILLS", "15"))
+KILLS = int(os.environ.get("ENGRAM_KILLS", "8"))
 MUTATIONS = int(os.environ.get("ENGRAM_MUTATIONS", "100"))
 FIRST, SECOND = NAMES[:3], NAMES[3:5]
 

@@ -22,11 +22,11 @@ from engram.experiment.runner import resume, run
 from engram.methods import METHODS
 from engram.methods.blocks.linear import LinearMethod, SteppedSettings
 from engram.methods.blocks.lsc import LSCMethod, LSCSettings
-from helpers import begin_stage, last_state, tiny_config, tiny_session, toy_store, train_phase
+from helpers import Engram, Outcome, begin_stage, last_state, tiny_config, tiny_session, toy_store, train_phase
 from model_helpers import NAMES, learn, make, opened, pictures, scores, tiny
 
 ROOT = Path(__file__).parents[1]
-RECIPE = ["own-mini-b10-s5", "--epochs", "1", "--threads", "1", "--no-cache"]
+RECIPE = ["own-mini-b10-s5", "--base", "2", "--increment", "2", "--epochs", "1", "--threads", "1", "--no-cache"]
 METHOD = """
 import torch
 from engram.contract import register
@@ -56,53 +56,66 @@ def write(place: Path, plan: str = "pass", kept: str = 'step.buffers["factor"]',
     return file
 
 
-def call(place: Path, *arguments: str, program: str = "engram") -> subprocess.CompletedProcess[str]:
-    """Run a command in a new process, so that its methods are registered only there."""
-    environment = {**os.environ, "ENGRAM_METHODS": str(place / "own.py"), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    environment.pop("ENGRAM_DEBUG", None)
-    command = [sys.executable, "-m", program, *arguments]
-    cwd = place if program == "engram" else ROOT
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False)
+@pytest.fixture
+def call(engram: Engram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engram]:
+    """Runs a command with the methods of the file as it is then, as a process of its own would."""
+    file = tmp_path / "own.py"
+    monkeypatch.setenv("ENGRAM_METHODS", str(file))
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.delenv("ENGRAM_DEBUG", raising=False)
+
+    def forget() -> None:
+        METHODS.pop("own", None)
+        sys.modules.pop(str(file), None)
+
+    def anew(*arguments: str | Path) -> Outcome:
+        forget()
+        return engram(*arguments)
+
+    yield anew
+    forget()
 
 
-def test_a_stage_must_not_change_the_method(tmp_path: Path) -> None:
+def test_a_stage_must_not_change_the_method(call: Engram, tmp_path: Path) -> None:
     write(tmp_path, kept="1.0", finish="self.factor = 0.5")
-    done = call(tmp_path, "run", *RECIPE, "--stop-after-stage", "0", "--quiet")
-    assert done.returncode == 2
+    done = call("run", *RECIPE, "--stop-after-stage", "0", "--quiet")
+    assert done.status == 2
     for words in ("Own changes its attribute 'factor'", "learner.store", "step.buffers"):
-        assert words in done.stderr
-    assert done.stderr.count("\n") == 1
+        assert words in done.err
+    assert done.err.count("\n") == 1
 
 
-def test_phases_that_cannot_be_planned_are_explained(tmp_path: Path) -> None:
+def test_phases_that_cannot_be_planned_are_explained(call: Engram, tmp_path: Path) -> None:
     write(tmp_path, plan='float(learner.buffers["factor"])')
-    done = call(tmp_path, "run", *RECIPE, "--dry-run")
-    assert done.returncode == 2
+    done = call("run", *RECIPE, "--dry-run")
+    assert done.status == 2
     for words in ("own cannot be planned", "KeyError: 'factor'", "before anything is learned", "step.buffers"):
-        assert words in done.stderr
+        assert words in done.err
 
 
-def test_an_error_in_a_method_names_its_line_and_the_run_continues_after_a_fix(tmp_path: Path) -> None:
+def test_an_error_in_a_method_names_its_line_and_the_run_continues_after_a_fix(call: Engram, tmp_path: Path) -> None:
     file = write(tmp_path, kept='(step.buffers["factor"] if len(step.buffers) else 1.0)', finish="learner.nothing()")
-    failed = call(tmp_path, "run", *RECIPE, "--out", "run", "--quiet")
+    failed = call("run", *RECIPE, "--out", "run", "--quiet")
     line = 1 + file.read_text().splitlines().index("        learner.nothing()")
-    assert failed.returncode == 1
-    assert f"({file}, line {line}, in finish)" in failed.stderr
-    assert f"the details are in {Path('run') / 'error.txt'}" in failed.stderr
-    assert failed.stderr.count("\n") == 1
+    assert failed.status == 1
+    assert f"({file}, line {line}, in finish)" in failed.err
+    assert f"the details are in {Path('run') / 'error.txt'}" in failed.err
+    assert failed.err.count("\n") == 1
     assert "learner.nothing()" in (tmp_path / "run" / "error.txt").read_text()
-    assert "failed in the base" in call(tmp_path, "list", "runs", "--root", ".").stdout
+    assert "failed in the base" in call("list", "runs", "--root", ".").out
     write(tmp_path, kept='(step.buffers["factor"] if len(step.buffers) else 1.0)')
-    done = call(tmp_path, "resume", "run", "--threads", "1", "--stop-after-stage", "1", "--quiet")
-    assert done.returncode == 0, done.stderr
+    done = call("resume", "run", "--threads", "1", "--stop-after-stage", "1", "--quiet")
+    assert done.status == 0, done.err
     assert not (tmp_path / "run" / "error.txt").exists(), "it is deleted when the run continues"
-    assert "stopped after stage 1" in call(tmp_path, "list", "runs", "--root", ".").stdout
+    assert "stopped after stage 1" in call("list", "runs", "--root", ".").out
 
 
 def test_the_contract_tests_run_for_a_method_from_outside(tmp_path: Path) -> None:
     write(tmp_path, kept="1.0")
     flags = ["tests/test_methods_contract.py", "-o", "addopts=", "-q", "-p", "no:cacheprovider"]
-    done = call(tmp_path, *flags, "-k", "own and resumes_exactly", program="pytest")
+    command = [sys.executable, "-m", "pytest", *flags, "-k", "own and resumes_exactly"]
+    environment = {**os.environ, "ENGRAM_METHODS": str(tmp_path / "own.py"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout
     assert " passed" in done.stdout
 

@@ -26,6 +26,7 @@ from engram.report.formatting import duration
 from engram.report.groups import RunGroup, load_runs, make_groups
 from engram.report.html_page import file_names, template
 from engram.report.page import write_report
+from engram.report.svg import Drawing
 from engram.report.tables import csv_files
 from engram.report.wording import headline, notes, title
 from fake_runs import edit_json, fake_run
@@ -68,6 +69,12 @@ class Page(HTMLParser):
         self.words.append(data)
 
 
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures are planned and empty: drawing them is most of the work of a report, and the test looks at none."""
+    monkeypatch.setattr("engram.report.figures.finish", lambda figure, name, alt: Drawing(name, "<svg></svg>", alt))
+
+
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], Path]:
     """Three afc runs (orders and seeds differ), one naive run, and their report."""
@@ -80,6 +87,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], Path
     return [*afc, naive], write_report([*afc, naive])
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_default_places(compared: tuple[list[Path], Path], tmp_path: Path) -> None:
     runs, page = compared
     assert page == runs[0].parent.resolve() / "report.html"
@@ -91,6 +99,7 @@ def test_default_places(compared: tuple[list[Path], Path], tmp_path: Path) -> No
     assert not list(tmp_path.rglob("*.part"))
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_name_of_the_page_need_not_be_text(tmp_path: Path) -> None:
     page = write_report([fake_run(tmp_path / "run")], not_text(tmp_path, ".html"))
     assert 'href="caf%E9_files/' in page.read_text(encoding="utf-8")
@@ -235,6 +244,7 @@ def test_protocol_and_command(compared: tuple[list[Path], Path]) -> None:
         assert words in text
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_files_of_an_earlier_report_go_and_strangers_stay(tmp_path: Path) -> None:
     naive = fake_run(tmp_path / "naive", method="naive", **LIGHT)
     afc = fake_run(tmp_path / "afc", **LIGHT)
@@ -246,6 +256,7 @@ def test_files_of_an_earlier_report_go_and_strangers_stay(tmp_path: Path) -> Non
     assert (folder / "notes.txt").read_text(encoding="utf-8") == "mine"
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_unfinished_run_says_so_and_stands_apart(tmp_path: Path) -> None:
     whole = fake_run(tmp_path / "whole", seed=1, **LIGHT)
     part = fake_run(tmp_path / "part", seed=2, finished=2, **LIGHT)
@@ -332,6 +343,7 @@ def test_changed_recipes_stand_apart_under_their_own_names(tmp_path: Path) -> No
     assert "s10 (pad=2, …), 1/1" in bars, "labels that are cut can still be told apart"
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_images_that_lay_elsewhere_make_no_other_group(tmp_path: Path) -> None:
     runs = [fake_run(tmp_path / f"r{s}", seed=s, path=f"/data/{s}", **LIGHT) for s in (1, 2)]
     page = write_report(runs)
@@ -430,6 +442,7 @@ def test_a_lead_is_judged_by_pairs_of_runs(
     assert all(part in said for part in verdict.split("|")) if verdict else "spread" not in said
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_differences_are_of_runs_with_the_same_class_order_and_seed(tmp_path: Path) -> None:
     finals = {"afc": (60.0, 30.0, 80.0), "replay": (57.0, 31.0), "naive": (9.0,)}
     runs = []
@@ -492,6 +505,7 @@ def test_given_class_orders_are_called_by_numbers(tmp_path: Path) -> None:
     assert {row["pairs"] for row in read_csv(folder / "differences.csv")} == {"2"}, "by name or by id, it is the same"
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_different_class_orders_are_told_and_no_mean_is_called_the_best(tmp_path: Path) -> None:
     told = "Not every group has the same class orders and seeds"
     afc = [fake_run(tmp_path / f"afc{o}", order=o, **LIGHT) for o in (1, 2)]
@@ -549,6 +563,7 @@ def test_hostile_names_stay_words(tmp_path: Path) -> None:
         assert not [e for e in tree.iter() if e.tag.rsplit("}", 1)[-1] in ("script", "img")]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_names_of_runs_stay_inside_the_folder_of_the_report(tmp_path: Path) -> None:
     outside = "/../../../victim"
     names = ("cnn", outside, "..", "a/b", "a?b", "A_b", "x" * 300)
@@ -764,6 +779,7 @@ def test_wrong_requests(tmp_path: Path) -> None:
         write_report([run], blocker / "report.html")
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_one_path_or_a_folder_of_runs_may_be_given(tmp_path: Path) -> None:
     for seed in (1, 2, 3):
         fake_run(tmp_path / "runs" / str(seed), seed=seed, **SHAPE)

@@ -7,7 +7,6 @@ import json
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -32,22 +31,42 @@ from engram.runs.directory import RunDirectory
 from engram.runs.reader import config_hash, read_manifest, read_progress
 from helpers import timeless
 
-# A run that checkpoints after every step, and kills itself without warning at the given event, or never.
+# Before any checkpoint; in the base stage, a later main phase, its balanced phase; between stages; after training.
+KILLED_AT = (1, 31, 52, 77, 82)
+# Runs that checkpoint after every step. Each of the first is killed without warning at its event; the last goes on.
 SCRIPT = """
 import os, signal, sys
 sys.path.insert(0, {tests!r})
 from conftest import make_config, make_store
 from engram import run
-for number, _ in enumerate(run(make_config({method!r}), make_store(), {directory!r}, checkpoint_minutes=0)):
-    if number == {event}:
-        os.kill(os.getpid(), signal.SIGKILL)
+def follow(last):
+    for number, _ in enumerate(run(make_config(), make_store(), f"{root}/{{last}}", checkpoint_minutes=0)):
+        if number == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+for event in {events}:
+    child = os.fork()
+    if not child:
+        follow(event)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+follow(-1)
 """
 
 
-def start(directory: Path, method: str = "afc", event: int = -1) -> subprocess.Popen[bytes]:
-    tests = str(Path(__file__).parent)
-    code = SCRIPT.format(tests=tests, method=method, directory=str(directory), event=event)
-    return subprocess.Popen([sys.executable, "-c", code])
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of runs, by the event at which each was killed; that of -1 was killed from outside."""
+    root = tmp_path_factory.mktemp("killed")
+    code = SCRIPT.format(tests=str(Path(__file__).parent), root=root, events=KILLED_AT)
+    process = subprocess.Popen([sys.executable, "-c", code])
+    deadline = time.monotonic() + 120
+    while not (root / "-1" / "checkpoint" / "state.safetensors").exists() and time.monotonic() < deadline:
+        assert process.poll() is None, "a run was not killed, or failed"
+        time.sleep(0.01)
+    time.sleep(random.random())
+    process.kill()
+    process.wait()
+    return root
 
 
 def finish(directory: Path) -> dict[str, Any]:
@@ -78,11 +97,17 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-# Before any checkpoint; in the base stage, a later main phase, its balanced phase; between stages; after training.
-@pytest.mark.parametrize("event", [1, 31, 52, 77, 82])
-def test_killed_run_resumes_to_the_same_result(event: int, tmp_path: Path, uninterrupted: Path) -> None:
-    directory = tmp_path / "killed"
-    assert start(directory, event=event).wait() == -signal.SIGKILL
+@pytest.fixture(scope="module")
+def stopped_early(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run, stopped after its base stage; tests copy it."""
+    directory = tmp_path_factory.mktemp("runs") / "stopped"
+    list(run(make_config(), make_store(), directory, stop_after_stage=0))
+    return directory
+
+
+@pytest.mark.parametrize("event", KILLED_AT)
+def test_killed_run_resumes_to_the_same_result(event: int, killed: Path, uninterrupted: Path) -> None:
+    directory = killed / str(event)
     assert not (directory / "result.json").exists() or len(timeless(directory)["stages"]) < 3
     assert finish(directory) == timeless(uninterrupted)
     assert list(dict.fromkeys(epochs(directory))) == epochs(uninterrupted)  # some twice, and then alike
@@ -91,16 +116,8 @@ def test_killed_run_resumes_to_the_same_result(event: int, tmp_path: Path, unint
         assert (directory / "stages" / f"{stage}.safetensors").read_bytes() == theirs
 
 
-def test_run_killed_from_outside_at_random_moments(tmp_path: Path, uninterrupted: Path) -> None:
-    directory = tmp_path / "killed"
-    process = start(directory)
-    deadline = time.monotonic() + 60
-    while not (directory / "checkpoint" / "state.safetensors").exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    time.sleep(random.random() * 2)
-    process.kill()
-    process.wait()
-    assert finish(directory) == timeless(uninterrupted)
+def test_run_killed_from_outside_at_a_random_moment(killed: Path, uninterrupted: Path) -> None:
+    assert finish(killed / "-1") == timeless(uninterrupted)
 
 
 @pytest.mark.parametrize("steps", [3, 12, 17, 29])  # in the middle of an epoch, at its end, in the balanced phase
@@ -179,9 +196,8 @@ def test_stop_after_stage_then_resume(tmp_path: Path, uninterrupted: Path) -> No
     assert finish(directory) == timeless(uninterrupted)
 
 
-def test_event_cut_off_by_a_kill_does_not_spoil_the_next(tmp_path: Path) -> None:
-    directory = tmp_path / "run"
-    list(run(make_config(), make_store(), directory, stop_after_stage=0))
+def test_event_cut_off_by_a_kill_does_not_spoil_the_next(stopped_early: Path, tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(stopped_early, tmp_path / "run"))
     path = directory / "events.jsonl"
     path.write_bytes(path.read_bytes()[:-20])
     finish(directory)
@@ -191,19 +207,19 @@ def test_event_cut_off_by_a_kill_does_not_spoil_the_next(tmp_path: Path) -> None
     assert json.loads(lines[lines.index(broken[0]) + 1])["event"] == "run_started"
 
 
-def test_what_a_kill_left_half_written_is_removed(tmp_path: Path) -> None:
-    directory = tmp_path / "run"
-    list(run(make_config(), make_store(), directory, stop_after_stage=0))
+def test_what_a_kill_left_half_written_is_removed(stopped_early: Path, tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(stopped_early, tmp_path / "run"))
     litter = directory / "checkpoint" / ".state.safetensors.abc.part"
     litter.write_bytes(b"half")
     finish(directory)
     assert not litter.exists()
 
 
-def test_later_version_with_more_settings_still_resumes(tmp_path: Path, uninterrupted: Path) -> None:
+def test_later_version_with_more_settings_still_resumes(
+    stopped_early: Path, tmp_path: Path, uninterrupted: Path
+) -> None:
     """A run saved before a setting existed lacks it; its configuration was not tampered with."""
-    directory = tmp_path / "run"
-    list(run(make_config(), make_store(), directory, stop_after_stage=0))
+    directory = Path(shutil.copytree(stopped_early, tmp_path / "run"))
     path = directory / "run.json"
     manifest = json.loads(path.read_text())
     assert manifest["config"]["settings"].pop("exemplars_only") is False
@@ -217,10 +233,8 @@ def test_later_version_with_more_settings_still_resumes(tmp_path: Path, uninterr
 
 class TestRefusals:
     @pytest.fixture
-    def stopped(self, tmp_path: Path) -> Path:
-        directory = tmp_path / "stopped"
-        list(run(make_config(), make_store(), directory, stop_after_stage=0))
-        return directory
+    def stopped(self, stopped_early: Path, tmp_path: Path) -> Path:
+        return Path(shutil.copytree(stopped_early, tmp_path / "stopped"))
 
     def refused(self, directory: Path, match: str) -> None:
         kept = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}

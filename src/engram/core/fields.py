@@ -48,6 +48,7 @@ def type_hints(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
+@cache
 def _choices(hint: Any) -> tuple[Any, ...]:
     """Return the values of a Literal, or of a Literal or None; empty for any other type."""
     if typing.get_origin(hint) is Literal:

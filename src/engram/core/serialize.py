@@ -7,6 +7,7 @@ import math
 import types
 import typing
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, Literal, TypeVar
 
 from engram.core.errors import EngramError, UnknownNameError
@@ -69,10 +70,14 @@ def replace_at(value: T, path: str, item: Any, where: str = "") -> T:
 def _check_name(cls: Any, name: str, where: str) -> str:
     """Return the dotted path of a setting; raise UnknownNameError if the dataclass has none of this name."""
     prefix = f"{where}." if where else ""
-    names = [field.name for field in dataclasses.fields(cls)]
-    if name not in names:
-        raise UnknownNameError("setting", name, names, prefix)
+    if name not in _field_names(cls):
+        raise UnknownNameError("setting", name, _field_names(cls), prefix)
     return prefix + name
+
+
+@cache
+def _field_names(cls: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(cls))
 
 
 def differences(before: Any, after: Any, where: str = "") -> dict[str, Any]:
