@@ -122,7 +122,7 @@ class BedrockSettings(LSCSettings):
 
     width: int = setting(8192, at_least=1, at_most=65536, after_base=True)
     gamma: float = setting(5.0, above=0, after_base=True)
-    views: Literal["one", "mirror", "shifts"] = setting("shifts", after_base=True)
+    views: Literal["one", "mirror", "shifts"] = setting("shifts", after_base=True, role="views")
     train: Training = setting(factory=partial(Training, epochs=480), role="main")
 
 

@@ -51,7 +51,7 @@ class LDASettings(Settings):
 
     prior: float = setting(0.5, above=0)
     power: float = setting(0.5, above=0, at_most=1)
-    views: Literal["one", "mirror"] = "mirror"
+    views: Literal["one", "mirror"] = setting("mirror", role="views")
 
 
 class LDAHead(LinearHead):
@@ -90,6 +90,16 @@ class LDA(Method[LDASettings]):
 
     def network(self, backbone: Backbone, head: Head, mean: Sequence[float], std: Sequence[float]) -> Network:
         return AveragingNetwork(VIEWS[self.settings.views], backbone, head, mean, std)
+
+    def grow(self, learner: Learner, stage: Stage, passes: Passes) -> None:
+        """Rows for the new classes. Warns about a network that is neither pretrained nor ever trained."""
+        backbone = learner.network.backbone
+        if stage.is_base and backbone.pretrained is None:
+            learner.notes.append(
+                f"lda does not train the network {backbone.known_as}, which has no pretrained weights, so the accuracy "
+                "is poor; give weights ('engram list weights'), or choose another method"
+            )
+        super().grow(learner, stage, passes)
 
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
         return []

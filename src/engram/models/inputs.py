@@ -77,6 +77,11 @@ class LessonImages:
         elif are_paths(given):
             self._files = ImageFiles(_paths(given))
 
+    @property
+    def are_files(self) -> bool:
+        """Whether the images are files, which are resized to the model's size."""
+        return self._files is not None
+
     def own_size(self, preferred: int | None = None) -> tuple[int, int]:
         """Return the size for a new model. preferred: the side that files are resized to."""
         if self._files is not None:

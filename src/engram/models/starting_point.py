@@ -1,0 +1,48 @@
+"""The start of a new model for which neither method nor network was chosen: a pretrained network if there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from engram.core.errors import option, spelled
+from engram.nn.pretrained import how_to_get, known_weights
+
+METHOD: Final = "lda"
+WEIGHTS: Final = "efficientnet-lite0"
+SMALLEST_SIDE: Final = 96  # in pixels; for smaller images the network is too coarse
+_CHOICES: Final = ("method", "backbone", "weights")
+_OF_TRAINING: Final = ("settings", "augmentation", "augment")
+
+
+def starting_point(
+    chosen: Mapping[str, Any], are_files: bool, training: Mapping[str, Any]
+) -> tuple[dict[str, Any], str]:
+    """Return arguments of `ModelConfig.choose` to add for a new model, and a sentence for the user; empty if none.
+
+    A pretrained network is frozen and used by METHOD. It is not used for arrays, whose size is fixed, for small images,
+    and where something was chosen that only training uses.
+
+    chosen: arguments of the user. training: options of the lesson that only training uses, by name.
+    """
+    side = chosen.get("image_size")
+    if not are_files or any(name in chosen for name in _CHOICES) or not _is_large(side):
+        return {}, ""
+    if not known_weights()[WEIGHTS]:
+        return {}, (
+            "the network is trained from scratch; a pretrained one recognises photographs better and learns faster: "
+            f"{how_to_get(WEIGHTS)}, and start a new model"
+        )
+    trained = [*(name for name in _OF_TRAINING if name in chosen), *training]
+    if trained:
+        names = " and ".join(option(name) for name in trained)
+        return {}, spelled(
+            f"the network is trained from scratch, because of {names}; without, the pretrained {WEIGHTS} would be "
+            "used, which recognises photographs better"
+        )
+    return {"method": METHOD, "weights": WEIGHTS}, ""
+
+
+def _is_large(side: Any) -> bool:
+    sides = side if isinstance(side, (tuple, list)) else [side]
+    return all(each is None or (isinstance(each, int) and each >= SMALLEST_SIDE) for each in sides)
