@@ -29,10 +29,10 @@ import torch
 from sklearn.linear_model import LogisticRegression
 from torch import Tensor
 
-from engram.contract import Learner, MemoryConfig, Stage
+from engram.contract import Learner, Stage
 from engram.core.metrics import accuracy_by_stage, forgetting
 from engram.data.augment import Augmentation
-from engram.data.memory import Memory
+from engram.data.memory import Memory, MemoryConfig
 from engram.data.sources.folder import list_classes
 from engram.data.stage import Samples, content_ids
 from engram.data.store import stable_permutation
