@@ -20,6 +20,7 @@ from engram.data.memory import SELECTIONS
 from engram.data.policies import POLICIES
 from engram.data.sources.load import DataConfig
 from engram.methods import find_method
+from engram.models import learning
 from engram.nn.backbones import BACKBONES
 from helpers import Engram, Outcome
 
@@ -100,6 +101,12 @@ def engram(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pyte
         return Outcome(status, out, err)
 
     return call
+
+
+@pytest.fixture(autouse=True)
+def no_starting_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New models are trained from scratch, whatever weights this machine has; test_lda.py tests what is chosen."""
+    monkeypatch.setattr(learning, "starting_point", lambda *_: ({}, ""))
 
 
 @pytest.fixture

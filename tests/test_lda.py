@@ -16,6 +16,7 @@ from engram.core.errors import EngramError
 from engram.core.events import Checkpointed, Learned, Progress, Stopped, Warned
 from engram.experiment import feature_pass
 from engram.methods.lda import CLASSES, COUNTS, FACTORS, MEANS, discriminants
+from engram.models import learning
 from engram.models import starting_point as start
 from engram.models.edit import remove_class, undo
 from engram.models.learning import learn_into
@@ -205,6 +206,7 @@ def write_folders(place: Path, names: Iterable[str], count: int = 6) -> Path:
 @pytest.fixture
 def small_default(weights: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Makes the small network the one that new models start from."""
+    monkeypatch.setattr(learning, "starting_point", start.starting_point)
     record, tensors = load_weights(weights, "resnet10")
     path = str(keep(record, tensors))
     monkeypatch.setattr(start, "WEIGHTS", path)
@@ -245,6 +247,7 @@ def test_choices_of_training_train_from_scratch(
 def test_without_weights_learn_says_what_would_be_better(
     tmp_path: Path, engram: Engram, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(learning, "starting_point", start.starting_point)
     monkeypatch.setattr(start, "known_weights", lambda: {start.WEIGHTS: False})
     told = engram("learn", tmp_path / "model", write_folders(tmp_path / "photos", A[:2]), "--epochs", 1)
     assert "afc, resnet" in told.out
