@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
@@ -104,13 +105,13 @@ def as_backbone(module: nn.Module) -> Backbone:
 
 
 def initialise_layers(module: nn.Module, generator: torch.Generator) -> None:
-    """Initialise all convolutions, He (fan-out), and reset all batch norms."""
+    """Initialise all convolutions, He (fan-out within their groups of channels), and reset all batch norms."""
     for each in module.modules():
         if isinstance(each, nn.Conv2d):
             # Always drawn on the CPU, so that a seed gives the same weights on every device.
             fresh = torch.empty(each.weight.shape)
             nn.init.kaiming_normal_(fresh, mode="fan_out", nonlinearity="relu", generator=generator)
-            each.weight.data.copy_(fresh)
+            each.weight.data.copy_(fresh * math.sqrt(each.groups) if each.groups > 1 else fresh)
         elif isinstance(each, nn.BatchNorm2d):
             each.reset_parameters()
 
