@@ -12,6 +12,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 Make = Callable[[torch.Generator], nn.Module]
 
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
 
 class Backbone(nn.Module):
     """Normalised images (B, 3, H, W) to feature maps and an embedding (B, D): `forward` returns (maps, embedding).
@@ -34,8 +36,14 @@ class Backbone(nn.Module):
     # Set when a backbone is made by its name.
     known_as: str = ""
     made_by: Make | None = None
+    # Side, mean and standard deviation of the images that published weights of this backbone are for.
+    published_for: tuple[int, tuple[float, ...], tuple[float, ...]] = (224, IMAGENET_MEAN, IMAGENET_STD)
     # Reads the pretrained weights that this backbone starts from; None if it starts from random ones.
     pretrained: Callable[[], Mapping[str, Tensor]] | None = None
+
+    def own_name(self, published: str) -> str | None:
+        """The name in this backbone's state of a tensor of a published file; None if the backbone does not need it."""
+        return published
 
     def restart(self, generator: torch.Generator) -> None:
         """Set the weights to those that the backbone starts from: the pretrained ones, or new random ones."""

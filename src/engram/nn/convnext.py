@@ -85,6 +85,9 @@ class ConvNeXt(Backbone):
                 assert module.bias is not None
                 nn.init.zeros_(module.bias)
 
+    def own_name(self, published: str) -> str | None:
+        return None if published.startswith("classifier.2.") else published
+
     def forward(self, x: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
         low, right = max(0, SMALLEST - x.shape[2]), max(0, SMALLEST - x.shape[3])
         if low or right:

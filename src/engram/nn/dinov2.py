@@ -112,6 +112,9 @@ class DINOv2Transformer(Backbone):
             if isinstance(module, nn.Linear | nn.Conv2d) and module.bias is not None:
                 nn.init.zeros_(module.bias)
 
+    def own_name(self, published: str) -> str | None:
+        return None if published.startswith("mask_token") else published
+
     def forward(self, x: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
         x = self.patch_embed(x)
         size = (x.shape[2], x.shape[3])
