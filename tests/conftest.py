@@ -86,6 +86,7 @@ def private_data_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pyt
     """No test reads or writes the user's own data and cache, nor brings in methods of the user's."""
     monkeypatch.setenv("ENGRAM_DATA", str(tmp_path_factory.mktemp("home")))
     monkeypatch.delenv("ENGRAM_METHODS", raising=False)
+    monkeypatch.delenv("ENGRAM_WEIGHTS", raising=False)
 
 
 @pytest.fixture
