@@ -39,6 +39,7 @@ from engram.data.store import stable_permutation
 from engram.engine import Engine
 from engram.methods import find_method
 from engram.models.inputs import read_images
+from engram.models.starting_point import frozen_side
 from engram.nn.backbones import build_backbone
 from engram.nn.heads import LinearHead
 from engram.nn.network import Network
@@ -86,7 +87,7 @@ def _embed(paths: list[str]) -> np.ndarray:
     backbone = build_backbone(WEIGHTS, torch.Generator())
     backbone.load_state_dict(tensors)
     network = Network(backbone, LinearHead(backbone.dim, 1), record.mean, record.std)
-    size = (record.image_size, record.image_size)
+    size = 2 * (frozen_side(record.image_size, paths),)
     engine = Engine(torch.device("cpu"), "float32", Augmentation(), size)
     parts = []
     for start in range(0, len(paths), 64):

@@ -78,9 +78,9 @@ class LessonImages:
             self._files = ImageFiles(_paths(given))
 
     @property
-    def are_files(self) -> bool:
-        """Whether the images are files, which are resized to the model's size."""
-        return self._files is not None
+    def files(self) -> Sequence[str]:
+        """The paths of the images, if they are files; else none."""
+        return () if self._files is None else self._files.paths
 
     def own_size(self, preferred: int | None = None) -> tuple[int, int]:
         """Return the size for a new model. preferred: the side that files are resized to."""

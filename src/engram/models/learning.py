@@ -165,7 +165,7 @@ def _model_to_teach(
         return model, ""
     start = ""
     if not isinstance(config, ModelConfig):
-        added, start = starting_point(config, images.are_files, training)
+        added, start = starting_point(config, images.files, training)
         config |= added
         if "weights" in config:
             config["weights"] = take_weights(config["weights"], config.get("backbone"))
