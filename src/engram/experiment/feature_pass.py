@@ -67,7 +67,8 @@ class FeaturePass:
         """Compute the features, or what a checkpoint lacks of them; yield the number of images that are done."""
         buffers, images = self.learner.buffers, self.stage.pool.images
         done = self.done_before()
-        for rows in self.rows[done:].split(BATCH):
+        while done < len(self.rows):
+            rows = self.rows[done : done + BATCH]
             part = torch.stack([self._features(images[rows], view) for view in range(len(self.views))], dim=1)
             if FEATURES not in buffers:
                 shape = (len(self.rows), *part.shape[1:])
