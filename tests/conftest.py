@@ -22,6 +22,7 @@ from engram.data.memory import SELECTIONS
 from engram.data.policies import POLICIES
 from engram.data.sources.load import DataConfig
 from engram.methods import find_method
+from engram.models import learning
 from engram.nn.backbones import BACKBONES
 from helpers import Engram, Outcome
 
@@ -91,6 +92,7 @@ def private_data_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pyt
     home.mkdir()
     monkeypatch.setenv("ENGRAM_DATA", str(home))
     monkeypatch.delenv("ENGRAM_METHODS", raising=False)
+    monkeypatch.delenv("ENGRAM_WEIGHTS", raising=False)
 
 
 @pytest.fixture
@@ -106,6 +108,12 @@ def engram(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pyte
         return Outcome(status, out, err)
 
     return call
+
+
+@pytest.fixture(autouse=True)
+def no_starting_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New models are trained from scratch, whatever weights this machine has; test_lda.py tests what is chosen."""
+    monkeypatch.setattr(learning, "starting_point", lambda *_: ({}, ""))
 
 
 @pytest.fixture

@@ -41,7 +41,10 @@ def pictures(names: Iterable[str], count: int = 8, seed: int = 0, size: int = SI
 def tiny(method: str = "afc", epochs: int = 2, **changes: Any) -> ModelConfig:
     """A configuration that learns a handful of pictures in a fraction of a second."""
     settings = {"train.batch_size": 8, "train.lr": 0.05, "train.clip": 1.0, "train.remainder": "keep"}
-    if "width" in find_method(method).settings.__dataclass_fields__:
+    fields = find_method(method).settings.__dataclass_fields__
+    if "train" not in fields:
+        settings = {}
+    if "width" in fields:
         settings["width"] = 32
     changes = {"memory": 3, "backbone": "resnet10", "settings": settings, "device": "cpu"} | changes
     return ModelConfig.choose(method, image_size=SIZE, images=24, epochs=epochs, **changes)

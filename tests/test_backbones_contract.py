@@ -16,7 +16,10 @@ from helpers import buffers_of
 
 SIZES = [(8, 8), (9, 14), (16, 12)]
 
-each = pytest.mark.parametrize("name", BACKBONES.names())
+# Deeper or wider networks of a class that another name has as well; test_pretrained.py has their shapes.
+SAME_CLASS = ("efficientnet-lite1", "efficientnet-lite2", "resnet50-imagenet")
+
+each = pytest.mark.parametrize("name", [name for name in BACKBONES.names() if name not in SAME_CLASS])
 
 
 def seeded(seed: int) -> torch.Generator:

@@ -24,7 +24,7 @@ onnxruntime: Any = pytest.importorskip("onnxruntime", reason="engram[onnx] is no
 
 # One method for each kind of head and backbone: local similarities, linear, corrected, normalised, cosine; a backbone
 # more at every stage, convolutions with factors, an effect taken from the scores.
-HEADS = ("afc", "wa", "bic", "gdumb", "ucir", "der", "mnemonics", "podnet-dde", "memo", "bedrock")
+HEADS = ("afc", "wa", "bic", "gdumb", "ucir", "der", "mnemonics", "podnet-dde", "memo", "bedrock", "lda")
 
 
 def taught(path: Path, method: str = "afc") -> Path:

@@ -70,7 +70,9 @@ def learn(model: Path, images: Path, busy: Busy, more: Sequence[str]) -> dict[st
     """One lesson: its parts in seconds, how busy the GPU was in each, and what it learned."""
     started = time.monotonic()
     process = subprocess.Popen(
-        [*ENGRAM, "learn", str(model), str(images), "--json", *more], stdout=subprocess.PIPE, text=True
+        [*ENGRAM, "learn", str(model), str(images), "--json", "--method", "afc", *more],
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     events = [(time.monotonic(), json.loads(line)) for line in process.stdout]

@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -39,13 +39,19 @@ class Registry(Generic[T]):
     ----------
     kind: what is registered, such as "backbone".
     hint: text to append to the message about an unknown name.
+    elsewhere: finds names that are not registered, such as those of another library; returns the value, its file and
+        its code (see `code`), or None.
     """
 
-    def __init__(self, kind: str, hint: str = "") -> None:
+    def __init__(
+        self, kind: str, hint: str = "", elsewhere: Callable[[str], tuple[T, str, str | None] | None] | None = None
+    ) -> None:
         self.kind = kind
         self._one = f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
         self._hint = hint
+        self._elsewhere = elsewhere
         self._entries: dict[str, _Entry[T]] = {}
+        self._found: dict[str, _Entry[T]] = {}  # elsewhere
 
     def add(self, name: str, value: T, *, code: Iterable[object] | None = None) -> None:
         """Register a value under a name: lower-case letters, digits and single dashes.
@@ -94,9 +100,14 @@ class Registry(Generic[T]):
         return {f"{key}_file": entry.file, f"{key}_code": entry.code} if entry.code else {}
 
     def _entry(self, name: str) -> _Entry[T]:
-        if name not in self._entries:
-            raise UnknownNameError(self.kind, name, self._entries, hint=self._hint)
-        return self._entries[name]
+        if name in self._entries:
+            return self._entries[name]
+        if name not in self._found:
+            found = None if self._elsewhere is None else self._elsewhere(name)
+            if found is None:
+                raise UnknownNameError(self.kind, name, self._entries, hint=self._hint)
+            self._found[name] = _Entry(*found)
+        return self._found[name]
 
 
 def joined_versions(used: Iterable[tuple[Registry[Any], str]]) -> dict[str, str]:

@@ -38,6 +38,7 @@ _NAMED: Final = {
         for kind in ("Float", "Double", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")
     ),
 }
+_SMALL: Final = 2**16  # numbers that are always allowed, such as a version
 _NAMING: Final = {"GLOBAL", "STACK_GLOBAL", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "EXT1", "EXT2", "EXT4"}
 _NESTED: Final = ("state_dict", "model")  # where training programs put the state dict in their own dictionary
 
@@ -123,7 +124,7 @@ def _check_pickle(stream: io.BytesIO, size: int) -> None:
         if operation.name in _NAMING and argument not in _NAMED:
             what = argument if isinstance(argument, str) else "something"
             raise EngramError(f"it asks for {what.replace(' ', '.')!r:.80}, and weights are tensors only")
-        if isinstance(argument, int) and abs(argument) > size:
+        if isinstance(argument, int) and abs(argument) > max(size, _SMALL):
             raise EngramError(f"it claims {str(argument)[:20]} values, more than the file holds")
         if position is not None and position > HEADER_BYTES:
             raise EngramError("its list of tensors is too long")

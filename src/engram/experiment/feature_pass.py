@@ -71,7 +71,8 @@ class FeaturePass:
         if done == len(self.rows):
             return
         read = self.engine.inference(self.learner.network)
-        for rows in self.rows[done:].split(BATCH[self.engine.device.type]):
+        while done < len(self.rows):
+            rows = self.rows[done : done + BATCH[self.engine.device.type]]
             part = self._features(read, images[rows])
             if FEATURES not in buffers:
                 shape = (len(self.rows), *part.shape[1:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 DEFAULT_METHOD = "afc"
+PRETRAINED_METHOD = "lda"  # for a new model of files of images, where pretrained weights are there
 # The methods that the demo compares; {kept} is the number of exemplars per class.
 DEMO_METHODS = {
     "naive": "trains only on the new images: no memory, no distillation",

@@ -51,7 +51,7 @@ class LDASettings(Settings):
 
     prior: float = setting(0.5, above=0)
     power: float = setting(0.5, above=0, at_most=1)
-    views: Literal["one", "mirror"] = "mirror"
+    views: Literal["one", "mirror"] = setting("mirror", role="views")
 
 
 class LDAHead(LinearHead):
@@ -91,6 +91,16 @@ class LDA(Method[LDASettings]):
     def network(self, backbone: Backbone, head: Head, mean: Sequence[float], std: Sequence[float]) -> Network:
         return AveragingNetwork(VIEWS[self.settings.views], backbone, head, mean, std)
 
+    def grow(self, learner: Learner, stage: Stage, passes: Passes) -> None:
+        """Rows for the new classes. Warns about a network that is neither pretrained nor ever trained."""
+        backbone = learner.network.backbone
+        if stage.is_base and backbone.pretrained is None:
+            learner.notes.append(
+                f"lda does not train the network {backbone.known_as}, which has no pretrained weights, so the accuracy "
+                "is poor; give weights ('engram list weights'), or choose another method"
+            )
+        super().grow(learner, stage, passes)
+
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
         return []
 
@@ -107,15 +117,15 @@ class LDA(Method[LDASettings]):
             held[MEANS] = features.new_zeros(capacity, size, dtype=torch.float64)
             held[FACTORS] = features.new_zeros(0, size)
             held[CLASSES] = features.new_zeros(0, dtype=torch.int64)
-        factors, classes = [held[FACTORS]], [held[CLASSES]]
+        factors, classes = held[FACTORS], held[CLASSES]
+        added: dict[int, Tensor] = {}
         for label in labels.unique().tolist():
             own = features[(labels == label).to(features.device)].double()
-            others = classes[0] != label
-            factor = self._add(learner, label, own, factors[0][~others].double()).to(features)
-            factors = [factors[0][others], *factors[1:], factor]
-            classes = [classes[0][others], *classes[1:], classes[0].new_full((len(factor),), label)]
-        learner.store(FACTORS, torch.cat(factors))
-        learner.store(CLASSES, torch.cat(classes))
+            added[label] = self._add(learner, label, own, factors[classes == label].double()).to(features)
+        others = ~torch.isin(classes, classes.new_tensor(list(added)))
+        owners = [classes.new_full((len(factor),), label) for label, factor in added.items()]
+        learner.store(FACTORS, torch.cat([factors[others], *added.values()]))
+        learner.store(CLASSES, torch.cat([classes[others], *owners]))
         self._solve(learner)
 
     def _add(self, learner: Learner, label: int, features: Tensor, factor: Tensor) -> Tensor:

@@ -77,6 +77,11 @@ class LessonImages:
         elif are_paths(given):
             self._files = ImageFiles(_paths(given))
 
+    @property
+    def files(self) -> Sequence[str]:
+        """The paths of the images, if they are files; else none."""
+        return () if self._files is None else self._files.paths
+
     def own_size(self, preferred: int | None = None) -> tuple[int, int]:
         """Return the size for a new model. preferred: the side that files are resized to."""
         if self._files is not None:

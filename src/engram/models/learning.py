@@ -8,6 +8,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
 
+from engram.contract.settings import MAIN_ROLES, with_role
 from engram.core.checkpoint import Checkpoint
 from engram.core.errors import EngramError, UnknownNameError, option, spelled
 from engram.core.events import Event, Stopped
@@ -30,6 +31,7 @@ from engram.models.lesson_plan import (
 )
 from engram.models.model import Model
 from engram.models.model_config import ModelConfig, plain_number
+from engram.models.starting_point import starting_point
 from engram.models.store.codec import open_model, pack_model
 from engram.models.store.generations import FIRST, LEARNING, LEFT_OUT, Pointer
 from engram.models.store.writer import STATE, Writer
@@ -61,6 +63,7 @@ def learn_into(
 
     images: as X of the estimator, or ImageFiles.
     config: of a new model, complete or as arguments of `ModelConfig.choose`; what is missing is chosen for the images.
+        For files without a method, a network or an option of training, a pretrained network if its weights are here.
         For an existing model, other values than its own are refused.
     known: for images of known classes, "refuse" raises an error, "ignore" leaves them out with a warning, "refresh"
         learns these classes again, from these images and their exemplars.
@@ -81,7 +84,10 @@ def learn_into(
     source = LessonImages(images)
     with Writer(path, create=True) as writer:
         base = writer.current()
-        model = _model_to_teach(writer, source, len(given), config, device, precision)
+        training = {"epochs": epochs if epochs != "auto" else None, "minutes": minutes}
+        training = {name: value for name, value in training.items() if value is not None}
+        model, start = _model_to_teach(writer, source, len(given), config, training, device, precision)
+        _refuse_training(model, training)
         source.check_count(len(given), model.config.image_size)
         planned = plan_lesson(model, given, source, known)
         if isinstance(planned, LearnedBefore):
@@ -103,6 +109,8 @@ def learn_into(
         if restart:
             writer.drop_learning()
         is_new = base is None and not has_learning(path)
+        if start and is_new:
+            yield LessonNotice(start)
         yield LessonRead(len(pixels), seconds, given, model.config if is_new else None)
         yield from label_notices(given, model.labels)
         again = "refresh" if known == "refresh" else "refuse"
@@ -141,10 +149,11 @@ def _model_to_teach(
     images: LessonImages,
     count: int,
     config: ModelConfig | Mapping[str, Any] | None,
+    training: Mapping[str, Any],
     device: Device,
     precision: Precision,
-) -> Model:
-    """Return the model at the writer's path, or a new one for that many images."""
+) -> tuple[Model, str]:
+    """Return the model at the writer's path, or a new one for that many images, and what a new one starts from."""
     if not isinstance(config, ModelConfig):
         config = {name: value for name, value in (config or {}).items() if value is not None}
         valid = [name for name in signature(ModelConfig.choose).parameters if name != "images"]
@@ -153,14 +162,26 @@ def _model_to_teach(
     if writer.current() is not None:
         model, _ = open_model(writer.path, device, precision)
         _refuse_changes(model.config, config, writer.path)
-        return model
+        return model, ""
+    start = ""
     if not isinstance(config, ModelConfig):
+        added, start = starting_point(config, images.files, training)
+        config |= added
         if "weights" in config:
             config["weights"] = take_weights(config["weights"], config.get("backbone"))
         preferred = config["weights"].image_size if "weights" in config else None
         size = config["image_size"] if "image_size" in config else images.own_size(preferred)
         config = ModelConfig.choose(**{"device": device, **config, "image_size": size, "images": count})
-    return Model(config, device, precision)
+    return Model(config, device, precision), start
+
+
+def _refuse_training(model: Model, training: Mapping[str, Any]) -> None:
+    """Refuse options that only training uses, for a method that trains nothing."""
+    if training and not with_role(model.config.settings, *MAIN_ROLES):
+        raise EngramError(
+            f"{model.config.method} trains nothing: leave {' and '.join(map(option, training))} out, or start a model "
+            f"with another {option('method')}"
+        )
 
 
 def _refuse_changes(ours: ModelConfig, wanted: ModelConfig | Mapping[str, Any], path: Path) -> None:

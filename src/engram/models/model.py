@@ -250,7 +250,7 @@ class Model:
         positions = [self.position(label) for label in dict.fromkeys(labels)]
         self.drop(positions)
         self.history = (*self.history, *(LessonRecord("removed", current_time()) for _ in positions))
-        self.measure()
+        self.measure(calibrate=self.method.keeps_statistics)  # then the scores are others
 
     def drop(self, positions: list[int]) -> None:
         """Drop the classes at these positions; later classes move up."""

@@ -171,6 +171,9 @@ class ModelConfig(LearnerConfig):
                 path = str(key).replace("__", ".")
                 chosen = replace_at(chosen, path, plain_number(value))
                 epochs_given |= path in main
+        if flip is False and not isinstance(settings, Settings):
+            named = {str(key) for key in settings or ()}
+            chosen = replace(chosen, **{name: "one" for name in with_role(chosen, "views") if name not in named})
         refuse_no_epochs(chosen)
         augmentation = _default_augmentation(size) if augmentation is None else augmentation
         given = {name: value for name, value in (("flip", flip), ("policy", augment)) if value is not None}

@@ -22,7 +22,9 @@ _WHOLE = 2**63 - 1
 
 
 class Graph:
-    """Nodes and constants of an ONNX graph; values are referred to by name."""
+    """Nodes and constants of an ONNX graph; values are referred to by name. source: the images, whose number is N."""
+
+    source: str
 
     def __init__(self) -> None:
         from onnx import helper, numpy_helper
@@ -52,6 +54,7 @@ class Graph:
 
 def convert(program: torch.export.ExportedProgram, graph: Graph, source: str) -> list[str]:
     """Add the program to the graph, applied to the value `source`; return the names of its outputs."""
+    graph.source = source
     constants = _constants(program)
     values: dict[fx.Node, Any] = {}
     for node in program.graph.nodes:
@@ -199,6 +202,14 @@ def _view(graph: Graph, x: str, shape: Sequence[Any]) -> str:
     return graph.add("Reshape", [x, graph.constant([-1 if isinstance(size, _Open) else size for size in shape])])
 
 
+def _expand(graph: Graph, x: Any, shape: Sequence[Any], **_: Any) -> Any:
+    if not any(isinstance(size, _Open) for size in shape):
+        return x  # the next operation broadcasts it
+    images = graph.add("Gather", [graph.add("Shape", [graph.source]), graph.constant([0])])
+    parts = [images if isinstance(size, _Open) else graph.constant([max(size, 1)]) for size in shape]  # -1: unchanged
+    return graph.add("Expand", [_name(graph, x), graph.add("Concat", parts, axis=0)])
+
+
 def _addmm(graph: Graph, bias: Any, first: Any, second: Any) -> str:
     product = graph.add("MatMul", [_name(graph, first), _name(graph, second)])
     return graph.add("Add", [product, _name(graph, bias)])
@@ -233,8 +244,9 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "convolution": _convolution,
     "div.Tensor": _plain("Div"),
     "exp": _plain("Exp"),
-    "expand": lambda graph, x, shape, **_: x,  # the next operation broadcasts it
+    "expand": _expand,
     "gelu": _gelu,
+    "hardtanh": _clamp,
     "index_select": lambda graph, x, dim, places: graph.add("Gather", [x, _name(graph, places)], axis=dim),
     "linalg_vector_norm": _norm,
     "max_pool2d": lambda graph, x, size, stride, padding=(0, 0): graph.add(

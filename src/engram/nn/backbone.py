@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 Make = Callable[[torch.Generator], nn.Module]
+
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class Backbone(nn.Module):
@@ -33,8 +36,14 @@ class Backbone(nn.Module):
     # Set when a backbone is made by its name.
     known_as: str = ""
     made_by: Make | None = None
+    # Side, mean and standard deviation of the images that published weights of this backbone are for.
+    published_for: tuple[int, tuple[float, ...], tuple[float, ...]] = (224, IMAGENET_MEAN, IMAGENET_STD)
     # Reads the pretrained weights that this backbone starts from; None if it starts from random ones.
     pretrained: Callable[[], Mapping[str, Tensor]] | None = None
+
+    def own_name(self, published: str) -> str | None:
+        """The name in this backbone's state of a tensor of a published file; None if the backbone does not need it."""
+        return published
 
     def restart(self, generator: torch.Generator) -> None:
         """Set the weights to those that the backbone starts from: the pretrained ones, or new random ones."""
@@ -104,13 +113,13 @@ def as_backbone(module: nn.Module) -> Backbone:
 
 
 def initialise_layers(module: nn.Module, generator: torch.Generator) -> None:
-    """Initialise all convolutions, He (fan-out), and reset all batch norms."""
+    """Initialise all convolutions, He (fan-out within their groups of channels), and reset all batch norms."""
     for each in module.modules():
         if isinstance(each, nn.Conv2d):
             # Always drawn on the CPU, so that a seed gives the same weights on every device.
             fresh = torch.empty(each.weight.shape)
             nn.init.kaiming_normal_(fresh, mode="fan_out", nonlinearity="relu", generator=generator)
-            each.weight.data.copy_(fresh)
+            each.weight.data.copy_(fresh * math.sqrt(each.groups) if each.groups > 1 else fresh)
         elif isinstance(each, nn.BatchNorm2d):
             each.reset_parameters()
 

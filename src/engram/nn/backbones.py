@@ -15,6 +15,7 @@ from engram.nn.convnext import convnext_tiny
 from engram.nn.dinov2 import vit_small_dinov2
 from engram.nn.efficientnet import efficientnet_lite0, efficientnet_lite1, efficientnet_lite2
 from engram.nn.imagenet_resnet import resnet18_imagenet, resnet50_imagenet
+from engram.nn.library_backbone import library_backbone
 from engram.nn.mobilenet import mobilenetv3_large
 from engram.nn.resnet import resnet10, resnet18, resnet18_small, resnet32
 from engram.nn.vision_transformer import vit_tiny
@@ -22,7 +23,7 @@ from engram.nn.wide_resnet import wrn16_2, wrn28_2
 
 MakeT = TypeVar("MakeT", bound=Make)
 
-BACKBONES: Registry[Make] = Registry("backbone", OWN)
+BACKBONES: Registry[Make] = Registry("backbone", OWN, library_backbone)
 
 
 def register_backbone(name: str) -> Callable[[MakeT], MakeT]:

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engram.nn.backbone import Backbone
 
 EPSILON = 1e-6
 FIRST_SCALE = 1e-6  # of a block's result in an untrained network
+SMALLEST = 32  # pixels on a side that leave one in the last map
 SPREAD = 0.02  # standard deviation of untrained weights
 
 
@@ -59,7 +61,8 @@ class ConvNeXtBlock(nn.Module):
 class ConvNeXt(Backbone):
     """Images (B, 3, H, W) to one map per stage, and the embedding (B, D): the mean of the last map after a layer norm.
 
-    The maps are outputs of blocks, which no activation follows.
+    The maps are outputs of blocks, which no activation follows. An image with less than 32 pixels on a side, which the
+    last map would have none of, is padded with zeros.
     """
 
     def __init__(self, widths: Sequence[int], blocks: Sequence[int], generator: torch.Generator) -> None:
@@ -82,7 +85,13 @@ class ConvNeXt(Backbone):
                 assert module.bias is not None
                 nn.init.zeros_(module.bias)
 
+    def own_name(self, published: str) -> str | None:
+        return None if published.startswith("classifier.2.") else published
+
     def forward(self, x: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+        low, right = max(0, SMALLEST - x.shape[2]), max(0, SMALLEST - x.shape[3])
+        if low or right:
+            x = F.pad(x, (0, right, 0, low))
         maps: list[Tensor] = []
         for number, part in enumerate(self.features):
             x = part(x)

@@ -44,7 +44,8 @@ class QKVAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # Written out: torch's fused attention adds up its gradients in any order on a GPU.
-        query, key, value = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        split = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # (3, B, heads, T, D / heads)
+        query, key, value = split[0], split[1], split[2]
         shares = (query @ key.transpose(2, 3) / math.sqrt(query.shape[3])).softmax(dim=3)
         return self.proj((shares @ value).transpose(1, 2).flatten(2))
 
@@ -111,11 +112,14 @@ class DINOv2Transformer(Backbone):
             if isinstance(module, nn.Linear | nn.Conv2d) and module.bias is not None:
                 nn.init.zeros_(module.bias)
 
+    def own_name(self, published: str) -> str | None:
+        return None if published.startswith("mask_token") else published
+
     def forward(self, x: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
         x = self.patch_embed(x)
         size = (x.shape[2], x.shape[3])
         patches = x.flatten(2).transpose(1, 2) + self._positions(size)
-        first = (self.cls_token + self.pos_embed[:, :1]).expand(len(x), -1, -1)
+        first = (self.cls_token + self.pos_embed[:, :1]).expand(x.shape[0], -1, -1)
         tokens = torch.cat([first, patches], dim=1)
         quarter, maps = len(self.blocks) // 4, []
         for number, block in enumerate(self.blocks, start=1):

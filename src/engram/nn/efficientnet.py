@@ -9,6 +9,7 @@ pads more at the right and bottom.
 from __future__ import annotations
 
 import math
+import re
 
 import torch
 import torch.nn.functional as F
@@ -77,12 +78,14 @@ class EfficientNetLite(Backbone):
     """Images (B, 3, H, W) to five maps and the embedding (B, 1280), the mean of the last map.
 
     The first four maps are outputs of blocks, which no activation follows; the last is the head's, after its ReLU6.
+    side: of the images that the published weights are for.
     """
 
     pools_last_map = True
 
-    def __init__(self, width: float, depth: float, generator: torch.Generator) -> None:
+    def __init__(self, side: int, width: float, depth: float, generator: torch.Generator) -> None:
         super().__init__()
+        self.published_for = side, 3 * (127 / 255,), 3 * (128 / 255,)
         self.conv_stem = SamePadConv(3, STEM, 3, 2)
         self.bn0 = _norm(STEM)
         blocks: list[nn.Module] = []
@@ -105,6 +108,9 @@ class EfficientNetLite(Backbone):
         self._ends = frozenset(ends)
         initialise_layers(self, generator)
 
+    def own_name(self, published: str) -> str | None:
+        return None if published.startswith("_fc.") else re.sub(r"(^|\.)_", r"\1", published)
+
     def forward(self, x: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
         x = F.relu6(self.bn0(self.conv_stem(x)))
         maps: list[Tensor] = []
@@ -124,14 +130,14 @@ def _rounded(channels: float) -> int:
 
 def efficientnet_lite0(generator: torch.Generator) -> EfficientNetLite:
     """EfficientNet-Lite0 for photographs of 224x224: 3.4 million weights; embedding 1280."""
-    return EfficientNetLite(1.0, 1.0, generator)
+    return EfficientNetLite(224, 1.0, 1.0, generator)
 
 
 def efficientnet_lite1(generator: torch.Generator) -> EfficientNetLite:
     """EfficientNet-Lite1 for photographs of 240x240: 4.1 million weights; embedding 1280."""
-    return EfficientNetLite(1.0, 1.1, generator)
+    return EfficientNetLite(240, 1.0, 1.1, generator)
 
 
 def efficientnet_lite2(generator: torch.Generator) -> EfficientNetLite:
     """EfficientNet-Lite2 for photographs of 260x260: 4.8 million weights; embedding 1280."""
-    return EfficientNetLite(1.1, 1.2, generator)
+    return EfficientNetLite(260, 1.1, 1.2, generator)

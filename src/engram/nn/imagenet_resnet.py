@@ -66,6 +66,9 @@ class ImageNetResNet(Backbone):
         self.dim, self.widths = channels, tuple(widths)
         initialise_layers(self, generator)
 
+    def own_name(self, published: str) -> str | None:
+        return None if published.startswith("fc.") else published
+
     def forward(self, x: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
         x = F.max_pool2d(F.relu(self.bn1(self.conv1(x))), 3, stride=2, padding=1)
         maps: list[Tensor] = []

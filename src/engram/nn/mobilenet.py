@@ -117,6 +117,9 @@ class MobileNetV3(Backbone):
                     assert convolution.bias is not None
                     nn.init.zeros_(convolution.bias)
 
+    def own_name(self, published: str) -> str | None:
+        return None if published.startswith("classifier.") else published
+
     def forward(self, x: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
         maps: list[Tensor] = []
         for number, part in enumerate(self.features):

@@ -26,9 +26,9 @@ from engram.core.errors import EngramError, nearest, option
 from engram.core.io import data_home, parse_json, typed_path, write_bytes
 from engram.core.serialize import from_plain
 from engram.core.state_file import parse_tensors, read_file
-from engram.nn.backbone import Make
+from engram.nn.backbone import Backbone, Make
 from engram.nn.backbones import BACKBONES, build_backbone
-from engram.nn.weights_catalogue import IMAGENET_MEAN, IMAGENET_STD, KNOWN, RGB, KnownWeights
+from engram.nn.weights_catalogue import KNOWN, KnownWeights
 
 VARIABLE: Final = "ENGRAM_WEIGHTS"
 LARGEST_SIDE: Final = 1024  # of the images that weights are for
@@ -48,8 +48,8 @@ class PretrainedWeights:
     name: str
     backbone: str
     image_size: int
-    mean: RGB
-    std: RGB
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
     licence: str
     source: str
     digest: str
@@ -121,18 +121,8 @@ def load_weights(given: str | Path, backbone: str | None = None) -> tuple[Pretra
     if backbone is None:
         raise EngramError(f"{path} does not say which network it is for; say it with {option('backbone')}")
     state = fitted(tensors, backbone, path)
-    known = KNOWN.get(backbone)
-    record = PretrainedWeights(
-        name=re.sub(r"[^\w.-]", "_", path.stem)[:80],
-        backbone=backbone,
-        image_size=224 if known is None else known.image_size,
-        mean=IMAGENET_MEAN if known is None else known.mean,
-        std=IMAGENET_STD if known is None else known.std,
-        licence=UNKNOWN_LICENCE,
-        source=f"the file {re.sub(r'[^ -~]', '_', path.name)[:80]}",
-        digest=tensors_digest(state),
-    )
-    return record, state
+    name, source = re.sub(r"[^\w.-]", "_", path.stem)[:80], f"the file {re.sub(r'[^ -~]', '_', path.name)[:80]}"
+    return _record(name, backbone, UNKNOWN_LICENCE, source, state), state
 
 
 def keep(record: PretrainedWeights, tensors: Mapping[str, Tensor]) -> Path:
@@ -197,11 +187,9 @@ def fitted(tensors: Mapping[str, Tensor], backbone: str, path: Path) -> dict[str
 
     The known classifier and what else the backbone does not need is left out.
     """
-    known = KNOWN.get(backbone)
-    if known is not None:
-        kept = {name: value for name, value in tensors.items() if not name.startswith(known.dropped)}
-        tensors = {known.rename(name): value for name, value in kept.items()}
-    wanted = _shapes(backbone, BACKBONES.find(backbone))
+    network = _untrained(backbone, BACKBONES.find(backbone))
+    wanted = {name: value.shape for name, value in network.state_dict().items()}
+    tensors = {own: value for name, value in tensors.items() if (own := network.own_name(name)) is not None}
     ours, theirs = ({name for name in names if not name.endswith(_COUNTERS)} for names in (wanted, tensors))
     for what, names in (("lacks", ours - theirs), ("has", theirs - ours)):
         if names:
@@ -229,9 +217,9 @@ def fitted(tensors: Mapping[str, Tensor], backbone: str, path: Path) -> dict[str
 
 
 @cache  # make: a name may be removed and registered again
-def _shapes(backbone: str, make: Make) -> dict[str, torch.Size]:
-    """The names and shapes of the tensors of a backbone's state."""
-    return {name: value.shape for name, value in build_backbone(backbone, torch.Generator()).state_dict().items()}
+def _untrained(backbone: str, make: Make) -> Backbone:
+    """A backbone of that name, to compare with; without memory for its tensors."""
+    return build_backbone(backbone, torch.Generator()).to("meta")
 
 
 def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
@@ -250,10 +238,12 @@ def _match(
     """The record and tensors of the published file of known weights."""
     _check_backbone(backbone, name, path)
     state = fitted(parse_tensors(content, path)[0], name, path)
-    record = PretrainedWeights(
-        name, name, known.image_size, known.mean, known.std, known.licence, known.source, tensors_digest(state)
-    )
-    return record, state
+    return _record(name, name, known.licence, known.source, state), state
+
+
+def _record(name: str, backbone: str, licence: str, source: str, state: Mapping[str, Tensor]) -> PretrainedWeights:
+    side, mean, std = _untrained(backbone, BACKBONES.find(backbone)).published_for
+    return PretrainedWeights(name, backbone, side, mean, std, licence, source, tensors_digest(state))
 
 
 def _own(

@@ -51,13 +51,13 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "methods": ("method", "title", "paper", "memory", *MEASURED_ON),
     "datasets": ("dataset", "description"),
     "backbones": ("backbone", "description"),
-    "weights": ("weights", "here", "pixels", "licence", "how"),
+    "weights": ("weights", "here", "licence", "how"),
     "parts": ("part", "name", "description", "file"),
     "runs": ("directory", "recipe", "order", "seed", "stages", "average", "status"),
     "cache": ("trained by", "file", "megabytes", "last used"),
     "decoded": ("file", "megabytes", "last used"),
 }
-NUMBERS = ("megabytes", "pixels", "base", "increment", "epochs", "order", "seed", "stages", "average", *MEASURED_ON)
+NUMBERS = ("megabytes", "base", "increment", "epochs", "order", "seed", "stages", "average", *MEASURED_ON)
 TITLES = {"dataset": "data set", "average": "average %"}
 
 
@@ -260,7 +260,6 @@ def _weights() -> list[Row]:
         {
             "weights": name,
             "here": "yes" if is_here else "no",
-            "pixels": KNOWN[name].image_size,
             "licence": KNOWN[name].licence,
             "source": KNOWN[name].source,
             "how": None if is_here else how_to_get(name),

