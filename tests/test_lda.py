@@ -116,7 +116,7 @@ def test_undo_restores_every_bit(tmp_path: Path, weights: Path) -> None:
 def test_an_interrupted_lesson_does_not_compute_features_again(
     tmp_path: Path, weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(feature_pass, "BATCH", 4)
+    monkeypatch.setattr(feature_pass, "BATCH", {"cpu": 4})
     whole = make(tmp_path / "whole", A, B, config=config(weights))
     path = make(tmp_path / "model", A, config=config(weights))
     calls = iter([False, False, True])

@@ -9,5 +9,5 @@ DEMO_METHODS = {
     "naive": "trains only on the new images: no memory, no distillation",
     "replay": "keeps {kept} images of each old class and trains on them too",
     "afc": "keeps the same {kept} and also preserves the features that mattered",
-    "bedrock": "freezes the first network, and keeps two sums over features instead of images",
+    "bedrock": "freezes the first network, and keeps features instead of images",
 }
