@@ -17,14 +17,16 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from safetensors.torch import save
 from torch import Tensor, nn
 
 from conftest import Engram
-from engram import EngramError, open_model
+from engram import EngramError, IncrementalClassifier, open_model
 from engram.cli.main import main
 from engram.experiment.recipes import recipe
 from engram.experiment.session import Session
+from engram.models.inputs import read_images
 from engram.models.learning import learn_into
 from engram.models.model_config import ModelConfig
 from engram.models.onnx_graph import IR_VERSION, OPSET, Graph, convert
@@ -273,6 +275,19 @@ def test_a_model_starts_from_weights_and_opens_without_them(
     list(learn_into(tmp_path / "m", *pictures(NAMES[3:4], 4), config={"weights": "mine"}, device="cpu"))
 
 
+def test_the_classifier_starts_from_weights(mine: Path, tmp_path: Path) -> None:
+    images, labels = pictures(NAMES[:2], 4)
+    made = IncrementalClassifier(weights=mine, backbone="resnet10", epochs=1, device="cpu").fit(images, labels)
+    made.save(tmp_path / "m")
+    loaded = IncrementalClassifier.load(tmp_path / "m", device="cpu")
+    assert loaded.weights == made.model_.config.weights
+    assert (loaded.predict(images) == made.predict(images)).all()
+    for name in ("a", "b"):
+        Image.fromarray(images[0]).save(tmp_path / f"{name}.png")
+    read = read_images([str(tmp_path / "a.png"), str(tmp_path / "b.png")], None, 30)
+    assert read.shape == (2, 30, 30, 3)
+
+
 def test_the_export_names_the_weights(mine: Path, tmp_path: Path) -> None:
     onnx: Any = pytest.importorskip("onnx", reason="engram[onnx] is not installed")
     pytest.importorskip("onnxruntime", reason="engram[onnx] is not installed")
@@ -308,7 +323,7 @@ def test_weights_are_part_of_the_identity(mine: Path, tmp_path: Path) -> None:
     plain = replace(plain, backbone="resnet10", device="cpu")
     other = tmp_path / "mine2.safetensors"
     other.write_bytes(save(dict(build_backbone("resnet10", torch.Generator().manual_seed(78)).state_dict())))
-    with_mine, with_other = (replace(plain, weights=path) for path in (mine, other))  # pyright: ignore
+    with_mine, with_other = (replace(plain, weights=path) for path in (mine, other))
     assert "weights" not in plain.to_plain(), "as in files of earlier versions"
     assert len({config.fingerprint() for config in (plain, with_mine, with_other)}) == 3
     assert type(with_mine).from_plain(json.loads(json.dumps(with_mine.to_plain()))) == with_mine
@@ -361,6 +376,7 @@ def test_a_published_file_is_checked_and_converted(monkeypatch: pytest.MonkeyPat
     known = replace(KNOWN["resnet18-imagenet"], file=file.name, sha256=digest)
     monkeypatch.setitem(KNOWN, "resnet10", known)
     path = find_weights("resnet10")
+    assert path is not None
     assert path == tmp_path / "resnet10.safetensors"
     record, state = load_weights("resnet10")
     assert record.source == known.url
