@@ -21,7 +21,7 @@ from engram.data.arrays import is_dataset, read_dataset
 from engram.data.augment import Augmentation
 from engram.data.memory import MemoryConfig
 from engram.data.store import Images
-from engram.experiment.learner_config import Device, Precision
+from engram.experiment.learner_config import Device, Precision, take_weights
 from engram.models.edit import save_model
 from engram.models.inputs import read_batches, read_images
 from engram.models.labels import label_array, plain_labels, similar_label_warnings
@@ -30,6 +30,7 @@ from engram.models.model import Model, refuse_not_finite
 from engram.models.model_config import DEFAULT_METHOD, ModelConfig, as_size, shortest_argument
 from engram.models.store.codec import open_model
 from engram.models.store.generations import Pointer
+from engram.nn.pretrained import PretrainedWeights
 
 Follow = Callable[[Event], None]
 
@@ -49,7 +50,8 @@ class IncrementalClassifier:
     memory: exemplars to keep per class, text ("total=2000", "all", "none") or a MemoryConfig. A number has no effect
         on methods that are defined with no memory or with all images.
     epochs: of each lesson; None chooses by its number of images, unless the settings contain epochs.
-    backbone, image_size: None chooses by the first images.
+    backbone, image_size: None chooses by the first images, or by the weights.
+    weights: pretrained weights to start from, by name (`engram list weights`) or file.
     settings: of the method, or some of them by dotted path: {"train.lr": 0.05}.
     augmentation: None crops, mirrors and brightens at random; use `Augmentation(flip=False)` if left and right differ.
     validation: fraction of each class's images held out to measure accuracy, now and after later lessons.
@@ -62,6 +64,7 @@ class IncrementalClassifier:
         memory: MemoryConfig | int | str = 20,
         epochs: int | None = None,
         backbone: str | None = None,
+        weights: str | Path | PretrainedWeights | None = None,
         image_size: int | tuple[int, int] | None = None,
         settings: Settings | Mapping[str, Any] | None = None,
         augmentation: Augmentation | None = None,
@@ -74,6 +77,7 @@ class IncrementalClassifier:
         self.memory = memory
         self.epochs = epochs
         self.backbone = backbone
+        self.weights = weights
         self.image_size = image_size
         self.settings = settings
         self.augmentation = augmentation
@@ -126,8 +130,10 @@ class IncrementalClassifier:
         self, model: Model | None, X: Any, labels: list[Hashable], refresh: bool, progress: Follow | None
     ) -> IncrementalClassifier:
         if model is None:
-            images = read_images(X, None if self.image_size is None else as_size(self.image_size))
-            model = Model(self._configure(images), self.device, self.precision)
+            weights = None if self.weights is None else take_weights(self.weights, self.backbone)
+            size = None if self.image_size is None else as_size(self.image_size)
+            images = read_images(X, size, None if weights is None else weights.image_size)
+            model = Model(self._configure(images, weights), self.device, self.precision)
         else:
             images = read_images(X, model.config.image_size)
         options = LessonOptions("refresh" if refresh else "refuse", self._lesson_epochs(model, len(images)))
@@ -151,7 +157,7 @@ class IncrementalClassifier:
         kept = 0 if model.learner is None else len(model.learner.memory)
         return model.config.lesson_epochs(images + kept, self.device)
 
-    def _configure(self, images: Images) -> ModelConfig:
+    def _configure(self, images: Images, weights: PretrainedWeights | None) -> ModelConfig:
         return ModelConfig.choose(
             self.method,
             image_size=(images.shape[1], images.shape[2]),
@@ -159,6 +165,7 @@ class IncrementalClassifier:
             epochs=self.epochs,
             memory=self.memory,
             backbone=self.backbone,
+            weights=weights,
             settings=self.settings,
             augmentation=self.augmentation,
             seed=self.seed,
@@ -222,7 +229,7 @@ class IncrementalClassifier:
         images: also load the images it keeps. Prediction does not need them; learning and saving do.
         """
         model, pointer = open_model(path, device, precision, images=images)
-        kept = ("memory", "backbone", "image_size", "settings", "augmentation", "validation", "seed")
+        kept = ("memory", "backbone", "weights", "image_size", "settings", "augmentation", "validation", "seed")
         stored: dict[str, Any] = {name: getattr(model.config, name) for name in kept}
         loaded = cls(model.config.method, **stored, device=device, precision=precision)
         loaded._adopt(model)

@@ -34,15 +34,15 @@ def are_paths(given: Any) -> bool:
     return isinstance(first, (str, os.PathLike))
 
 
-def read_images(given: Any, size: tuple[int, int] | None) -> Images:
-    """Read images of that size. None: the size of the arrays, or for files that of `choose_size`."""
+def read_images(given: Any, size: tuple[int, int] | None, preferred: int | None = None) -> Images:
+    """Read images of that size. None: the size of arrays; for files the preferred side, or that of `choose_size`."""
     if are_paths(given):
         paths = _paths(given)
-        images, _, _ = decode_files(paths, choose_size(paths) if size is None else file_side(size))
+        images, _, _ = decode_files(paths, (preferred or choose_size(paths)) if size is None else file_side(size))
         return images
     if _are_uploads(given, size):
         sources = _sources(given)
-        return _squares(sources, choose_size(sources) if size is None else file_side(size))
+        return _squares(sources, (preferred or choose_size(sources)) if size is None else file_side(size))
     images = read_dataset(given, "X")[0] if is_dataset(given) else _pixels(given)
     if size is not None:
         _check_size(images, size)
@@ -85,9 +85,9 @@ class LessonImages:
     def own_size(self, preferred: int | None = None) -> tuple[int, int]:
         """Return the size for a new model. preferred: the side that files are resized to."""
         if self._files is not None:
-            side = choose_size(self._files.paths) if preferred is None else preferred
+            side = preferred or choose_size(self._files.paths)
             return side, side
-        self._pixels = read_images(self._given, None)
+        self._pixels = read_images(self._given, None, preferred)
         return self._pixels.shape[1], self._pixels.shape[2]
 
     def check_count(self, labels: int, size: tuple[int, int]) -> None:

@@ -21,6 +21,7 @@ from engram.experiment.recipes import recipe
 from engram.methods import METHODS, find_method
 from engram.methods.defaults import DEFAULT_METHOD
 from engram.nn.pretrained import PretrainedWeights
+from engram.nn.weights_catalogue import KNOWN
 
 LARGEST_SIDE = 1024
 LARGEST_NUMBER = 2**63
@@ -248,8 +249,10 @@ def _default_augmentation(size: tuple[int, int]) -> Augmentation:
 def shortest_argument(value: Any, method: str, image_size: int | tuple[int, int] | None) -> Any:
     """Return a shorter argument of `choose` with the same meaning; None if `choose` would select the value itself.
 
-    Shortens a memory, settings or an augmentation. Everything else is returned unchanged.
+    Shortens a memory, settings, an augmentation or weights. Everything else is returned unchanged.
     """
+    if isinstance(value, PretrainedWeights) and value.name in KNOWN:
+        return value.name
     if method not in METHODS:
         return value
     info, start = find_method(method), recipe(f"{method}-folder")

@@ -19,7 +19,8 @@ class Backbone(nn.Module):
     """Normalised images (B, 3, H, W) to feature maps and an embedding (B, D): `forward` returns (maps, embedding).
 
     maps: a tuple of tensors (B, C, H, W), each before a ReLU, from the first to the last; it may be empty. The
-    embedding is computed from each of them, so that it has a gradient there.
+    embedding is computed from each of them, so that it has a gradient there. (The last map of a pretrained network is
+    after its activation, so that the embedding is the published one.)
 
     dim: D. widths: the channels of each map.
     pools_last_map: the embedding is the mean of the last map over its pixels.
