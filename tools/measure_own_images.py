@@ -86,7 +86,7 @@ def _embed(paths: list[str], side: int | None) -> np.ndarray:
     backbone = build_backbone(WEIGHTS, torch.Generator())
     backbone.load_state_dict(tensors)
     network = Network(backbone, LinearHead(backbone.dim, 1), record.mean, record.std)
-    size = 2 * (side or record.image_size,)
+    size = (side or record.image_size, side or record.image_size)
     engine = Engine(torch.device("cpu"), "float32", Augmentation(), size)
     parts = []
     for start in range(0, len(paths), 64):
