@@ -28,7 +28,7 @@ from helpers import Engram
 from model_helpers import NAMES, SIZE, everything, learn, make, opened, pictures, same
 
 A, B, C = NAMES[:3], NAMES[3:5], NAMES[5:]
-CLOSE = {"rtol": 1e-6, "atol": 1e-6}
+CLOSE = 1e-6
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def assert_equal(ours: Model, theirs: Model) -> None:
     assert one.keys() == other.keys()
     scale = max(np.abs(row).max() for row in other.values())
     for label, row in one.items():
-        np.testing.assert_allclose(row / scale, other[label] / scale, **CLOSE)
+        np.testing.assert_allclose(row / scale, other[label] / scale, rtol=CLOSE, atol=CLOSE)
 
 
 def test_lessons_give_the_head_of_one_lesson(tmp_path: Path, weights: Path) -> None:
@@ -152,8 +152,8 @@ def test_the_discriminants_are_those_of_the_formula() -> None:
     random = np.random.default_rng(0)
     groups = [random.normal(size=(count, 6)) + number for number, count in enumerate((3, 9, 1))]
     centred = np.concatenate([group - group.mean(axis=0) for group in groups])
-    given = [np.array([3, 9, 1]), np.stack([group.mean(axis=0) for group in groups]), centred]
-    found = discriminants(*(torch.from_numpy(value) for value in given), 0.4)
+    counts, means = torch.tensor([3, 9, 1]), torch.from_numpy(np.stack([group.mean(axis=0) for group in groups]))
+    found = discriminants(counts, means, torch.from_numpy(centred), 0.4)
     for ours, slow in zip(found, slow_discriminants(groups, 0.4), strict=True):
         np.testing.assert_allclose(ours.numpy(), slow, rtol=1e-9)
 
@@ -175,7 +175,7 @@ def test_an_untrained_network_is_warned_about(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("option", "value"), [("epochs", 3), ("minutes", 1.0)])
-def test_options_of_training_are_refused(tmp_path: Path, weights: Path, option: str, value: float) -> None:
+def test_options_of_training_are_refused(tmp_path: Path, weights: Path, option: str, value: Any) -> None:
     with pytest.raises(EngramError, match=f"lda trains nothing: leave {option}"):
         learn(tmp_path / "model", A, config=config(weights), **{option: value})
 

@@ -39,7 +39,6 @@ from engram.data.store import stable_permutation
 from engram.engine import Engine
 from engram.methods import find_method
 from engram.models.inputs import read_images
-from engram.models.starting_point import frozen_side
 from engram.nn.backbones import build_backbone
 from engram.nn.heads import LinearHead
 from engram.nn.network import Network
@@ -55,8 +54,8 @@ Learn = Callable[[list[tuple[np.ndarray, np.ndarray]]], Iterator[tuple[Callable[
 class Photographs:
     """Embeddings (N, 2, D) of an image and its mirror image, classes (N,) and lessons (N,); lesson -1 is the test."""
 
-    def __init__(self, folder: Path, cache: Path | None) -> None:
-        kept = None if cache is None else cache / f"{folder.name}.npz"
+    def __init__(self, folder: Path, cache: Path | None, side: int | None = None) -> None:
+        kept = None if cache is None else cache / f"{folder.name}-{side}.npz"
         if kept is not None and kept.is_file():
             held = np.load(kept)
             self.features, self.classes, self.lessons = held["features"], held["classes"], held["lessons"]
@@ -72,7 +71,7 @@ class Photographs:
         self.classes = np.array([names.index(label) for label in labels])
         self.lessons = np.array(lessons)
         started = time.process_time()
-        self.features = _embed(paths)
+        self.features = _embed(paths, side)
         # Of one image, as each was read and embedded once.
         self.seconds = (time.process_time() - started) / len(paths)
         if kept is not None:
@@ -82,12 +81,12 @@ class Photographs:
             )
 
 
-def _embed(paths: list[str]) -> np.ndarray:
+def _embed(paths: list[str], side: int | None) -> np.ndarray:
     record, tensors = load_weights(WEIGHTS)
     backbone = build_backbone(WEIGHTS, torch.Generator())
     backbone.load_state_dict(tensors)
     network = Network(backbone, LinearHead(backbone.dim, 1), record.mean, record.std)
-    size = 2 * (frozen_side(record.image_size, paths),)
+    size = (side or record.image_size, side or record.image_size)
     engine = Engine(torch.device("cpu"), "float32", Augmentation(), size)
     parts = []
     for start in range(0, len(paths), 64):
@@ -197,6 +196,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("sets", nargs="+", metavar="NAME=FOLDER")
     parser.add_argument("--cache", type=Path, help="folder to keep the features in, for another call")
+    parser.add_argument("--image-size", type=int, help="side of the images; by default that of the network")
     options = parser.parse_args()
     ways: dict[str, tuple[Learn, float]] = {
         "lda": (lda, 0.0),
@@ -207,7 +207,7 @@ def main() -> None:
     rows: list[dict[str, object]] = []
     for given in options.sets:
         name, _, folder = given.partition("=")
-        data = Photographs(Path(folder), options.cache)
+        data = Photographs(Path(folder), options.cache, options.image_size)
         for way, (learn, held_out) in ways.items():
             for order in range(1, ORDERS + 1):
                 rows.append({"set": name, "way": way, "order": order, **measure(data, order, learn, held_out)})

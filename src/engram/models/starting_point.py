@@ -6,15 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from engram.core.errors import option, spelled
-from engram.data.decode.image import median_side
 from engram.methods.defaults import PRETRAINED_METHOD
-from engram.nn.pretrained import how_to_get, known_weights, load_weights
+from engram.nn.pretrained import how_to_get, known_weights
 
 WEIGHTS: Final = "efficientnet-lite0"
 SMALLEST_SIDE: Final = 96  # in pixels; for smaller images the network is too coarse
-# Photographs that have the pixels are seen somewhat larger than the network's training images. On held-out groceries
-# this raised the accuracy by 0.7 to 1.4 points; on images of 64x64 pixels it cost 1 to 2.
-LARGER: Final = 8 / 7
 _CHOICES: Final = ("method", "backbone", "weights")
 _OF_TRAINING: Final = ("settings", "augmentation", "augment")
 
@@ -44,15 +40,7 @@ def starting_point(
             f"the network is trained from scratch, because of {names}; without, the pretrained {WEIGHTS} would be "
             "used, which recognises photographs better"
         )
-    own, _ = load_weights(WEIGHTS)
-    found = {"method": PRETRAINED_METHOD, "weights": WEIGHTS}
-    return {"image_size": frozen_side(own.image_size, files), **found, **chosen}, ""
-
-
-def frozen_side(own: int, files: Sequence[str]) -> int:
-    """Return the side of the images for a frozen network that was trained on images of that side."""
-    larger, middle = round(own * LARGER), median_side(files)
-    return larger if middle is not None and middle >= larger else own
+    return {"method": PRETRAINED_METHOD, "weights": WEIGHTS}, ""
 
 
 def _is_large(side: Any) -> bool:

@@ -97,12 +97,6 @@ def _load(image: Image.Image, size: int | None) -> Images:
 
 def choose_size(files: Sequence[Source]) -> int:
     """Choose the image size for these files: the largest of SIZES that half of a sample of them reach."""
-    middle = median_side(files)
-    return 32 if middle is None else max((size for size in SIZES if size <= middle), default=SIZES[0])
-
-
-def median_side(files: Sequence[Source]) -> float | None:
-    """The median of the shorter sides of a sample of these files, in pixels; None if none of them can be read."""
     sides: list[int] = []
     for file in files[:: max(1, len(files) // SAMPLED)]:
         try:
@@ -110,7 +104,10 @@ def median_side(files: Sequence[Source]) -> float | None:
                 sides.append(min(image.size))
         except Exception:  # decoding it later reports or skips it
             continue
-    return median(sides) if sides else None
+    if not sides:
+        return 32
+    middle = median(sides)
+    return max((size for size in SIZES if size <= middle), default=SIZES[0])
 
 
 def decode_protocol_square(file: Source, size: int) -> Images:
