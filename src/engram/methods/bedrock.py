@@ -184,7 +184,10 @@ class Sums:
     title="A strong frozen network, and ridge regression on random features of all its levels",
     paper="this project",
     memory="optional",
-    recipes=RecipeHints(augmentation={"policy": "trivial", "cutout": 8}, small={"width": 1024, "views": "mirror"}),
+    recipes=RecipeHints(
+        augmentation={"policy": "trivial", "cutout": 8},
+        small={"width": 1024, "views": "mirror", "code_bytes": 64},
+    ),
 )
 class Bedrock(LSCMethod[BedrockSettings]):
     """Trains in the base stage only; every stage adds the features of its images, and solves for the head."""
