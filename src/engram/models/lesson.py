@@ -23,6 +23,7 @@ from engram.data.stage import Samples, Stage, content_ids
 from engram.data.store import pixel_statistics, some
 from engram.experiment.stage_work import PhasePlan, StageWork, StepTaken, TimeEstimate, pack_phase, unpack_phase
 from engram.methods import find_method
+from engram.models.hold_out import HoldOut
 from engram.models.labels import in_order
 from engram.models.model import KnownClass, LessonRecord, Model, current_time
 from engram.models.split import LessonSplit
@@ -60,7 +61,7 @@ class CheckpointPolicy:
 class Lesson:
     """A lesson with uint8 images (N, H, W, 3), learned by a copy of the model; the model itself does not change.
 
-    names: of the images, for warnings.
+    names: of the images, for warnings. hold_out: how held-out images are chosen.
     """
 
     def __init__(
@@ -70,9 +71,13 @@ class Lesson:
         labels: Sequence[Hashable],
         options: LessonOptions,
         names: Sequence[str] | None = None,
+        hold_out: HoldOut | None = None,
     ) -> None:
         if len(images) != len(labels):
             raise EngramError(f"{len(images)} images need {len(images)} labels, got {len(labels)}")
+        self._hold_out = HoldOut() if hold_out is None else hold_out
+        self._hold_out.check(images)
+        images = self._hold_out.with_given(images)
         self.before = model
         self.options = options
         self.model = model.copy()
@@ -133,9 +138,10 @@ class Lesson:
         first = len(model.classes)
         index = len(model.sizes) if first else 0
         model.config.memory.check(first + len(self.new))
-        split = LessonSplit(self.before, self._images, rows)
+        split = LessonSplit(self.before, self._images, rows, self._hold_out)
         self._warning = split.warning(names)
         parts = {label: split.of(label) for label in self.new}
+        self.notes = split.notes()
         train, held = [], []
         for place, label in enumerate(self.new, start=first):
             exemplars, before = kept.get(label, (self._images[:0], self._images[:0]))
@@ -177,6 +183,7 @@ class Lesson:
             "new": [repr(label) for label in self.new],
             "place": [str(model.engine.device), model.engine.precision],
             "shape": list(self._images.shape),
+            "hold_out": self._hold_out.digest(),
         }
         digest = hashlib.blake2b(json.dumps(how, sort_keys=True).encode(), digest_size=16)
         digest.update(self._places.data)

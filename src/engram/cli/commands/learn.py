@@ -41,6 +41,7 @@ from engram.core.errors import EngramError
 from engram.core.events import EpochsChosen, Event, Learned, Stopped
 from engram.core.io import typed_path
 from engram.data.sources.folder import check_not_nested, list_classes
+from engram.models.file_groups import NONE, check_grouping, group_keys
 from engram.models.inputs import ImageFiles
 from engram.models.learning import has_learning, learn_into
 from engram.models.lesson_plan import LearnedBefore, LearningResumed, LessonNotice, LessonRead
@@ -58,6 +59,8 @@ def learn_command(options: Learn, typed: Sequence[str]) -> int:
     prepare_hardware(options.hardware)
     console = make_console()
     place = typed_path(options.model)
+    if options.lesson.group_by is not None:
+        check_grouping(options.lesson.group_by)
     refuse_models("learn", options.images)
     _refuse_model_among_images(place, typed_path(options.images))
     manifest = _read_if_exists(place)
@@ -75,6 +78,9 @@ def learn_command(options: Learn, typed: Sequence[str]) -> int:
         minutes=lesson.minutes,
         restart=lesson.restart,
         undoable=not lesson.no_undo,
+        groups=None if lesson.group_by is None else group_keys(paths, labels, lesson.group_by, options.images),
+        near_duplicates=lesson.group_by != NONE,
+        validate=_images_to_hold_out(options, known, shown),
         stop=interrupt,
         checkpoint_minutes=lesson.checkpoint_minutes,
         device=options.hardware.device,
@@ -123,6 +129,20 @@ def _list_images(options: Learn, known: Sequence[Hashable], is_new: bool) -> tup
         _print_notice(f"left out class folders that have no image: {shorten(list(map(printable, left_out)), 60)}")
     by_name = labels_by_name(known)
     return paths, [by_name.get(label, label) for label in labels]
+
+
+def _images_to_hold_out(
+    options: Learn, known: Sequence[Hashable], console: Console | None
+) -> tuple[ImageFiles, list[Hashable]] | None:
+    """Return the images of --validate and their labels, or None."""
+    lesson = options.lesson
+    if lesson.validate is None:
+        return None
+    refuse_models("learn", lesson.validate)
+    paths, labels = list_classes(lesson.validate, [], lesson.skip_bad)
+    by_name = labels_by_name(known)
+    files = ImageFiles(paths, lambda files, side: read_files(files, side, lesson.skip_bad, console))
+    return files, [by_name.get(label, label) for label in labels]
 
 
 def _read_if_exists(place: Path) -> dict[str, Any] | None:

@@ -62,6 +62,11 @@ class LessonFlags:
     """How often each image is trained on."""
     minutes: Annotated[float | None, Shown("M")] = None
     """Instead of --epochs: as many epochs as fit, estimated from the first steps."""
+    group_by: Annotated[str | None, Shown("HOW", "near-duplicates")] = None
+    """Hold out images together or not at all: folder (below the class), time=SECONDS (EXIF), or a regular expression
+    with one group that is searched in the path. Near-duplicates always stay together, unless it is none."""
+    validate: Annotated[str | None, Shown("IMAGES")] = None
+    """A folder of class folders to measure accuracy on. It is held out instead of a share of the images."""
     skip_bad: bool = False
     """Leave out unreadable images, and classes without a readable one, and name them."""
     restart: bool = False

@@ -13,6 +13,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import IO, Any, Final, cast
@@ -108,6 +109,16 @@ def choose_size(files: Sequence[Source]) -> int:
         return 32
     middle = median(sides)
     return max((size for size in SIZES if size <= middle), default=SIZES[0])
+
+
+def time_taken(file: Source) -> float | None:
+    """Return when a photograph was taken, in seconds since some time, by its EXIF data; None if it does not say."""
+    try:
+        with no_warnings(), _open(file) as image:
+            text = image.getexif().get_ifd(ExifTags.IFD.Exif).get(ExifTags.Base.DateTimeOriginal)
+        return datetime.strptime(str(text).strip("\0 "), "%Y:%m:%d %H:%M:%S").replace(tzinfo=UTC).timestamp()
+    except Exception:  # damaged data says nothing; decoding it later reports a damaged file
+        return None
 
 
 def decode_protocol_square(file: Source, size: int) -> Images:
