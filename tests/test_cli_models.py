@@ -85,8 +85,8 @@ def test_learn_makes_a_model_and_teaches_it_more(engram: Engram, photos: Path) -
     assert "30 images of 3 classes: apple, boat, camel" in made.out
     assert "a new model in model: afc, resnet10, 16x16 pixels, memory per_class=20, 20 % held out" in made.out
     assert "classes learned now" in made.out
-    assert "held-out accuracy (mean over classes) of these cnn " in made.out
-    assert "\n mean over classes " in made.out
+    assert "held-out accuracy (mean over classes; plain: of all images) of these cnn " in made.out
+    assert "balanced" in made.out
     assert "forgotten" not in made.out
 
     more = engram("learn", "model", photos / "second", *QUICK, "--by-class")
@@ -194,7 +194,8 @@ def test_a_lesson_that_costs_old_classes_much_says_so(engram: Engram, photos: Pa
     entry = read_manifest("model")["history"][1]
     said = f"cnn from {entry['before']['cnn']:.1f} to {entry['after']['cnn']:.1f} %"
     assert told.status == 0
-    assert f"engram: the lesson lowered the held-out accuracy of the old classes ({said}); take it back" in told.err
+    assert f"engram: the lesson lowered the held-out accuracy of the old classes ({said}" in told.err
+    assert " held-out images); take it back" in told.err
     assert "with more --epochs, or start a model with more --memory\n" in told.err
     few = folder(tmp_path / "few", SECOND[:1], count=4, seed=3)
     again = engram("learn", "model", few, "--more-of-known", *flags, "--no-undo")
@@ -1095,8 +1096,8 @@ def test_evaluate_counts_what_is_taken_for_what(engram: Engram, taught: Path, ph
     assert "http://" not in page.replace("http://www.w3.org", "")
     assert engram("evaluate", taught, "test", "--report", "page.html").out.endswith("\nreport: page.html\n")
     said = engram("evaluate", taught, "test", "--by", "cnn").out
-    assert said.startswith(f"accuracy {found['accuracy']:.1f} % (mean over 5 classes; ")
-    assert f"{found['accuracy_of_images']:.1f} % of 20 images), by cnn\n" in said
+    assert said.startswith(f"balanced accuracy {found['accuracy']:.1f} % (mean over 5 classes), plain ")
+    assert f"{found['accuracy_of_images']:.1f} % (of 20 images), by cnn\n" in said
     assert "predicted class" in said
 
 
@@ -1111,12 +1112,11 @@ def test_evaluate_averages_over_classes_as_a_lesson_does(
     shares = [entry["accuracy"] for entry in found["classes"] if entry["images"]]
     assert found["accuracy"] == np.mean(shares) != found["accuracy_of_images"]
     assert found["accuracy_of_images"] == 100 * np.trace(found["confusion"]) / 6
-    said = f"accuracy {found['accuracy']:.1f} % (mean over 3 classes; {found['accuracy_of_images']:.1f} % of 6 images)"
+    plain = f"{found['accuracy_of_images']:.1f} %"
+    said = f"balanced accuracy {found['accuracy']:.1f} % (mean over 3 classes), plain accuracy {plain} (of 6 images)"
     assert engram("evaluate", taught, "test", "--by", "cnn", "--quiet").out == f"{said}, by cnn\n"
     page = (tmp_path / "page.html").read_text()
-    assert (
-        f"Accuracy {found['accuracy']:.1f} %, the mean over 3 classes; {found['accuracy_of_images']:.1f} % of" in page
-    )
+    assert f"Balanced accuracy {found['accuracy']:.1f} %, the mean over 3 classes; plain accuracy {plain} of" in page
 
 
 def test_a_name_that_is_not_text_does_not_stop_the_report_of_evaluate(

@@ -23,6 +23,7 @@ from engram.data.stage import Samples, Stage, content_ids
 from engram.data.store import pixel_statistics, some
 from engram.experiment.stage_work import PhasePlan, StageWork, StepTaken, TimeEstimate, pack_phase, unpack_phase
 from engram.methods import find_method
+from engram.models.accuracies import balanced_accuracy, plain_accuracy
 from engram.models.hold_out import HoldOut
 from engram.models.labels import in_order
 from engram.models.model import KnownClass, LessonRecord, Model, current_time
@@ -251,6 +252,16 @@ class Lesson:
         model.measure(calibrate=True)
         self._past, now = self._accuracy_before(), {known.label: known.accuracy for known in model.classes}
         old = [known.label for known in model.classes[: self.stage.num_old]]
+        groups: dict[str, tuple[Mapping[Hashable, dict[str, float]], Sequence[Hashable]]] = {
+            "before": (self._past, old),
+            "after": (now, old),
+            "new": (now, self.new),
+            "refreshed_before": (self._past, self.refreshed),
+            "refreshed_after": (now, self.refreshed),
+        }
+        held = {known.label: len(model.heldout.of(place)) for place, known in _with_heldout(model)}
+        plain = {name: plain_accuracy(group[0], held, group[1]) for name, group in groups.items()}
+        counts = {name: sum(held.get(label, 0) for label in group[1]) for name, group in groups.items()}
         entry = LessonRecord(
             what="learned",
             date=current_time(),
@@ -259,12 +270,10 @@ class Lesson:
             seconds=seconds,
             device=str(model.engine.device),
             precision=model.engine.precision,
-            before=_mean(self._past, old),
-            after=_mean(now, old),
-            new=_mean(now, self.new),
             classes=len(self.new),
-            refreshed_before=_mean(self._past, self.refreshed),
-            refreshed_after=_mean(now, self.refreshed),
+            plain={name: shares for name, shares in plain.items() if shares},
+            heldout={name: counts[name] for name in ("after", "new", "refreshed_after") if counts[name]},
+            **{name: balanced_accuracy(*group) for name, group in groups.items()},
         )
         model.history = (*model.history, entry)
 
@@ -305,6 +314,8 @@ class Lesson:
             by_class=by_class,
             seconds=entry.seconds,
             path=path,
+            plain=entry.plain,
+            heldout=entry.heldout,
         )
 
 
@@ -315,11 +326,9 @@ def _labelled(parts: list[tuple[int, Tensor]]) -> Samples:
     return Samples(images, labels, content_ids(images), torch.zeros(len(labels), dtype=torch.bool))
 
 
-def _mean(accuracy: Mapping[Hashable, dict[str, float]], labels: Sequence[Hashable]) -> dict[str, float]:
-    """Return the mean accuracy of those classes that have held-out images, by predictor."""
-    wanted = [accuracy[label] for label in labels if accuracy[label]]
-    names = set.intersection(*map(set, wanted)) if wanted else set()
-    return {by: float(np.mean([shares[by] for shares in wanted])) for by in sorted(names)}
+def _with_heldout(model: Model) -> list[tuple[int, KnownClass]]:
+    """Return the classes that have held-out images, with their positions."""
+    return [(place, known) for place, known in enumerate(model.classes) if place in model.heldout.labels]
 
 
 def _checkpoint(learner: Learner, taken: StepTaken, clock: dict[str, float]) -> Checkpoint:

@@ -142,8 +142,8 @@ def _tell(console: Console, found: dict[str, Any], quiet: bool, report: Path | N
     tested = [entry for entry in found["classes"] if entry["images"]]
     print_line(
         console,
-        f"accuracy {percent(found['accuracy'])} % (mean over {count_classes(len(tested))}; "
-        f"{percent(found['accuracy_of_images'])} % of {found['images']} images), by {found['by']}",
+        f"balanced accuracy {percent(found['accuracy'])} % (mean over {count_classes(len(tested))}), "
+        f"plain accuracy {percent(found['accuracy_of_images'])} % (of {found['images']} images), by {found['by']}",
     )
     if not quiet:
         print_table(console, class_table(tested))

@@ -31,7 +31,6 @@ from engram.cli.text import (
     duration,
     make_console,
     make_table,
-    measures_text,
     percent,
     print_line,
     print_table,
@@ -276,13 +275,14 @@ def learned_line(event: Learned) -> str:
     new = [printable(name) for name in event.new if name not in event.refreshed]
     parts = [f"learned {shorten(new, 50)}"] if new else []
     parts += [f"learned again {shorten(again, 50)}"] if again else []
-    said = [f"of these {measures_text(event.new_accuracy)}"] if event.new_accuracy else []
+    shares = _balanced(event)
+    said = [f"of these {_both(event, 'new')}"] if event.new_accuracy else []
     for which, before, after in (
-        ("those learned again", event.refreshed_before, event.refreshed_after),
-        ("the old", event.before, event.after),
+        ("those learned again", "refreshed_before", "refreshed_after"),
+        ("the old", "before", "after"),
     ):
-        said += [f"of {which} {measures_text(before)} before and {measures_text(after)} now"] if after else []
-    accuracy = f"; held-out accuracy (mean over classes) {', '.join(said)}" if said else ""
+        said += [f"of {which} {_both(event, before)} before and {_both(event, after)} now"] if shares[after] else []
+    accuracy = f"; held-out accuracy (mean over classes; plain: of all images) {', '.join(said)}" if said else ""
     exemplars = f"{event.exemplars} image{'s' if event.exemplars != 1 else ''} kept"
     where = f" ({event.path})" if event.path else ""
     return (
@@ -291,22 +291,48 @@ def learned_line(event: Learned) -> str:
     )
 
 
+def _balanced(event: Learned) -> dict[str, dict[str, float]]:
+    """Return the balanced accuracies by the names that the plain ones have."""
+    return {
+        "before": event.before,
+        "after": event.after,
+        "new": event.new_accuracy,
+        "refreshed_before": event.refreshed_before,
+        "refreshed_after": event.refreshed_after,
+    }
+
+
+def _both(event: Learned, name: str) -> str:
+    """Return balanced and plain accuracy by predictor: cnn 51.3 (plain 49.0)."""
+    plain = event.plain.get(name, {})
+    return ", ".join(
+        f"{by} {percent(share)}{f' (plain {percent(plain[by])})' if by in plain else ''}"
+        for by, share in _balanced(event)[name].items()
+    )
+
+
 def lesson_table(event: Learned) -> Table:
-    """Return held-out accuracy, the mean over classes, by predictor: old classes, forgetting, new classes."""
+    """Return held-out accuracy, balanced and plain, by predictor: old classes, forgetting, new classes."""
     predictors = list(dict.fromkeys([*event.new_accuracy, *event.after]))
-    columns = [f"{name} %" for name in predictors]
-    table = make_table(["mean over classes", *columns], right=columns)
-    rows: dict[str, dict[str, float]] = {}
+    columns = [f"{by} %\n{kind}" for by in predictors for kind in ("balanced", "plain")]
+    table = make_table(["held-out accuracy", *columns], right=columns)
+    rows: dict[str, str] = {}
     if event.after:
-        lost = {by: event.before[by] - event.after[by] for by in event.after if by in event.before}
-        rows |= {"old classes, before": event.before, "old classes, now": event.after, "forgotten, points": lost}
+        rows |= {"old classes, before": "before", "old classes, now": "after", "forgotten, points": "lost"}
     if event.refreshed:
-        rows |= {"learned again, before": event.refreshed_before, "learned again, now": event.refreshed_after}
+        rows |= {"learned again, before": "refreshed_before", "learned again, now": "refreshed_after"}
     if len(event.new) > len(event.refreshed):
-        rows["new and learned again" if event.refreshed else "classes learned now"] = event.new_accuracy
-    for name, values in rows.items():
-        table.add_row(name, *[percent(values.get(by)) for by in predictors])
+        rows["new and learned again" if event.refreshed else "classes learned now"] = "new"
+    kinds = [_with_lost(_balanced(event)), _with_lost(event.plain)]
+    for title, name in rows.items():
+        table.add_row(title, *[percent(kind.get(name, {}).get(by)) for by in predictors for kind in kinds])
     return table
+
+
+def _with_lost(shares: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """Return the accuracies, and what the old classes lost."""
+    before, after = shares.get("before", {}), shares.get("after", {})
+    return shares | {"lost": {by: before[by] - after[by] for by in after if by in before}}
 
 
 def by_class_table(event: Learned) -> Table:
