@@ -135,6 +135,9 @@ class Predict:
     top: Annotated[int, Shown("K")] = 1
     """Print the K most probable classes of each image."""
     by: Predictor = None
+    unknown: Annotated[float | None, Shown("RATE")] = None
+    """Print 'unknown' or 'known' before the class. RATE is the share of images of known classes that are called unknown
+    by mistake, such as 0.05, measured on held-out images."""
     batch: Annotated[int | None, Shown("N", "by the image size")] = None
     """Images per batch."""
     quiet: bool = False
@@ -175,6 +178,8 @@ class Evaluate:
     by: Predictor = None
     report: Annotated[str | None, Shown("FILE")] = None
     """Write an HTML page with the confusion matrix."""
+    strangers: Annotated[str | None, Shown("FOLDER")] = None
+    """A folder of images of other things: how well the model tells them from images of its classes."""
     quiet: bool = False
     """Print only the accuracy."""
     json: Json = False
