@@ -15,9 +15,9 @@ from rich.table import Table
 from engram.cli.commands.model_common import (
     exclude,
     labels_by_name,
+    list_labelled,
     prepare_hardware,
     refuse_models,
-    tell_skipped_files,
     tell_unreadable,
 )
 from engram.cli.main import UNREADABLE
@@ -36,7 +36,7 @@ from engram.cli.text import (
 )
 from engram.core.errors import EngramError
 from engram.core.io import typed_path
-from engram.data.sources.folder import list_classes, walk_images
+from engram.data.sources.folder import walk_images
 from engram.models.doubt import Doubt, area_under_curve
 from engram.models.model import Model
 from engram.models.prediction import Evaluated, evaluate_batches, predict_files
@@ -58,9 +58,8 @@ def evaluate_command(options: Evaluate, typed: Sequence[str]) -> int:
     refuse_models("evaluate", options.images)
     if options.strangers is not None and next(walk_images(_folder(options.strangers)), None) is None:
         raise EngramError(f"there is no image in {options.strangers}")
-    paths, labels = list_classes(options.images)
+    paths, labels = list_labelled(options.images, options.table)
     model, _ = open_model(typed_path(options.model), options.hardware.device, images=False)
-    tell_skipped_files(options.images)
     paths, places, unknown = known_images(model, paths, labels, options.images)
     console = make_console()
     doubt = None if options.strangers is None else model.doubt_of(options.by)

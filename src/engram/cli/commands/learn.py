@@ -16,10 +16,10 @@ from rich.table import Table
 from engram.cli.commands.model_common import (
     exclude,
     labels_by_name,
+    list_labelled,
     prepare_hardware,
     read_files,
     refuse_models,
-    tell_skipped_files,
 )
 from engram.cli.display import follow, make_display
 from engram.cli.options.models import Learn
@@ -39,7 +39,8 @@ from engram.cli.text import (
 from engram.core.errors import EngramError
 from engram.core.events import EpochsChosen, Event, Learned, Stopped
 from engram.core.io import typed_path
-from engram.data.sources.folder import check_not_nested, list_classes
+from engram.data.sources.folder import check_not_nested
+from engram.data.sources.table import is_table
 from engram.models.file_groups import NONE, check_grouping, group_keys
 from engram.models.inputs import ImageFiles
 from engram.models.learning import has_learning, learn_into
@@ -77,7 +78,7 @@ def learn_command(options: Learn, typed: Sequence[str]) -> int:
         minutes=lesson.minutes,
         restart=lesson.restart,
         undoable=not lesson.no_undo,
-        groups=None if lesson.group_by is None else group_keys(paths, labels, lesson.group_by, options.images),
+        groups=None if lesson.group_by is None else group_keys(paths, labels, lesson.group_by, _root(options.images)),
         near_duplicates=lesson.group_by != NONE,
         validate=_images_to_hold_out(options, known, shown),
         stop=interrupt,
@@ -121,13 +122,19 @@ def _list_images(options: Learn, known: Sequence[Hashable], is_new: bool) -> tup
     Empty class folders are left out with a notice, and with --skip-bad those without a file of a kind that is read.
     """
     left_out: list[str] = []
-    paths, labels = list_classes(options.images, left_out, options.lesson.skip_bad)
-    check_not_nested(options.images, is_new=is_new)
-    tell_skipped_files(options.images)
+    paths, labels = list_labelled(options.images, options.table, left_out, options.lesson.skip_bad)
+    if not options.table.nested and not is_table(options.images):
+        check_not_nested(options.images, is_new=is_new)
     if left_out:
         _print_notice(f"left out class folders that have no image: {shorten(list(map(printable, left_out)), 60)}")
     by_name = labels_by_name(known)
     return paths, [by_name.get(label, label) for label in labels]
+
+
+def _root(images: str) -> str:
+    """Return the folder of images; of a table, the folder that it is in."""
+    place = typed_path(images)
+    return str(place.parent if is_table(images) else place)
 
 
 def _images_to_hold_out(
@@ -138,7 +145,7 @@ def _images_to_hold_out(
     if lesson.validate is None:
         return None
     refuse_models("learn", lesson.validate)
-    paths, labels = list_classes(lesson.validate, [], lesson.skip_bad)
+    paths, labels = list_labelled(lesson.validate, options.table, [], lesson.skip_bad)
     by_name = labels_by_name(known)
     files = ImageFiles(paths, lambda files, side: read_files(files, side, lesson.skip_bad, console))
     return files, [by_name.get(label, label) for label in labels]

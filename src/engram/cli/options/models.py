@@ -87,6 +87,18 @@ class HardwareFlags:
 
 
 @options
+class TableFlags:
+    """How images are given."""
+
+    nested: bool = False
+    """Every folder with images is a class, at any depth, and named by its path, such as fruit/apple."""
+    path_column: Annotated[str, Shown("NAME")] = "path"
+    """Column of a table with the paths, which are relative to the table's folder."""
+    label_column: Annotated[str, Shown("NAME")] = "label"
+    """Column of a table with the classes."""
+
+
+@options
 class Learn:
     """Learn classes from a folder of class folders: make a new model, or teach a model new classes.
 
@@ -98,15 +110,18 @@ class Learn:
         engram learn model photos-of-june --minutes 10
         engram learn model photos --image-size 64 --memory total=500
         engram learn model more-photos --more-of-known --by-class
+        engram learn model photos.csv --validate photos-of-july
     """
 
     new_model: NewModelFlags
     lesson: LessonFlags
+    table: TableFlags
     hardware: HardwareFlags
     model: Annotated[str, Shown("MODEL", positional=True)]
     """The model directory; created if it does not exist."""
     images: Annotated[str, Shown("IMAGES", positional=True)]
-    """A folder with one folder of images per class, named after the class."""
+    """A folder with one folder of images per class, named after the class; or a table of paths and labels (.csv, .tsv,
+    .jsonl, .parquet)."""
     by_class: bool = False
     """Print accuracy before and after for each class."""
     quiet: bool = False
@@ -171,10 +186,11 @@ class Evaluate:
         engram evaluate model photos/test --report evaluation.html
     """
 
+    table: TableFlags
     hardware: HardwareFlags
     model: ModelDirectory
     images: Annotated[str, Shown("IMAGES", positional=True)]
-    """A folder with one folder of images per class."""
+    """A folder with one folder of images per class, or a table of paths and labels."""
     by: Predictor = None
     report: Annotated[str | None, Shown("FILE")] = None
     """Write an HTML page with the confusion matrix."""

@@ -23,7 +23,8 @@ import numpy as np
 
 from engram.core.errors import EngramError, option
 from engram.core.io import reading, typed_path
-from engram.data.decode.image import EXTENSIONS, decode_protocol_square, unreadable_error, why_unreadable
+from engram.data.decode.formats import EXTENSIONS
+from engram.data.decode.image import decode_protocol_square, unreadable_error, why_unreadable
 from engram.data.decode.prefetch import Report
 from engram.data.sources.download import data_home
 from engram.data.sources.image_cache import Description, ImageCache
