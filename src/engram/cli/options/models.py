@@ -202,6 +202,32 @@ class Evaluate:
 
 
 @options
+class Check:
+    """Look for mistakes in images before learning them: duplicates, also across classes, unreadable, tiny and blurry
+    images, and labels that are probably wrong.
+
+    Nothing is changed. Labels are compared by the network of a model; 'none' leaves this out. The exit status is 3 if
+    some images cannot be read.
+
+    For example:
+        engram check none photos --report check.html
+        engram check model photos --json
+    """
+
+    table: TableFlags
+    hardware: HardwareFlags
+    model: Annotated[str, Shown("MODEL", positional=True)]
+    """The model directory, or none."""
+    images: Annotated[str, Shown("IMAGES", positional=True)]
+    """A folder with one folder of images per class, or a table of paths and labels."""
+    report: Annotated[str | None, Shown("FILE")] = None
+    """Write an HTML page with thumbnails."""
+    quiet: bool = False
+    """Print only the numbers."""
+    json: Json = False
+
+
+@options
 class Remove:
     """Remove classes from a model: their rows, exemplars and held-out images are deleted from its files.
 

@@ -110,6 +110,15 @@ def choose_size(files: Sequence[Source]) -> int:
     return max((size for size in SIZES if size <= middle), default=SIZES[0])
 
 
+def smaller_side(file: Source) -> int | None:
+    """Return the smaller side of an image in pixels, without decoding it; None if it cannot be read."""
+    try:
+        with no_warnings(), _open(file) as image:
+            return min(image.size)
+    except Exception:  # decoding it reports why
+        return None
+
+
 def time_taken(file: Source) -> float | None:
     """Return when a photograph was taken, in seconds since some time, by its EXIF data; None if it does not say."""
     try:
