@@ -69,7 +69,7 @@ def test_each_kind_is_found(photos: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_the_terminal_and_bad_requests(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "none", "photos", "--device", "cpu"]) == 3
     told = capsys.readouterr()
-    assert "29 images checked; the same picture several times: 1, near-duplicates: 1" in told.out
+    assert "29 images checked; groups of the same picture: 1, groups of near-duplicates: 1" in told.out
     assert "labels were not checked: give a model instead of none" in told.out
     assert "similar.jpg (in different classes)" in told.out
     assert "broken.png cannot be read" in told.err

@@ -45,7 +45,8 @@ class Doubt:
         """
         classes = scores.shape[1]
         covered = {*labels.tolist(), *(label for label, own in others.items() if len(own))}
-        if len(scores) < FEWEST or not 2 <= classes <= MOST_CLASSES or len(covered) < classes:
+        enough = len(scores) >= FEWEST and 2 <= classes <= MOST_CLASSES and len(covered) == classes
+        if not enough or not bool(scores.isfinite().all()):
             return None
         scores = scores.double().cpu()
         fold = _folds(labels)

@@ -301,32 +301,31 @@ class Model:
             self.temperatures = {}
         samples = self.heldout.samples()
         found: dict[str, dict[int, float]] = {}
+        logits: dict[str, Tensor] = {}
         if samples is not None and self.classes:
-            answers = {by: self.probabilities(samples.images, by) for by in self.predictors}
-            for by, probabilities in answers.items():
+            for by in self.predictors:
+                logits[by] = self.logit_reader(by)(samples.images).cpu()
+                probabilities = refuse_not_finite(logits[by].softmax(dim=1).numpy())
                 found[by] = _accuracy(probabilities, samples)
                 temperature = fit_temperature(probabilities, samples.labels.numpy()) if calibrate else None
                 if temperature is not None:
                     self.temperatures[by] = temperature
-        self.doubts = self._fit_doubts(samples)
+                    logits[by] /= temperature
+        self.doubts = {} if samples is None else self._fit_doubts(logits, samples.labels)
         self.classes = tuple(
             replace(known, accuracy={by: values[label] for by, values in found.items() if label in values})
             for label, known in enumerate(self.classes)
         )
 
-    def _fit_doubts(self, heldout: Samples | None) -> dict[str, Doubt]:
-        """Estimate from the held-out images, by predictor, what known images look like."""
-        if heldout is None or not self.classes:
-            return {}
+    def _fit_doubts(self, logits: dict[str, Tensor], labels: Tensor) -> dict[str, Doubt]:
+        """Estimate by predictor what known images look like. logits, labels: of the held-out images."""
         memory = self._trained().memory
         lacking = [place for place in range(len(self.classes)) if place not in self.heldout.labels]
         others = {place: memory.of(place).images for place in lacking if place in memory.labels}
         found: dict[str, Doubt] = {}
-        for by in self.predictors:
+        for by, own in logits.items():
             read = self.logit_reader(by)
-            doubt = Doubt.fit(
-                read(heldout.images).cpu(), heldout.labels, {place: read(images) for place, images in others.items()}
-            )
+            doubt = Doubt.fit(own, labels, {place: read(images) for place, images in others.items()})
             if doubt is not None:
                 found[by] = doubt
         return found

@@ -18,8 +18,8 @@ from engram.models.store.codec import open_model
 NONE = "none"
 SHOWN = 20  # findings of a kind in the terminal
 TITLES = {
-    "exact": "the same picture several times",
-    "near": "near-duplicates",
+    "exact": "groups of the same picture",
+    "near": "groups of near-duplicates",
     "label": "labels that are probably wrong",
     "blurry": "blurry",
     "tiny": "tiny",
