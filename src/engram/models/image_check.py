@@ -26,7 +26,7 @@ NEIGHBOURS = 5
 
 
 @dataclass(frozen=True)
-class Finding:
+class ImageFinding:
     """One finding about one or several images.
 
     kind: "exact", "near", "unreadable", "tiny", "blurry" or "label". paths, labels: of these images. detail: a number
@@ -59,11 +59,11 @@ class Checked:
     """Result of a check. pictures: of the images in findings that can be read, by path, (SIDE, SIDE, 3)."""
 
     images: int
-    findings: list[Finding]
+    findings: list[ImageFinding]
     labels_checked: bool
     pictures: dict[str, np.ndarray] = field(default_factory=dict)
 
-    def of(self, *kinds: str) -> list[Finding]:
+    def of(self, *kinds: str) -> list[ImageFinding]:
         """Return the findings of these kinds."""
         return [finding for finding in self.findings if finding.kind in kinds]
 
@@ -72,13 +72,13 @@ def check_images(paths: Sequence[str], labels: Sequence[str], model: Model | Non
     """Check image files with their labels. model: its network compares the images of each class; None leaves it out."""
     images, kept, skipped = decode_files(paths, SIDE, skip_bad=True)
     label_of = dict(zip(paths, labels, strict=True))
-    findings = [Finding("unreadable", (path,), (label_of[path],), reason) for path, reason in skipped]
+    findings = [ImageFinding("unreadable", (path,), (label_of[path],), reason) for path, reason in skipped]
     read, own = [paths[row] for row in kept], [labels[row] for row in kept]
     findings += _duplicates(images, read, own)
     least = TINY if model is None else min(model.config.image_size)
     sides = [smaller_side(path) for path in read]
     findings += [
-        Finding("tiny", (path,), (label,), f"{side} pixels")
+        ImageFinding("tiny", (path,), (label,), f"{side} pixels")
         for path, label, side in zip(read, own, sides, strict=True)
         if side is not None and side < least
     ]
@@ -90,7 +90,7 @@ def check_images(paths: Sequence[str], labels: Sequence[str], model: Model | Non
     return Checked(len(paths), findings, model is not None, pictures)
 
 
-def _duplicates(images: np.ndarray, paths: Sequence[str], labels: Sequence[str]) -> list[Finding]:
+def _duplicates(images: np.ndarray, paths: Sequence[str], labels: Sequence[str]) -> list[ImageFinding]:
     """Return groups of equal and of similar images."""
     exact, near = DisjointSets(len(images)), DisjointSets(len(images))
     first: dict[bytes, int] = {}
@@ -99,7 +99,7 @@ def _duplicates(images: np.ndarray, paths: Sequence[str], labels: Sequence[str])
         near.join(exact.find(row), row)
     for one, other in Details(images).pairs():
         near.join(one, other)
-    findings: list[Finding] = []
+    findings: list[ImageFinding] = []
     for kind, sets in (("exact", exact), ("near", near)):
         groups: dict[int, list[int]] = {}
         for row in range(len(images)):
@@ -108,11 +108,11 @@ def _duplicates(images: np.ndarray, paths: Sequence[str], labels: Sequence[str])
             if len(group) < 2 or (kind == "near" and len({exact.find(row) for row in group}) < 2):
                 continue
             own = tuple(labels[row] for row in group)
-            findings.append(Finding(kind, tuple(paths[row] for row in group), own, across=len(set(own)) > 1))
+            findings.append(ImageFinding(kind, tuple(paths[row] for row in group), own, across=len(set(own)) > 1))
     return sorted(findings, key=lambda finding: (finding.kind != "exact", not finding.across))
 
 
-def _blurry(images: np.ndarray, paths: Sequence[str], labels: Sequence[str]) -> list[Finding]:
+def _blurry(images: np.ndarray, paths: Sequence[str], labels: Sequence[str]) -> list[ImageFinding]:
     """Return images whose details are much weaker than those of most images of the set."""
     if len(images) < FEWEST:
         return []
@@ -121,7 +121,7 @@ def _blurry(images: np.ndarray, paths: Sequence[str], labels: Sequence[str]) -> 
     spread = 1.4826 * float(np.median(np.abs(sharpness - middle)))  # the standard deviation, if they are normal
     rows = np.flatnonzero(sharpness < middle - BLURRED * max(spread, 1e-6))
     return [
-        Finding(
+        ImageFinding(
             "blurry", (paths[row],), (labels[row],), f"sharpness {np.exp(sharpness[row] - middle):.1%} of the median"
         )
         for row in sorted(rows.tolist(), key=lambda row: sharpness[row])
@@ -134,7 +134,7 @@ def _laplacian_variance(image: np.ndarray) -> float:
     return float(F.conv2d(grey, kernel).var())
 
 
-def _labels(model: Model, paths: Sequence[str], labels: Sequence[str]) -> list[Finding]:
+def _labels(model: Model, paths: Sequence[str], labels: Sequence[str]) -> list[ImageFinding]:
     """Return images that the rest of their class disagrees with, the most certain first."""
     images, kept, _ = decode_files(paths, file_side(model.config.image_size), skip_bad=True)
     assert model.learner is not None
@@ -143,7 +143,7 @@ def _labels(model: Model, paths: Sequence[str], labels: Sequence[str]) -> list[F
     own = torch.tensor([names.index(labels[row]) for row in kept])
     found = suspicious_labels(embedding, own)
     return [
-        Finding(
+        ImageFinding(
             "label", (paths[kept[row]],), (labels[kept[row]],), f"{share:.0%} of its neighbours", suggested=names[other]
         )
         for row, other, share in found

@@ -12,7 +12,7 @@ from engram.cli.streams import printable
 from engram.cli.text import bold, make_console, print_line
 from engram.core.errors import EngramError
 from engram.core.io import typed_path
-from engram.models.image_check import Checked, Finding, check_images
+from engram.models.image_check import Checked, ImageFinding, check_images
 from engram.models.store.codec import open_model
 
 NONE = "none"
@@ -80,7 +80,7 @@ def _tell(done: Checked, counts: dict[str, int], options: Check) -> None:
             print_line(console, f"  and {len(found) - SHOWN} more (--json or --report shows all)")
 
 
-def _line(finding: Finding) -> str:
+def _line(finding: ImageFinding) -> str:
     names = ", ".join(printable(path) for path in finding.paths[:SHOWN])
     if finding.kind == "label":
         suggested = printable(finding.suggested)

@@ -154,8 +154,8 @@ def accuracies(manifest: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def _accuracy(manifest: dict[str, Any]) -> str:
-    plain = manifest["accuracy_of_images"]
-    said = [f"{by} {percent(share)} % / {percent(plain.get(by))} %" for by, share in manifest["accuracy"].items()]
+    balanced, plain = accuracies(manifest).values()
+    said = [f"{by} {percent(share)} % / {percent(plain.get(by))} %" for by, share in balanced.items()]
     return f"{', '.join(said)} (held out; balanced / plain)" if said else "not measured: no image is held out"
 
 
