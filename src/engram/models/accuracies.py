@@ -7,7 +7,8 @@ counts the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -18,14 +19,14 @@ UNCOUNTED = 20.0  # points, if the number of held-out images is not known
 ByPredictor = dict[str, float]
 
 
-def balanced_accuracy(accuracy: Mapping[Hashable, ByPredictor], labels: Iterable[Hashable]) -> ByPredictor:
+def balanced_accuracy(accuracy: Mapping[Any, ByPredictor], labels: Iterable[Any]) -> ByPredictor:
     """Return the mean accuracy of those classes that have held-out images, by predictor."""
     wanted = [accuracy[label] for label in labels if accuracy[label]]
     return {by: float(np.mean([shares[by] for shares in wanted])) for by in _common(wanted)}
 
 
 def plain_accuracy(
-    accuracy: Mapping[Hashable, ByPredictor], images: Mapping[Hashable, int], labels: Iterable[Hashable]
+    accuracy: Mapping[Any, ByPredictor], images: Mapping[Any, int], labels: Iterable[Any]
 ) -> ByPredictor:
     """Return the accuracy on all held-out images of these classes, by predictor. images: their number by class."""
     wanted = [label for label in labels if accuracy[label] and images.get(label)]
