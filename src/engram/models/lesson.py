@@ -184,8 +184,9 @@ class Lesson:
             "new": [repr(label) for label in self.new],
             "place": [str(model.engine.device), model.engine.precision],
             "shape": list(self._images.shape),
-            "hold_out": self._hold_out.digest(),
         }
+        if hold_out := self._hold_out.digest():
+            how["hold_out"] = hold_out
         digest = hashlib.blake2b(json.dumps(how, sort_keys=True).encode(), digest_size=16)
         digest.update(self._places.data)
         digest.update(np.ascontiguousarray(self._images.numpy()).data)
