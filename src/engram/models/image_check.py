@@ -15,7 +15,7 @@ from engram.data.decode.image import smaller_side
 from engram.data.decode.prefetch import decode_files
 from engram.models.inputs import file_side
 from engram.models.model import Model
-from engram.models.near_duplicates import Details, DisjointSets
+from engram.models.near_duplicates import SMALLEST, Details, DisjointSets
 from engram.models.split import digest_of
 
 SIDE = 128  # pixels of the pictures that are compared
@@ -74,9 +74,10 @@ def check_images(paths: Sequence[str], labels: Sequence[str], model: Model | Non
     label_of = dict(zip(paths, labels, strict=True))
     findings = [ImageFinding("unreadable", (path,), (label_of[path],), reason) for path, reason in skipped]
     read, own = [paths[row] for row in kept], [labels[row] for row in kept]
-    findings += _duplicates(images, read, own)
     least = TINY if model is None else min(model.config.image_size)
     sides = [smaller_side(path) for path in read]
+    detailed = np.flatnonzero([side is not None and side >= SMALLEST for side in sides])
+    findings += _duplicates(images, detailed, read, own)
     findings += [
         ImageFinding("tiny", (path,), (label,), f"{side} pixels")
         for path, label, side in zip(read, own, sides, strict=True)
@@ -90,15 +91,17 @@ def check_images(paths: Sequence[str], labels: Sequence[str], model: Model | Non
     return Checked(len(paths), findings, model is not None, pictures)
 
 
-def _duplicates(images: np.ndarray, paths: Sequence[str], labels: Sequence[str]) -> list[ImageFinding]:
-    """Return groups of equal and of similar images."""
+def _duplicates(
+    images: np.ndarray, detailed: np.ndarray, paths: Sequence[str], labels: Sequence[str]
+) -> list[ImageFinding]:
+    """Return groups of equal and of similar images. detailed: rows of those with details to compare."""
     exact, near = DisjointSets(len(images)), DisjointSets(len(images))
     first: dict[bytes, int] = {}
     for row, image in enumerate(images):
         exact.join(first.setdefault(digest_of(image), row), row)
         near.join(exact.find(row), row)
-    for one, other in Details(images).pairs():
-        near.join(one, other)
+    for one, other in Details(images[detailed]).pairs():
+        near.join(int(detailed[one]), int(detailed[other]))
     findings: list[ImageFinding] = []
     for kind, sets in (("exact", exact), ("near", near)):
         groups: dict[int, list[int]] = {}

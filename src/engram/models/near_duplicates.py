@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 SIMILAR = 0.6  # least similarity of near-duplicates
-SMALLEST = 24  # pixels; smaller pictures have too few details to compare
+SMALLEST = 48  # pixels; at 32, pictures of different roads were taken for one another
 _SIDE, _SHIFT = 30, 3  # of the compared pictures, and the largest shift
 _RADIUS = 3  # of the neighbourhood
 _COARSE, _MAYBE = 4, 0.6  # side of the pictures that are compared first, and least similarity to compare in detail
