@@ -687,7 +687,7 @@ def test_folder_formats_suffixes_and_what_is_ignored(tmp_path: Path) -> None:
         for name in ("ant", "bee"):
             save(tmp_path / name / f"{i}{suffix}", format=kind)
     (tmp_path / "ant" / "notes.txt").write_text("no image")
-    (tmp_path / "ant" / "clip.gif").write_bytes(b"GIF89a")
+    (tmp_path / "ant" / "clip.svg").write_bytes(b"<svg")
     (tmp_path / "ant" / ".hidden.png").write_bytes(b"junk")
     (tmp_path / ".git").mkdir()
     (tmp_path / "readme.md").write_text("no class")

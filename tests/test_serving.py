@@ -268,8 +268,8 @@ class Stream:
 @pytest.mark.parametrize(
     ("bad", "reason"),
     [
-        (lambda: b"no image", "it is not a PNG, JPEG, WebP or BMP file"),
-        (lambda: b"", "it is not a PNG, JPEG, WebP or BMP file"),
+        (lambda: b"no image", "it is not a PNG, JPEG, WebP, BMP"),
+        (lambda: b"", "it is not a PNG, JPEG, WebP, BMP"),
         (lambda: png(np.zeros((300, 300, 3), np.uint8))[:-40], "truncated"),
         (unread, "truncated"),
         (lambda: io.StringIO("text"), "reading it gives str, not bytes"),

@@ -60,8 +60,14 @@ def run(words: list[str], epochs: int, capsys: pytest.CaptureFixture[str]) -> st
 
 def walk(epochs: int, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     """Follow the page in the current directory and return the evaluation of all ten classes."""
-    said = {words[0]: run(words, epochs, capsys) for words in commands() if words[0] != "remove"}
-    assert set(said) == {"learn", "info", "predict", "evaluate", "export"}
+    said: dict[str, str] = {}
+    for words in commands():
+        if words[0] != "remove":
+            name = "unknown" if "--unknown" in words else words[0]
+            said[name] = run(words, epochs, capsys)
+    assert set(said) == {"check", "learn", "info", "predict", "unknown", "evaluate", "export"}
+    assert "96 images checked" in said["check"] or "600 images checked" in said["check"]
+    assert {line.split("\t")[1] for line in said["unknown"].splitlines()} <= {"known", "unknown"}
     assert "old classes, before" in said["learn"]
     assert "10 classes" in said["info"]
     assert all(len(line.split("\t")) == 7 for line in said["predict"].splitlines())

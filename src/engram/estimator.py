@@ -192,6 +192,19 @@ class IncrementalClassifier:
         model = self._fitted()  # read once: another thread may replace it
         return label_array(model.labels)[_probabilities(model, X, by).argmax(axis=1)]
 
+    def is_unknown(self, X: Any, rate: float = 0.05, *, by: str | None = None) -> np.ndarray:
+        """Return for each image (N,) whether it is probably of no known class. Needs 20 or more held-out images.
+
+        rate: share of images of known classes that are called unknown by mistake, measured on held-out images.
+        """
+        model = self._fitted()
+        doubt, read = model.doubt_of(by), model.logit_reader(by)
+        threshold = doubt.threshold(rate)
+        parts = [
+            doubt.familiarity_of(read(images)).cpu().numpy() for images in read_batches(X, model.config.image_size)
+        ]
+        return np.concatenate(parts) < threshold
+
     def score(self, X: Any, y: Any = None, *, by: str | None = None) -> float:
         """Return the accuracy, 0 to 1. X, y: as for `fit`."""
         X, wanted = _labelled_images(X, y)

@@ -223,7 +223,9 @@ class Learned(Event):
     saved, or None. Accuracies are in percent of held-out images, by predictor; empty if no image was held out. "Before"
     and "after" use the same images. before, after: known classes that were not refreshed. refreshed_before,
     refreshed_after: refreshed classes. new_accuracy: all classes of the lesson. by_class: for each class its name and
-    its accuracy before (None if new) and after.
+    its accuracy before (None if new) and after. These accuracies are balanced, means over classes; plain: the same of
+    all images, by the names of these fields ("new" for new_accuracy). heldout: number of held-out images that "after",
+    "new" and "refreshed_after" were measured on.
     """
 
     new: list[str]
@@ -238,6 +240,8 @@ class Learned(Event):
     by_class: list[dict[str, Any]]
     seconds: float
     path: str | None
+    plain: dict[str, dict[str, float]] = field(default_factory=dict)
+    heldout: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

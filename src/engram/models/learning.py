@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
@@ -15,8 +16,9 @@ from engram.core.events import Event, Stopped
 from engram.core.serialize import flatten
 from engram.data.store import some
 from engram.experiment.learner_config import Device, Precision, take_weights
+from engram.models.hold_out import HoldOut
 from engram.models.inputs import LessonImages
-from engram.models.labels import encode_label, plain_labels
+from engram.models.labels import encode_label, in_order, plain_labels
 from engram.models.lesson import CheckpointPolicy, Lesson, LessonOptions
 from engram.models.lesson_plan import (
     Known,
@@ -50,6 +52,9 @@ def learn_into(
     minutes: float | None = None,
     restart: bool = False,
     undoable: bool = True,
+    groups: Sequence[Hashable | None] | None = None,
+    near_duplicates: bool = True,
+    validate: tuple[Any, Any] | None = None,
     stop: Callable[[], bool] | None = None,
     checkpoint_minutes: float = 2.0,
     device: Device = "auto",
@@ -72,6 +77,9 @@ def learn_into(
     minutes: instead of epochs; trains as many epochs as fit, estimated from the first steps.
     restart: drop an interrupted lesson.
     undoable: keep the model as it was before, for `undo`.
+    groups: a key for each image; images of a class with equal keys are all held out or all learned. None is alone.
+    near_duplicates: hold out near-duplicates together, too.
+    validate: images and their labels, to be held out instead of a share of the images.
     stop: called after every step; if it returns True, a checkpoint is saved and the last event is Stopped.
     """
     if minutes is not None and (epochs is not None or not minutes > 0):
@@ -79,6 +87,8 @@ def learn_into(
     if known not in ("refuse", "ignore", "refresh"):
         raise EngramError(f"known must be refuse, ignore or refresh, got {known!r}", parameter="known", value=known)
     epochs, given = plain_number(epochs), plain_labels(labels)
+    if groups is not None and len(groups) != len(given):
+        raise EngramError(f"{len(given)} images need {len(given)} groups, got {len(groups)}")
     for label in dict.fromkeys(given):
         encode_label(label)  # refuses a label that cannot be saved, before learning it
     source = LessonImages(images)
@@ -106,6 +116,11 @@ def learn_into(
         if lost:
             yield LessonNotice(f"left out classes of which no image could be read: {some(map(str, lost))}")
         given = [given[row] for row in read]
+        keys = None if groups is None else [groups[row] for row in read]
+        hold_out = HoldOut(keys, near_duplicates)
+        if validate is not None:
+            hold_out, notices = _images_to_hold_out(hold_out, *validate, set(given), model.config.image_size)
+            yield from notices
         if restart:
             writer.drop_learning()
         is_new = base is None and not has_learning(path)
@@ -117,13 +132,16 @@ def learn_into(
         if minutes is not None:
             epochs = _epochs_of_checkpoint(writer, base)
             if epochs is None:
-                fit = epochs_that_fit(Lesson(model, pixels, given, LessonOptions(again)), minutes, stop)
+                fit = epochs_that_fit(
+                    Lesson(model, pixels, given, LessonOptions(again), hold_out=hold_out), minutes, stop
+                )
                 yield fit
                 epochs = fit.epochs
         elif epochs == "auto":
             kept = 0 if model.learner is None else len(model.learner.memory)
             epochs = None if base is None else model.config.lesson_epochs(len(pixels) + kept, device)
-        lesson = Lesson(model, pixels, given, LessonOptions(again, epochs), source.names(read))
+        lesson = Lesson(model, pixels, given, LessonOptions(again, epochs), source.names(read), hold_out)
+        yield from map(LessonNotice, lesson.notes)
         identity = {"lesson": lesson.fingerprint(), "base": None if base is None else base.digest}
 
         def save(checkpoint: Checkpoint) -> None:
@@ -142,6 +160,25 @@ def learn_into(
         writer.commit(*pack_model(learned), previous=base if undoable else None, why=why)
     yield from forgetting_warnings(learned.history[-1], undoable)
     yield lesson.learned(str(path))
+
+
+def _images_to_hold_out(
+    hold_out: HoldOut, images: Any, labels: Any, classes: set[Hashable], size: tuple[int, int]
+) -> tuple[HoldOut, list[LessonNotice]]:
+    """Read the images to hold out of the classes of the lesson; return them and notices about the others."""
+    source, given = LessonImages(images), plain_labels(labels, "labels")
+    source.check_count(len(given), size)
+    others = [label for label in dict.fromkeys(given) if label not in classes]
+    missing = [label for label in in_order(classes) if label not in given]
+    if len(missing) == len(classes):
+        raise EngramError(
+            f"{option('validate')} has no image of {some(map(str, missing))}; give the classes the names that they have"
+        )
+    notices = [f"left out of the images to hold out: {some(map(str, others))}, not in this lesson"] if others else []
+    notices += [f"no image is held out of {some(map(str, missing))}"] if missing else []
+    pixels, read = source.read([row for row, label in enumerate(given) if label in classes], size)
+    own = [given[row] for row in read]
+    return replace(hold_out, images=pixels, labels=own), [LessonNotice(notice) for notice in notices]
 
 
 def _model_to_teach(

@@ -24,6 +24,8 @@ from engram.data.store import pixel_statistics, some
 from engram.experiment.feature_pass import PHASE, FeaturesTaken
 from engram.experiment.stage_work import PhasePlan, StageWork, StepTaken, TimeEstimate, pack_phase, unpack_phase
 from engram.methods import find_method
+from engram.models.accuracies import balanced_accuracy, plain_accuracy
+from engram.models.hold_out import HoldOut
 from engram.models.labels import in_order
 from engram.models.model import KnownClass, LessonRecord, Model, current_time
 from engram.models.split import LessonSplit
@@ -67,7 +69,7 @@ class CheckpointPolicy:
 class Lesson:
     """A lesson with uint8 images (N, H, W, 3), learned by a copy of the model; the model itself does not change.
 
-    names: of the images, for warnings.
+    names: of the images, for warnings. hold_out: how held-out images are chosen.
     """
 
     def __init__(
@@ -77,9 +79,13 @@ class Lesson:
         labels: Sequence[Hashable],
         options: LessonOptions,
         names: Sequence[str] | None = None,
+        hold_out: HoldOut | None = None,
     ) -> None:
         if len(images) != len(labels):
             raise EngramError(f"{len(images)} images need {len(images)} labels, got {len(labels)}")
+        self._hold_out = HoldOut() if hold_out is None else hold_out
+        self._hold_out.check(images)
+        images = self._hold_out.with_given(images)
         self.before = model
         self.options = options
         self.model = model.copy()
@@ -144,9 +150,10 @@ class Lesson:
         added = [label for label in self.new if label not in place_of]
         place_of |= {label: place for place, label in enumerate(added, start=first)}
         model.config.memory.check(first + len(added))
-        split = LessonSplit(self.before, self._images, rows)
+        split = LessonSplit(self.before, self._images, rows, self._hold_out)
         self._warning = split.warning(names)
         parts = {label: split.of(label) for label in self.new}
+        self.notes = split.notes()
         train, held = [], []
         none = self._images[:0]
         for label in self.new:
@@ -193,6 +200,8 @@ class Lesson:
             "place": [str(model.engine.device), model.engine.precision],
             "shape": list(self._images.shape),
         }
+        if hold_out := self._hold_out.digest():
+            how["hold_out"] = hold_out
         digest = hashlib.blake2b(json.dumps(how, sort_keys=True).encode(), digest_size=16)
         digest.update(self._places.data)
         digest.update(np.ascontiguousarray(self._images.numpy()).data)
@@ -268,6 +277,16 @@ class Lesson:
         self._past, now = self._accuracy_before(), {known.label: known.accuracy for known in model.classes}
         lesson = set(self.new)
         old = [known.label for known in model.classes if known.label not in lesson]
+        groups: dict[str, tuple[Mapping[Hashable, dict[str, float]], Sequence[Hashable]]] = {
+            "before": (self._past, old),
+            "after": (now, old),
+            "new": (now, self.new),
+            "refreshed_before": (self._past, self.refreshed),
+            "refreshed_after": (now, self.refreshed),
+        }
+        held = {known.label: len(model.heldout.of(place)) for place, known in _with_heldout(model)}
+        plain = {name: plain_accuracy(group[0], held, group[1]) for name, group in groups.items()}
+        counts = {name: sum(held.get(label, 0) for label in group[1]) for name, group in groups.items()}
         entry = LessonRecord(
             what="learned",
             date=current_time(),
@@ -276,12 +295,10 @@ class Lesson:
             seconds=seconds,
             device=str(model.engine.device),
             precision=model.engine.precision,
-            before=_mean(self._past, old),
-            after=_mean(now, old),
-            new=_mean(now, self.new),
             classes=len(self.new),
-            refreshed_before=_mean(self._past, self.refreshed),
-            refreshed_after=_mean(now, self.refreshed),
+            plain={name: shares for name, shares in plain.items() if shares},
+            heldout={name: counts[name] for name in ("after", "new", "refreshed_after") if counts[name]},
+            **{name: balanced_accuracy(*group) for name, group in groups.items()},
         )
         model.history = (*model.history, entry)
 
@@ -322,6 +339,8 @@ class Lesson:
             by_class=by_class,
             seconds=entry.seconds,
             path=path,
+            plain=entry.plain,
+            heldout=entry.heldout,
         )
 
 
@@ -332,11 +351,9 @@ def _labelled(parts: list[tuple[int, Tensor]]) -> Samples:
     return Samples(images, labels, content_ids(images), torch.zeros(len(labels), dtype=torch.bool))
 
 
-def _mean(accuracy: Mapping[Hashable, dict[str, float]], labels: Sequence[Hashable]) -> dict[str, float]:
-    """Return the mean accuracy of those classes that have held-out images, by predictor."""
-    wanted = [accuracy[label] for label in labels if accuracy[label]]
-    names = set.intersection(*map(set, wanted)) if wanted else set()
-    return {by: float(np.mean([shares[by] for shares in wanted])) for by in sorted(names)}
+def _with_heldout(model: Model) -> list[tuple[int, KnownClass]]:
+    """Return the classes that have held-out images, with their positions."""
+    return [(place, known) for place, known in enumerate(model.classes) if place in model.heldout.labels]
 
 
 def _checkpoint(learner: Learner, taken: StepTaken, clock: dict[str, float]) -> Checkpoint:

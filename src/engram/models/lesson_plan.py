@@ -16,6 +16,7 @@ from engram.core.events import EpochsChosen, Event, ImagesRead, Warned
 from engram.data.store import some
 from engram.experiment.stage_work import AFTER, PhasePlan, StageWork, StepTaken
 from engram.methods import find_method
+from engram.models.accuracies import is_harmed
 from engram.models.inputs import LessonImages
 from engram.models.labels import similar_label_warnings
 from engram.models.lesson import Lesson
@@ -25,7 +26,6 @@ from engram.models.split import knows_all
 
 COMPARED = 4096  # images at a time to compare with those the model was given before
 NAMED = 5  # classes in a warning
-FORGOTTEN = 20.0  # points of accuracy that a lesson may cost other classes without a warning
 MOST_EPOCHS = 300
 WARM_UP, STEPS = 2, 40  # untimed steps, and the largest number of timed steps
 SHARE, LONGEST = 0.1, 10.0  # limits of the measurement: fraction of the budget, and seconds
@@ -133,19 +133,29 @@ def label_notices(labels: Sequence[Hashable], known: Sequence[Hashable]) -> Iter
 
 
 def forgetting_warnings(entry: LessonRecord, undoable: bool) -> Iterator[Warned]:
-    """Yield a warning for each group of known classes whose accuracy a lesson lowered by more than FORGOTTEN."""
+    """Yield a warning for each group of known classes that a lesson harmed, by balanced or plain accuracy."""
     groups = (
-        ("the old classes", entry.before, entry.after),
-        ("those learned again", entry.refreshed_before, entry.refreshed_after),
+        ("the old classes", "before", "after"),
+        ("those learned again", "refreshed_before", "refreshed_after"),
     )
     for which, before, after in groups:
-        lost = [by for by in after if by in before and before[by] - after[by] > FORGOTTEN]
+        kinds = (
+            ("", getattr(entry, before), getattr(entry, after)),
+            ("plain ", entry.plain.get(before, {}), entry.plain.get(after, {})),
+        )
+        images = entry.heldout.get(after, 0)
+        lost = [
+            f"{kind}{by} from {then[by]:.1f} to {now[by]:.1f} %"
+            for kind, then, now in kinds
+            for by in now
+            if by in then and is_harmed(then[by], now[by], images)
+        ]
         if lost:
-            how = ", ".join(f"{by} from {before[by]:.1f} to {after[by]:.1f} %" for by in lost)
+            on = f" on {images} held-out images" if images else ""
             back = "take it back ('engram undo', in Python undo) and learn again" if undoable else "learn again"
             yield Warned(
                 spelled(
-                    f"the lesson lowered the held-out accuracy of {which} ({how}); {back} with more "
+                    f"the lesson lowered the held-out accuracy of {which} ({', '.join(lost)}{on}); {back} with more "
                     f"{option('epochs')}, or start a model with more {option('memory')}"
                 )
             )

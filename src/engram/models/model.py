@@ -22,6 +22,7 @@ from engram.experiment.learner_config import Device, Precision, resolve_device
 from engram.experiment.networks import check_network, make_backbone, make_network
 from engram.methods import find_method
 from engram.models.calibration import fit_temperature
+from engram.models.doubt import FEWEST, MOST_CLASSES, Doubt
 from engram.models.model_config import ModelConfig
 from engram.nn.backbone import Backbone
 
@@ -55,6 +56,9 @@ class LessonRecord:
     new: accuracy on all classes of the lesson.
     classes: number of classes of the lesson; 0 if an early version did not record it.
     refreshed_before, refreshed_after: accuracy on the classes learned again, both on the images held out after it.
+        These accuracies are balanced: means over classes.
+    plain: the same accuracies of all images, by the names of these fields. heldout: number of held-out images of the
+        classes of "after", "new" and "refreshed_after". Both are empty if an early version did not record them.
     """
 
     what: str
@@ -70,6 +74,8 @@ class LessonRecord:
     classes: int = 0
     refreshed_before: dict[str, float] = field(default_factory=dict)
     refreshed_after: dict[str, float] = field(default_factory=dict)
+    plain: dict[str, dict[str, float]] = field(default_factory=dict)
+    heldout: dict[str, int] = field(default_factory=dict)
 
 
 def current_time() -> str:
@@ -84,6 +90,7 @@ class Model:
     sizes: number of new classes of each stage since the network was created.
     heldout: images never trained on, by label.
     temperatures: divisor of the logits by predictor, for calibrated confidence; 1 if a predictor has none.
+    doubts: what tells strangers from known images, by predictor; empty with too few held-out images.
     device, precision: as requested, possibly "auto".
     reads_only: opened without its images, so it can only predict.
     """
@@ -101,6 +108,7 @@ class Model:
         self.history: tuple[LessonRecord, ...] = ()
         self.heldout = Memory(MemoryConfig("all", 0))
         self.temperatures: dict[str, float] = {}
+        self.doubts: dict[str, Doubt] = {}
         self.reads_only = False
 
     @property
@@ -159,7 +167,7 @@ class Model:
         other = Model(self.config, self.device, self.precision)
         other.classes, other.sizes, other.history = self.classes, self.sizes, self.history
         other.heldout.load_state_dict(self.heldout.state_dict())
-        other.temperatures = dict(self.temperatures)
+        other.temperatures, other.doubts = dict(self.temperatures), dict(self.doubts)
         if self.learner is not None:
             mean, std = self.normalisation
             other.learner = self.make_learner(mean, std, self.learner.network.head.capacity)
@@ -189,13 +197,18 @@ class Model:
 
         The model must not learn while it is in use.
         """
+        read = self.logit_reader(by)
+        return lambda images: read(images).softmax(dim=1)
+
+    def logit_reader(self, by: str | None = None) -> Callable[[np.ndarray | Tensor], Tensor]:
+        """Return a function from images to the logits of the probabilities, on the device."""
         learner, by = self._trained(), self.predictor(by)
         if not self.classes:
             raise EngramError("the model knows no class; let it learn some")
         network, read = learner.network, self.engine.inference(learner.network)
         temperature = self.temperatures.get(by, 1.0)
 
-        def probabilities(images: np.ndarray | Tensor) -> Tensor:
+        def calibrated_logits(images: np.ndarray | Tensor) -> Tensor:
             if isinstance(images, np.ndarray):
                 images = torch.from_numpy(np.require(images, requirements=["C", "W"]))
             logits = predicted_scores(by, learner, ImageOutputs(read.outputs(images)))
@@ -204,9 +217,28 @@ class Model:
                 logits = logits * (1.0 if scale is None else scale.detach())
             elif by == "nme":
                 logits = NME_SHARPNESS * logits
-            return (logits.double() / temperature).softmax(dim=1)
+            return logits.double() / temperature
 
-        return probabilities
+        return calibrated_logits
+
+    def doubt_of(self, by: str | None = None) -> Doubt:
+        """Return what tells strangers from known images; refuse if too few images are held out."""
+        found = self.doubts.get(self.predictor(by))
+        if found is None:
+            raise EngramError(
+                f"this model cannot tell unknown images: that needs at least {FEWEST} held-out images, some of every "
+                f"class, and 2 to {MOST_CLASSES} classes; learn with a share held out ({option('holdout', 0.2)})"
+            )
+        return found
+
+    def is_unknown(self, images: np.ndarray | Tensor, rate: float = 0.05, by: str | None = None) -> np.ndarray:
+        """Return for each image whether it is probably of no known class.
+
+        rate: share of images of known classes that are called unknown by mistake, measured on held-out images.
+        """
+        doubt, read = self.doubt_of(by), self.logit_reader(by)
+        threshold = doubt.threshold(rate)
+        return (doubt.familiarity_of(read(images)) < threshold).cpu().numpy()
 
     def predictor(self, by: str | None) -> str:
         """Return the predictor of that name, or the default for None; refuse one that the model does not have."""
@@ -273,17 +305,34 @@ class Model:
             self.temperatures = {}
         samples = self.heldout.samples()
         found: dict[str, dict[int, float]] = {}
+        logits: dict[str, Tensor] = {}
         if samples is not None and self.classes:
-            answers = {by: self.probabilities(samples.images, by) for by in self.predictors}
-            for by, probabilities in answers.items():
+            for by in self.predictors:
+                logits[by] = self.logit_reader(by)(samples.images).cpu()
+                probabilities = refuse_not_finite(logits[by].softmax(dim=1).numpy())
                 found[by] = _accuracy(probabilities, samples)
                 temperature = fit_temperature(probabilities, samples.labels.numpy()) if calibrate else None
                 if temperature is not None:
                     self.temperatures[by] = temperature
+                    logits[by] /= temperature
+        self.doubts = {} if samples is None else self._fit_doubts(logits, samples.labels)
         self.classes = tuple(
             replace(known, accuracy={by: values[label] for by, values in found.items() if label in values})
             for label, known in enumerate(self.classes)
         )
+
+    def _fit_doubts(self, logits: dict[str, Tensor], labels: Tensor) -> dict[str, Doubt]:
+        """Estimate by predictor what known images look like. logits, labels: of the held-out images."""
+        memory = self._trained().memory
+        lacking = [place for place in range(len(self.classes)) if place not in self.heldout.labels]
+        others = {place: memory.of(place).images for place in lacking if place in memory.labels}
+        found: dict[str, Doubt] = {}
+        for by, own in logits.items():
+            read = self.logit_reader(by)
+            doubt = Doubt.fit(own, labels, {place: read(images) for place, images in others.items()})
+            if doubt is not None:
+                found[by] = doubt
+        return found
 
     def _trained(self) -> Learner:
         if self.learner is None:

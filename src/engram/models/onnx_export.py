@@ -22,6 +22,7 @@ from engram.core.io import write_bytes
 from engram.core.provenance import version
 from engram.core.serialize import to_plain
 from engram.data.store import Images
+from engram.models.doubt import Doubt
 from engram.models.labels import encode_label
 from engram.models.model import NME_SHARPNESS, Model
 from engram.models.onnx_graph import IR_VERSION, OPSET, Graph, convert
@@ -31,6 +32,8 @@ TOLERANCE = 1e-4
 CHECKED = 64  # images to compare at most, half of them held-out images if there are any
 EXPORTED = ("cnn", "nme")  # predictors
 INPUT, OUTPUTS = "images", ("probabilities", "logits", "embedding")
+FAMILIARITY = "familiarity"  # a fourth output, if the model can tell unknown images
+UNKNOWN_RATES = (0.01, 0.02, 0.05, 0.1, 0.2)  # whose thresholds are in the file
 
 
 @dataclass(frozen=True)
@@ -123,17 +126,20 @@ def _to_onnx(model: Model, by: str) -> bytes:
         program = program.run_decompositions()
     graph = Graph()
     outputs = convert(program, graph, INPUT)
-    for name, output in zip(outputs, OUTPUTS, strict=True):
+    widths: dict[str, tuple[int, ...]] = dict(
+        zip(OUTPUTS, ((len(model.classes),), (len(model.classes),), (learner.network.backbone.dim,)), strict=True)
+    )
+    doubt = model.doubts.get(by)
+    if doubt is not None:
+        outputs.append(_add_familiarity(graph, outputs[1], doubt))
+        widths[FAMILIARITY] = ()
+    for name, output in zip(outputs, widths, strict=True):
         graph.nodes.append(helper.make_node("Identity", [name], [output]))
-    widths = (len(model.classes), len(model.classes), learner.network.backbone.dim)
     made = helper.make_graph(
         graph.nodes,
         "engram",
         [helper.make_tensor_value_info(INPUT, TensorProto.UINT8, ["N", height, width, 3])],
-        [
-            helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", size])
-            for name, size in zip(OUTPUTS, widths, strict=True)
-        ],
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", *sizes]) for name, sizes in widths.items()],
         initializer=graph.constants,
     )
     proto = helper.make_model(made, opset_imports=[helper.make_opsetid("", OPSET)], producer_name="engram")
@@ -146,9 +152,31 @@ def _to_onnx(model: Model, by: str) -> bytes:
     }
     if model.config.weights is not None:
         described["pretrained"] = json.dumps(to_plain(model.config.weights))
+    if doubt is not None:
+        rates = [rate for rate in UNKNOWN_RATES if len(doubt.familiarity) * rate >= 1]
+        described["unknown_below"] = json.dumps({f"{rate:g}": doubt.threshold(rate) for rate in rates})
     helper.set_model_props(proto, described)
     checker.check_model(proto, full_check=True)
     return proto.SerializeToString()
+
+
+def _add_familiarity(graph: Graph, logits: str, doubt: Doubt) -> str:
+    """Add how much an image is like those of a known class, as `Doubt.familiarity_of`; return its name."""
+    there = doubt.means @ doubt.whitening
+    # Relative to a point amid the classes, so that float32 is exact enough for the differences.
+    centre = doubt.means.mean(dim=0)
+    there = there - centre @ doubt.whitening
+    moved = graph.add("Sub", [logits, graph.constant(centre.float())])
+    here = graph.add("MatMul", [moved, graph.constant(doubt.whitening.float())])
+    own = graph.add("ReduceSum", [graph.add("Mul", [here, here]), graph.constant([1])], keepdims=1)
+    cross = graph.add("MatMul", [here, graph.constant((-2 * there.T).contiguous().float())])
+    theirs = graph.constant((there**2).sum(dim=1).float())
+    squares = graph.add("Add", [graph.add("Add", [cross, own]), theirs])
+    squares = graph.add("Max", [squares, graph.constant(1e-9)])
+    near = [graph.add("TopK", [squares, graph.constant([count])], axis=1, largest=0) for count in (1, 2)]
+    first = graph.add("Log", [graph.add("ReduceMax", [near[0]], axes=[1], keepdims=0)])
+    second = graph.add("Log", [graph.add("ReduceMax", [near[1]], axes=[1], keepdims=0)])
+    return graph.add("Sub", [second, graph.add("Mul", [first, graph.constant(2.0)])])
 
 
 def _images_to_check(model: Model) -> Images:

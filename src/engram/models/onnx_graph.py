@@ -48,7 +48,8 @@ class Graph:
     def add(self, kind: str, inputs: Sequence[str], **attributes: Any) -> str:
         """Add an operation; return the name of its result."""
         name = f"v{len(self.nodes)}"
-        self.nodes.append(self._make.make_node(kind, list(inputs), [name], **attributes))
+        made = [name, f"{name}_places"] if kind == "TopK" else [name]
+        self.nodes.append(self._make.make_node(kind, list(inputs), made, **attributes))
         return name
 
 

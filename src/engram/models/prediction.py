@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from engram.data.decode.prefetch import Decoded, decode_stream
+from engram.models.doubt import Doubt
 from engram.models.inputs import file_side
 from engram.models.model import Model, refuse_not_finite
 from engram.models.split import digest_of, digests_in
@@ -21,32 +22,51 @@ BATCH_PIXELS = {"cpu": 64 * 32 * 32, "cuda": 4096 * 32 * 32}
 
 @dataclass(frozen=True, eq=False)
 class Predicted:
-    """A batch of files with their class probabilities (N, K); skipped: path and reason of unreadable files."""
+    """A batch of files with their class probabilities (N, K); skipped: path and reason of unreadable files.
+
+    familiarity: (N,), how much each image is like those of a known class; None if it was not asked for.
+    """
 
     paths: list[str]
     shares: np.ndarray
     skipped: list[tuple[str, str]]
+    familiarity: np.ndarray | None = None
 
 
 def predict_files(
-    model: Model, paths: Iterable[str | None], by: str | None = None, batch: int | None = None
+    model: Model,
+    paths: Iterable[str | None],
+    by: str | None = None,
+    batch: int | None = None,
+    doubt: Doubt | None = None,
 ) -> Iterator[Predicted]:
     """Predict files in their order; threads decode the next ones meanwhile.
 
     paths: None among them yields the files before it at once, because the next path may take long to arrive.
     batch: None is `default_batch`.
+    doubt: measures the familiarity of the images.
     """
     side = file_side(model.config.image_size)
-    return predict_batches(model, decode_stream(paths, side, batch=batch or default_batch(model)), by)
+    return predict_batches(model, decode_stream(paths, side, batch=batch or default_batch(model)), by, doubt)
 
 
-def predict_batches(model: Model, batches: Iterable[Decoded], by: str | None = None) -> Iterator[Predicted]:
+def predict_batches(
+    model: Model, batches: Iterable[Decoded], by: str | None = None, doubt: Doubt | None = None
+) -> Iterator[Predicted]:
     """Predict batches in their order; a GPU works on the next batch while the caller uses this one."""
-    read = model.reader(by)
-    nothing = torch.empty(0, len(model.classes))
+    read = model.logit_reader(by)
+
+    def answers(images: np.ndarray) -> Tensor:
+        """Return the probabilities, and the familiarity as a last column if it was asked for."""
+        logits = read(images)
+        last = [] if doubt is None else [doubt.familiarity_of(logits)[:, None]]
+        return torch.cat([logits.softmax(dim=1), *last], dim=1)
+
+    classes = len(model.classes)
+    nothing = torch.empty(0, classes + (doubt is not None))
     ahead: _PendingBatch | None = None
     for part in batches:
-        before, ahead = ahead, _PendingBatch(part, read(part.images) if part.paths else nothing)
+        before, ahead = ahead, _PendingBatch(part, answers(part.images) if part.paths else nothing, classes)
         if before is not None:
             yield before.take()
         if part.pause:
@@ -59,16 +79,19 @@ def predict_batches(model: Model, batches: Iterable[Decoded], by: str | None = N
 class _PendingBatch:
     """A batch whose probabilities are being copied from the device."""
 
-    def __init__(self, part: Decoded, shares: Tensor) -> None:
-        self._part, self._shares = part, shares.to("cpu", non_blocking=True)
-        self._here = torch.cuda.Event() if shares.is_cuda else None
+    def __init__(self, part: Decoded, answers: Tensor, classes: int) -> None:
+        self._part, self._answers, self._classes = part, answers.to("cpu", non_blocking=True), classes
+        self._here = torch.cuda.Event() if answers.is_cuda else None
         if self._here is not None:
             self._here.record()
 
     def take(self) -> Predicted:
         if self._here is not None:
             self._here.synchronize()
-        return Predicted(self._part.paths, refuse_not_finite(self._shares.numpy()), self._part.skipped)
+        answers = refuse_not_finite(self._answers.numpy())
+        shares, familiarity = answers[:, : self._classes], answers[:, self._classes :]
+        found = familiarity[:, 0] if familiarity.shape[1] else None
+        return Predicted(self._part.paths, shares, self._part.skipped, found)
 
 
 def default_batch(model: Model) -> int:
@@ -84,12 +107,14 @@ class Evaluated:
     counts: number of images (K, K) by true class and predicted class.
     skipped: path and reason of unreadable files.
     learned: number of images that the model was trained on; None if it has no digests of some class.
+    familiarity: of each image, if it was asked for.
     """
 
     by: str
     counts: np.ndarray
     skipped: list[tuple[str, str]]
     learned: int | None = 0
+    familiarity: list[float] = field(default_factory=list)
 
     @property
     def images(self) -> int:
@@ -113,7 +138,7 @@ class Evaluated:
 
 
 def evaluate_batches(
-    model: Model, paths: Sequence[str], positions: Sequence[int], by: str | None = None
+    model: Model, paths: Sequence[str], positions: Sequence[int], by: str | None = None, doubt: Doubt | None = None
 ) -> Iterator[Evaluated]:
     """Evaluate files; yield the result so far after each batch. positions: of the true classes."""
     by = model.predictor(by)
@@ -131,8 +156,10 @@ def evaluate_batches(
             yield part
 
     parts = decode_stream(paths, file_side(model.config.image_size), batch=default_batch(model))
-    for part in predict_batches(model, compared(parts), by):
+    familiarity: list[float] = []
+    for part in predict_batches(model, compared(parts), by, doubt):
         true = np.array([position_of[path] for path in part.paths], dtype=np.int64)
         np.add.at(counts, (true, part.shares.argmax(axis=1)), 1)
         skipped += part.skipped
-        yield Evaluated(by, counts, skipped, None if unknown else learned)
+        familiarity += [] if part.familiarity is None else part.familiarity.tolist()
+        yield Evaluated(by, counts, skipped, None if unknown else learned, familiarity)

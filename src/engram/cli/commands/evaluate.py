@@ -15,9 +15,9 @@ from rich.table import Table
 from engram.cli.commands.model_common import (
     exclude,
     labels_by_name,
+    list_labelled,
     prepare_hardware,
     refuse_models,
-    tell_skipped_files,
     tell_unreadable,
 )
 from engram.cli.main import UNREADABLE
@@ -36,13 +36,15 @@ from engram.cli.text import (
 )
 from engram.core.errors import EngramError
 from engram.core.io import typed_path
-from engram.data.sources.folder import list_classes
+from engram.data.sources.folder import walk_images
+from engram.models.doubt import Doubt, area_under_curve
 from engram.models.model import Model
-from engram.models.prediction import Evaluated, evaluate_batches
+from engram.models.prediction import Evaluated, evaluate_batches, predict_files
 from engram.models.store.codec import open_model
 
 MATRIX = 20  # largest number of classes for a confusion matrix in the terminal
 PAIRS = 10
+KEPT = 0.95  # share of known images that are kept, where it is asked how many strangers pass
 
 
 def evaluate_command(options: Evaluate, typed: Sequence[str]) -> int:
@@ -54,17 +56,21 @@ def evaluate_command(options: Evaluate, typed: Sequence[str]) -> int:
         raise EngramError(f"the report must be a file that ends in .html, got {report}")
     prepare_hardware(options.hardware)
     refuse_models("evaluate", options.images)
-    paths, labels = list_classes(options.images)
+    if options.strangers is not None and next(walk_images(_folder(options.strangers)), None) is None:
+        raise EngramError(f"there is no image in {options.strangers}")
+    paths, labels = list_labelled(options.images, options.table)
     model, _ = open_model(typed_path(options.model), options.hardware.device, images=False)
-    tell_skipped_files(options.images)
     paths, places, unknown = known_images(model, paths, labels, options.images)
     console = make_console()
-    done = _evaluate(model, paths, places, options)
+    doubt = None if options.strangers is None else model.doubt_of(options.by)
+    done = _evaluate(model, paths, places, options, doubt)
     if not done.images:
         raise EngramError(f"none of the {len(paths)} images in {options.images} could be read")
     if done.learned:
         tell(learned_text(done.learned, done.images))
     found = summary(model, done, unknown, options)
+    if doubt is not None:
+        found["strangers"] = _strangers(model, done, doubt, options)
     if report is not None:
         from engram.report.page import write_evaluation  # matplotlib takes a second to import
 
@@ -77,6 +83,14 @@ def evaluate_command(options: Evaluate, typed: Sequence[str]) -> int:
         tell(f"{len(done.skipped)} of {len(paths)} images could not be read")
         return UNREADABLE
     return 0
+
+
+def _folder(text: str) -> Path:
+    """Return the folder that was typed; refuse anything else."""
+    place = typed_path(text)
+    if not place.is_dir():
+        raise EngramError(f"{place} is not a folder; --strangers takes a folder of images")
+    return place
 
 
 def known_images(
@@ -94,13 +108,47 @@ def known_images(
     return [path for path, _ in pairs], [place for _, place in pairs], unknown
 
 
-def _evaluate(model: Model, paths: Sequence[str], places: Sequence[int], options: Evaluate) -> Evaluated:
+def _strangers(model: Model, done: Evaluated, doubt: Doubt, options: Evaluate) -> dict[str, Any]:
+    """Return how well the images evaluated are told from those of --strangers, percent unrounded."""
+    assert options.strangers is not None
+    familiarity: list[float] = []
+    for part in predict_files(model, walk_images(typed_path(options.strangers)), options.by, doubt=doubt):
+        tell_unreadable(part.skipped, len(part.skipped))
+        familiarity += [] if part.familiarity is None else part.familiarity.tolist()
+    if not familiarity:
+        raise EngramError(f"none of the images in {options.strangers} could be read")
+    known, strangers = np.array(done.familiarity), np.array(familiarity)
+    rate = 1 - KEPT
+    own = doubt.threshold(rate)
+    return {
+        "folder": options.strangers,
+        "images": len(strangers),
+        "auroc": area_under_curve(known, strangers),
+        "pass_at_95_kept": 100 * float((strangers >= np.quantile(known, rate)).mean()),
+        "unknown_rate": rate,
+        "known_called_unknown": 100 * float((known < own).mean()),
+        "strangers_called_unknown": 100 * float((strangers < own).mean()),
+    }
+
+
+def _strangers_line(found: dict[str, Any]) -> str:
+    return (
+        f"{found['images']} strangers: AUROC {found['auroc']:.3f}; {percent(found['pass_at_95_kept'])} % of them pass "
+        f"where 95 % of the known images do; with --unknown {found['unknown_rate']:g}, "
+        f"{percent(found['known_called_unknown'])} % of the known images and "
+        f"{percent(found['strangers_called_unknown'])} % of the strangers are unknown"
+    )
+
+
+def _evaluate(
+    model: Model, paths: Sequence[str], places: Sequence[int], options: Evaluate, doubt: Doubt | None
+) -> Evaluated:
     console = make_console(stderr=True, quiet=options.quiet or options.json)
     done: Evaluated | None = None
     reported = 0
     with bar(console, "evaluating") as progress:
         task = progress.add_task("", total=len(paths))
-        for done in evaluate_batches(model, paths, places, options.by):
+        for done in evaluate_batches(model, paths, places, options.by, doubt):
             tell_unreadable(done.skipped[reported:], len(done.skipped))
             reported = len(done.skipped)
             progress.update(task, completed=done.images + reported)
@@ -142,9 +190,11 @@ def _tell(console: Console, found: dict[str, Any], quiet: bool, report: Path | N
     tested = [entry for entry in found["classes"] if entry["images"]]
     print_line(
         console,
-        f"accuracy {percent(found['accuracy'])} % (mean over {count_classes(len(tested))}; "
-        f"{percent(found['accuracy_of_images'])} % of {found['images']} images), by {found['by']}",
+        f"balanced accuracy {percent(found['accuracy'])} % (mean over {count_classes(len(tested))}), "
+        f"plain accuracy {percent(found['accuracy_of_images'])} % (of {found['images']} images), by {found['by']}",
     )
+    if "strangers" in found:
+        print_line(console, _strangers_line(found["strangers"]))
     if not quiet:
         print_table(console, class_table(tested))
         matrix, unseen = matrix_table(found)

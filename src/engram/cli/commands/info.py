@@ -25,6 +25,7 @@ from engram.cli.text import (
     shorten,
 )
 from engram.core.io import typed_path
+from engram.models.accuracies import balanced_accuracy, plain_accuracy
 from engram.models.calibration import FEWEST
 from engram.models.labels import encode_label
 from engram.models.learning import has_learning
@@ -39,6 +40,7 @@ def info_command(options: Info, typed: Sequence[str]) -> int:
     console = make_console()
     place = typed_path(options.model)
     manifest = read_manifest(place)
+    manifest |= accuracies(manifest)
     manifest["changing_now"] = is_running(place)
     manifest["learning_interrupted"] = has_learning(place) and not manifest["changing_now"]
     if options.json:
@@ -74,6 +76,7 @@ def card(manifest: dict[str, Any]) -> dict[str, str]:
         **({} if config.get("weights") is None else {"pretrained": _pretrained(config["weights"])}),
         "memory": f"{budget}: {kept} exemplars, {_size(sizes['exemplars'])}",
         "held out": f"{100 * config['validation']:g} % of new images: {held} images, {_size(sizes['heldout'])}",
+        "accuracy": _accuracy(manifest),
         "confidence": _confidence(manifest, held),
         "images seen": f"{learned:,}",
         "weights": _size(sizes["weights"]),
@@ -124,7 +127,9 @@ def history_table(manifest: dict[str, Any]) -> Table:
     by = manifest["predictors"][0] if manifest["predictors"] else "cnn"
     numbers = ["images", "epochs", "time", "old %\nbefore", "old %\nnow", "new %"]
     table = make_table(
-        ["", "date", "what", *numbers], right=["", *numbers], title=f"held-out accuracy by {by}, mean over classes"
+        ["", "date", "what", *numbers],
+        right=["", *numbers],
+        title=f"held-out accuracy by {by}, balanced: mean over classes",
     )
     table.columns[1].no_wrap = True  # the date
     table.padding = (0, 1, 0, 0)  # fits into 100 columns
@@ -136,10 +141,29 @@ def history_table(manifest: dict[str, Any]) -> Table:
         numbered = str(last + 1) if first == last else f"{first + 1}-{last + 1}"
         shares = [percent(entry[when].get(by)) for when in ("before", "after", "new")]
         table.add_row(numbered, printable(entry["date"])[:10], what, *counts, *shares)
+        if entry["plain"]:
+            shares = [percent(entry["plain"].get(when, {}).get(by)) for when in ("before", "after", "new")]
+            table.add_row("", "", "plain: of all images", "", "", "", *shares)
         if entry["refreshed_after"]:
             shares = [percent(entry[when].get(by)) for when in ("refreshed_before", "refreshed_after")]
             table.add_row("", "", "those learned again", "", "", "", *shares, "")
     return table
+
+
+def accuracies(manifest: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Return balanced ("accuracy") and plain accuracy ("accuracy_of_images") on the held-out images, by predictor."""
+    shares = {number: known["accuracy"] for number, known in enumerate(manifest["classes"])}
+    images = {number: known["heldout"] for number, known in enumerate(manifest["classes"])}
+    return {
+        "accuracy": balanced_accuracy(shares, shares),
+        "accuracy_of_images": plain_accuracy(shares, images, shares),
+    }
+
+
+def _accuracy(manifest: dict[str, Any]) -> str:
+    balanced, plain = accuracies(manifest).values()
+    said = [f"{by} {percent(share)} % / {percent(plain.get(by))} %" for by, share in balanced.items()]
+    return f"{', '.join(said)} (held out; balanced / plain)" if said else "not measured: no image is held out"
 
 
 def _lines(history: Sequence[dict[str, Any]]) -> Iterator[tuple[int, int]]:

@@ -16,10 +16,10 @@ from rich.table import Table
 from engram.cli.commands.model_common import (
     exclude,
     labels_by_name,
+    list_labelled,
     prepare_hardware,
     read_files,
     refuse_models,
-    tell_skipped_files,
 )
 from engram.cli.display import follow, make_display
 from engram.cli.options.models import Learn
@@ -31,7 +31,6 @@ from engram.cli.text import (
     duration,
     make_console,
     make_table,
-    measures_text,
     percent,
     print_line,
     print_table,
@@ -40,7 +39,9 @@ from engram.cli.text import (
 from engram.core.errors import EngramError
 from engram.core.events import EpochsChosen, Event, Learned, Stopped
 from engram.core.io import typed_path
-from engram.data.sources.folder import check_not_nested, list_classes
+from engram.data.sources.folder import check_not_nested
+from engram.data.sources.table import is_table
+from engram.models.file_groups import NONE, check_grouping, group_keys
 from engram.models.inputs import ImageFiles
 from engram.models.learning import has_learning, learn_into
 from engram.models.lesson_plan import LearnedBefore, LearningResumed, LessonNotice, LessonRead
@@ -58,6 +59,8 @@ def learn_command(options: Learn, typed: Sequence[str]) -> int:
     prepare_hardware(options.hardware)
     console = make_console()
     place = typed_path(options.model)
+    if options.lesson.group_by is not None:
+        check_grouping(options.lesson.group_by)
     refuse_models("learn", options.images)
     _refuse_model_among_images(place, typed_path(options.images))
     manifest = _read_if_exists(place)
@@ -75,6 +78,9 @@ def learn_command(options: Learn, typed: Sequence[str]) -> int:
         minutes=lesson.minutes,
         restart=lesson.restart,
         undoable=not lesson.no_undo,
+        groups=None if lesson.group_by is None else group_keys(paths, labels, lesson.group_by, _root(options.images)),
+        near_duplicates=lesson.group_by != NONE,
+        validate=_images_to_hold_out(options, known, shown),
         stop=interrupt,
         checkpoint_minutes=lesson.checkpoint_minutes,
         device=options.hardware.device,
@@ -116,13 +122,33 @@ def _list_images(options: Learn, known: Sequence[Hashable], is_new: bool) -> tup
     Empty class folders are left out with a notice, and with --skip-bad those without a file of a kind that is read.
     """
     left_out: list[str] = []
-    paths, labels = list_classes(options.images, left_out, options.lesson.skip_bad)
-    check_not_nested(options.images, is_new=is_new)
-    tell_skipped_files(options.images)
+    paths, labels = list_labelled(options.images, options.table, left_out, options.lesson.skip_bad)
+    if not options.table.nested and not is_table(options.images):
+        check_not_nested(options.images, is_new=is_new)
     if left_out:
         _print_notice(f"left out class folders that have no image: {shorten(list(map(printable, left_out)), 60)}")
     by_name = labels_by_name(known)
     return paths, [by_name.get(label, label) for label in labels]
+
+
+def _root(images: str) -> str:
+    """Return the folder of images; of a table, the folder that it is in."""
+    place = typed_path(images)
+    return str(place.parent if is_table(images) else place)
+
+
+def _images_to_hold_out(
+    options: Learn, known: Sequence[Hashable], console: Console | None
+) -> tuple[ImageFiles, list[Hashable]] | None:
+    """Return the images of --validate and their labels, or None."""
+    lesson = options.lesson
+    if lesson.validate is None:
+        return None
+    refuse_models("learn", lesson.validate)
+    paths, labels = list_labelled(lesson.validate, options.table, [], lesson.skip_bad)
+    by_name = labels_by_name(known)
+    files = ImageFiles(paths, lambda files, side: read_files(files, side, lesson.skip_bad, console))
+    return files, [by_name.get(label, label) for label in labels]
 
 
 def _read_if_exists(place: Path) -> dict[str, Any] | None:
@@ -258,13 +284,14 @@ def learned_line(event: Learned) -> str:
     new = [printable(name) for name in event.new if name not in event.refreshed]
     parts = [f"learned {shorten(new, 50)}"] if new else []
     parts += [f"learned again {shorten(again, 50)}"] if again else []
-    said = [f"of these {measures_text(event.new_accuracy)}"] if event.new_accuracy else []
+    shares = _balanced(event)
+    said = [f"of these {_both(event, 'new')}"] if event.new_accuracy else []
     for which, before, after in (
-        ("those learned again", event.refreshed_before, event.refreshed_after),
-        ("the old", event.before, event.after),
+        ("those learned again", "refreshed_before", "refreshed_after"),
+        ("the old", "before", "after"),
     ):
-        said += [f"of {which} {measures_text(before)} before and {measures_text(after)} now"] if after else []
-    accuracy = f"; held-out accuracy (mean over classes) {', '.join(said)}" if said else ""
+        said += [f"of {which} {_both(event, before)} before and {_both(event, after)} now"] if shares[after] else []
+    accuracy = f"; held-out accuracy (mean over classes; plain: of all images) {', '.join(said)}" if said else ""
     exemplars = f"{event.exemplars} image{'s' if event.exemplars != 1 else ''} kept"
     where = f" ({event.path})" if event.path else ""
     return (
@@ -273,22 +300,48 @@ def learned_line(event: Learned) -> str:
     )
 
 
+def _balanced(event: Learned) -> dict[str, dict[str, float]]:
+    """Return the balanced accuracies by the names that the plain ones have."""
+    return {
+        "before": event.before,
+        "after": event.after,
+        "new": event.new_accuracy,
+        "refreshed_before": event.refreshed_before,
+        "refreshed_after": event.refreshed_after,
+    }
+
+
+def _both(event: Learned, name: str) -> str:
+    """Return balanced and plain accuracy by predictor: cnn 51.3 (plain 49.0)."""
+    plain = event.plain.get(name, {})
+    return ", ".join(
+        f"{by} {percent(share)}{f' (plain {percent(plain[by])})' if by in plain else ''}"
+        for by, share in _balanced(event)[name].items()
+    )
+
+
 def lesson_table(event: Learned) -> Table:
-    """Return held-out accuracy, the mean over classes, by predictor: old classes, forgetting, new classes."""
+    """Return held-out accuracy, balanced and plain, by predictor: old classes, forgetting, new classes."""
     predictors = list(dict.fromkeys([*event.new_accuracy, *event.after]))
-    columns = [f"{name} %" for name in predictors]
-    table = make_table(["mean over classes", *columns], right=columns)
-    rows: dict[str, dict[str, float]] = {}
+    columns = [f"{by} %\n{kind}" for by in predictors for kind in ("balanced", "plain")]
+    table = make_table(["held-out accuracy", *columns], right=columns)
+    rows: dict[str, str] = {}
     if event.after:
-        lost = {by: event.before[by] - event.after[by] for by in event.after if by in event.before}
-        rows |= {"old classes, before": event.before, "old classes, now": event.after, "forgotten, points": lost}
+        rows |= {"old classes, before": "before", "old classes, now": "after", "forgotten, points": "lost"}
     if event.refreshed:
-        rows |= {"learned again, before": event.refreshed_before, "learned again, now": event.refreshed_after}
+        rows |= {"learned again, before": "refreshed_before", "learned again, now": "refreshed_after"}
     if len(event.new) > len(event.refreshed):
-        rows["new and learned again" if event.refreshed else "classes learned now"] = event.new_accuracy
-    for name, values in rows.items():
-        table.add_row(name, *[percent(values.get(by)) for by in predictors])
+        rows["new and learned again" if event.refreshed else "classes learned now"] = "new"
+    kinds = [_with_lost(_balanced(event)), _with_lost(event.plain)]
+    for title, name in rows.items():
+        table.add_row(title, *[percent(kind.get(name, {}).get(by)) for by in predictors for kind in kinds])
     return table
+
+
+def _with_lost(shares: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """Return the accuracies, and what the old classes lost."""
+    before, after = shares.get("before", {}), shares.get("after", {})
+    return shares | {"lost": {by: before[by] - after[by] for by in after if by in before}}
 
 
 def by_class_table(event: Learned) -> Table:

@@ -8,14 +8,15 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from rich.console import Console
 
 from engram.cli.commands.run_common import check_threads, use_threads
-from engram.cli.options.models import HardwareFlags
+from engram.cli.options.models import HardwareFlags, TableFlags
 from engram.cli.streams import tell
 from engram.cli.text import bar, make_console, shorten
 from engram.core.errors import EngramError, suggest
 from engram.core.io import typed_path
-from engram.data.decode.image import EXTENSIONS
+from engram.data.decode.formats import EXTENSIONS, HEIC_EXTENSIONS, READS_HEIC
 from engram.data.decode.prefetch import decode_files
-from engram.data.sources.folder import list_ignored
+from engram.data.sources.folder import list_classes, list_ignored, list_nested
+from engram.data.sources.table import is_table, read_table
 from engram.data.store import Images
 from engram.models.store.generations import looks_like_model
 
@@ -48,16 +49,38 @@ def tell_skipped_files(images: str) -> None:
     """Print on stderr which files in the folder of images are not read."""
     others, loose = list_ignored(images)
     if others:
-        tell(f"left out files that are not {', '.join(EXTENSIONS)}: {shorten(others, 60)}")
+        tell(f"left out files that are not {', '.join(EXTENSIONS)}: {shorten(others, 60)}{_heic_hint(others)}")
     if loose:
         tell(f"left out images that are not in a class folder: {shorten(loose, 60)}")
+
+
+def list_labelled(
+    images: str, flags: TableFlags, left_out: list[str] | None = None, skip_bad: bool = False
+) -> tuple[list[str], list[str]]:
+    """List image files and the label of each, from a table, nested folders or a folder of class folders.
+
+    Files in folders that are not read are named on stderr. left_out, skip_bad: as for `list_classes`.
+    """
+    if is_table(images):
+        if flags.nested:
+            raise EngramError(f"--nested is for folders, and {images} is a table; leave it out")
+        return read_table(images, flags.path_column, flags.label_column)
+    found = list_nested(images) if flags.nested else list_classes(images, left_out, skip_bad)
+    tell_skipped_files(images)
+    return found
 
 
 def tell_other_files(others: Counter[str]) -> None:
     """Print on stderr how many files with other extensions were left out."""
     if others:
         kinds = [f"{count:,} {ending or 'without an extension'}" for ending, count in others.most_common()]
-        tell(f"left out files that are not {', '.join(EXTENSIONS)}: {shorten(kinds, 60)}")
+        tell(f"left out files that are not {', '.join(EXTENSIONS)}: {shorten(kinds, 60)}{_heic_hint(others)}")
+
+
+def _heic_hint(names: Iterable[str]) -> str:
+    """Return how HEIC files can be read, if there are some and they cannot."""
+    has_heic = any(name.lower().endswith(HEIC_EXTENSIONS) for name in names)
+    return "; to read HEIC, pip install pillow-heif" if has_heic and not READS_HEIC else ""
 
 
 def labels_by_name(labels: Iterable[Hashable]) -> dict[str, Hashable]:

@@ -23,6 +23,7 @@ from engram.cli.text import bar, make_console
 from engram.core.errors import EngramError
 from engram.core.io import typed_path
 from engram.data.sources.folder import is_image, leads_up, walk_files, walk_images
+from engram.models.doubt import check_rate
 from engram.models.labels import encode_label
 from engram.models.model import Model
 from engram.models.prediction import Predicted, predict_files
@@ -38,11 +39,15 @@ def predict_command(options: Predict, typed: Sequence[str]) -> int:
     for name, value in (("--top", options.top), ("--batch", options.batch)):
         if value is not None and value < 1:
             raise EngramError(f"{name} must be at least 1, got {value}")
+    if options.unknown is not None:
+        check_rate(options.unknown)
     paths = [str(typed_path(text)) for text in options.paths]
     check_paths(paths)
     prepare_hardware(options.hardware)
     model, _ = open_model(typed_path(options.model), options.hardware.device, images=False)
     model.predictor(options.by)
+    doubt = None if options.unknown is None else model.doubt_of(options.by)
+    threshold = None if doubt is None or options.unknown is None else doubt.threshold(options.unknown)
     # No progress bar if the results are printed on the same terminal.
     hidden = options.quiet or sys.stdout.isatty()
     console = make_console(stderr=True, quiet=hidden)
@@ -53,8 +58,8 @@ def predict_command(options: Predict, typed: Sequence[str]) -> int:
     others: Counter[str] = Counter()
     with nullcontext() if hidden else bar(console, "predicting") as progress:
         task = None if progress is None else progress.add_task("", total=total)
-        for part in predict_files(model, expand(paths, others), options.by, options.batch):
-            write_lines(sys.stdout, model, part, options.top, options.json)
+        for part in predict_files(model, expand(paths, others), options.by, options.batch, doubt):
+            write_lines(sys.stdout, model, part, options.top, options.json, threshold)
             tell_unreadable(part.skipped, len(part.skipped))
             done, unreadable = done + len(part.paths), unreadable + len(part.skipped)
             if progress is not None and task is not None:
@@ -142,8 +147,13 @@ def _fits(names: Sequence[str], parts: Sequence[str]) -> bool:
     return bool(names) and fnmatch.fnmatchcase(names[0], parts[0]) and _fits(names[1:], parts[1:])
 
 
-def write_lines(out: TextIO, model: Model, part: Predicted, top: int, as_json: bool) -> None:
-    """Write a line for each image of a batch; JSON also has a line for each unreadable file."""
+def write_lines(
+    out: TextIO, model: Model, part: Predicted, top: int, as_json: bool, threshold: float | None = None
+) -> None:
+    """Write a line for each image of a batch; JSON also has a line for each unreadable file.
+
+    threshold: familiarity below which an image is unknown; None asks no such question.
+    """
     best = best_positions(part.shares, min(top, len(model.classes)))
     names = [encode_label(label) if as_json else printable(label) for label in model.labels]
     shares = np.take_along_axis(part.shares, best, axis=1)
@@ -151,7 +161,10 @@ def write_lines(out: TextIO, model: Model, part: Predicted, top: int, as_json: b
         zip([names[place] for place in places], column, strict=True)
         for places, column in zip(best.T.tolist(), shares.T.tolist(), strict=True)
     ]
-    out.write("".join((_json if as_json else _text)(part.paths, columns)))
+    unknown = None
+    if threshold is not None and part.familiarity is not None:
+        unknown = (part.familiarity < threshold).tolist()
+    out.write("".join((_json if as_json else _text)(part.paths, columns, unknown)))
     if as_json:  # every path gets an answer
         out.writelines(json.dumps({"path": path, "error": reason}) + "\n" for path, reason in part.skipped)
     out.flush()
@@ -164,12 +177,14 @@ def best_positions(shares: np.ndarray, count: int) -> np.ndarray:
     return np.argsort(-shares, axis=1, kind="stable")[:, :count]
 
 
-def _text(paths: Sequence[str], columns: Columns) -> Iterator[str]:
+def _text(paths: Sequence[str], columns: Columns, unknown: Sequence[bool] | None) -> Iterator[str]:
     cells = [[f"\t{name}\t{share:.4f}" for name, share in column] for column in columns]
-    return map("".join, zip(map(printable, paths), *cells, repeat("\n", len(paths)), strict=True))
+    first = repeat("", len(paths)) if unknown is None else ["\tunknown" if is_so else "\tknown" for is_so in unknown]
+    return map("".join, zip(map(printable, paths), first, *cells, repeat("\n", len(paths)), strict=True))
 
 
-def _json(paths: Sequence[str], columns: Columns) -> Iterator[str]:
-    for path, *best in zip(paths, *columns, strict=True):
+def _json(paths: Sequence[str], columns: Columns, unknown: Sequence[bool] | None) -> Iterator[str]:
+    for number, (path, *best) in enumerate(zip(paths, *columns, strict=True)):
         top = [{"class": name, "probability": share} for name, share in best]
-        yield json.dumps({"path": path, **top[0], "top": top}, allow_nan=False) + "\n"
+        doubt = {} if unknown is None else {"unknown": unknown[number]}
+        yield json.dumps({"path": path, **top[0], "top": top, **doubt}, allow_nan=False) + "\n"

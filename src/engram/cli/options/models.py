@@ -64,6 +64,11 @@ class LessonFlags:
     """How often each image is trained on."""
     minutes: Annotated[float | None, Shown("M")] = None
     """Instead of --epochs: as many epochs as fit, estimated from the first steps."""
+    group_by: Annotated[str | None, Shown("HOW", "near-duplicates")] = None
+    """Hold out images together or not at all: folder (below the class), time=SECONDS (EXIF), or a regular expression
+    with one group that is searched in the path. Near-duplicates always stay together, unless it is none."""
+    validate: Annotated[str | None, Shown("IMAGES")] = None
+    """A folder of class folders to measure accuracy on. It is held out instead of a share of the images."""
     skip_bad: bool = False
     """Leave out unreadable images, and classes without a readable one, and name them."""
     restart: bool = False
@@ -84,6 +89,18 @@ class HardwareFlags:
 
 
 @options
+class TableFlags:
+    """How images are given."""
+
+    nested: bool = False
+    """Every folder with images is a class, at any depth, and named by its path, such as fruit/apple."""
+    path_column: Annotated[str, Shown("NAME")] = "path"
+    """Column of a table with the paths, which are relative to the table's folder."""
+    label_column: Annotated[str, Shown("NAME")] = "label"
+    """Column of a table with the classes."""
+
+
+@options
 class Learn:
     """Learn classes from a folder of class folders: make a new model, or teach a model new classes.
 
@@ -95,15 +112,18 @@ class Learn:
         engram learn model photos-of-june --minutes 10
         engram learn model photos --image-size 64 --memory total=500
         engram learn model more-photos --more-of-known --by-class
+        engram learn model photos.csv --validate photos-of-july
     """
 
     new_model: NewModelFlags
     lesson: LessonFlags
+    table: TableFlags
     hardware: HardwareFlags
     model: Annotated[str, Shown("MODEL", positional=True)]
     """The model directory; created if it does not exist."""
     images: Annotated[str, Shown("IMAGES", positional=True)]
-    """A folder with one folder of images per class, named after the class."""
+    """A folder with one folder of images per class, named after the class; or a table of paths and labels (.csv, .tsv,
+    .jsonl, .parquet)."""
     by_class: bool = False
     """Print accuracy before and after for each class."""
     quiet: bool = False
@@ -132,6 +152,9 @@ class Predict:
     top: Annotated[int, Shown("K")] = 1
     """Print the K most probable classes of each image."""
     by: Predictor = None
+    unknown: Annotated[float | None, Shown("RATE")] = None
+    """Print 'unknown' or 'known' before the class. RATE is the share of images of known classes that are called unknown
+    by mistake, such as 0.05, measured on held-out images."""
     batch: Annotated[int | None, Shown("N", "by the image size")] = None
     """Images per batch."""
     quiet: bool = False
@@ -165,15 +188,44 @@ class Evaluate:
         engram evaluate model photos/test --report evaluation.html
     """
 
+    table: TableFlags
     hardware: HardwareFlags
     model: ModelDirectory
     images: Annotated[str, Shown("IMAGES", positional=True)]
-    """A folder with one folder of images per class."""
+    """A folder with one folder of images per class, or a table of paths and labels."""
     by: Predictor = None
     report: Annotated[str | None, Shown("FILE")] = None
     """Write an HTML page with the confusion matrix."""
+    strangers: Annotated[str | None, Shown("FOLDER")] = None
+    """A folder of images of other things: how well the model tells them from images of its classes."""
     quiet: bool = False
     """Print only the accuracy."""
+    json: Json = False
+
+
+@options
+class Check:
+    """Look for mistakes in images before learning them: duplicates, also across classes, unreadable, tiny and blurry
+    images, and labels that are probably wrong.
+
+    Nothing is changed. Labels are compared by the network of a model; 'none' leaves this out. The exit status is 3 if
+    some images cannot be read.
+
+    For example:
+        engram check none photos --report check.html
+        engram check model photos --json
+    """
+
+    table: TableFlags
+    hardware: HardwareFlags
+    model: Annotated[str, Shown("MODEL", positional=True)]
+    """The model directory, or none."""
+    images: Annotated[str, Shown("IMAGES", positional=True)]
+    """A folder with one folder of images per class, or a table of paths and labels."""
+    report: Annotated[str | None, Shown("FILE")] = None
+    """Write an HTML page with thumbnails."""
+    quiet: bool = False
+    """Print only the numbers."""
     json: Json = False
 
 

@@ -320,7 +320,7 @@ class Doctor:
 COMMANDS: Final[dict[str, type]] = {
     kind.__name__.lower(): kind
     for kind in (
-        *(Demo, models.Learn, models.Predict, models.Info, models.Evaluate),
+        *(Demo, models.Learn, models.Predict, models.Info, models.Evaluate, models.Check),
         *(models.Remove, models.Rename, models.Undo, models.Export),
         *(Run, Resume, List, Report, Reproduce, Results, Prepare, Doctor),
     )

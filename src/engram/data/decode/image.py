@@ -13,6 +13,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import IO, Any, Final, cast
@@ -23,14 +24,13 @@ from PIL import ExifTags, Image
 from PIL.JpegImagePlugin import JpegImageFile
 
 from engram.core.errors import EngramError, option
+from engram.data.decode.formats import decoder_bytes, format_names, readable_formats
 
-EXTENSIONS: Final = (".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".webp", ".bmp")
 FILE_BYTES: Final = 512 * 2**20  # largest file
 DECODE_BYTES: Final = 2**30  # most memory to decode an image
 LONGEST_SIDE: Final = 65_535  # in pixels, as for JPEG; Pillow needs memory for each row, however short
 SIZES: Final = (16, 24, 32, 48, 64)  # sizes that `choose_size` chooses from
 SAMPLED: Final = 200  # images, approximately, that it looks at
-_FORMATS: Final = ("PNG", "JPEG", "WEBP", "BMP")
 _LARGE_PIXELS: Final = 4_000_000
 _READ_BYTES: Final = 2**20  # read at once
 _STRIP_PIXELS: Final = 2**18  # converted at once
@@ -110,6 +110,25 @@ def choose_size(files: Sequence[Source]) -> int:
     return max((size for size in SIZES if size <= middle), default=SIZES[0])
 
 
+def smaller_side(file: Source) -> int | None:
+    """Return the smaller side of an image in pixels, without decoding it; None if it cannot be read."""
+    try:
+        with no_warnings(), _open(file) as image:
+            return min(image.size)
+    except Exception:  # decoding it reports why
+        return None
+
+
+def time_taken(file: Source) -> float | None:
+    """Return when a photograph was taken, in seconds since some time, by its EXIF data; None if it does not say."""
+    try:
+        with no_warnings(), _open(file) as image:
+            text = image.getexif().get_ifd(ExifTags.IFD.Exif).get(ExifTags.Base.DateTimeOriginal)
+        return datetime.strptime(str(text).strip("\0 "), "%Y:%m:%d %H:%M:%S").replace(tzinfo=UTC).timestamp()
+    except Exception:  # damaged data says nothing; decoding it later reports a damaged file
+        return None
+
+
 def decode_protocol_square(file: Source, size: int) -> Images:
     """Decode an image as ImageNet's protocol does: its central square, bilinear, not turned upright."""
     with no_warnings(), _open(file) as image:
@@ -125,8 +144,7 @@ def _check_pixels(image: Image.Image, stored: int, size: int | None) -> None:
         raise OSError(f"its side of {longest} pixels is longer than the {LONGEST_SIDE} allowed")
     if limit is not None and loaded > limit:  # Pillow itself opens files with twice as many
         raise OSError(f"it claims more pixels than the {limit} allowed")
-    # While it decodes, WebP's decoder has three more copies of the picture, and a JPEG's may keep all coefficients.
-    decoder = stored * {"WEBP": 12, "JPEG": 2 * len(image.getbands())}.get(image.format or "", 0)
+    decoder = decoder_bytes(image, stored)
     # Then one copy is converted; without a size, an array of all pixels is made as well.
     need = max(4 * loaded + decoder, 8 * loaded) + (3 * loaded if size is None else 0)
     if need > DECODE_BYTES:
@@ -148,7 +166,7 @@ def _open(file: Source) -> Iterator[Image.Image]:
         stream: IO[bytes] = io.BytesIO(file)
     else:
         stream = _open_regular(file)
-    with stream, Image.open(stream, formats=_FORMATS) as image:
+    with stream, Image.open(stream, formats=readable_formats()) as image:
         yield image
 
 
@@ -239,7 +257,7 @@ def no_warnings() -> Iterator[None]:
 def why_unreadable(error: Exception) -> str:
     """Return the reason why an image cannot be read, from the error."""
     if isinstance(error, Image.UnidentifiedImageError):
-        return "it is not a PNG, JPEG, WebP or BMP file"
+        return f"it is not a {format_names()} file"
     if isinstance(error, Image.DecompressionBombWarning | Image.DecompressionBombError):
         return f"it claims more pixels than the {2 * (Image.MAX_IMAGE_PIXELS or 0)} allowed"
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)

@@ -14,7 +14,8 @@ import numpy as np
 
 from engram.core.errors import EngramError, option
 from engram.core.io import reading, typed_path
-from engram.data.decode.image import EXTENSIONS, try_decode, unreadable_error
+from engram.data.decode.formats import EXTENSIONS
+from engram.data.decode.image import try_decode, unreadable_error
 from engram.data.decode.prefetch import Report, decode_stream
 from engram.data.store import DataSplit, Images, ImageStore, some, stratified_split
 
@@ -85,6 +86,23 @@ def list_classes(
             )
         (split,), names = _find_images(root, left_out, skip_bad)
     return [str(file) for file in split.files], [names[class_id] for class_id in split.class_ids]
+
+
+def list_nested(path: str | Path) -> tuple[list[str], list[str]]:
+    """List the image files in folders at any depth, and the class of each: the path of its folder, such as fruit/apple.
+
+    Images outside of all folders are left out.
+    """
+    root = typed_path(path)
+    with reading(root):
+        if not root.is_dir():
+            raise EngramError(f"{root} is not a folder; give a folder with folders of images")
+        files = list(walk_images(root))
+        folders = [os.path.relpath(os.path.dirname(file), root) for file in files]
+    pairs = [(file, folder) for file, folder in zip(files, folders, strict=True) if folder != "."]
+    if not pairs:
+        raise EngramError(f"{root} has no folder with images; put the images of each class into a folder")
+    return [file for file, _ in pairs], [folder.replace(os.sep, "/") for _, folder in pairs]
 
 
 def list_ignored(path: str | Path) -> tuple[list[str], list[str]]:

@@ -23,7 +23,8 @@ import numpy as np
 
 from engram.core.errors import EngramError, option
 from engram.core.io import data_home, reading, typed_path
-from engram.data.decode.image import EXTENSIONS, decode_protocol_square, unreadable_error, why_unreadable
+from engram.data.decode.formats import EXTENSIONS
+from engram.data.decode.image import decode_protocol_square, unreadable_error, why_unreadable
 from engram.data.decode.prefetch import Report
 from engram.data.sources.image_cache import Description, ImageCache
 from engram.data.store import RGB, DataSplit, Images, ImageStore, some

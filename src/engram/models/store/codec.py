@@ -21,6 +21,7 @@ from engram.core.memory_limits import check_memory
 from engram.data.memory import STATE
 from engram.data.stage import content_ids
 from engram.experiment.learner_config import Device, Precision
+from engram.models.doubt import Doubt
 from engram.models.model import LessonRecord, Model
 from engram.models.store.generations import MANIFEST, WEIGHTS, Pointer, Snapshot, read_model, read_previous
 from engram.models.store.manifest import Manifest
@@ -39,7 +40,8 @@ _DTYPES = (
 )
 _KEPT = f"memory.{STATE}"  # prefix of the tensors that are kept per exemplar
 _HEAD = "network.head."
-_NAMES = re.compile(rf"(network|teacher|buffers|{re.escape(_KEPT[:-1])})\.[\w.]{{1,200}}|class_means")
+_DOUBT = "doubt."
+_NAMES = re.compile(rf"(network|teacher|buffers|doubt|{re.escape(_KEPT[:-1])})\.[\w.]{{1,200}}|class_means")
 
 
 def pack_model(model: Model) -> tuple[dict[str, Any], Iterator[File]]:
@@ -61,6 +63,8 @@ def _weights(model: Model) -> dict[str, Tensor]:
     # Between lessons the teacher is usually a copy of the network; it is saved only if it differs.
     if all(_same(value, state.get("teacher." + name.removeprefix("network."))) for name, value in network.items()):
         state = {name: value for name, value in state.items() if not name.startswith("teacher.")}
+    for by, doubt in model.doubts.items():
+        state |= {f"{_DOUBT}{by}.{name}": value for name, value in doubt.state().items()}
     for name, value in state.items():
         if not _is_allowed(name, value):
             dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
@@ -210,6 +214,7 @@ def _unpack(
     check_memory(2 * snapshot.size(WEIGHTS), f"the weights in {snapshot.path}")
     state = _tensors(snapshot.read(WEIGHTS), weights)
     _check_head(model, state, weights)
+    model.doubts = _doubts(state, len(model.classes))
     kept = _image_state(model, state, sum(entry.exemplars for entry in manifest.classes), weights)
     model.learner = model.make_learner(manifest.mean, manifest.std, len(state["network.head.seen"]))
     teacher = {
@@ -277,6 +282,15 @@ def _image_state(model: Model, state: dict[str, Tensor], exemplars: int, path: P
     if exemplars and kept.keys() != declared.keys():
         raise EngramError(f"{path} lacks tensors per image that {model.config.method} keeps; the model is damaged")
     return kept
+
+
+def _doubts(state: dict[str, Tensor], classes: int) -> dict[str, Doubt]:
+    """Take what tells strangers from known images out of the state, by predictor."""
+    parts: dict[str, dict[str, Tensor]] = {}
+    for name in [name for name in state if name.startswith(_DOUBT)]:
+        by, _, tensor = name.removeprefix(_DOUBT).rpartition(".")
+        parts.setdefault(by, {})[tensor] = state.pop(name)
+    return {by: Doubt.from_state(tensors, classes) for by, tensors in parts.items()}
 
 
 def _check_head(model: Model, state: dict[str, Tensor], path: Path) -> None:

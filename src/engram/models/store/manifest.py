@@ -132,10 +132,14 @@ class Manifest:
     def to_plain(self) -> dict[str, Any]:
         """Return the manifest as plain data.
 
-        Empty values of classes that were learned again are left out, because early versions do not know them.
+        Empty values that early versions do not know are left out.
         """
         history = [
-            {name: value for name, value in entry.items() if value or not name.startswith("refreshed_")}
+            {
+                name: value
+                for name, value in entry.items()
+                if value or not name.startswith(("refreshed_", "plain", "heldout"))
+            }
             for entry in to_plain(self.history)
         ]
         return to_plain(self) | {"history": history}
