@@ -30,7 +30,14 @@ from helpers import Engram, Outcome
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # nor in the processes that tests start
 HOMES = itertools.count()
+# Each takes most of a minute or more: begun last, it would leave the other core idle.
+FIRST = ("test_old_classes_are_kept_where_naive_training_forgets_them", "test_scikit_learns_checks_pass")
 load_plugins()  # of ENGRAM_METHODS, for the contract's tests of a method from outside the package
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the longest tests."""
+    items.sort(key=lambda item: not item.name.startswith(FIRST))
 
 
 def make_store(num_classes: int = 6, train: int = 14, test: int = 6, size: int = 8, seed: int = 0) -> ImageStore:

@@ -191,7 +191,7 @@ def test_the_usage_marks_optional_and_repeatable_arguments(command: str, usage: 
 
 
 def test_the_help_names_the_default_method(engram: Engram) -> None:
-    assert f"(default: {DEFAULT_METHOD})" in engram("learn", "--help").out
+    assert f"or {DEFAULT_METHOD})" in engram("learn", "--help").out
 
 
 def test_version(engram: Engram) -> None:

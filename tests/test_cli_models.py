@@ -593,6 +593,7 @@ def test_a_terminal_that_closes_has_the_lesson_saved(
     engram: Engram, photos: Path, tmp_path: Path, late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = ["learn", "model", str(photos / "first"), "--epochs", "300", "--threads", "1", "--device", "cpu"]
+    command += ["--method", "afc"]  # without, a line about pretrained weights names --epochs before training begins
     process, terminal = on_terminal([sys.executable, "-m", "engram", *command], tmp_path)
     if not late:
         process.send_signal(signal.SIGHUP)
@@ -610,6 +611,7 @@ def test_a_terminal_that_closes_has_the_lesson_saved(
 
 def test_nohup_has_a_lesson_go_on_to_its_end(photos: Path, tmp_path: Path) -> None:
     command = ["learn", "model", str(photos / "first"), "--epochs", "20", "--threads", "1", "--device", "cpu"]
+    command += ["--method", "afc"]
     ignoring = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
     ignoring += "from engram.__main__ import program; program()"
     process, terminal = on_terminal([sys.executable, "-c", ignoring, *command], tmp_path)

@@ -18,7 +18,7 @@ from engram.experiment import feature_pass
 from engram.methods.lda import CLASSES, COUNTS, FACTORS, MEANS, discriminants
 from engram.models import learning
 from engram.models import starting_point as start
-from engram.models.edit import remove_class, undo
+from engram.models.edit import remove_class, remove_images, undo
 from engram.models.learning import learn_into
 from engram.models.model import Model
 from engram.models.model_config import ModelConfig
@@ -101,6 +101,36 @@ def test_more_images_of_a_known_class_are_added(tmp_path: Path, weights: Path) -
     assert [known.images for known in opened(path).classes] == [8, 16, 8, 16, 8, 8]
     with pytest.raises(EngramError, match="nothing new of the class"):  # no image counts twice
         list(learn_into(path, images[:8], labels[:8], known="refresh", device="cpu"))
+    more, same_label = pictures((B[0],), 4, seed=8)
+    given, names = np.concatenate([images[:8], more]), [*labels[:8], *same_label]
+    events = list(learn_into(path, given, names, known="refresh", device="cpu"))
+    left_out = [event.message for event in events if isinstance(event, Warned)]
+    assert f"left out classes without a new image: {A[1]!r}" in left_out
+    assert [known.images for known in opened(path).classes] == [8, 16, 8, 20, 8, 8]
+
+
+def test_single_images_cannot_be_taken_out_of_statistics(tmp_path: Path, weights: Path) -> None:
+    path = make(tmp_path / "model", A, config=config(weights))
+    images, _ = pictures(A, 8)
+    before = everything(path)
+    with pytest.raises(EngramError, match=r"single images cannot be taken out; remove the class"):
+        remove_images(path, images[:1])
+    assert everything(path) == before
+
+
+def test_the_same_weights_are_given_again_with_a_later_lesson(tmp_path: Path, weights: Path) -> None:
+    chosen = {"method": "lda", "weights": weights, "backbone": "resnet10", "image_size": SIZE}
+    for names in (A, B):
+        list(learn_into(tmp_path / "model", *pictures(names, 8), config=chosen, device="cpu"))
+    assert len(opened(tmp_path / "model").classes) == len(A) + len(B)
+
+
+def test_frames_of_what_was_learned_are_not_held_out_later(tmp_path: Path, weights: Path) -> None:
+    path = make(tmp_path / "model", A, config=config(weights, validation=0.25))
+    held = len(opened(path).heldout)
+    images, labels = pictures(A, 8, seed=9)
+    list(learn_into(path, images, labels, known="refresh", device="cpu"))
+    assert len(opened(path).heldout) == held
 
 
 def test_undo_restores_every_bit(tmp_path: Path, weights: Path) -> None:
@@ -220,6 +250,8 @@ def test_learn_starts_from_a_pretrained_network(tmp_path: Path, engram: Engram) 
     told = engram("learn", model, folder, "--image-size", 96)
     assert "lda, resnet10 (pretrained), 96x96 pixels, memory none" in told.out
     assert "pretrained" in engram("info", model).out
+    other = engram("learn", tmp_path / "other", folder, "--image-size", 96, "--weights", start.WEIGHTS)
+    assert "lda, resnet10 (pretrained)" in other.out  # weights without a method: the same
     more = write_folders(tmp_path / "more", B)
     assert "forgotten, points" in engram("learn", model, more, "--holdout", 0.2).out
     told = engram("learn", model, write_folders(tmp_path / "last", C), "--epochs", 3)

@@ -798,9 +798,10 @@ def test_a_removed_class_is_gone_and_the_others_are_as_they_were(method: str, pl
     left = opened(path)
     assert left.labels == [name for name in NAMES[:5] if name != NAMES[place]]
     assert left.learner is not None
-    for name, wanted in others.items():
-        assert np.array_equal(of_classes(left)[name], wanted), name
-    assert_scores_left(scores(left), before, place)
+    if not left.method.keeps_statistics:  # those solve for the head again, without the class
+        for name, wanted in others.items():
+            assert np.array_equal(of_classes(left)[name], wanted), name
+        assert_scores_left(scores(left), before, place)
     assert left.learner.teacher.head.num_classes == (4 if left.method.uses_teacher else 0)
     assert left.history[-1].what == "removed"
     learn(path, NAMES[5:7])

@@ -385,4 +385,5 @@ def test_what_trains_a_base_stage_is_in_its_key() -> None:
     helpers = {"core.errors", "core.events", "core.io", "core.memory_limits", "core.metrics", "core.provenance"}
     helpers |= {"core.registry", "core.safe_folder"}
     helpers |= {"core.state_file"}  # reads pretrained weights, whose digest is in the key
+    helpers |= {"experiment.feature_pass"}  # after the training
     assert others == {f"engram.{name}" for name in values | helpers | reading}

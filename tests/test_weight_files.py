@@ -24,6 +24,7 @@ from engram.core.state_file import parse_tensors, read_file
 from engram.nn.backbone import Backbone
 from engram.nn.backbones import BACKBONES, register_backbone
 from engram.nn.pretrained import fitted, keep, load_weights, tensors_digest, tensors_of
+from engram.nn.weights_catalogue import KNOWN
 
 NAME = "tiny-for-weights"
 
@@ -88,10 +89,10 @@ def test_kept_weights_are_found_again_without_their_file(tmp_path: Path) -> None
     content = bytearray(kept.read_bytes())
     content[-3] ^= 1
     kept.write_bytes(content)
-    with pytest.raises(EngramError, match="is not that of mine"):
+    with pytest.raises(EngramError, match="is not that of file-mine"):
         tensors_of(record)
     kept.unlink()
-    with pytest.raises(EngramError, match=r"mine .the file mine.safetensors. are not in"):
+    with pytest.raises(EngramError, match=r"file-mine .the file mine.safetensors. are not in"):
         tensors_of(record)
 
 
@@ -232,3 +233,11 @@ def test_a_converted_file_with_another_record_is_refused(tmp_path: Path) -> None
     found, about = parse_tensors(save(tensors, metadata={"a": "b"}), Path("x"))
     assert about == {"a": "b"}
     assert found.keys() == tensors.keys()
+
+
+def test_a_file_never_takes_the_place_of_known_weights(tmp_path: Path) -> None:
+    known = next(iter(KNOWN))
+    (tmp_path / f"{known}.safetensors").write_bytes(save(state()))
+    record, tensors = load_weights(tmp_path / f"{known}.safetensors", NAME)
+    assert record.name not in KNOWN
+    assert known not in keep(record, tensors).name

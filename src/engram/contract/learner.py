@@ -107,6 +107,7 @@ class Learner:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load a saved state, in place where tensors exist."""
+        self.scratch.clear()
         device = self.network.mean.device
         load_network(self.network, state)
         if self.uses_teacher:

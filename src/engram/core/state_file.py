@@ -141,7 +141,8 @@ def _checked(found: Any) -> dict[str, Tensor]:
         raise EngramError(f"it holds {len(found)} tensors, and {MOST_TENSORS} are allowed")
     for name, value in found.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
-            raise EngramError(f"it holds {name!r:.80} of the type {type(value).__name__}, not only tensors by name")
+            what = repr(name)[:80] if isinstance(name, str) else f"a key of the type {type(name).__name__}"
+            raise EngramError(f"it holds {what} with a {type(value).__name__}, not only tensors by name")
         if value.layout != torch.strided or value.numel() * value.element_size() > value.untyped_storage().nbytes():
             raise EngramError(f"its tensor {name!r:.80} claims more values than it has")
     return {name: value.detach() for name, value in found.items()}

@@ -185,6 +185,9 @@ class RunExecution:
             yield from self.base.claim()  # continue with or without the claim
         for event in work.train(resume) if outcome == "train" else work.features():
             if isinstance(event, FeaturesTaken):
+                if outcome == "train" and index == 0:
+                    yield from self.base.share()  # now: the features can be computed again, the training is longer
+                    outcome = "shared"
                 yield event.progress(len(self.session.stream))
                 if self.stop():  # they are computed again when the run is resumed
                     return True

@@ -82,7 +82,6 @@ class LDA(Method[LDASettings]):
     uses_teacher = False
     returning_classes = True
     keeps_statistics = True
-    unbalanced_memory = True
     class_buffers = (COUNTS, MEANS)
 
     def head(self, dim: int, capacity: int) -> Head:

@@ -16,6 +16,7 @@ from engram.contract.exemplars import unit_means
 from engram.core.errors import EngramError, option, suggest
 from engram.data.memory import Memory
 from engram.data.stage import Samples
+from engram.data.store import some
 from engram.models.inputs import are_paths, read_images
 from engram.models.labels import encode_label, group_similar, plain_labels
 from engram.models.model import Model
@@ -217,6 +218,12 @@ def remove_images(path: str | Path, images: Any, *, drop_learning: bool = False)
         kept, pixels = _pixels(memories.values()), set(wanted) - {None}
         gone = {kind: _remove_pictures(memory, pixels) for kind, memory in memories.items()}
         learned = _remove_digests(model, pixels)
+        if learned and model.method.keeps_statistics:
+            names = some([str(model.labels[position]) for position in learned])
+            raise EngramError(
+                f"{model.config.method} learned these images of {names} into what it keeps of the class, from which "
+                "single images cannot be taken out; remove the class, and learn it again from the other images"
+            )
         for name in set(own_files.values()):
             gone[name.partition("/")[0]][class_position(name)] += 1
         _refuse_last_exemplars(manifest["classes"], gone[EXEMPLARS], model)

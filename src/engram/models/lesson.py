@@ -28,7 +28,7 @@ from engram.models.accuracies import balanced_accuracy, plain_accuracy
 from engram.models.hold_out import HoldOut
 from engram.models.labels import in_order
 from engram.models.model import KnownClass, LessonRecord, Model, current_time
-from engram.models.split import LessonSplit
+from engram.models.split import ClassSplit, LessonSplit
 
 CHECKED = 64  # images whose scores must be finite after a lesson
 
@@ -153,7 +153,7 @@ class Lesson:
         split = LessonSplit(self.before, self._images, rows, self._hold_out)
         self._warning = split.warning(names)
         parts = {label: split.of(label) for label in self.new}
-        self.notes = split.notes()
+        self.notes = [*split.notes(), *self._leave_out_unchanged(parts)]
         train, held = [], []
         none = self._images[:0]
         for label in self.new:
@@ -187,6 +187,14 @@ class Lesson:
         exemplars = model.learner.memory.samples()
         everything = pool if exemplars is None else Samples.concatenate([pool, exemplars])
         self.stage = Stage(index, first, len(added), everything, model.sizes)
+
+    def _leave_out_unchanged(self, parts: Mapping[Hashable, ClassSplit]) -> list[str]:
+        """Leave out known classes of which every image is in the statistics already; return a sentence about them."""
+        same = [label for label in self.refreshed if not len(parts[label].learned)]
+        if not self.model.method.keeps_statistics or not same or len(same) == len(self.new):
+            return []
+        self.new, self.refreshed = ([label for label in own if label not in same] for own in (self.new, self.refreshed))
+        return [f"left out classes without a new image: {some(map(str, same))}"]
 
     def fingerprint(self) -> str:
         """Return 32 hex digits that depend on the images, the labels and the options of training."""

@@ -126,7 +126,7 @@ class ModelConfig(LearnerConfig):
         """Return the weights of that name or file; the model's own if they have that name, without reading a file."""
         if self.weights is not None and str(given) == self.weights.name:
             return self.weights
-        return take_weights(given)
+        return take_weights(given, self.backbone)
 
     @classmethod
     def choose(

@@ -126,6 +126,8 @@ class LessonSplit:
             held = set[bytes]()
         else:
             draws = config.validation and len(pictures) >= VALIDATION_LEAST and seen.all.isdisjoint(copies)
+            if self._model.method.keeps_statistics and seen.learned:
+                draws = False  # near-duplicates of what was learned are not kept, so they could not be recognised
             room = VALIDATION_MOST - len(seen.heldout)
             held = self._drawn(label, pictures, groups, apart, room) if draws and room > 0 else set[bytes]()
             rows = [copies[picture][0] for picture in held]

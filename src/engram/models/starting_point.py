@@ -21,11 +21,14 @@ def starting_point(
     """Return arguments of `ModelConfig.choose` to add for a new model, and a sentence for the user; empty if none.
 
     A pretrained network is frozen and used by PRETRAINED_METHOD. It is not used for arrays, whose size is fixed, for
-    small images, and where something was chosen that only training uses.
+    a small image size that was asked for, and where something was chosen that only training uses.
 
     chosen: arguments of the user. files: of the images, empty for arrays. training: options of the lesson that only
     training uses, by name.
     """
+    trained = [*(name for name in _OF_TRAINING if name in chosen), *training]
+    if files and "weights" in chosen and "method" not in chosen and not trained:
+        return {"method": PRETRAINED_METHOD}, ""
     if not files or any(name in chosen for name in _CHOICES) or not _is_large(chosen.get("image_size")):
         return {}, ""
     if not known_weights()[WEIGHTS]:
@@ -33,7 +36,6 @@ def starting_point(
             "the network is trained from scratch; a pretrained one recognises photographs better and learns faster: "
             f"{how_to_get(WEIGHTS)}, and start a new model"
         )
-    trained = [*(name for name in _OF_TRAINING if name in chosen), *training]
     if trained:
         names = " and ".join(option(name) for name in trained)
         return {}, spelled(

@@ -121,7 +121,9 @@ def load_weights(given: str | Path, backbone: str | None = None) -> tuple[Pretra
     if backbone is None:
         raise EngramError(f"{path} does not say which network it is for; say it with {option('backbone')}")
     state = fitted(tensors, backbone, path)
-    name, source = re.sub(r"[^\w.-]", "_", path.stem)[:80], f"the file {re.sub(r'[^ -~]', '_', path.name)[:80]}"
+    # Never the name of known weights, whose place in the folder it would take.
+    stem, source = re.sub(r"[^\w.-]", "_", path.stem), f"the file {re.sub(r'[^ -~]', '_', path.name)[:80]}"
+    name = f"file-{stem[:80]}"
     return _record(name, backbone, UNKNOWN_LICENCE, source, state), state
 
 
@@ -257,6 +259,8 @@ def _own(
     _check_backbone(backbone, record.backbone, path)
     found = tensors_digest(tensors)
     known = KNOWN.get(record.name)
+    if known is not None and path != _place(record):
+        raise EngramError(f"{path} says that it is {record.name}; give that name, or the file as it was published")
     if found != record.digest or (known is not None and known.digest not in (None, found)):
         raise EngramError(
             f"the weights in {path} are damaged: their digest, {found[:12]}, is not that of {record.name}; "

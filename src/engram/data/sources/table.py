@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import csv
 import importlib
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
 from engram.core.errors import EngramError, option, suggest
-from engram.core.io import reading, typed_path
+from engram.core.io import parse_json, reading, typed_path
 
 TABLES: Final = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
 LARGEST_BYTES: Final = 2**30
@@ -33,7 +32,9 @@ def read_table(path: str | Path, path_column: str = "path", label_column: str = 
             raise EngramError(f"{place} is larger than the {LARGEST_BYTES // 2**20} MiB allowed for a table; divide it")
         try:
             return _columns(_rows(place), place, path_column, label_column)
-        except (UnicodeDecodeError, csv.Error, json.JSONDecodeError) as error:
+        except EngramError:
+            raise
+        except (csv.Error, ValueError) as error:
             raise EngramError(f"the table {place} cannot be read: {error}; save it as UTF-8") from None
 
 
@@ -74,7 +75,7 @@ def _rows(place: Path) -> Iterator[Row]:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
-            row = json.loads(line)
+            row = parse_json(line)
             if not isinstance(row, dict):
                 raise EngramError(f"line {number} of {place} is not a JSON object; write {{'path': ..., 'label': ...}}")
             yield row
