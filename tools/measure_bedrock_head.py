@@ -31,7 +31,13 @@ from engram.methods.blocks.feature_codes import decode, encode, make_codebook
 from engram.runs.reader import read_manifest
 from engram.runs.run_checkpoint import read_run_checkpoint
 
-KINDS = ("embedding", "positive", "spread", "mean", "largest")  # statistics of the last maps, besides the embedding
+KINDS: tuple[str, ...] = (
+    "embedding",
+    "positive",
+    "spread",
+    "mean",
+    "largest",
+)  # statistics of the last maps, besides the embedding
 CHUNK = 8192
 
 
