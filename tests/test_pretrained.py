@@ -265,7 +265,7 @@ def test_a_model_starts_from_weights_and_opens_without_them(
     shown = engram("info", tmp_path / "m")
     assert "mine, from the file mine.safetensors (licence unknown, sha256 " in shown.out
     record = json.loads(engram("info", tmp_path / "m", "--json").out)["config"]["weights"]
-    assert (record["name"], record["digest"]) == ("mine", model.config.weights.digest)  # pyright: ignore
+    assert (record["name"], record["digest"]) == ("file-mine", model.config.weights.digest)  # pyright: ignore
     for given, said in (
         ({"weights": "resnet18-imagenet"}, "resnet18-imagenet"),
         ({"backbone": "resnet32"}, "backbone"),
@@ -305,7 +305,7 @@ def test_a_run_starts_from_weights(mine: Path, tmp_path: Path, engram: Engram) -
     )
     assert done.status == 0, done.err
     manifest = json.loads(next(tmp_path.glob("r/**/run.json")).read_text())
-    assert manifest["config"]["weights"]["name"] == "mine"
+    assert manifest["config"]["weights"]["name"] == "file-mine"
     assert manifest["card"]["Weights"].startswith("mine, from the file mine.safetensors")
     assert "weights=mine" in manifest["config"]["recipe"]
     for given, said in (
