@@ -263,7 +263,7 @@ def test_a_model_starts_from_weights_and_opens_without_them(
     again, more = pictures(NAMES[2:3], 4)
     list(learn_into(tmp_path / "m", again, more, device="cpu"))
     shown = engram("info", tmp_path / "m")
-    assert "mine, from the file mine.safetensors (licence unknown, sha256 " in shown.out
+    assert "file-mine, from the file mine.safetensors (licence unknown, sha256 " in shown.out
     record = json.loads(engram("info", tmp_path / "m", "--json").out)["config"]["weights"]
     assert (record["name"], record["digest"]) == ("file-mine", model.config.weights.digest)  # pyright: ignore
     for given, said in (
@@ -272,7 +272,7 @@ def test_a_model_starts_from_weights_and_opens_without_them(
     ):
         with pytest.raises(EngramError, match=said):
             list(learn_into(tmp_path / "m", again, more, config=given, device="cpu"))
-    list(learn_into(tmp_path / "m", *pictures(NAMES[3:4], 4), config={"weights": "mine"}, device="cpu"))
+    list(learn_into(tmp_path / "m", *pictures(NAMES[3:4], 4), config={"weights": "file-mine"}, device="cpu"))
 
 
 def test_the_classifier_starts_from_weights(mine: Path, tmp_path: Path) -> None:
@@ -306,8 +306,8 @@ def test_a_run_starts_from_weights(mine: Path, tmp_path: Path, engram: Engram) -
     assert done.status == 0, done.err
     manifest = json.loads(next(tmp_path.glob("r/**/run.json")).read_text())
     assert manifest["config"]["weights"]["name"] == "file-mine"
-    assert manifest["card"]["Weights"].startswith("mine, from the file mine.safetensors")
-    assert "weights=mine" in manifest["config"]["recipe"]
+    assert manifest["card"]["Weights"].startswith("file-mine, from the file mine.safetensors")
+    assert "weights=file-mine" in manifest["config"]["recipe"]
     for given, said in (
         (("--weights", tmp_path / "none.pth"), "there is no file"),
         (("--weights", "efficientnet-lite9"), "did you mean"),
