@@ -273,7 +273,7 @@ class Bedrock(LSCMethod[BedrockSettings]):
         return Codebook(learner.buffers[ROTATION].float(), learner.buffers[CENTRES])
 
     def _kept(self, learner: Learner, standardised: Tensor) -> Tensor:
-        """What is kept of standardised features (N, L)."""
+        """Standardised features (N, L) in the form in which they are kept."""
         if not self.settings.code_bytes:
             return standardised.clamp(-65504, 65504).half()
         return encode(standardised, self._codebook(learner))
