@@ -198,12 +198,7 @@ class IncrementalClassifier:
         rate: share of images of known classes that are called unknown by mistake, measured on held-out images.
         """
         model = self._fitted()
-        doubt, read = model.doubt_of(by), model.logit_reader(by)
-        threshold = doubt.threshold(rate)
-        parts = [
-            doubt.familiarity_of(read(images)).cpu().numpy() for images in read_batches(X, model.config.image_size)
-        ]
-        return np.concatenate(parts) < threshold
+        return np.concatenate([model.is_unknown(part, rate, by) for part in read_batches(X, model.config.image_size)])
 
     def score(self, X: Any, y: Any = None, *, by: str | None = None) -> float:
         """Return the accuracy, 0 to 1. X, y: as for `fit`."""
