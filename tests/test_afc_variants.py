@@ -167,6 +167,19 @@ def test_the_phases_of_afc() -> None:
     assert balance.training == session.config.settings.finetune  # pyright: ignore[reportAttributeAccessIssue]
 
 
+@pytest.mark.parametrize("method", ["afc", "joint"])
+def test_the_base_stage_may_have_its_own_number_of_epochs(method: str) -> None:
+    plain = tiny_config(method)
+    session = tiny_session(plain.with_value("settings.base_epochs", "3"))
+    _, (main, *_) = grown(session, 0)
+    assert main.training == replace(plain.settings.train, epochs=3)  # pyright: ignore[reportAttributeAccessIssue]
+    key = session.method.base_key()
+    assert key is None or key != tiny_session(plain).method.base_key()
+    learn_stage(session, 0)
+    _, (main, *_) = grown(session, 1)
+    assert main.training == plain.settings.train  # pyright: ignore[reportAttributeAccessIssue]
+
+
 @pytest.mark.parametrize("text", ["per_class=3", "total=8", "per_class=50"])
 def test_the_balanced_phase_has_as_many_images_of_each_class(text: str) -> None:
     session = tiny_session(tiny_config("afc", memory=MemoryConfig.parse(text)))

@@ -26,6 +26,8 @@ sys.path.insert(0, str(ROOT / "tools"))  # as it is when the tool is run
 EMBEDDED = "## On the embedded set\n"
 TOOL: Any = importlib.import_module("compare_methods")
 PICTURE: Any = importlib.import_module("compare_picture")
+BENCH: Any = importlib.import_module("compare_bench")
+WORDS = r"<text[^>]*>([^<]*)</text>"  # other versions of matplotlib write other bytes
 
 
 def write_times(folder: Path, name: str, methods: dict[str, tuple[float | None, float]], **changes: Any) -> Path:
@@ -226,7 +228,7 @@ def test_names_of_near_points_stand_apart(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(PICTURE.Axes, "annotate", annotate)
     points = [PICTURE.Point(f"a method {i}", "CNN", 200.0 + 7 * (i % 5), 60.0 + 0.4 * i) for i in range(20)]
-    PICTURE.scatter("x", [*points, PICTURE.Point("far off", "NME", 2000.0, 20.0)])
+    PICTURE.scatter("x", [*points, PICTURE.Point("far off", "NME", 2000.0, 20.0)], TOOL.WORDS)
     assert len(places) == 21
     for i, one in enumerate(places):
         for two in places[:i]:
@@ -235,7 +237,7 @@ def test_names_of_near_points_stand_apart(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_what_is_far_below_the_others_stands_at_the_edge_with_its_number() -> None:
     points = [PICTURE.Point("best", "CNN", 100.0, 65.0), PICTURE.Point("low", "CNN", 80.0, 12.74)]
-    words = re.findall(r"<text[^>]*>([^<]*)</text>", PICTURE.scatter("x", [*points]).svg)
+    words = re.findall(r"<text[^>]*>([^<]*)</text>", PICTURE.scatter("x", [*points], TOOL.WORDS).svg)
     assert "low (at 12.7)" in words
     assert "best" in words
     assert {"10", "20", "30"}.isdisjoint(words), "the axis ends where the others do"
@@ -261,11 +263,41 @@ def test_the_command_writes_the_page_and_the_picture(tmp_path: Path) -> None:
     assert out.read_text(encoding="utf-8") == page
 
 
+def check_pictures(drawings: Sequence[Any], command: str) -> None:
+    for drawing in drawings:
+        written = (ROOT / "docs" / "images" / f"{drawing.name}.svg").read_text(encoding="utf-8")
+        assert re.findall(WORDS, written) == re.findall(WORDS, drawing.svg), command
+
+
 def test_the_committed_page_is_what_its_command_gives() -> None:
     page, drawing = TOOL.compare(ROOT / "results")
     assert (ROOT / "docs" / "methods" / "compared.md").read_text(encoding="utf-8") == page, TOOL.COMMAND
-    file = ROOT / "docs" / "images" / "methods-compared.svg"
-    assert file.exists() == (drawing is not None), TOOL.COMMAND
-    if drawing is not None:
-        words = r"<text[^>]*>([^<]*)</text>"  # other versions of matplotlib write other bytes
-        assert re.findall(words, file.read_text(encoding="utf-8")) == re.findall(words, drawing.svg), TOOL.COMMAND
+    check_pictures([drawing], TOOL.COMMAND)
+
+
+def test_the_bench_has_averages_what_is_kept_and_what_is_missing(tmp_path: Path) -> None:
+    strong = {"augmentation.policy": "trivial", "augmentation.cutout": "8"}
+    config = recipe("afc-cifar100-b50-s10")
+    for path, value in strong.items():
+        config = config.with_value(path, value)
+    records = [run("afc", 65.0), run("afc", 67.0, order="2"), make_record(config, 70.0)]
+    folder = folder_of(tmp_path, records)
+    page, drawings = BENCH.compare(folder)
+    lines = {line.split("|")[1].strip(): line for line in page.splitlines() if line.startswith("| [")}
+    assert list(lines) == ["[AFC (CNN), strong](afc.md)", "[AFC (CNN)](afc.md)"]
+    assert "| 66.00 ± 1.41 (n = 2) |" in lines["[AFC (CNN)](afc.md)"]
+    assert "| 70.00 (n = 1) |" in lines["[AFC (CNN), strong](afc.md)"]
+    assert "Not run yet: Bedrock, plain; " in page
+    assert drawings == []
+    kept = {"AFC (CNN)": {"network": 2_000_000, "images": 6_000_000}, "AFC (CNN), strong": {"network": 9_000_000}}
+    (folder / "kept-bytes.json").write_text(json.dumps({"rows": kept}), encoding="utf-8")
+    page, (drawing,) = BENCH.compare(folder)
+    assert "| 8.0 | – |" in page
+    assert {"AFC (CNN)", "AFC (CNN), strong", "kept between stages, MB"} <= set(re.findall(WORDS, drawing.svg))
+
+
+def test_the_committed_bench_is_what_its_command_gives() -> None:
+    page, drawings = BENCH.compare(ROOT / "results")
+    assert (ROOT / "docs" / "bench.md").read_text(encoding="utf-8") == page, BENCH.COMMAND
+    assert len(drawings) == 2
+    check_pictures(drawings, BENCH.COMMAND)

@@ -163,6 +163,7 @@ def test_numbers_that_are_wrong_are_refused(tmp_path: Path) -> None:
         load_paper(write_paper(tmp_path, numbers=numbers))
     with pytest.raises(EngramError, match="there is no paper at"):
         load_paper(tmp_path / "none.toml")
+    assert load_paper(Path("bench")).title == "The open bench"
 
 
 @pytest.mark.parametrize(

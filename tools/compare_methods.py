@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from compare_picture import Point, scatter
+from compare_picture import Point, Words, scatter
 from engram.core.errors import EngramError
 from engram.core.io import read_json, write_bytes
 from engram.experiment.recipes import recipe, recipe_names
@@ -36,6 +36,12 @@ COLUMN, ORDER, SEED = "10 stages", "1", 1
 AVERAGE, LAST = "average_incremental_accuracy", "final_accuracy"
 FAR = 2.0  # points from the paper
 PICTURE = "methods-compared"
+WORDS = Words(
+    "Accuracy and time",
+    "seconds of a whole run, alone",
+    "Average incremental accuracy of each method against the seconds of a whole run.",
+    {"CNN": "by the head (CNN)", "NME": "by the nearest mean of exemplars (NME)"},
+)
 # A method's card, which is NAME.md for all others.
 CARDS = {"afc": "../afc.md"} | {method: f"{card}.md" for card, methods in METHODS.items() for method in methods}
 BORROWED = (
@@ -309,7 +315,7 @@ def draw(rows: Sequence[Row]) -> Drawing | None:
         if row.records and row.measured.ours is not None and row.cost is not None:
             point = Point(label.removesuffix(f" ({by})"), by, row.cost.run, row.measured.ours.mean)
             points.setdefault((row.records[0].identity, by), point)
-    return scatter(PICTURE, list(points.values())) if points else None
+    return scatter(PICTURE, list(points.values()), WORDS) if points else None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,9 +1,9 @@
-"""The picture of tools/compare_methods.py: accuracy against seconds, every point with its name."""
+"""The pictures of tools/compare_methods.py and compare_bench.py: accuracy against cost, every point with its name."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from matplotlib.axes import Axes
@@ -13,7 +13,6 @@ from matplotlib.ticker import NullLocator
 from engram.report.formatting import plain
 from engram.report.svg import CARD, INK, MARKERS, MUTED, SERIES, Drawing, drawing_style, finish
 
-PREDICTORS = {"CNN": "by the head (CNN)", "NME": "by the nearest mean of exemplars (NME)"}
 WIDTH, HEIGHT = 8.0, 7.2  # inches
 DEPTH = 25.0  # percent below the best; what is lower stands at the lower edge, or all others would be a heap
 SIZE, LINE, GAP = 9.0, 11.0, 7.0  # points: letters, lines, from a point to its name
@@ -33,34 +32,44 @@ Box = tuple[float, float, float, float]  # left, bottom, right, top; points
 
 @dataclass(frozen=True)
 class Point:
-    """A run: its name, its predictor, seconds, percent."""
+    """A run: its name, the group that it is drawn with, its cost, percent."""
 
     label: str
-    by: str
-    seconds: float
+    group: str
+    cost: float
     accuracy: float
 
 
-def scatter(name: str, points: Sequence[Point]) -> Drawing:
-    """The points, the time on a logarithmic axis; names stand beside them where there is room."""
+@dataclass(frozen=True)
+class Words:
+    """The words of a picture. groups: what the legend says of each group of points."""
+
+    title: str
+    cost: str
+    alt: str
+    groups: Mapping[str, str]
+
+
+def scatter(name: str, points: Sequence[Point], words: Words) -> Drawing:
+    """The points, the cost on a logarithmic axis; names stand beside them where there is room."""
     least = max(point.accuracy for point in points) - DEPTH
     points = [point if point.accuracy >= least else _sunk(point, least) for point in points]
     with drawing_style():
         figure = Figure(figsize=(WIDTH, HEIGHT), dpi=72)  # so that a unit on the canvas is a point
         axes = figure.add_axes((0.08, 0.09, 0.9, 0.79))
         _scale(axes, points)
-        for index, (by, words) in enumerate(PREDICTORS.items()):
-            some = [point for point in points if point.by == by]
-            xy = [point.seconds for point in some], [point.accuracy for point in some]
+        for index, (group, said) in enumerate(words.groups.items()):
+            some = [point for point in points if point.group == group]
+            xy = [point.cost for point in some], [point.accuracy for point in some]
             style = {"color": SERIES[index], "marker": MARKERS[index], "edgecolors": CARD, "linewidths": 0.8}
             if some:
-                axes.scatter(*xy, s=44, label=words, zorder=3, **style)
+                axes.scatter(*xy, s=44, label=said, zorder=3, **style)
         _name(axes, points)
-        axes.set_xlabel("seconds of a whole run, alone")
+        axes.set_xlabel(words.cost)
         axes.set_ylabel("average incremental accuracy, %")
-        axes.set_title("Accuracy and time", pad=28)
+        axes.set_title(words.title, pad=28)
         axes.legend(loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncols=2, fontsize=10, handletextpad=0.3)
-        return finish(figure, name, "Average incremental accuracy of each method against the seconds of a whole run.")
+        return finish(figure, name, words.alt)
 
 
 def _sunk(point: Point, least: float) -> Point:
@@ -69,9 +78,9 @@ def _sunk(point: Point, least: float) -> Point:
 
 
 def _scale(axes: Axes, points: Sequence[Point]) -> None:
-    """Round numbers along the time, 1, 2 and 5 of each power of ten, and room for names on both sides."""
-    seconds, values = [point.seconds for point in points], [point.accuracy for point in points]
-    low, high = min(seconds) / 1.4, max(seconds) * 1.4
+    """Round numbers along the cost, 1, 2 and 5 of each power of ten, and room for names on both sides."""
+    cost, values = [point.cost for point in points], [point.accuracy for point in points]
+    low, high = min(cost) / 1.4, max(cost) * 1.4
     axes.set_xscale("log")
     axes.set_xlim(low, high)
     axes.set_ylim(min(values) - 2, max(values) + 2)
@@ -83,7 +92,7 @@ def _scale(axes: Axes, points: Sequence[Point]) -> None:
 
 def _name(axes: Axes, points: Sequence[Point]) -> None:
     """Writes each name as near to its point as neither points nor other names stand, with a line where it is apart."""
-    spots = [(float(x), float(y)) for x, y in axes.transData.transform([(p.seconds, p.accuracy) for p in points])]
+    spots = [(float(x), float(y)) for x, y in axes.transData.transform([(p.cost, p.accuracy) for p in points])]
     canvas = axes.bbox.x0, axes.bbox.y0, axes.bbox.x1 + GAP, axes.bbox.y1
     taken: list[Box] = [(x - 5, y - 5, x + 5, y + 5) for x, y in spots]
     names: list[Box] = []
@@ -100,7 +109,7 @@ def _name(axes: Axes, points: Sequence[Point]) -> None:
         line = {"arrowstyle": "-", "color": MUTED, "linewidth": 0.7, "shrinkA": 0, "shrinkB": 4}
         axes.annotate(
             label,
-            (point.seconds, point.accuracy),
+            (point.cost, point.accuracy),
             (dx, dy),
             textcoords="offset points",
             ha=side[0],

@@ -57,5 +57,5 @@ class Joint(LSCMethod[LSCSettings]):
         learner.network.head.grow(stage.num_new, generator(learner.seed, "head", stage.index))
 
     def phases(self, learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
-        classify = Classify(self.settings)
-        return [main_phase(stage, self.settings.train, classify, train=EVERYTHING | NEW_AND_SCALE, teacher=False)]
+        classify, training = Classify(self.settings), self.settings.main_training(stage)
+        return [main_phase(stage, training, classify, train=EVERYTHING | NEW_AND_SCALE, teacher=False)]

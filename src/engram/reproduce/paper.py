@@ -225,10 +225,14 @@ class _PaperEntry:
 
 
 def load_paper(path: Path | None = None) -> Paper:
-    """Load a paper from a TOML file; None is the paper in this package."""
-    file = next(PAPERS.glob("*.toml")) if path is None else path
+    """Load a paper from a TOML file, or by its name in this package; None is AFC's."""
+    own = {file.stem: file for file in sorted(PAPERS.glob("*.toml"))}
+    file = PAPERS / "afc.toml" if path is None else own.get(str(path), path)
     if not file.is_file():
-        raise EngramError(f"there is no paper at {file}; {option('paper')} must be a TOML file of experiments")
+        names = " or ".join(own)
+        raise EngramError(
+            f"there is no paper at {file}; {option('paper')} must be {names}, or a TOML file of experiments"
+        )
     try:
         data = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

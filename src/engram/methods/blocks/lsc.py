@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 from torch import Tensor
@@ -40,6 +40,7 @@ class LSCSettings(Settings):
     variant: follow the paper or the released code where they differ; "released" produced the paper's tables.
     similarity, classification, balanced: set one of these differences separately; None: as in the variant.
     sharpness: a. learned_scale: whether eta is learned. The NME recipe has sharpness 3 and no learned scale.
+    base_epochs: epochs of the base stage, which strong augmentation needs more of; None: those of `train`.
     """
 
     # The variant acts only through the differences, which are in the key of the base stage.
@@ -55,11 +56,18 @@ class LSCSettings(Settings):
     finetune: Training = setting(
         factory=lambda: Training(epochs=20, lr=0.05, schedule="constant"), after_base=True, role="finetune"
     )
+    base_epochs: int | None = setting(None, at_least=1, added=True)
 
     def reading(self, difference: str) -> Any:
         """The value of one of the DIFFERENCES: the setting, or that of the variant if the setting is None."""
         value = getattr(self, difference)
         return DIFFERENCES[difference][self.variant] if value is None else value
+
+    def main_training(self, stage: Stage) -> Training:
+        """How the main phase of a stage trains."""
+        if stage.is_base and self.base_epochs is not None:
+            return replace(self.train, epochs=self.base_epochs)
+        return self.train
 
 
 def classification_loss(settings: LSCSettings, step: Step) -> Tensor:
@@ -105,10 +113,11 @@ def lsc_phases(
     stage, which uses the teacher, with these weights; None: only classification.
     """
     classify = Classify(settings)
+    training = settings.main_training(stage)
     if distil is None or stage.is_base:
-        main = main_phase(stage, settings.train, classify, train=NEW_AND_SCALE, teacher=False)
+        main = main_phase(stage, training, classify, train=NEW_AND_SCALE, teacher=False)
     else:
-        main = main_phase(stage, settings.train, distil, train=NEW_AND_SCALE, weights=weights)
+        main = main_phase(stage, training, distil, train=NEW_AND_SCALE, weights=weights)
     if stage.is_base or not settings.reading("balanced") or not settings.finetune.epochs:
         return [main]
     return [main, balanced_phase(learner, stage, passes, settings.finetune, classify)]
