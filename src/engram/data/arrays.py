@@ -1,11 +1,11 @@
-"""Images and labels given in Python: arrays, tensors, lists, Pillow images, and torch's data sets.
+"""Images and labels given in Python: arrays, tensors, lists, Pillow images, data sets of torch and of Hugging Face.
 
-Legend: N images, H height, W width. torch is not imported: a tensor is recognised by its methods.
+Legend: N images, H height, W width. Neither torch nor datasets is imported: their objects are known by their methods.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -87,7 +87,12 @@ def as_images(value: Any, what: str) -> Images:
 
 
 def is_dataset(given: Any) -> bool:
-    """Return whether this has a length and items, like torch's map-style data sets, but is no array, list or column."""
+    """Return whether this has a length and items, like torch's map-style data sets, and is not an array or a list.
+
+    A data set of Hugging Face is one too.
+    """
+    if _has_columns(given):
+        return True
     if isinstance(given, (list, tuple, str, bytes, bytearray, Mapping, Set)):
         return False
     if hasattr(given, "__array__") or hasattr(given, "shape") or hasattr(given, "read"):
@@ -98,12 +103,14 @@ def is_dataset(given: Any) -> bool:
 def read_dataset(dataset: Any, what: str, rows: Sequence[int] | None = None) -> tuple[Images, list[Any]]:
     """Read the items (image, label) of a data set, or some rows: images of one size (N, H, W, 3), and the labels.
 
-    An image is a Pillow image, an array as in `as_images`, or a tensor, which may have its channels first.
+    An image is a Pillow image, an array as in `as_images`, or a tensor, which may have its channels first. A data set
+    of Hugging Face has an image and a label column; labels that have names become these names.
     """
+    item_of = _column_items(dataset, what) if _has_columns(dataset) else dataset.__getitem__
     images: list[Images] = []
     labels: list[Any] = []
     for row in range(len(dataset)) if rows is None else rows:
-        item, place = dataset[row], f"{what}[{row}]"
+        item, place = item_of(row), f"{what}[{row}]"
         if not isinstance(item, (tuple, list)) or len(item) != 2:
             raise EngramError(f"{place} is {item!r:.60}; the items of a data set must be pairs of an image and a label")
         image = item[0]
@@ -120,6 +127,43 @@ def read_dataset(dataset: Any, what: str, rows: Sequence[int] | None = None) -> 
     if not images:
         raise EngramError(f"{what} holds 0 sample(s); give at least one image")
     return np.stack(images), labels
+
+
+def _has_columns(given: Any) -> bool:
+    """Return whether this is a data set of Hugging Face: rows by number, each with the columns that it lists."""
+    names, features = getattr(given, "column_names", None), getattr(given, "features", None)
+    return isinstance(names, list) and isinstance(features, Mapping) and hasattr(given, "__getitem__")
+
+
+def _column_items(dataset: Any, what: str) -> Callable[[int], tuple[Any, Any]]:
+    """Return a function from a row of a data set of Hugging Face to its image and its label."""
+    image = _column(dataset, what, "image", "Image", ("image", "img"))
+    label = _column(dataset, what, "label", "ClassLabel", ("label", "labels"))
+    names = getattr(dataset.features[label], "names", None)
+
+    def item(row: int) -> tuple[Any, Any]:
+        found = dataset[row]
+        value = found[label]
+        if isinstance(names, list) and isinstance(value, int):
+            if not 0 <= value < len(names):
+                raise EngramError(f"{what}[{row}] has the label {value}, which has no name; leave the row out")
+            value = names[value]
+        return found[image], value
+
+    return item
+
+
+def _column(dataset: Any, what: str, role: str, kind: str, usual: Sequence[str]) -> str:
+    """Return the column of images or labels: the only one of its kind, or else the one that has a usual name."""
+    names = list(dataset.column_names)
+    of_kind = [name for name in names if type(dataset.features[name]).__name__ == kind]
+    named = [name for name in usual if name in names]
+    if not named and len(of_kind) == 1:
+        return of_kind[0]
+    if not named:
+        several = f"{', '.join(of_kind)} may be meant" if of_kind else f"its columns are {', '.join(names)}"
+        raise EngramError(f"{what} has no column {usual[0]!r}: {several}; rename the {role} column with rename_column")
+    return named[0]
 
 
 def as_labels(value: Any, what: str) -> npt.NDArray[Any]:

@@ -20,6 +20,7 @@ PHASE = "features"  # name of the pass in events
 BATCH = {"cpu": 32, "cuda": 4096}  # images between two moments to save or to stop
 # Buffers of a learner while its features are computed, so that they are in its checkpoints.
 FEATURES, DONE = "features", "features.done"
+DAMAGED = "the checkpoint is damaged: its features are not those of the stage; start again"
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,9 +69,11 @@ class FeaturePass:
         """Compute the features, or what a checkpoint lacks of them; yield the number of images that are done."""
         buffers, images = self.learner.buffers, self.stage.pool.images
         done = self.done_before()
-        if done == len(self.rows):
+        if not len(self.rows):
             return
         read = self.engine.inference(self.learner.network)
+        if done and self._features(read, images[self.rows[:1]]).shape[1] != buffers[FEATURES].shape[1]:
+            raise EngramError(DAMAGED)
         while done < len(self.rows):
             rows = self.rows[done : done + BATCH[self.engine.device.type]]
             part = self._features(read, images[rows])
@@ -98,8 +101,9 @@ class FeaturePass:
         held, done = (self.learner.buffers.get(name) for name in (FEATURES, DONE))
         if held is None or done is None:
             return 0
-        if held.ndim != 2 or len(held) != len(self.rows) or not 0 <= int(done) <= len(held):
-            raise EngramError("the checkpoint is damaged: its features are not those of the stage; start again")
+        fits = held.ndim == 2 and len(held) == len(self.rows) and held.is_floating_point()
+        if not fits or done.shape != (1,) or done.dtype != torch.int64 or not 0 <= int(done) <= len(held):
+            raise EngramError(DAMAGED)
         return int(done)
 
     def _check_room(self, shape: tuple[int, ...]) -> None:

@@ -171,11 +171,11 @@ def recipe_names() -> list[str]:
 
 def recipe(name: str) -> RunConfig:
     """The configuration of that name."""
-    catalogue = dict(_catalogue())
-    if name not in catalogue:
+    make = next((make for each, make in _catalogue() if each == name), None)
+    if make is None:
         hint = "" if _names_method(name) else f" {OWN_METHODS}"
-        raise EngramError(f"no recipe {name!r}: {_suggestion(name, list(catalogue))}{hint}", value=name)
-    return replace(catalogue[name](), recipe=name)
+        raise EngramError(f"no recipe {name!r}: {_suggestion(name, recipe_names())}{hint}", value=name)
+    return replace(make(), recipe=name)
 
 
 def _names_method(name: str) -> bool:

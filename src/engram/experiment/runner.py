@@ -1,8 +1,8 @@
-"""Start a run, resume one, or compute its result. Runs yield events and display nothing."""
+"""Start a run, resume one, or compute its result. `run` and `resume` yield events and display nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,17 +13,22 @@ from engram.core.checkpoint import fitting
 from engram.core.errors import EngramError, option
 from engram.core.events import Event, RunFinished
 from engram.core.provenance import hardware
+from engram.core.serialize import flatten
 from engram.data.sources.load import DataConfig, load_store
 from engram.data.store import ImageStore
 from engram.experiment.base_cache import StageCache, which_cache
 from engram.experiment.execution import RunExecution
+from engram.experiment.progress_display import show_progress
 from engram.experiment.recipes import named_by_recipe
 from engram.experiment.run_config import RunConfig
 from engram.experiment.session import Session
+from engram.runs.checked import Source, checked
 from engram.runs.directory import RunDirectory
 from engram.runs.reader import read_manifest
-from engram.runs.result import Result
 from engram.runs.run_checkpoint import read_run_checkpoint
+from engram.runs.stored_run import RunResult
+from engram.track import TrackedRun, Tracking
+from engram.track.tracking import describe_run
 
 
 def run(
@@ -121,14 +126,37 @@ def settle(config: RunConfig, store: ImageStore) -> RunConfig:
     return named_by_recipe(config).on_this_machine()
 
 
-def train(config: RunConfig, store: ImageStore | None = None, directory: str | Path | None = None) -> Result:
-    """Run a configuration from start to end and return its result."""
+def train(
+    config: RunConfig,
+    store: ImageStore | None = None,
+    directory: str | Path | None = None,
+    *,
+    progress: bool = True,
+    track: str | Sequence[str] = (),
+) -> RunResult:
+    """Run a configuration from start to end and return its result.
+
+    progress: show a bar on a terminal, and a bar and a curve in a notebook. Elsewhere nothing is shown.
+    track: log to "tensorboard", "wandb", "mlflow" or a folder, or several of them (docs/trackers.md).
+
+    >>> from engram import recipe, train
+    >>> result = train(recipe("afc-mini-b10-s5"))
+    >>> result.average["cnn"], result.forgetting["cnn"]
+    """
+    tracking = Tracking(track)
+    check_config(config)
+
+    def describe_new(event: Event) -> TrackedRun | None:  # without a directory, nobody else knows the configuration
+        found = describe_run(event)
+        return found if found is None or found.config else replace(found, config=flatten(config.to_plain()))
+
+    events = tracking.follow(run(config, store, directory), describe_new)
     result = None
-    for event in run(config, store, directory):
+    for event in show_progress(events) if progress else events:
         if isinstance(event, RunFinished):
             result = event.result
     assert result is not None
-    return result  # pyright: ignore[reportReturnType]
+    return checked(RunResult, result, Source("the result", "run it again"))
 
 
 def _manifest(session: Session) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from urllib.parse import quote
 import jinja2
 
 from engram.core.errors import EngramError
-from engram.core.io import reading, write_text, writing
+from engram.core.io import encoded, reading, write_bytes, write_text, writing
 from engram.core.provenance import version
 
 FILES = "FILES.txt"  # in the folder next to a page: the names of the files that belong to the page
@@ -53,7 +53,7 @@ def file_names(texts: Iterable[str]) -> dict[str, str]:
 
 
 def write_page_and_files(
-    page: Path, source: jinja2.Template, context: Mapping[str, Any], files: dict[str, str]
+    page: Path, source: jinja2.Template, context: Mapping[str, Any], files: Mapping[str, str | bytes]
 ) -> None:
     """Fill in a template, and write the page and its files. `link(key)` in the template is the address of a file.
 
@@ -71,7 +71,7 @@ def write_page_and_files(
     with reading(index):
         earlier = index.read_text(encoding="utf-8", errors="replace").splitlines() if index.is_file() else []
     for key, content in files.items():
-        write_text(folder / names[key], content)
+        write_bytes(folder / names[key], content if isinstance(content, bytes) else encoded(content))
     write_text(index, "".join(f"{name}\n" for name in sorted(names.values())))
     for name in set(earlier).difference(names.values()):
         if Path(name).name == name and (folder / name).is_file():

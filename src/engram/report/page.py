@@ -42,6 +42,8 @@ def write_report(
     directories: str | Path | Sequence[str | Path],
     out: str | Path | None = None,
     tell: Callable[[str], None] = lambda _: None,
+    *,
+    pdf: bool = False,
 ) -> Path:
     """Write a report about run directories, and return the path of its HTML page.
 
@@ -52,6 +54,7 @@ def write_report(
         the common parent of several. Figures and CSV files go to a folder named like the page plus `_files`.
     tell: called with a sentence about each run that is left out. Of runs with the same configuration, class order and
         seed, only one counts.
+    pdf: write every figure as PDF too.
 
     Raises EngramError, with the file, if a directory is not a run, has no finished stage, or is damaged.
     """
@@ -64,7 +67,8 @@ def write_report(
     page = _page_path(given if len(given) == 1 else paths, None if out is None else Path(out))
     with drawing_style():
         context, drawings = _context(groups, len(repeats))
-    files = {f"{drawing.name}.svg": drawing.svg for drawing in drawings} | csv_files(groups)
+    files: dict[str, str | bytes] = {f"{drawing.name}.svg": drawing.svg for drawing in drawings}
+    files |= csv_files(groups) | ({f"{drawing.name}.pdf": drawing.pdf() for drawing in drawings} if pdf else {})
     write_page_and_files(page, template("report.html.jinja"), context, files)
     return page
 

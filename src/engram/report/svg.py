@@ -1,4 +1,4 @@
-"""Matplotlib figures as reproducible SVG text.
+"""Matplotlib figures as reproducible SVG text, and as PDF and PNG files.
 
 A figure is drawn once with the hex colours below. On the page each of them becomes a CSS variable, so the figure
 follows the reader's light or dark setting; the file next to the page keeps the hex colours.
@@ -11,11 +11,14 @@ import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
 import matplotlib as mpl
+from matplotlib.backend_bases import FigureCanvasBase
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_pdf import FigureCanvasPdf
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
@@ -70,11 +73,12 @@ _STYLE: dict[Any, Any] = {
 
 @dataclass(frozen=True)
 class Drawing:
-    """A finished figure: file name without suffix, SVG text, and a description."""
+    """A finished figure: file name without suffix, SVG text, and a description. figure: to draw it in another form."""
 
     name: str
     svg: str
     alt: str
+    figure: Figure | None = field(default=None, repr=False, compare=False)
 
     @property
     def inline(self) -> str:
@@ -83,6 +87,24 @@ class Drawing:
         # Only inside tags: a class may be called "fill: #1d2630".
         body = re.sub(r"<[^>]*>", lambda tag: _COLOUR.sub(lambda found: f"var(--{_VARIABLES[found[0]]})", tag[0]), body)
         return body.replace("<svg ", f'<svg role="img" aria-label="{escape(self.alt)}" ', 1)
+
+    def pdf(self) -> bytes:
+        """The figure as a PDF file for papers, with its text as TrueType fonts.
+
+        The font has no Chinese, Japanese or Korean characters: they are drawn as boxes.
+        """
+        return self._drawn(FigureCanvasPdf, {"pdf.fonttype": 42}, "print_pdf", metadata={"CreationDate": None})
+
+    def png(self) -> bytes:
+        """The figure as a PNG file."""
+        return self._drawn(FigureCanvasAgg, {}, "print_png")
+
+    def _drawn(self, canvas: type[FigureCanvasBase], style: dict[Any, Any], method: str, **how: Any) -> bytes:
+        assert self.figure is not None
+        content = io.BytesIO()
+        with drawing_style(), mpl.rc_context(style):
+            getattr(canvas(self.figure), method)(content, **how)
+        return content.getvalue()
 
 
 @contextmanager
@@ -107,4 +129,4 @@ def finish(figure: Figure, name: str, alt: str) -> Drawing:
     svg = re.sub(r"<!DOCTYPE[^>]*>\s*", "", text.getvalue())
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # counters, the same in every figure
     svg = re.sub(r'(<svg [^>]*?) width="[^"]*pt" height="[^"]*pt"', r"\1", svg, count=1)
-    return Drawing(name, svg, alt)
+    return Drawing(name, svg, alt, figure)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +13,9 @@ import numpy as np
 from engram.core import metrics
 from engram.core.provenance import own_code
 from engram.runs.checked import Count, Percent, Seconds, Size
+from engram.runs.comparison import compare
+from engram.runs.curve_svg import curve_svg
+from engram.runs.result_table import ResultTable
 
 
 @dataclass(frozen=True)
@@ -81,25 +85,85 @@ class StageRow:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class RunResult:
-    """The content of result.json; the metrics are in percent, by predictor.
+class RunResult(Mapping[str, Any]):
+    """The result of a run; the metrics are in percent, by predictor: `result.average["cnn"]`.
 
-    average_task_accuracy, final_task_accuracy: empty for runs of earlier versions.
+    It is also a mapping with the content of result.json: `result["stages"][0]["accuracy"]`. docs/run-directory.md
+    defines each number. A notebook shows it as a table and a curve.
+
+    average_task_accuracy, final_task_accuracy: empty for runs of earlier versions. content: a dictionary for JSON.
+
+    >>> from engram import recipe, train
+    >>> result = train(recipe("replay-mini-b10-s5").with_settings(train__epochs=2))
+    >>> print(result.final["cnn"], result.curve["cnn"])
     """
 
     recipe: str
     method: str
     seed: int
-    stages: tuple[StageRow, ...]
+    stages: tuple[StageRow, ...] = field(repr=False)
     average_incremental_accuracy: Mapping[str, float]
     final_accuracy: Mapping[str, float]
     forgetting: Mapping[str, float | None]
     backward_transfer: Mapping[str, float | None]
-    average_task_accuracy: Mapping[str, float] = field(default_factory=dict)
-    final_task_accuracy: Mapping[str, float] = field(default_factory=dict)
+    average_task_accuracy: Mapping[str, float] = field(default_factory=dict, repr=False)
+    final_task_accuracy: Mapping[str, float] = field(default_factory=dict, repr=False)
     seconds: Seconds
-    seconds_by: Mapping[str, Seconds]
+    seconds_by: Mapping[str, Seconds] = field(repr=False)
     content: dict[str, Any] = field(repr=False)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.content[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.content)
+
+    def __len__(self) -> int:
+        return len(self.content)
+
+    @property
+    def average(self) -> Mapping[str, float]:
+        """Average incremental accuracy."""
+        return self.average_incremental_accuracy
+
+    @property
+    def final(self) -> Mapping[str, float]:
+        """Accuracy after the last stage."""
+        return self.final_accuracy
+
+    @property
+    def classes(self) -> tuple[int, ...]:
+        """Classes seen after each stage."""
+        return tuple(row.classes for row in self.stages)
+
+    @property
+    def curve(self) -> dict[str, list[float]]:
+        """Accuracy after each stage."""
+        return {name: [row.accuracy[name] for row in self.stages] for name in self.predictors}
+
+    def table(self) -> ResultTable:
+        """Return a row for each stage: classes seen, accuracy by predictor, seconds."""
+        rows = ((row.stage, row.classes, *row.accuracy.values(), row.seconds) for row in self.stages)
+        return ResultTable(("stage", "classes", *self.predictors, "seconds"), tuple(rows))
+
+    def to_frame(self) -> Any:
+        """Return `table()` as a pandas frame."""
+        return self.table().to_frame()
+
+    def to_latex(self) -> str:
+        """Return average, final accuracy and forgetting as a LaTeX table with one row; `compare` makes larger ones."""
+        return compare([self]).to_latex()
+
+    def _repr_html_(self) -> str:
+        name = f"<strong>{escape(self.recipe)}</strong>"
+        drawn = curve_svg(self.classes, self.curve) if self.stages else ""
+        order = escape(str(self.get("order", "-"))[:40])
+        return f"<div>{name}, order {order}, seed {self.seed}{self._metrics_html()}{drawn}</div>"
+
+    def _metrics_html(self) -> str:
+        measures = ("average", "final", "forgetting")
+        rows = ((by, *(getattr(self, measure).get(by) for measure in measures)) for by in self.predictors)
+        return ResultTable(("%", *measures), tuple(rows))._repr_html_()
 
     @property
     def metrics(self) -> dict[str, Mapping[str, float | None]]:
