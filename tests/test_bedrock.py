@@ -29,8 +29,10 @@ from engram.methods.bedrock import (
     unpack_signs,
 )
 from engram.methods.blocks.feature_codes import decode, encode, make_codebook
+from engram.models.edit import remove_class
 from engram.nn.views import PLAIN, View, seen_as
 from helpers import last_state, learn_stage, tiny_config, tiny_session, toy_store
+from model_helpers import NAMES, make, opened, tiny
 
 CLASSES, BASE, WIDTH = 7, 2, 24
 
@@ -116,7 +118,7 @@ def test_how_classes_are_divided_into_stages_makes_no_difference() -> None:
     for learner in (one, five):  # computed again from the rows, the sums have the same bits
         before = weight_of(learner)
         learner.scratch.clear()
-        session_method(learner)._solve(learner)
+        session_method(learner).solve(learner)
         assert torch.equal(weight_of(learner), before)
     torch.testing.assert_close(weight_of(one), weight_of(five), rtol=1e-3, atol=1e-4)
 
@@ -147,7 +149,7 @@ def test_a_removed_class_leaves_nothing_in_the_head() -> None:
     # As if the two had never come: the same rows, with the same labels, and the solution over them.
     weight = weight_of(learner)
     learner.scratch.clear()
-    session_method(learner)._solve(learner)
+    session_method(learner).solve(learner)
     assert torch.equal(weight, weight_of(learner))
     assert not weight[len(stays) :].any()
     with_both = weight_of(other.learner)[stays]
@@ -237,3 +239,14 @@ def test_a_base_stage_from_the_cache_gives_the_same_run(tmp_path: Path) -> None:
     other = config.with_settings(width=WIDTH + 8, code_bytes=4)  # these have no effect on the base stage
     events = list(run(other, store, tmp_path / "other", cache=cache))
     assert any(isinstance(event, BaseReused) for event in events)
+
+
+def test_a_model_learns_its_held_out_images_and_forgets_a_removed_class(tmp_path: Path) -> None:
+    config = tiny("bedrock", validation=0.25)
+    path = make(tmp_path / "model", NAMES[:3], NAMES[3:5], NAMES[5:], config=config)
+    remove_class(path, *NAMES[5:])
+    ours, theirs = (opened(place) for place in (path, make(tmp_path / "two", NAMES[:3], NAMES[3:5], config=config)))
+    assert len(ours.learned_heldout) == 8 * len(ours.heldout) == 8 * 2 * 5
+    rows = [weight_of(model.learner)[:5] for model in (ours, ours.measurable(), theirs) if model.learner is not None]
+    torch.testing.assert_close(rows[0], rows[2], rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(rows[0], rows[1], rtol=1e-2)

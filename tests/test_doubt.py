@@ -12,10 +12,11 @@ import torch
 from PIL import Image
 
 from engram import IncrementalClassifier
+from engram.cli.commands import evaluate
 from engram.cli.main import main
 from engram.core.errors import EngramError
 from engram.models.doubt import Doubt, area_under_curve
-from engram.models.edit import remove_class
+from engram.models.edit import remove_class, save_model
 from model_helpers import learn, make, opened, pictures, tiny
 
 KNOWN = ("apple", "boat", "camel")
@@ -140,3 +141,20 @@ def test_the_exported_network_has_the_same_doubt(taught: Path, tmp_path: Path) -
     thresholds = json.loads(session.get_modelmeta().custom_metadata_map["unknown_below"])
     assert set(thresholds) == {"0.05", "0.1", "0.2"}
     assert thresholds["0.05"] == pytest.approx(model.doubt_of().threshold(0.05))
+
+
+def test_strangers_are_refused_before_anything_is_evaluated(
+    folders: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_early(*_: object) -> None:
+        raise AssertionError("evaluated")
+
+    monkeypatch.setattr(evaluate, "_evaluate", too_early)
+    few = make(folders / "few", KNOWN, config=tiny(validation=0.25))
+    assert main(["evaluate", str(few), "known", "--strangers", "strangers", "--device", "cpu"]) == 2
+    assert "cannot tell unknown images" in capsys.readouterr().err
+    model = opened(few)
+    model.doubts = {by: Doubt(torch.eye(3).double(), torch.eye(3).double(), torch.zeros(9).double()) for by in ("cnn",)}
+    save_model(model, folders / "nine")
+    assert main(["evaluate", str(folders / "nine"), "known", "--strangers", "strangers", "--device", "cpu"]) == 2
+    assert "needs at least 20 held-out images, and this model has 9" in capsys.readouterr().err

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -18,10 +20,12 @@ from engram.experiment import feature_pass
 from engram.methods.lda import CLASSES, COUNTS, FACTORS, MEANS, discriminants
 from engram.models import learning
 from engram.models import starting_point as start
-from engram.models.edit import remove_class, remove_images, undo
+from engram.models.digests import digest_of
+from engram.models.edit import merge_classes, move_images, remove_class, remove_images, save_model, undo
 from engram.models.learning import learn_into
 from engram.models.model import Model
 from engram.models.model_config import ModelConfig
+from engram.models.store.codec import read_manifest
 from engram.nn.backbones import build_backbone
 from engram.nn.pretrained import keep, load_weights
 from helpers import Engram
@@ -109,13 +113,114 @@ def test_more_images_of_a_known_class_are_added(tmp_path: Path, weights: Path) -
     assert [known.images for known in opened(path).classes] == [8, 16, 8, 20, 8, 8]
 
 
-def test_single_images_cannot_be_taken_out_of_statistics(tmp_path: Path, weights: Path) -> None:
-    path = make(tmp_path / "model", A, config=config(weights))
-    images, _ = pictures(A, 8)
+def learn_rows(path: Path, rows: Iterable[int], names: Iterable[str], weights: Path, **renamed: str) -> Model:
+    """A model of these rows of the pictures of some classes, learned at once."""
+    images, labels = pictures(names, 8)
+    rows = list(rows)
+    given = [renamed.get(str(row), renamed.get(labels[row], labels[row])) for row in rows]
+    list(learn_into(path, images[rows], given, config=config(weights), device="cpu"))
+    return opened(path)
+
+
+@pytest.mark.parametrize("validation", [0.0, 0.25])
+def test_single_images_are_taken_out_of_statistics(tmp_path: Path, weights: Path, validation: float) -> None:
+    path = make(tmp_path / "model", A, B, config=config(weights, validation=validation))
+    images, _ = pictures((*A, *B), 8)
+    gone = [2, 3, 9, 30]
+    done = remove_images(path, images[gone])
+    assert (done.found, done.exact) == (4, True)
+    assert_equal(opened(path), learn_rows(tmp_path / "o", set(range(40)) - set(gone), (*A, *B), weights))
     before = everything(path)
-    with pytest.raises(EngramError, match=r"single images cannot be taken out; remove the class"):
-        remove_images(path, images[:1])
+    with pytest.raises(EngramError, match="all images that a class was learned from; remove the class instead"):
+        remove_images(path, images[:8])
     assert everything(path) == before
+    learn(path, C)
+    remove_images(path, pictures(C, 8)[0][[5]])
+    model = opened(path)
+    assert model.learner is not None
+    assert int(model.learner.buffers[COUNTS].sum()) + len(model.heldout) == 7 * 8 - 5
+
+
+def test_an_image_with_other_features_is_not_taken_out(tmp_path: Path, weights: Path) -> None:
+    path = make(tmp_path / "model", A, config=config(weights))
+    model = opened(path)
+    assert model.learner is not None
+    features = model.features(torch.from_numpy(pictures(B, 1)[0]))
+    with pytest.raises(EngramError, match="are not those that were learned"):
+        model.method.relabel(model.learner, features[:1], torch.tensor([0]), None)
+
+
+@pytest.mark.parametrize("validation", [0.0, 0.25])
+def test_images_are_moved_to_another_class(tmp_path: Path, weights: Path, validation: float) -> None:
+    path = make(tmp_path / "model", A, B, config=config(weights, validation=validation))
+    before = opened(path)
+    images, _ = pictures((*A, *B), 8)
+    moved = [0, 1, 2, 3, 17]
+    done = move_images(path, images[[*moved, 8]], A[1])  # the last one is of that class already
+    assert (done.given, done.found) == (6, 5)
+    counts = [dict(part) for part in (done.learned, done.heldout)]
+    assert {label: sum(part.get(label, 0) for part in counts) for label in A} == {A[0]: 4, A[1]: 0, A[2]: 1}
+    other = learn_rows(tmp_path / "o", range(40), (*A, *B), weights, **{str(row): A[1] for row in moved})
+    assert_equal(opened(path), other)
+    assert [
+        known.images + len(opened(path).heldout.of(place) if validation else ())
+        for place, known in enumerate(opened(path).classes[:3])
+    ] == [4, 13, 7]
+    assert move_images(path, images[moved], A[1]).found == 0
+    assert read_manifest(path)["history"][-1]["what"] == "moved"
+    assert undo(path).what == "moved"
+    assert same(opened(path), before)
+
+
+@pytest.mark.parametrize("validation", [0.0, 0.25])
+def test_classes_are_merged(tmp_path: Path, weights: Path, validation: float) -> None:
+    path = make(tmp_path / "model", A, B, config=config(weights, validation=validation))
+    before = opened(path)
+    merge_classes(path, A[0], B[0])
+    model = opened(path)
+    assert model.labels == [*A[1:], *B]
+    assert_equal(model, learn_rows(tmp_path / "o", range(40), (*A, *B), weights, **{A[0]: B[0]}))
+    assert len(model.heldout) == len(before.heldout)
+    done = undo(path)
+    assert (done.what, done.gone, done.back) == ("merged", [], [A[0]])
+    assert same(opened(path), before)
+    with pytest.raises(EngramError, match="is the same class"):
+        merge_classes(path, A[0], A[0])
+    with pytest.raises(EngramError, match="knows no class 'x'"):
+        merge_classes(path, A[0], "x")
+
+
+def test_images_that_would_count_twice_are_not_merged_or_moved(tmp_path: Path, weights: Path) -> None:
+    images, labels = pictures(A, 8)
+    both = np.concatenate([images, images[:2]])
+    path = tmp_path / "model"
+    list(learn_into(path, both, [*labels, A[1], A[1]], config=config(weights), device="cpu"))
+    with pytest.raises(EngramError, match=f"2 images were learned as '{A[0]}' and as '{A[1]}', and would count twice"):
+        merge_classes(path, A[0], A[1])
+    with pytest.raises(EngramError, match=f"1 of these images were learned as '{A[1]}' too"):
+        move_images(path, images[:1], A[1])
+
+
+def test_merge_and_move_on_the_command_line(tmp_path: Path, weights: Path, engram: Engram) -> None:
+    path = make(tmp_path / "model", A, B, config=config(weights, validation=0.25))
+    folder = write_folders(tmp_path / "photos", A, 8)
+    told = engram("move", path, "--images", folder / A[0] / "1.png", "--to", A[1])
+    assert told.out == f"1 of 1 images of {A[0]} are now images of {A[1]}\n"
+    told = engram("move", path, "--images", folder / A[0] / "1.png", "--to", A[1])
+    assert (told.status, told.err.count("nothing was moved")) == (1, 1)
+    told = engram("remove", Path(shutil.copytree(path, tmp_path / "copy")), "--images", folder / A[2] / "3.png")
+    assert "1 of 1 images were found" in told.out
+    assert "in its weights" not in told.out
+    told = engram("merge", path, A[2], A[0], "--json")
+    assert json.loads(told.out) == {"merged": A[2], "into": A[0], "classes": 4}
+    info = " ".join(engram("info", path).out.split())
+    assert "merged two classes" in info
+    assert "moved 1 images to another class" in info
+    assert "back to lesson 2" in info
+    assert "2 more changes can be undone" in info
+    assert engram("undo", path).out.startswith(f"the merging of classes was undone; back: {A[2]}; back to lesson 2")
+    assert engram("undo", path).out.startswith("the moving of images was undone; back to lesson 2")
+    assert engram("undo", path).out.startswith("the last lesson was undone; gone: ")
 
 
 def test_the_same_weights_are_given_again_with_a_later_lesson(tmp_path: Path, weights: Path) -> None:
@@ -131,6 +236,103 @@ def test_frames_of_what_was_learned_are_not_held_out_later(tmp_path: Path, weigh
     images, labels = pictures(A, 8, seed=9)
     list(learn_into(path, images, labels, known="refresh", device="cpu"))
     assert len(opened(path).heldout) == held
+
+
+# Held-out images are learned after they have measured the accuracy.
+
+
+def held(weights: Path, **changes: Any) -> ModelConfig:
+    return config(weights, validation=0.25, **changes)
+
+
+def measured(path: Path) -> dict[str, float]:
+    return {str(known.label): known.accuracy["cnn"] for known in opened(path).classes}
+
+
+def test_the_head_that_predicts_has_learned_the_held_out_images(tmp_path: Path, weights: Path) -> None:
+    everyone = make(tmp_path / "everyone", NAMES, config=config(weights))
+    for name, lessons in (("lessons", (A, B, C)), ("once", (NAMES,)), ("other", (C, B, A))):
+        path = make(tmp_path / name, *lessons, config=held(weights))
+        assert len(opened(path).heldout) == 2 * len(NAMES)
+        assert sorted(known.images for known in opened(path).classes) == [6] * len(NAMES)
+        in_order = solution(opened(path))
+        ours, theirs = opened(path), opened(everyone)
+        assert in_order.keys() == solution(theirs).keys()
+        assert_equal(ours, theirs)
+    manifest = read_manifest(tmp_path / "lessons")
+    assert manifest["learned_heldout"] == 2 * len(NAMES)
+
+
+def test_the_head_that_is_measured_has_not_learned_them(tmp_path: Path, weights: Path) -> None:
+    path = make(tmp_path / "model", A, B, config=held(weights))
+    model = opened(path)
+    alone = model.measurable()
+    images, labels = pictures((*A, *B), 8)
+    kept = {digest_of(image) for image in model.heldout.samples().images.numpy()}  # pyright: ignore
+    rows = [row for row, image in enumerate(images) if digest_of(image) not in kept]
+    without = tmp_path / "without"
+    list(learn_into(without, images[rows], [labels[row] for row in rows], config=config(weights), device="cpu"))
+    assert_equal(alone, opened(without))
+    assert not alone.learned_heldout
+    assert model.learned_heldout
+    samples = model.heldout.samples()
+    assert samples is not None
+    shares = opened(without).accuracy_on(samples)["cnn"]
+    assert [known.accuracy["cnn"] for known in model.classes] == [shares[place] for place in range(len(A + B))]
+
+
+def test_changes_are_exact_with_held_out_images(tmp_path: Path, weights: Path) -> None:
+    path = make(tmp_path / "model", A, B, C, config=held(weights))
+    remove_class(path, *B)
+    assert_equal(opened(path), opened(make(tmp_path / "without", A, C, config=config(weights))))
+    images, labels = pictures((A[1], C[0]), 8, seed=7)
+    before = measured(path)
+    events = list(learn_into(path, images, labels, known="refresh", device="cpu"))
+    lesson = events[-1]
+    assert isinstance(lesson, Learned)
+    assert lesson.refreshed_before["cnn"] == np.mean([before[A[1]], before[C[0]]])
+    everyone, names = pictures((*A, *C), 8)
+    both = tmp_path / "both"
+    list(learn_into(both, np.concatenate([everyone, images]), [*names, *labels], config=config(weights), device="cpu"))
+    assert_equal(opened(path), opened(both))
+    undo(path)
+    assert_equal(opened(path), opened(tmp_path / "without"))
+
+
+def test_a_held_out_image_that_is_removed_is_no_longer_learned(tmp_path: Path, weights: Path) -> None:
+    path = make(tmp_path / "model", A, config=held(weights))
+    samples = opened(path).heldout.samples()
+    assert samples is not None
+    gone = samples.images[:1].numpy()
+    remove_images(path, gone)
+    images, labels = pictures(A, 8)
+    rows = [row for row, image in enumerate(images) if not np.array_equal(image, gone[0])]
+    assert len(rows) == len(images) - 1
+    without = tmp_path / "without"
+    list(learn_into(without, images[rows], [labels[row] for row in rows], config=config(weights), device="cpu"))
+    assert_equal(opened(path), opened(without))
+    assert read_manifest(path)["learned_heldout"] == len(samples) - 1
+
+
+def test_a_model_that_did_not_learn_its_held_out_images_does_with_its_next_lesson(
+    tmp_path: Path, weights: Path
+) -> None:
+    path = make(tmp_path / "model", A, config=held(weights))
+    save_model(opened(path).measurable(), tmp_path / "early")  # as the first version with LDA wrote it
+    assert "learned_heldout" not in json.loads(next((tmp_path / "early").rglob("model.json")).read_text())
+    early = opened(tmp_path / "early")
+    assert_equal(early, opened(path).measurable())
+    learn(tmp_path / "early", B)
+    assert_equal(opened(tmp_path / "early"), opened(make(tmp_path / "all", A, B, config=config(weights))))
+
+
+def test_evaluation_counts_held_out_images_as_learned_and_info_says_which_head_predicts(
+    tmp_path: Path, weights: Path, engram: Engram
+) -> None:
+    path = make(tmp_path / "model", A, config=held(weights))
+    told = json.loads(engram("evaluate", path, write_folders(tmp_path / "seen", A, 8), "--json").out)
+    assert told["learned_from"] == 8 * len(A)
+    assert "fitted to all images, 6 held-out ones included" in " ".join(engram("info", path).out.split())
 
 
 def test_undo_restores_every_bit(tmp_path: Path, weights: Path) -> None:

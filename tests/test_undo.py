@@ -22,9 +22,9 @@ import engram.models.store.writer as writer
 from engram import EngramError, IncrementalClassifier, read_manifest, remove_class, remove_images, rename_class, undo
 from engram.contract.exemplars import class_means
 from engram.core.events import Stopped
-from engram.models.edit import save_model
+from engram.models.digests import digest_of, digests_in
+from engram.models.edit import merge_classes, move_images, save_model
 from engram.models.learning import has_learning, learn_into
-from engram.models.split import digest_of, digests_in
 from engram.models.store.codec import open_model
 from helpers import Engram, assert_refused, unpack_archive
 from model_helpers import NAMES, everything, learn, make, opened, pictures, png, same, scores, tiny
@@ -98,7 +98,11 @@ def remove_pictures(path: Path) -> None:
     remove_images(path, kept_of(path, 0)[0][:1])
 
 
-CHANGES = [undo, remove_boat, rename_boat, remove_pictures]
+def move_pictures(path: Path) -> None:
+    move_images(path, kept_of(path, 0)[0][:1], "boat")
+
+
+CHANGES = [undo, remove_boat, rename_boat, remove_pictures, move_pictures]
 
 
 # Undo
@@ -111,6 +115,7 @@ def test_a_lesson_can_be_taken_back(before: Path, after: Path, model: Path) -> N
         "date": told["history"][0]["date"],
         "classes": 3,
         "bytes": pytest.approx(read_manifest(before)["bytes"]["weights"], rel=0.01),
+        "steps": 1,
     }
     assert told["why_no_undo"] is None
     done = undo(model)
@@ -120,7 +125,7 @@ def test_a_lesson_can_be_taken_back(before: Path, after: Path, model: Path) -> N
     ours, theirs = everything(model), everything(before)
     assert {name for name, content in theirs.items() if ours.get(name) != content} <= {"current"}
     assert ours.keys() == theirs.keys()
-    with pytest.raises(EngramError, match="nothing to undo: its last lesson was undone already"):
+    with pytest.raises(EngramError, match="nothing to undo: there was no model before its first lesson"):
         undo(model)
     learn(model, SECOND)
     assert same(opened(model), opened(after)), "and learned again it is the same"
@@ -143,12 +148,50 @@ def test_the_pictures_that_are_kept_are_links(after: Path, tmp_path: Path) -> No
     assert len(set(files)) == 5 * 5
 
 
-def test_one_lesson_is_kept(model: Path) -> None:
+def test_several_changes_are_undone_one_after_the_other(before: Path, after: Path, model: Path) -> None:
     learn(model, NAMES[5:6])
-    assert generations(model) == ["000002", "000003"]
-    assert undo(model).classes == 5
-    with pytest.raises(EngramError, match="nothing to undo"):
+    third = opened(model)
+    remove_class(model, "apple")
+    assert generations(model) == ["000001", "000002", "000003", "000004"]
+    assert read_manifest(model)["undo"]["steps"] == 3
+    done = undo(model)
+    assert (done.what, done.gone, done.back, done.lesson, done.steps) == ("removed", [], ["apple"], 3, 2)
+    assert same(opened(model), third)
+    assert undo(model).gone == ["falcon"]
+    assert same(opened(model), opened(after))
+    done = undo(model)
+    assert (done.gone, done.classes, done.steps) == ([*SECOND], 3, 0)
+    assert same(opened(model), opened(before))
+    assert generations(model) == ["000001"]
+    with pytest.raises(EngramError, match="nothing to undo: there was no model before its first lesson"):
         undo(model)
+
+
+def test_only_the_last_states_are_kept(model: Path) -> None:
+    for number in range(3):
+        rename_class(model, f"boat{number}" if number else "boat", f"boat{number + 1}")
+    assert generations(model) == ["000002", "000003", "000004", "000005"]
+    for _ in range(3):
+        undo(model)
+    assert opened(model).labels[1] == "boat"
+    with pytest.raises(EngramError, match="nothing to undo: the states before this one are not kept any more"):
+        undo(model)
+    learn(model, NAMES[5:6], undo_steps=1)
+    rename_class(model, "boat", "ship")
+    assert read_manifest(model)["undo"]["steps"] == 2
+    for steps in (0, 21):
+        with pytest.raises(EngramError, match="undo_steps must be 1 to 20"):
+            learn(model, NAMES[6:], undo_steps=steps)
+
+
+def test_a_chain_of_states_that_is_too_long_is_damaged(model: Path) -> None:
+    pointer = json.loads((model / "current").read_text())
+    del pointer["checksum"]
+    for _ in range(30):
+        pointer["previous"] = {**pointer["previous"], "previous": pointer["previous"]}
+    (model / "current").write_text(json.dumps(pointer))
+    with pytest.raises(EngramError, match="is damaged"):
+        opened(model)
 
 
 def test_classes_that_were_learned_again_are_what_they_were(after: Path, model: Path) -> None:
@@ -178,13 +221,13 @@ def test_it_need_not_be_kept(model: Path) -> None:
         undo(model)
 
 
-def test_nothing_of_a_removed_class_is_kept(model: Path) -> None:
+def test_nothing_of_a_class_that_was_removed_for_good_is_kept(model: Path) -> None:
     own = {content for name, content in everything(model).items() if "/00001/" in name}
-    remove_class(model, "boat")
+    remove_class(model, "boat", undoable=False)
     assert generations(model) == ["000003"]
     assert not own & set(everything(model).values())
     assert b"boat" not in b"".join(everything(model).values())
-    with pytest.raises(EngramError, match="nothing to undo: something was removed from it since its last lesson"):
+    with pytest.raises(EngramError, match="nothing to undo: something was removed from it for good"):
         undo(model)
     learn(model, NAMES[5:6])
     assert undo(model).gone == ["falcon"]
@@ -206,6 +249,9 @@ def test_what_a_kill_left_of_the_lesson_does_not_come_back(before: Path, tmp_pat
     copy(path / "learning", tmp_path / "learning")
     learn(path, SECOND)
     copy(tmp_path / "learning", path / "learning")  # as a kill after the switch leaves it
+    learn(path, SECOND, known="ignore")  # which is done already
+    assert not has_learning(path)
+    copy(tmp_path / "learning", path / "learning")
     undo(path)
     assert not has_learning(path)
 
@@ -338,6 +384,10 @@ def test_saving_keeps_what_a_lesson_can_go_back_from(model: Path, after: Path) -
     assert same(opened(model), opened(after))
     classifier = IncrementalClassifier.load(model, device="cpu").set_params(epochs=1)
     classifier.partial_fit(images, labels).remove("apple").save(model)
+    assert undo(model).back == ["apple"]
+    assert same(opened(model), opened(after))
+    classifier = IncrementalClassifier.load(model, device="cpu")
+    classifier.remove("apple").save(model, undoable=False)
     assert len(generations(model)) == 1
     with pytest.raises(EngramError, match="something was removed"):
         undo(model)
@@ -433,27 +483,24 @@ def test_a_full_disk_changes_nothing(
 # Rename
 
 
-def test_a_renamed_class_is_the_same_class(after: Path, before: Path, model: Path) -> None:
+def test_a_renamed_class_is_the_same_class(after: Path, model: Path) -> None:
     rename_class(model, "boat", "ship")
     ours, theirs = everything(model), everything(after)
-    for number, name in (("000004", "000002"), ("000003", "000001")):
-        found, kept = files_of(ours, number), files_of(theirs, name)
-        assert found.keys() == kept.keys()
-        assert [file for file in kept if found[file] != kept[file]] == ["model.json"]
-    assert generations(model) == ["000003", "000004"]
-    assert b"boat" not in b"".join(ours.values())
+    found, kept = files_of(ours, "000003"), files_of(theirs, "000002")
+    assert found.keys() == kept.keys()
+    assert [file for file in kept if found[file] != kept[file]] == ["model.json"]
+    assert b"boat" not in found["model.json"]
     old, new = read_manifest(after), read_manifest(model)
     assert [known["label"] for known in new["classes"]] == ["apple", "ship", "camel", *SECOND]
     for known in old["classes"]:
         known["label"] = {"boat": "ship"}.get(known["label"], known["label"])
-    for key in ("classes", "history", "stage_sizes", "config", "bytes", "undo"):
+    for key in ("classes", "history", "stage_sizes", "config", "bytes"):
         assert new[key] == old[key], key
+    done = undo(model)
+    assert (done.what, done.gone, done.back, done.steps) == ("renamed", ["ship"], ["boat"], 1)
+    assert same(opened(model), opened(after))
     assert undo(model).gone == [*SECOND]
-    assert opened(model).labels == ["apple", "ship", "camel"]
-    rename_class(model, "ship", "boat")
-    assert same(opened(model), opened(before))
-    with pytest.raises(EngramError, match="was undone already"):
-        undo(model)
+    assert opened(model).labels == [*FIRST]
 
 
 @pytest.mark.parametrize(
@@ -480,14 +527,15 @@ def test_a_class_may_be_written_otherwise_or_be_of_another_kind(model: Path) -> 
     assert opened(model).labels == ["3", "Boat", ("x", None), *SECOND]
 
 
-def test_a_damaged_state_before_is_not_renamed_but_dropped(model: Path) -> None:
+def test_a_class_is_renamed_whatever_the_state_before(model: Path) -> None:
     damage(model / "generations" / "000001" / "weights.safetensors")
     rename_class(model, "boat", "ship")
-    assert len(generations(model)) == 1
-    assert "before its last lesson was damaged" in read_manifest(model)["why_no_undo"]
-    damage(next((model / "generations").rglob("weights.safetensors")))
+    assert undo(model).back == ["boat"]
     with pytest.raises(EngramError, match=r"weights.safetensors is damaged"):
-        rename_class(model, "ship", "boat")
+        undo(model)
+    damage(model / "generations" / "000002" / "weights.safetensors")
+    with pytest.raises(EngramError, match=r"weights.safetensors is damaged"):
+        rename_class(model, "boat", "ship")
 
 
 # Single images
@@ -607,6 +655,42 @@ def test_exemplars_whose_pixels_were_changed_cannot_be_found(tmp_path: Path) -> 
     assert remove_images(path, [path / "generations/000001/exemplars/00000/00000.png"]).exemplars == {"apple": 1}
 
 
+def test_kept_images_are_moved(after: Path, model: Path) -> None:
+    (exemplars, held), others = kept_of(model, 0), kept_of(model, 1)
+    done = move_images(model, np.concatenate([exemplars[1:2], held[:1], pictures(NAMES[5:6], 1)[0]]), "boat")
+    assert (done.given, done.found) == (3, 2)
+    assert (done.exemplars, done.heldout, done.learned) == ({"apple": 1}, {"apple": 1}, {"apple": 1})
+    assert np.array_equal(kept_of(model, 0)[0], exemplars[[0, 2]])
+    assert np.array_equal(kept_of(model, 1)[0], np.concatenate([others[0], exemplars[1:2]]))
+    assert np.array_equal(kept_of(model, 1)[1], np.concatenate([others[1], held[:1]]))
+    left, was = opened(model), opened(after)
+    assert np.array_equal(scores(left)["cnn"], scores(was)["cnn"])
+    assert left.learner is not None
+    assert left.learner.class_means is not None
+    slow = class_means(left.learner, left.engine)
+    assert slow is not None
+    assert torch.allclose(left.learner.class_means, slow, atol=1e-6)
+    assert digest_of(exemplars[1]) in digests_in(left.classes[1].digests) - digests_in(left.classes[0].digests)
+    learn(model, NAMES[5:6])
+    for _ in range(2):
+        undo(model)
+    assert same(opened(model), was)
+
+
+def test_what_cannot_be_moved_or_merged_is_refused_with_the_way(after: Path, model: Path) -> None:
+    kept = {image.tobytes() for part in kept_of(model, 1) for image in part}
+    other = next(image for image in pictures(("boat",))[0] if image.tobytes() not in kept)
+    with pytest.raises(EngramError, match="kept no copy of 1 of these images"):
+        move_images(model, other[None], "apple")
+    with pytest.raises(EngramError, match="these are all the exemplars of 'apple'"):
+        move_images(model, kept_of(model, 0)[0], "boat")
+    with pytest.raises(EngramError, match="knows no class 'x'"):
+        move_images(model, other[None], "x")
+    with pytest.raises(EngramError, match="afc cannot merge classes that it has learned to tell apart; remove both"):
+        merge_classes(model, "apple", "boat")
+    assert everything(model) == everything(after)
+
+
 def test_images_stay_while_a_lesson_is_in_progress(model: Path) -> None:
     learn(model, NAMES[5:6], stop=lambda: True)
     given = kept_of(model, 0)[1]
@@ -626,8 +710,8 @@ def test_undo_says_what_is_gone(engram: Engram, model: Path, monkeypatch: pytest
     outcome = engram("undo", model)
     expected = f"the last lesson was undone; gone: dingo, easel; back to lesson 1, 3 classes, of {day}\n"
     assert (outcome.status, outcome.out, outcome.err) == (0, expected, "")
-    assert "nothing to undo: its last lesson was undone already" in " ".join(engram("info", model).out.split())
-    assert_refused(engram("undo", model), "nothing to undo: its last lesson was undone already")
+    assert "nothing to undo: there was no model before its first" in " ".join(engram("info", model).out.split())
+    assert_refused(engram("undo", model), "nothing to undo: there was no model before its first lesson")
     assert_refused(engram("undo", "nowhere"), "there is no model at nowhere")
     assert_refused(engram("undo", model, "--quiet", "--json"), "--quiet and --json")
 

@@ -118,6 +118,15 @@ def zipped(value: Any) -> bytes:
     return file.getvalue()
 
 
+def with_pickle(content: bytes) -> bytes:
+    """An archive like those that torch saves, with another pickle in it."""
+    packed = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(zipped(state()))) as plain, zipfile.ZipFile(packed, "w") as out:
+        for name in plain.namelist():
+            out.writestr(name, content if name.endswith("/data.pkl") else plain.read(name))
+    return packed.getvalue()
+
+
 def hostile(kind: str, mark: Path) -> bytes:
     """The content of a hostile file, and what the refusal says of it."""
     good = state()
@@ -138,6 +147,11 @@ def hostile(kind: str, mark: Path) -> bytes:
     if kind == "endless stride":
         return zipped({"conv.weight": torch.zeros(1).expand(10**4, 10**4)})
     return {
+        "a key of tuples in tuples": with_pickle(b"\x80\x02}(" + b")" + b"2\x86" * 60 + b"K\x01u."),
+        "a key of remembered tuples": with_pickle(b"\x80\x02})q\x00" + b"h\x00h\x00\x86q\x00" * 60 + b"K\x01s."),
+        "a key of tuples as a list": with_pickle(b"\x80\x02}" + b"(" + b")" * 200 + b"tK\x01s."),
+        "a deep key": with_pickle(b"\x80\x02})" + b"\x85" * 1_000_000 + b"K\x01s."),
+        "an empty stack": with_pickle(b"\x80\x02}\x86."),
         "code in a pickle": pickle.dumps(Hostile(mark)),
         "code in an archive": zipped({"conv.weight": Hostile(mark)}),
         "code in a legacy file": legacy({"conv.weight": Hostile(mark)}),
@@ -160,6 +174,11 @@ def hostile(kind: str, mark: Path) -> bytes:
         ("code in an archive", "'posix.system', and weights are tensors only"),
         ("code in a legacy file", "'posix.system', and weights are tensors only"),
         ("bytes instead of tensors", "and weights are tensors only"),
+        ("a key of tuples in tuples", "a tuple of more than 100 values"),
+        ("a key of remembered tuples", "a tuple of more than 100 values"),
+        ("a key of tuples as a list", "a tuple of more than 100 values"),
+        ("a deep key", "a tuple of more than 100 values"),
+        ("an empty stack", "damaged pickle"),
         ("safetensors with a 10 GB header", "cut short"),
         ("safetensors with a tensor that is not there", "damaged"),
         ("compressed archive", "compressed"),

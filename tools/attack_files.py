@@ -1,8 +1,8 @@
 """Attacks the files that engram reads: python tools/attack_files.py [--count N] [--seed S] [--only KIND]
 
 Makes small originals with the real commands: a finished run, an unfinished one, one that stopped inside a stage, a
-cache of base stages, a file of results, a paper and a model. Then it damages a copy and runs the commands that read it.
-A case is a fault if a command
+cache of base stages, a file of results, a paper, a model, a model of a pretrained network and one whose lesson stopped
+inside its features. Then it damages a copy and runs the commands that read it. A case is a fault if a command
 
 - prints a traceback or "unexpected error", ends by a signal, takes much memory, or hangs (more CPU time than
   --limit, or none for some seconds);
@@ -44,10 +44,16 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 from PIL import Image
+from safetensors.torch import load, save, save_file
 
-from engram import EngramError, open_run, read_mini, resume
+from engram import EngramError, open_model, open_run, read_mini, resume
 from engram.cli.main import main as engram_main
 from engram.core.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from engram.core.safe_folder import digest
+from engram.experiment import feature_pass
+from engram.models.lesson import CheckpointPolicy
+from engram.models.store.generations import GENERATIONS, MANIFEST, POINTER, pointer_checksum
+from engram.nn.backbones import build_backbone
 from engram.reproduce.records import content_digest
 from engram.runs.reader import config_hash
 
@@ -61,6 +67,9 @@ CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\x80-\x9f]")
 SIZES = {"train": 8, "test": 5}  # images of a class
 TINY = ("--base", "2", "--increment", "2", "--memory", "per_class=2", "--epochs", "1", "--finetune-epochs", "1")
 TINY += ("--batch-size", "16", "--backbone", "resnet10", "--device", "cpu", "--threads", "1")
+# A model of a pretrained network: a lesson takes a fraction of a second, and saves its features every few images.
+STATISTICS = ("--method", "lda", "--backbone", "resnet10", "--image-size", "32", "--holdout", "0.6")
+FEATURE_BATCH = 4
 PAPER = """
 title = "A paper in miniature"
 published = "numbers.json"
@@ -127,6 +136,7 @@ class Outcome:
 def warm_up() -> None:
     """Import all that the commands need."""
     torch.set_num_threads(1)
+    feature_pass.BATCH["cpu"] = FEATURE_BATCH
     os.environ["ENGRAM_COMMIT"] = "attack"  # otherwise each command asks git
     for name in ("run", "list_all", "write_pages", "reproduce", "learn", "info", "predict"):
         importlib.import_module(f"engram.cli.commands.{name}")
@@ -239,6 +249,23 @@ def make_photos(folder: Path, classes: int = 4) -> Path:
     return folder
 
 
+def make_lessons(photos: Path, folder: Path) -> list[Path]:
+    """Divide the classes of `make_photos` into two lessons, and write the weights of a network: weights.safetensors."""
+    backbone = build_backbone("resnet10", torch.Generator().manual_seed(5))
+    folder.mkdir()
+    tensors = {name: value.contiguous() for name, value in backbone.state_dict().items()}
+    save_file(tensors, folder / "weights.safetensors")
+    for number, place in enumerate(sorted((photos / "train").iterdir())):
+        shutil.copytree(place, folder / f"lesson{number // 2 + 1}" / place.name)
+    return [folder / "lesson1", folder / "lesson2"]
+
+
+def learn_arguments(model: object, lesson: Path, *more: object) -> list[object]:
+    """The arguments that teach a model a lesson of `make_lessons`."""
+    first = [*STATISTICS, "--weights", lesson.parent / "weights.safetensors"] if lesson.name == "lesson1" else []
+    return ["learn", model, lesson, *first, "--threads", 1, "--checkpoint-minutes", 0, *more]
+
+
 class Originals:
     """What is attacked: made once, copied for each case."""
 
@@ -317,10 +344,44 @@ class Originals:
         """A model that learned two classes."""
         place = self.root / "model"
         if not place.exists():
-            lesson = self.root / "lesson"
+            lesson = self.root / "two classes"
             for folder in sorted((self.photos / "train").iterdir())[:2]:
                 shutil.copytree(folder, lesson / folder.name)
             self.do("learn", place, lesson, "--quiet", "--backbone", "resnet10", "--epochs", 1, "--threads", 1)
+        return place
+
+    def lessons(self) -> list[Path]:
+        """The folders of two lessons."""
+        place = self.root / "lessons"
+        return [place / "lesson1", place / "lesson2"] if place.exists() else make_lessons(self.photos, place)
+
+    def pretrained(self) -> Path:
+        """A model of a pretrained network that learned two lessons."""
+        place = self.root / "pretrained"
+        if not place.exists():
+            for lesson in self.lessons():
+                self.do(*learn_arguments(place, lesson, "--quiet"))
+        return place
+
+    def lesson(self) -> Path:
+        """The same model, whose second lesson was killed after some features had been saved."""
+        place = self.root / "lesson"
+        if not place.exists():
+            first, second = self.lessons()
+            self.do(*learn_arguments(place, first, "--quiet"))
+            write = CheckpointPolicy.write
+
+            def write_and_end(self: CheckpointPolicy, checkpoint: Checkpoint) -> NoReturn:
+                write(self, checkpoint)
+                os._exit(0)
+
+            def action() -> int:
+                CheckpointPolicy.write = write_and_end
+                return command(*learn_arguments(place, second, "--quiet"))()
+
+            outcome = run_command(action, self.root, self.home, self.log)
+            if outcome.status != 0 or not (place / "learning").exists():
+                raise SystemExit(f"the original could not be made: {outcome}")
         return place
 
 
@@ -390,6 +451,13 @@ def shown_json(arena: Path, outcome: Outcome) -> Numbers:
     for number, line in enumerate(json_lines(outcome.out)):
         found |= flatten(line, str(number))
     return {name: value for name, value in found.items() if not re.search("bytes|created|date|time", name)}
+
+
+def learned_head(arena: Path, outcome: Outcome) -> Numbers:
+    """The weights of the model's head, and the classes that they are of."""
+    model, _ = open_model(arena / "target", "cpu")
+    assert model.learner is not None
+    return flatten(model.learner.network.head.get_parameter("weight").tolist(), f"{len(model.classes)} classes")
 
 
 def nothing(arena: Path, outcome: Outcome) -> Numbers:
@@ -463,6 +531,13 @@ def _predict(photos: Path) -> Reading:
     return Reading("predict", action, shown_json)
 
 
+def _learn(lesson: Path) -> Reading:
+    def action(arena: Path) -> Callable[[], int]:
+        return command(*learn_arguments(arena / "target", lesson, "--json"))
+
+    return Reading("learn", action, learned_head, ("target",))
+
+
 def _results_page(paper: Path) -> Reading:
     def action(arena: Path) -> Callable[[], int]:
         return command("results", "page", arena / "out" / "page.md", arena / "target", "--paper", paper / "paper.toml")
@@ -488,6 +563,8 @@ TARGETS = {
     "results": Target(Originals.results, lambda originals: [MERGE_RUN, _results_page(originals.paper())]),
     "paper": Target(Originals.paper, lambda _: [PLAN, PAGE]),
     "model": Target(Originals.model, lambda originals: [INFO, _predict(originals.photos)]),
+    "pretrained": Target(Originals.pretrained, lambda originals: [INFO, _predict(originals.photos)], Originals.lesson),
+    "lesson": Target(Originals.lesson, lambda originals: [INFO, _learn(originals.lessons()[1])], Originals.pretrained),
 }
 
 
@@ -682,6 +759,8 @@ def signed(target: Path, draw: random.Random, originals: Originals) -> str:
     """Change a checkpoint or a configuration and compute its checksum again."""
     file = some_file(target, draw, (".safetensors", ".json", ".jsonl"))
     where = file.relative_to(target)
+    if where.parts[0] == GENERATIONS:
+        return f"{where}: {_sign_model(target, file, draw)}"
     if file.suffix == ".safetensors":
         try:
             checkpoint = load_checkpoint(file)
@@ -702,6 +781,29 @@ def signed(target: Path, draw: random.Random, originals: Originals) -> str:
     lines[number] = _sign(json.dumps(data))
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return f"{where}: {what}"
+
+
+def _sign_model(target: Path, file: Path, draw: random.Random) -> str:
+    """Change the weights or the model.json of a generation, and compute all checksums above again."""
+    manifest_file, pointer_file = file.parent / MANIFEST, target / POINTER
+    if not manifest_file.exists():  # a picture
+        raise NotApplicable
+    manifest, pointer = json.loads(manifest_file.read_text()), json.loads(pointer_file.read_text())
+    if file == manifest_file:
+        what = edit_plain(manifest, draw)
+    else:
+        tensors = load(file.read_bytes())
+        what = _edit_tensors(tensors, draw)
+        content = save({name: value.contiguous() for name, value in tensors.items()})
+        file.unlink()  # it may be a link to a file of another generation
+        file.write_bytes(content)
+        manifest["files"][file.name] = [len(content), digest(content)]
+    manifest_file.write_text(json.dumps(manifest))
+    for entry in (pointer, pointer.get("previous", {})):
+        if entry.get("generation") == file.parent.name:
+            entry["digest"] = digest(manifest_file.read_bytes())
+    pointer_file.write_text(json.dumps(pointer | {"checksum": pointer_checksum(pointer)}))
+    return what
 
 
 def rename(target: Path, draw: random.Random, originals: Originals) -> str:
@@ -892,9 +994,14 @@ KINDS: dict[str, Callable[[Path, random.Random, Originals], str]] = {
     "delete": delete,
 }
 WEIGHTS = {"edit": 5, "flip": 2, "link": 2, "signed": 2, "rename": 2}  # of the others: 1
-# Papers and models have no checksum that could be computed again here. A paper is named by who runs the command, who
+# Papers have no checksum. A paper is named by who runs the command, who
 # may give a pipe. The time of a cached base stage is set when it is used.
-UNFIT = {"signed": ("paper", "model"), "rename": ("cache", "model"), "fifo": ("paper",), "hard": ("cache",)}
+UNFIT = {
+    "signed": ("paper",),
+    "rename": ("cache", "model", "pretrained", "lesson"),
+    "fifo": ("paper",),
+    "hard": ("cache",),
+}
 
 
 # Cases

@@ -1,4 +1,4 @@
-"""Attacks runs while they train: python tools/attack_processes.py [--kills N] [--terms N] [--interrupts N] [--pairs N]
+"""Attacks runs and lessons while they train: python tools/attack_processes.py [--kills N] [--terms N] ... [--lessons N]
 
 Two runs at once, started by one `engram run`, are
 
@@ -9,8 +9,14 @@ Two runs at once, started by one `engram run`, are
 
 Afterwards the same command must continue them to the result of runs that nobody touched: result.json (without times)
 and every tensor of the last checkpoint, bit for bit. The table says how many attacks landed during training, not before
-the first step or after the last. Each fault is printed with the command that repeats it. The exit status is 1 if there
-is one. Times are random, but not the machine's: the same seed may hit another moment.
+the first step or after the last.
+
+A model of a pretrained network is killed up to three times in each of two lessons. After each kill it must open and be
+the model before or after the lesson; in the end every tensor and picture must be that of a model that nobody touched.
+"In training" are the kills after a checkpoint of its features was saved.
+
+Each fault is printed with the command that repeats it. The exit status is 1 if there is one. Times are random, but not
+the machine's: the same seed may hit another moment.
 """
 
 from __future__ import annotations
@@ -32,10 +38,23 @@ from typing import Any
 
 import torch
 
-from attack_files import TINY, Outcome, command, faults_of, json_lines, make_photos, start, wait, warm_up
-from engram import EngramError
+from attack_files import (
+    TINY,
+    Outcome,
+    command,
+    faults_of,
+    json_lines,
+    learn_arguments,
+    make_lessons,
+    make_photos,
+    start,
+    wait,
+    warm_up,
+)
+from engram import EngramError, open_model
 from engram.cli.main import ELSEWHERE
 from engram.core.checkpoint import load_checkpoint
+from engram.models.store.generations import NoModelYet
 
 ORDERS = ("1", "2")
 EPOCHS = 3  # of a stage
@@ -173,6 +192,8 @@ class ProcessAttack:
         self.expected = whole.directories()
         self.seconds = time.monotonic() - process.began
         self.megabytes = outcome.megabytes
+        self.learned: list[dict[str, torch.Tensor]] = []  # the model after each lesson
+        self.lesson_seconds = 0.0
 
     def carry_out(self, kind: str, number: int) -> Trial:
         """One trial of a kind."""
@@ -274,14 +295,71 @@ class ProcessAttack:
             trial.faults.append(f"two runs in one --out ended with {done}, not one of them with 0 and the other with 2")
         self.finish(trial, runs, *([] if how == "several" else ["resume", runs.out, "--quiet"]))
 
+    def lessons(self, trial: Trial, draw: random.Random, runs: Runs) -> None:
+        """SIGKILL, up to three times in each of two lessons of a model."""
+        folders = self._learn_untouched()
+        model, states = runs.root / "model", [{}, *self.learned]
+        for number, folder in enumerate(folders):
+            arguments = learn_arguments(model, folder, "--quiet")
+            for _ in range(draw.randint(1, 3)):
+                process = runs.begin(*arguments)
+                time.sleep(draw.uniform(0, self.lesson_seconds))
+                saved = (model / "learning" / "state.safetensors").exists()
+                alive = process.send(signal.SIGKILL, group=True)
+                trial.hits += alive
+                trial.in_training += alive and saved
+                self.check(trial, process.end(), (0, -signal.SIGKILL))
+                if not any(same_tensors(model_tensors(model), state) for state in states[number : number + 2]):
+                    trial.faults.append(f"after a kill in {folder.name} the model is neither the old nor the new one")
+            self.check(trial, runs.begin(*arguments).end(), (0,))
+            if not same_tensors(model_tensors(model), states[number + 1]):
+                trial.faults.append(f"{folder.name} was continued to another model")
+            left = [path.name for path in model.iterdir() if path.name not in (".lock", "current", "generations")]
+            trial.faults += [f"{name} is left" for name in left]
+
+    def _learn_untouched(self) -> list[Path]:
+        """Learn the lessons once, without a kill; return their folders."""
+        root = self.root / "lessons"
+        if root.exists():
+            return [root / "lesson1", root / "lesson2"]
+        folders, whole = make_lessons(self.photos, root), Runs(self.root / "whole lessons", self.photos)
+        for folder in folders:
+            process = whole.begin(*learn_arguments(whole.root / "model", folder, "--quiet"))
+            outcome = process.end()
+            if outcome.status != 0:
+                raise SystemExit(f"the lesson that nobody touches fails: {outcome}")
+            self.lesson_seconds = max(self.lesson_seconds, time.monotonic() - process.began)
+            self.learned.append(model_tensors(whole.root / "model"))
+        return folders
+
+
+def model_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a model, its held-out images too; nothing if it has not learned anything yet."""
+    try:
+        model, _ = open_model(path, "cpu")
+    except NoModelYet:
+        return {}
+    except EngramError as error:
+        begun = path.exists() and any((path / name).exists() for name in ("current", "generations", "learning"))
+        return {str(error): torch.zeros(0)} if begun else {}
+    assert model.learner is not None
+    held = {f"heldout.{name}": value for name, value in model.heldout.state_dict().items()}
+    return {**model.learner.state_dict(), **held, "temperatures": torch.tensor(list(model.temperatures.values()))}
+
+
+def same_tensors(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+    """Whether two models have the same tensors, bit for bit."""
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
 
 KINDS: dict[str, Callable[[ProcessAttack, Trial, random.Random, Runs], None]] = {
     "kills": ProcessAttack.kills,
     "terms": ProcessAttack.terms,
     "interrupts": ProcessAttack.interrupts,
     "pairs": ProcessAttack.pairs,
+    "lessons": ProcessAttack.lessons,
 }
-COUNTS = {"kills": 10, "terms": 10, "interrupts": 5, "pairs": 6}
+COUNTS = {"kills": 10, "terms": 10, "interrupts": 5, "pairs": 6, "lessons": 10}
 
 
 def print_table(trials: Sequence[Trial]) -> None:

@@ -216,16 +216,16 @@ class IncrementalClassifier:
             self._adopt(model)
         return self
 
-    def save(self, path: str | Path, *, overwrite: bool = False) -> None:
+    def save(self, path: str | Path, *, overwrite: bool = False, undoable: bool = True) -> None:
         """Save the model into a directory, completely or not at all.
 
         The directory must be new, or the one it was loaded from or saved to, unchanged since. `overwrite` replaces any
-        model.
+        model. undoable: keep what was there for `undo`; False deletes it, for example what was removed.
         """
         with self._lock():
             held = getattr(self, "_place", None)
             expected: Pointer | None = held[1] if held is not None and held[0] == Path(path).resolve() else None
-            pointer = save_model(self._fitted(), path, expected=expected, overwrite=overwrite)
+            pointer = save_model(self._fitted(), path, expected=expected, overwrite=overwrite, undoable=undoable)
             self._place = (Path(path).resolve(), pointer)
 
     @classmethod

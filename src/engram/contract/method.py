@@ -38,8 +38,8 @@ class Method(ABC, Generic[SettingsT]):
     logged_buffers: prefixes of the names of its tensors that are saved with each stage's results.
     image_state: tensors that are kept for each image, by name.
     returning_classes: whether later stages may bring new images of old classes: rows of the pool that are no exemplars.
-    keeps_statistics: whether it keeps statistics of each class from which the head can be computed exactly. Then new
-        images of a known class are added to its statistics, and `remove` takes classes out of the head.
+    keeps_statistics: whether it keeps statistics of each class from which the head can be computed exactly (`solve`).
+        Then new images of a known class are added to its statistics, and `remove` takes classes out of the head.
     unbalanced_memory: whether the memory may hold more exemplars of some classes than of others, or none of a class.
     needs_maps: whether it reads feature maps, so that it needs a backbone that has some.
     needs_pooled_map: whether it needs a backbone whose embedding is the mean of its last map.
@@ -124,10 +124,37 @@ class Method(ABC, Generic[SettingsT]):
         features: (N, D'), the mean of `Head.input_features` over the views. labels: (N,).
         """
 
+    def solve(self, learner: Learner, features: Tensor | None = None, labels: Tensor | None = None) -> None:
+        """Set the head to the solution of the statistics that the method keeps, if it keeps some.
+
+        features, labels: of further images, as for `fit`; they count in this solution and are not kept.
+        """
+
     def remove(self, learner: Learner, labels: Sequence[int]) -> None:
         """Called after classes were removed from the learner (`Learner.drop`), if the method keeps statistics.
 
         labels: their labels before the removal. Now the head has only the rows of the other classes.
+        """
+
+    def merge(self, learner: Learner, label: int, into: int) -> None:
+        """Count the images of a class as images of another, if the method keeps statistics; then `remove` is called."""
+
+    def relabel(self, learner: Learner, features: Tensor, before: Tensor, after: Tensor | None) -> None:
+        """Count images that were learned as images of other classes, exactly; None takes them out of the statistics.
+
+        Called for methods that keep statistics, which may refuse it: then nothing changed. The head is set by `solve`.
+
+        features: (N, D'), as for `fit`. before, after: (N,), labels.
+        """
+        raise EngramError(
+            "its method keeps statistics from which single images cannot be taken out; remove the class, and learn it "
+            "again from the other images"
+        )
+
+    def check_buffers(self, learner: Learner, buffers: Mapping[str, Tensor]) -> None:
+        """Refuse tensors of a saved model that the method cannot have kept, if it keeps statistics.
+
+        They may be damaged, or come from somebody who means harm. learner: as it was saved. buffers: those to check.
         """
 
     def finish(self, learner: Learner, stage: Stage, passes: Passes) -> None:

@@ -28,18 +28,27 @@ def limits(
 
 def check_fields(instance: Any) -> None:
     """Raise an EngramError if a field is outside its `limits` or not among the choices of its Literal annotation."""
-    hints = type_hints(type(instance))
-    for each in fields(instance):
-        value = getattr(instance, each.name)
+    for name, choices, wanted in _checks(type(instance)):
+        value = getattr(instance, name)
         if value is None:
             continue
-        choices = _choices(hints[each.name])
         if choices and value not in choices:
-            raise UnknownNameError(each.name, value, map(str, choices))
-        wanted = {words: limit for words, limit in each.metadata.get("limits", {}).items() if limit is not None}
+            raise UnknownNameError(name, value, map(str, choices))
         if not all(_COMPARISONS[words](value, limit) for words, limit in wanted.items()):
             text = " and ".join(f"{words} {limit:g}" for words, limit in wanted.items())
-            raise EngramError(f"{each.name} must be {text}, got {value}", parameter=each.name, value=value)
+            raise EngramError(f"{name} must be {text}, got {value}", parameter=name, value=value)
+
+
+@cache
+def _checks(cls: type) -> list[tuple[str, tuple[Any, ...], dict[str, float]]]:
+    """Return name, choices and limits of each field of a dataclass that has choices or limits."""
+    hints, found = type_hints(cls), []
+    for each in fields(cls):
+        limits = {words: limit for words, limit in each.metadata.get("limits", {}).items() if limit is not None}
+        choices = _choices(hints[each.name])
+        if choices or limits:
+            found.append((each.name, choices, limits))
+    return found
 
 
 @cache

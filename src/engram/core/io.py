@@ -121,8 +121,13 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write text atomically in UTF-8; characters it cannot encode (from unusual file names) become \\udcXX."""
-    write_bytes(path, text.encode(errors="backslashreplace"))
+    """Write text atomically, as `encoded` returns it."""
+    write_bytes(path, encoded(text))
+
+
+def encoded(text: str) -> bytes:
+    """Return text in UTF-8; characters it cannot encode (from unusual file names) become \\udcXX."""
+    return text.encode(errors="backslashreplace")
 
 
 def remove_temporaries(folder: Path, older_than: float = 0.0) -> None:

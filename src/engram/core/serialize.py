@@ -107,6 +107,10 @@ def convert_setting(cls: type, name: str, item: Any) -> Any:
 
 def _convert(hint: Any, item: Any, label: str) -> Any:
     """Convert a value to an annotated type. Text is parsed as on the command line: "0.1", "true", "a,b", "none"."""
+    if isinstance(hint, type):
+        if not dataclasses.is_dataclass(hint):
+            return _convert_scalar(hint, item, label)
+        return item if isinstance(item, hint) else from_plain(hint, item, label)
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         if type(None) in arguments and (item is None or item == "none"):
@@ -120,8 +124,6 @@ def _convert(hint: Any, item: Any, label: str) -> Any:
             options = ", ".join(str(argument) for argument in arguments)
             raise EngramError(f"{label} must be one of {options}, got {item!r}")
         return item
-    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-        return item if isinstance(item, hint) else from_plain(hint, item, label)
     if origin is tuple:
         if isinstance(item, str):
             item = [part for part in item.split(",") if part]

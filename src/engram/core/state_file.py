@@ -1,7 +1,8 @@
 """Read the tensors of a file from anywhere: safetensors, or a state dict that torch saved. Nothing in it is executed.
 
 A file is refused before anything of its own choice is allocated: a header that is too long, a pickle that names
-anything but tensors, a number larger than the file, a compressed archive. So reading takes a few times the file's size.
+anything but tensors or nests tuples, a number larger than the file, a compressed archive. So reading takes a few times
+the file's size, and a time that grows with it.
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ _NAMED: Final = {
 }
 _SMALL: Final = 2**16  # numbers that are always allowed, such as a version
 _NAMING: Final = {"GLOBAL", "STACK_GLOBAL", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "EXT1", "EXT2", "EXT4"}
+# Values in a tuple, those of tuples inside it included. A tensor has about 20. Python hashes a tuple by visiting all of
+# them, so tuples of tuples as keys of a dictionary would take exponential time, or overflow the stack.
+_TUPLE_VALUES: Final = 100
 _NESTED: Final = ("state_dict", "model")  # where training programs put the state dict in their own dictionary
 
 
@@ -119,7 +123,8 @@ def _read_legacy(content: bytes) -> Any:
 
 
 def _check_pickle(stream: io.BytesIO, size: int) -> None:
-    """Refuse a pickle that names anything but tensors, or a number larger than the file, which no shape of it has."""
+    """Refuse a pickle that names anything but tensors, or has large tuples or a number larger than the file."""
+    tuples = _TupleSizes()
     for operation, argument, position in pickletools.genops(stream):
         if operation.name in _NAMING and argument not in _NAMED:
             what = argument if isinstance(argument, str) else "something"
@@ -128,6 +133,51 @@ def _check_pickle(stream: io.BytesIO, size: int) -> None:
             raise EngramError(f"it claims {str(argument)[:20]} values, more than the file holds")
         if position is not None and position > HEADER_BYTES:
             raise EngramError("its list of tensors is too long")
+        tuples.follow(operation, argument)
+
+
+class _TupleSizes:
+    """Follows the stack of a pickle, without making its objects, and refuses a tuple of too many values."""
+
+    def __init__(self) -> None:
+        self._stack: list[int | None] = []  # values in each object: more than 1 for tuples; None is a mark
+        self._memo: dict[Any, int | None] = {}
+
+    def follow(self, operation: pickletools.OpcodeInfo, argument: Any) -> None:
+        """Carry out an operation."""
+        stack, name = self._stack, operation.name
+        if name in ("MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT"):
+            self._memo[len(self._memo) if argument is None else argument] = self._top(1)[0]
+            return
+        taken, given = len(operation.stack_before), [1] * len(operation.stack_after)
+        parts: list[int | None] = []
+        if pickletools.markobject in operation.stack_before or (name == "POP" and self._top(1) == [None]):
+            while self._top(1)[0] is not None:
+                parts.append(stack.pop())
+            stack.pop()
+            before = operation.stack_before
+            taken = before.index(pickletools.markobject) if pickletools.markobject in before else 0
+        if taken:
+            parts += self._top(taken)
+            del stack[-taken:]
+        if name == "MARK":
+            stack.append(None)
+            return
+        if name in ("GET", "BINGET", "LONG_BINGET"):
+            given = [self._memo.get(argument, 1) or 1]
+        elif name == "DUP":
+            given = [parts[0] or 1] * 2
+        elif name in ("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"):
+            given = [1 + sum(part or 1 for part in parts)]
+            if given[0] > _TUPLE_VALUES:
+                raise EngramError(f"it has a tuple of more than {_TUPLE_VALUES} values, which no tensor needs")
+        stack += given
+
+    def _top(self, count: int) -> list[int | None]:
+        """The last objects on the stack."""
+        if len(self._stack) < count:
+            raise EngramError("it is a damaged pickle")
+        return self._stack[-count:]
 
 
 def _checked(found: Any) -> dict[str, Tensor]:

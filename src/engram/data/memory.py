@@ -285,6 +285,17 @@ class Memory:
         if len(left):
             self._by_label = dict(sorted({**self._by_label, label: left}.items()))
 
+    def move(self, label: int, rows: Tensor, to: int) -> None:
+        """Make these rows of a class's exemplars the last ones of another class."""
+        samples = self._by_label[label]
+        moved = samples[rows]
+        moved = replace(moved, labels=torch.full_like(moved.labels, to))
+        stays = torch.ones(len(samples), dtype=torch.bool)
+        stays[rows] = False
+        there = [self._by_label[to]] if to in self._by_label else []
+        self.keep(label, stays.nonzero().flatten())
+        self._by_label = dict(sorted({**self._by_label, to: Samples.concatenate([*there, moved])}.items()))
+
     def state_dict(self) -> dict[str, Tensor]:
         """The exemplars as tensors."""
         samples = self.samples()

@@ -181,7 +181,7 @@ class ImageStore:
 
     @classmethod
     def from_dataset(cls, train: Any, test: Any = None, **options: Any) -> ImageStore:
-        """Make a store from data sets like torch's, with a length and items (image, label).
+        """Make a store from data sets like torch's, with a length and items (image, label), or of Hugging Face.
 
         An image is a Pillow image, an array, or a tensor with its channels first or last. All have one size.
         options: as for `from_arrays`.

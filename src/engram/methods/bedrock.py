@@ -39,7 +39,8 @@ from engram.contract import (
 from engram.core.errors import EngramError
 from engram.core.memory_limits import check_memory
 from engram.core.rng import generator
-from engram.methods.blocks.closed_form import AveragingNetwork, ridge_weights
+from engram.methods.blocks.closed_form import AveragingNetwork, check_classes, check_tensors, ridge_weights
+from engram.methods.blocks.feature_codes import CENTRES as FEATURE_CENTRES
 from engram.methods.blocks.feature_codes import Codebook, decode, encode, make_codebook
 from engram.methods.blocks.lsc import LSCMethod, LSCSettings
 from engram.nn.backbone import Backbone
@@ -51,6 +52,7 @@ from engram.nn.views import MIRRORED, PLAIN, SHIFTED, View
 ROWS, CLASSES, SIZES = "bedrock.rows", "bedrock.classes", "bedrock.sizes"
 ROTATION, CENTRES = "bedrock.rotation", "bedrock.centres"  # of the codes
 SUMS = "bedrock.sums"  # computed from the rows, and not kept
+TRIED_SIDE = 32  # of the image with which the number of features is found
 LEVELS = 3  # last maps whose statistics are features, beside the embedding
 SCALE, OFFSET = 0.5, 0.5  # spread of the random features' inputs and offsets
 SMALLEST = 1e-6  # spread of a feature; smaller ones are constant
@@ -124,6 +126,23 @@ class BedrockHead(LSCHead):
             )
         if "signs" in state:
             self.expand(state["signs"], state["centre"], state["spread"], state["offset"])
+
+    @torch.no_grad()
+    def check_expanded(self, network: Network) -> int:
+        """Refuse random features that do not fit the features of the network; return the number of these."""
+        image = self.centre.new_zeros(1, 3, TRIED_SIDE, TRIED_SIDE)
+        maps, embedding = network.backbone(image)
+        size = level_features(embedding, maps).shape[1]
+        expected = {
+            "signs": (torch.uint8, (size, math.ceil(self.width / 8))),
+            "centre": (torch.float32, (size,)),
+            "spread": (torch.float32, (size,)),
+            "offset": (torch.float32, (self.width,)),
+        }
+        check_tensors({name: self.get_buffer(name) for name in expected}, expected)
+        if not bool((self.spread > 0).all()):
+            raise EngramError("the spread of its features is not above 0; the model is damaged")
+        return size
 
     def input_features(self, embedding: Tensor, maps: Sequence[Tensor], ends_in_relu: bool) -> Tensor:
         """The features of all levels, of which the embedding is first; while the base stage trains, only that."""
@@ -236,7 +255,30 @@ class Bedrock(LSCMethod[BedrockSettings]):
             held[name] = new if before is None else torch.cat([before, new])
             if name == ROWS and (sums := learner.scratch.get(SUMS)) is not None and sums.rows is before:
                 sums.rows = held[name]
-        self._solve(learner)
+        self.solve(learner)
+
+    def merge(self, learner: Learner, label: int, into: int) -> None:
+        classes = learner.buffers[CLASSES]
+        classes[classes == label] = into
+        learner.scratch.pop(SUMS, None)
+
+    def check_buffers(self, learner: Learner, buffers: Mapping[str, Tensor]) -> None:
+        network, head, known = learner.network, learner.network.head, learner.num_classes
+        assert isinstance(head, BedrockHead)
+        if head.signs is None:
+            return
+        size = head.check_expanded(network)
+        parts = min(self.settings.code_bytes, size)
+        row = (torch.uint8, (-1, parts)) if parts else (torch.float16, (-1, size))
+        expected = {ROWS: row, CLASSES: (torch.int32, (-1,)), SIZES: (torch.int64, (-1,))}
+        if parts:
+            expected[ROTATION] = (torch.float16, (size, size))
+            expected[CENTRES] = (torch.float32, (parts, FEATURE_CENTRES, math.ceil(size / parts)))
+        check_tensors(buffers, expected)
+        check_classes(buffers[CLASSES], len(buffers[ROWS]), known)
+        sizes = buffers[SIZES]
+        if bool((sizes < 0).any()) or int(sizes.sum()) != len(buffers[ROWS]):
+            raise EngramError("the sizes of its stages do not add up to the rows that it keeps; the model is damaged")
 
     @torch.no_grad()
     def remove(self, learner: Learner, labels: Sequence[int]) -> None:
@@ -251,7 +293,7 @@ class Bedrock(LSCMethod[BedrockSettings]):
         held[CLASSES] = classes - torch.searchsorted(gone, classes).to(torch.int32)
         learner.scratch.pop(SUMS, None)
         if learner.num_classes:
-            self._solve(learner)
+            self.solve(learner)
 
     def _expand(self, learner: Learner, features: Tensor) -> None:
         """Draw the random features, for features that are standardised over the images of the base stage."""
@@ -286,11 +328,21 @@ class Bedrock(LSCMethod[BedrockSettings]):
         return standardised * head.spread + head.centre
 
     @torch.no_grad()
-    def _solve(self, learner: Learner) -> None:
-        """Set the head to the ridge regression over all rows."""
+    def solve(self, learner: Learner, features: Tensor | None = None, labels: Tensor | None = None) -> None:
+        """Set the head to the ridge regression over all rows, and over these further images."""
         sums, head = self._sums(learner), learner.network.head
         assert isinstance(head, BedrockHead)
-        head.weight.copy_(ridge_weights(sums.products, sums.targets, self.settings.gamma))
+        products, targets = sums.products, sums.targets
+        if features is not None and labels is not None:
+            products, targets = products.clone(), targets.clone()
+            self._add(head, features, labels.to(features.device), products, targets)
+        head.weight.copy_(ridge_weights(products, targets, self.settings.gamma))
+
+    def _add(self, head: BedrockHead, features: Tensor, labels: Tensor, products: Tensor, targets: Tensor) -> None:
+        """Add features (N, L) to the sums, in place."""
+        random = head.random_features(features).double()
+        products.addmm_(random.T, random)
+        targets.addmm_(F.one_hot(labels, head.capacity).to(random).T, random)
 
     def _sums(self, learner: Learner) -> Sums:
         """The sums over all rows. Those of earlier stages are computed again only if they are not at hand."""
@@ -305,8 +357,6 @@ class Bedrock(LSCMethod[BedrockSettings]):
         rows, classes = held[ROWS].split(sizes), held[CLASSES].long().split(sizes)
         for stage in range(sums.stages, len(sizes)):  # stage by stage: the same bits as if none was at hand
             for part, own in zip(rows[stage].split(CHUNK), classes[stage].split(CHUNK), strict=True):
-                random = head.random_features(self._features(learner, part)).double()
-                sums.products.addmm_(random.T, random)
-                sums.targets.addmm_(F.one_hot(own, head.capacity).to(random).T, random)
+                self._add(head, self._features(learner, part), own, sums.products, sums.targets)
         sums.stages = len(sizes)
         return sums

@@ -1,9 +1,9 @@
-"""Change a model on disk without learning: remove classes or images, rename a class, undo a lesson, save a model."""
+"""Change a model on disk without learning: remove, rename and merge classes, remove and move images, undo, save."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,19 +16,17 @@ from engram.contract.exemplars import unit_means
 from engram.core.errors import EngramError, option, suggest
 from engram.data.memory import Memory
 from engram.data.stage import Samples
-from engram.data.store import some
+from engram.models.digests import digest_of, digests_in
 from engram.models.inputs import are_paths, read_images
 from engram.models.labels import encode_label, group_similar, plain_labels
-from engram.models.model import Model
-from engram.models.split import digest_of, digests_in
+from engram.models.model import LessonRecord, Model, current_time
 from engram.models.store.codec import last_lesson, manifest_of, open_model, open_previous, pack_model, read_manifest
 from engram.models.store.generations import (
-    DAMAGED,
     FILE,
     GENERATIONS,
+    LEFT_OUT,
     REMOVED,
     SAVED,
-    UNDONE,
     WEIGHTS,
     Pointer,
     Snapshot,
@@ -46,17 +44,23 @@ CHANGED_EXEMPLARS = "exemplars.changed"  # buffer of a method that changes the p
 class Undone:
     """Result of `undo`.
 
-    gone: classes that the lesson added.
+    what: the change that was undone: "learned", "removed", "merged", "moved" or "renamed"; empty if the model was so
+        damaged that this is not known.
+    gone: classes that are gone, because the change added them. back: classes that are back.
     again: classes that it learned again, now as they were before.
     classes: number of classes now.
-    lesson, date: number of the last lesson now, and date of the last change before the lesson undone.
+    lesson, date: number of the last lesson now, and date of the last change before the one undone.
+    steps: how many more changes can be undone.
     """
 
+    what: str
     gone: list[Hashable]
+    back: list[Hashable]
     again: list[Hashable]
     classes: int
     lesson: int
     date: str
+    steps: int
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,8 @@ class RemovedImages:
     given, found: number of images given, and of those that the model had.
     exemplars, heldout: number of pictures removed of each class.
     learned: number of digests removed of each class, of images it was trained on.
-    before: some images were found only in the state before the last lesson, which was deleted therefore.
+    before: some images were found only in earlier states. These are deleted whenever something is removed.
+    exact: the model is as if it had never learned these images.
     """
 
     given: int
@@ -75,10 +80,37 @@ class RemovedImages:
     heldout: dict[Hashable, int]
     learned: dict[Hashable, int]
     before: bool = False
+    exact: bool = False
 
 
-def save_model(model: Model, path: str | Path, *, expected: Pointer | None = None, overwrite: bool = False) -> Pointer:
-    """Save the model at that path, which must hold no model or the expected generation; `overwrite` replaces any."""
+@dataclass(frozen=True)
+class MovedImages:
+    """Result of `move_images`.
+
+    given, found: number of images given, and of those that were moved.
+    exemplars, heldout, learned: number of exemplars, of held-out images and of learned images, by the class that they
+        were of.
+    """
+
+    given: int
+    found: int
+    exemplars: dict[Hashable, int]
+    heldout: dict[Hashable, int]
+    learned: dict[Hashable, int]
+
+
+def save_model(
+    model: Model,
+    path: str | Path,
+    *,
+    expected: Pointer | None = None,
+    overwrite: bool = False,
+    undoable: bool = True,
+) -> Pointer:
+    """Save the model at that path, which must hold no model or the expected generation; `overwrite` replaces any.
+
+    undoable: keep the generation that was there for `undo`, if the model was made from it.
+    """
     if model.learner is None:
         raise EngramError("there is nothing to save: the model has not learned anything yet")
     manifest, files = pack_model(model)  # refuses before anything is written
@@ -93,8 +125,9 @@ def save_model(model: Model, path: str | Path, *, expected: Pointer | None = Non
         changes = _changes_since(model, path) if current is not None and current == expected else ["saved"]
         if current is not None and not changes:
             return writer.commit(manifest, files, previous=current.previous, why=current.why)
-        previous = current if set(changes) == {"learned"} else None
-        return writer.commit(manifest, files, previous=previous, why=REMOVED if "removed" in changes else SAVED)
+        if not undoable:
+            return writer.commit(manifest, files, why=REMOVED if "removed" in changes else LEFT_OUT)
+        return writer.commit(manifest, files, previous=None if "saved" in changes else current, why=SAVED)
 
 
 def _changes_since(model: Model, path: str | Path) -> list[str]:
@@ -103,24 +136,24 @@ def _changes_since(model: Model, path: str | Path) -> list[str]:
     return [entry["what"] for entry in now[len(then) :]] if now[: len(then)] == then else ["saved"]
 
 
-def remove_class(path: str | Path, label: Hashable, *more: Hashable, drop_learning: bool = False) -> Model:
-    """Remove one or several classes and their files from the model at that path; return the model.
+def remove_class(
+    path: str | Path, label: Hashable, *more: Hashable, drop_learning: bool = False, undoable: bool = True
+) -> Model:
+    """Remove one or several classes from the model at that path; return the model.
 
-    The state before the last lesson is deleted too, because it contained the class.
+    undoable: keep the state before, which contains the classes, for `undo`. False deletes it and all earlier states, so
+        that nothing of the classes is left in the directory.
     """
     with Writer(path) as writer:
         _refuse_unfinished_lesson(writer, drop=drop_learning)
-        model, _ = open_model(path, "cpu", without=(label, *more))  # their pictures may be damaged
+        model, pointer = open_model(path, "cpu", without=(label, *more))  # their pictures may be damaged
         model.remove((label, *more))
-        writer.commit(*pack_model(model), why=REMOVED)
+        writer.commit(*pack_model(model), previous=pointer if undoable else None, why=REMOVED)
     return model
 
 
 def rename_class(path: str | Path, old: Hashable, new: Hashable, *, drop_learning: bool = False) -> None:
-    """Rename a class of the model at that path, also in the state before the last lesson.
-
-    Refuses a name that another class has, or that is too similar to one.
-    """
+    """Rename a class of the model at that path; refuse a name that another class has, or that is too similar to one."""
     (new,) = plain_labels([new], "new")
     encode_label(new)
     with Writer(path) as writer:
@@ -133,9 +166,7 @@ def rename_class(path: str | Path, old: Hashable, new: Hashable, *, drop_learnin
             files = [(name, partial(snapshot.read, name)) for name in sorted(snapshot.names)]
             return writer.write_generation(manifest_of(snapshot).rename(old, new).to_plain(), files)
 
-        keeps = pointer.previous is not None and _unless_damaged(lambda: open_previous(path)) is not None
-        previous = read_previous(path, renamed) if keeps else None
-        writer.adopt(read_model(path, renamed), previous=previous, why=pointer.why if not pointer.previous else DAMAGED)
+        writer.adopt(read_model(path, renamed), previous=pointer)
 
 
 def _check_names(labels: Sequence[Hashable], old: Hashable, new: Hashable) -> None:
@@ -150,23 +181,31 @@ def _check_names(labels: Sequence[Hashable], old: Hashable, new: Hashable) -> No
 
 
 def undo(path: str | Path, *, drop_learning: bool = False) -> Undone:
-    """Undo the last lesson: restore the model at that path as it was before, atomically."""
+    """Undo the last change, a lesson or another: restore the model at that path as it was before, atomically.
+
+    Several of the last changes can be undone one after the other.
+    """
     with Writer(path) as writer:
         pointer = writer.current()
         before = open_previous(path)  # verifies every file before anything changes
         _refuse_unfinished_lesson(writer, drop=drop_learning)
-        manifest = _unless_damaged(lambda: read_manifest(path)) or {"classes": []}  # must not prevent an undo
-        now = {known["label"]: known["stage"] for known in manifest["classes"]}
+        manifest = _unless_damaged(lambda: read_manifest(path))  # must not prevent an undo
+        now = {} if manifest is None else {known["label"]: known["stage"] for known in manifest["classes"]}
         assert pointer is not None
         assert pointer.previous is not None
         writer.drop_learning()  # a killed process may have left the checkpoint of the lesson that is undone
-        writer.adopt(pointer.previous, why=UNDONE)
+        earlier = pointer.previous
+        writer.adopt(earlier, previous=earlier.previous, why=earlier.why)
     then = {known.label: known.stage for known in before.classes}
+    history = [] if manifest is None else manifest["history"][len(before.history) :]
     return Undone(
+        what="" if manifest is None else history[-1]["what"] if history else "renamed",
         gone=[label for label in now if label not in then],
+        back=[label for label in then if label not in now and manifest is not None],
         again=[label for label, stage in now.items() if then.get(label, stage) != stage],
         classes=len(then),
         **last_lesson(before.history),
+        steps=len(earlier.earlier()),
     )
 
 
@@ -194,7 +233,7 @@ def _refuse_unfinished_lesson(writer: Writer, drop: bool, argument: str = "drop_
 
 
 def remove_images(path: str | Path, images: Any, *, drop_learning: bool = False) -> RemovedImages:
-    """Delete every picture and digest of these images from the model at that path.
+    """Delete every picture and digest of these images from the model at that path, with all its earlier states.
 
     The network keeps what it learned from them in its weights.
 
@@ -219,11 +258,9 @@ def remove_images(path: str | Path, images: Any, *, drop_learning: bool = False)
         gone = {kind: _remove_pictures(memory, pixels) for kind, memory in memories.items()}
         learned = _remove_digests(model, pixels)
         if learned and model.method.keeps_statistics:
-            names = some([str(model.labels[position]) for position in learned])
-            raise EngramError(
-                f"{model.config.method} learned these images of {names} into what it keeps of the class, from which "
-                "single images cannot be taken out; remove the class, and learn it again from the other images"
-            )
+            _relabel(model, learned, None)
+            for position, own in learned.items():
+                model.replace_class(position, images=max(0, model.classes[position].images - len(own)))
         for name in set(own_files.values()):
             gone[name.partition("/")[0]][class_position(name)] += 1
         _refuse_last_exemplars(manifest["classes"], gone[EXEMPLARS], model)
@@ -233,7 +270,7 @@ def remove_images(path: str | Path, images: Any, *, drop_learning: bool = False)
         found = sum(i in own_files or image in there for i, image in enumerate(wanted))
         if any(gone.values()) or noted:
             _recompute_means(model, sorted(gone[EXEMPLARS]))
-            model.measure()
+            model.measure(calibrate=model.method.keeps_statistics and bool(learned))
             writer.commit(*pack_model(model), why=REMOVED)
         elif before:
             writer.adopt(pointer, why=REMOVED)
@@ -241,7 +278,119 @@ def remove_images(path: str | Path, images: Any, *, drop_learning: bool = False)
     exemplars, heldout, digests = (
         {model.labels[position]: number for position, number in sorted(own.items())} for own in counts
     )
-    return RemovedImages(len(wanted), found, exemplars, heldout, digests, before=bool(before))
+    exact = model.method.keeps_statistics
+    return RemovedImages(len(wanted), found, exemplars, heldout, digests, before=bool(before), exact=exact)
+
+
+def merge_classes(path: str | Path, label: Hashable, into: Hashable, *, drop_learning: bool = False) -> Model:
+    """Make the images of a class of the model at that path images of another one; return the model.
+
+    The scores become those of a model that learned all of them as that class. Methods that keep no statistics of each
+    class refuse it.
+    """
+    with Writer(path) as writer:
+        _refuse_unfinished_lesson(writer, drop=drop_learning)
+        model, pointer = open_model(path, "cpu")
+        model.merge(label, into)
+        writer.commit(*pack_model(model), previous=pointer)
+    return model
+
+
+def move_images(path: str | Path, images: Any, to: Hashable, *, drop_learning: bool = False) -> MovedImages:
+    """Make images that the model at that path has learned, or kept, images of another class.
+
+    Held-out images and exemplars become those of the other class. A method that keeps statistics counts images that it
+    learned in the other class instead, exactly, or refuses it. Other methods keep in their weights what they learned
+    from them, and refuse images of which they kept no copy.
+
+    images: as X of the estimator, resized as for learning.
+    """
+    with Writer(path) as writer:
+        _refuse_unfinished_lesson(writer, drop=drop_learning)
+        model, pointer = open_model(path, "cpu")
+        assert model.learner is not None
+        target = model.position(to)
+        own_files, wanted = _read_given(path, pointer, images, model.config.image_size)
+        if CHANGED_EXEMPLARS in model.learner.buffers and len(own_files) < len(wanted):
+            raise EngramError(f"{model.config.method} changes the pixels of its exemplars, so no image can be moved")
+        pixels = set(wanted)
+        if None in pixels:
+            raise EngramError("a picture of the model is damaged and cannot be moved; remove it from the model")
+        memories = {EXEMPLARS: model.learner.memory, HELDOUT: model.heldout}
+        had = [{"exemplars": number} for number in _counts(model.learner.memory, len(model.classes))]
+        moved = {kind: _move_pictures(memory, pixels, target) for kind, memory in memories.items()}
+        kept = {image for own in moved.values() for images in own.values() for image in images}
+        learned = _move_digests(model, pixels, target)
+        if model.method.keeps_statistics:
+            _relabel(model, learned, target)
+        elif lost := [image for images in learned.values() for image in images if image not in kept]:
+            raise EngramError(
+                f"{model.config.method} kept no copy of {len(lost)} of these images, and has learned from them; remove "
+                f"them from the model, and learn them again as more of {str(to)!r}"
+            )
+        exemplars, heldout, digests = (
+            {position: len(images) for position, images in own.items()} for own in (*moved.values(), learned)
+        )
+        _refuse_last_exemplars(had, exemplars, model)
+        found = kept.union(*learned.values())
+        number = sum(image in found for image in wanted)
+        if found:
+            _recompute_means(model, sorted({*exemplars, target} if exemplars else ()))
+            model.history = (*model.history, LessonRecord("moved", current_time(), images=number))
+            model.measure(calibrate=model.method.keeps_statistics)
+            writer.commit(*pack_model(model), previous=pointer)
+    by_label = ({model.labels[place]: own[place] for place in sorted(own)} for own in (exemplars, heldout, digests))
+    return MovedImages(len(wanted), number, *by_label)
+
+
+def _counts(memory: Memory, classes: int) -> list[int]:
+    """Return the number of pictures of each class."""
+    return [len(memory.of(label)) if label in memory.labels else 0 for label in range(classes)]
+
+
+def _move_pictures(memory: Memory, wanted: set[Any], target: int) -> dict[int, list[bytes]]:
+    """Make the pictures with these pixels pictures of the target; return the pixels by the class they were of."""
+    moved: dict[int, list[bytes]] = {}
+    for label in [label for label in memory.labels if label != target]:
+        pixels = [image.numpy().tobytes() for image in memory.of(label).images]
+        rows = [row for row, image in enumerate(pixels) if image in wanted]
+        if rows:
+            moved[label] = [pixels[row] for row in rows]
+            memory.move(label, torch.tensor(rows), target)
+    return moved
+
+
+def _move_digests(model: Model, wanted: set[Any], target: int) -> dict[int, list[bytes]]:
+    """Make learned images with these pixels images of the target; return the pixels by the class they were of."""
+    there = model.classes[target]
+    learned = _remove_digests(model, wanted)
+    learned.pop(target, None)
+    noted = digests_in(there.digests)
+    own = [digest_of(np.frombuffer(image, np.uint8)) for images in learned.values() for image in images]
+    if twice := noted & set(own):
+        raise EngramError(
+            f"{len(twice)} of these images were learned as {str(there.label)!r} too; remove the images from the model, "
+            f"and learn them again as more of {str(there.label)!r}"
+        )
+    for position, images in learned.items():
+        model.replace_class(position, images=max(0, model.classes[position].images - len(images)))
+    model.replace_class(target, images=there.images + len(own), digests=b"".join(sorted(noted.union(own))))
+    return learned
+
+
+def _relabel(model: Model, learned: dict[int, list[bytes]], target: int | None) -> None:
+    """Count learned images, given by their pixels and classes, in the statistics of the target, or of none."""
+    if not learned:
+        return
+    assert model.learner is not None
+    shape = (*model.config.image_size, 3)
+    images = [np.frombuffer(image, np.uint8).reshape(shape) for own in learned.values() for image in own]
+    before = torch.tensor([position for position, own in learned.items() for _ in own])
+    after = None if target is None else torch.full_like(before, target)
+    features = model.features(torch.from_numpy(np.stack(images)))
+    model.method.relabel(model.learner, features, before, after)
+    model.method.solve(model.learner)
+    model.learned_heldout = b""  # `measure` learns them again
 
 
 def _read_given(
@@ -294,13 +443,11 @@ def _remove_digests(model: Model, wanted: set[Any]) -> dict[int, list[bytes]]:
         noted = digests_in(known.digests)
         if own := [pixels for pixels, digest in digests.items() if digest in noted]:
             found[position] = own
-            left = b"".join(sorted(noted - set(digests.values())))
-            changed = replace(known, digests=left)
-            model.classes = (*model.classes[:position], changed, *model.classes[position + 1 :])
+            model.replace_class(position, digests=b"".join(sorted(noted - set(digests.values()))))
     return found
 
 
-def _refuse_last_exemplars(had: list[dict[str, Any]], gone: Counter[int], model: Model) -> None:
+def _refuse_last_exemplars(had: list[dict[str, Any]], gone: Mapping[int, int], model: Model) -> None:
     """Refuse to leave a class without exemplars, which later lessons and NME need."""
     last = [position for position, number in gone.items() if number >= had[position]["exemplars"]]
     if last:
@@ -321,13 +468,14 @@ def _recompute_means(model: Model, positions: list[int]) -> None:
 
 
 def _found_before(path: str | Path, pointer: Pointer, size: tuple[int, int], wanted: set[Any]) -> set[Any]:
-    """Return those of these pixels that the model had before its last lesson; all of them if that is unreadable."""
+    """Return those of these pixels that an earlier state of the model has; all of them if one is unreadable."""
 
     def find(snapshot: Snapshot) -> set[Any]:
         names = sorted(snapshot.names - {WEIGHTS})
         return wanted & {from_png(snapshot.read(name), size, snapshot.path / name).tobytes() for name in names}
 
-    if pointer.previous is None or not wanted:
-        return set()
-    found = _unless_damaged(lambda: read_previous(path, find))
-    return wanted if found is None else found
+    found: set[Any] = set()
+    for each in [pointer, *pointer.earlier()][:-1] if wanted else []:
+        own = _unless_damaged(lambda each=each: read_previous(path, find, each))
+        found |= wanted if own is None else own
+    return found

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from engram.data.decode.image import smaller_side
 from engram.data.decode.prefetch import decode_files
+from engram.models.digests import digest_of
 from engram.models.inputs import file_side
 from engram.models.model import Model
 from engram.models.near_duplicates import SMALLEST, Details, DisjointSets
-from engram.models.split import digest_of
 
 SIDE = 128  # pixels of the pictures that are compared
 TINY = 32  # pixels of the smaller side, without a model; with one, its image size

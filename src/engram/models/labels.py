@@ -86,6 +86,11 @@ def _is_text(text: str) -> bool:
     return True
 
 
+def labels_by_name(labels: Iterable[Hashable]) -> dict[str, Hashable]:
+    """Return the labels by the name of their folder. Of 7 and "7", which share a name, it is the text."""
+    return {str(label): label for label in sorted(labels, key=lambda label: isinstance(label, str))}
+
+
 def label_array(labels: Sequence[Hashable]) -> np.ndarray:
     """Return labels as an array (K,) of strings, integers, floats or booleans; of objects if their types differ."""
     kinds = {type(label) for label in labels}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from inspect import signature
 from pathlib import Path
@@ -14,8 +15,10 @@ from engram.core.checkpoint import Checkpoint
 from engram.core.errors import EngramError, UnknownNameError, option, spelled
 from engram.core.events import Event, Stopped
 from engram.core.serialize import flatten
+from engram.data.arrays import is_dataset, read_dataset
 from engram.data.store import some
 from engram.experiment.learner_config import Device, Precision, take_weights
+from engram.models.from_run import model_from_run
 from engram.models.hold_out import HoldOut
 from engram.models.inputs import LessonImages
 from engram.models.labels import encode_label, in_order, plain_labels
@@ -35,7 +38,14 @@ from engram.models.model import Model
 from engram.models.model_config import ModelConfig, plain_number
 from engram.models.starting_point import starting_point
 from engram.models.store.codec import open_model, pack_model
-from engram.models.store.generations import FIRST, LEARNING, LEFT_OUT, Pointer
+from engram.models.store.generations import (
+    FIRST,
+    LEARNING,
+    LEFT_OUT,
+    MOST_UNDO_STEPS,
+    UNDO_STEPS,
+    Pointer,
+)
 from engram.models.store.writer import STATE, Writer
 
 SHOWN = 3  # differences between an interrupted lesson and the one given now
@@ -44,14 +54,16 @@ SHOWN = 3  # differences between an interrupted lesson and the one given now
 def learn_into(
     path: str | Path,
     images: Any,
-    labels: Any,
+    labels: Any = None,
     *,
     config: ModelConfig | Mapping[str, Any] | None = None,
+    start: str | Path | None = None,
     known: Known = "refuse",
     epochs: int | Literal["auto"] | None = None,
     minutes: float | None = None,
     restart: bool = False,
     undoable: bool = True,
+    undo_steps: int = UNDO_STEPS,
     groups: Sequence[Hashable | None] | None = None,
     near_duplicates: bool = True,
     validate: tuple[Any, Any] | None = None,
@@ -66,17 +78,19 @@ def learn_into(
     the same labels, the only event is LearnedBefore. A lesson that was interrupted continues from its checkpoint if the
     same images are given again; other images are refused.
 
-    images: as X of the estimator, or ImageFiles.
+    images: as X of the estimator, or ImageFiles. A data set of torch or Hugging Face has the labels too.
     config: of a new model, complete or as arguments of `ModelConfig.choose`; what is missing is chosen for the images.
         For files without a method, a network or an option of training, a pretrained network if its weights are here.
         For an existing model, other values than its own are refused.
+    start: directory of a finished run, whose network, classes, exemplars and settings a new model has. Of config, only
+        the validation may be given then.
     known: for images of known classes, "refuse" raises an error, "ignore" leaves them out with a warning, "refresh"
         learns these classes again, from these images and their exemplars.
     epochs: None uses those of the configuration; "auto" chooses by the number of images, unless the settings of the
         configuration name them.
     minutes: instead of epochs; trains as many epochs as fit, estimated from the first steps.
     restart: drop an interrupted lesson.
-    undoable: keep the model as it was before, for `undo`.
+    undoable: keep the model as it was before, for `undo`. undo_steps: how many earlier states to keep.
     groups: a key for each image; images of a class with equal keys are all held out or all learned. None is alone.
     near_duplicates: hold out near-duplicates together, too.
     validate: images and their labels, to be held out instead of a share of the images.
@@ -86,6 +100,12 @@ def learn_into(
         raise EngramError(f"{option('minutes')} must be above 0 and replaces {option('epochs')}; give one of them")
     if known not in ("refuse", "ignore", "refresh"):
         raise EngramError(f"known must be refuse, ignore or refresh, got {known!r}", parameter="known", value=known)
+    if not 1 <= undo_steps <= MOST_UNDO_STEPS:
+        raise EngramError(f"{option('undo_steps')} must be 1 to {MOST_UNDO_STEPS}, got {undo_steps}")
+    if labels is None:
+        if not is_dataset(images):
+            raise EngramError("there are no labels; give one for each image, or a data set of images and labels")
+        images, labels = read_dataset(images, "images")
     epochs, given = plain_number(epochs), plain_labels(labels)
     if groups is not None and len(groups) != len(given):
         raise EngramError(f"{len(given)} images need {len(given)} groups, got {len(groups)}")
@@ -96,11 +116,16 @@ def learn_into(
         base = writer.current()
         training = {"epochs": epochs if epochs != "auto" else None, "minutes": minutes}
         training = {name: value for name, value in training.items() if value is not None}
-        model, start = _model_to_teach(writer, source, len(given), config, training, device, precision)
+        if start is None:
+            model, begun = _model_to_teach(writer, source, len(given), config, training, device, precision)
+        else:
+            model, begun = _model_of_run(writer, start, config, device, precision)
         _refuse_training(model, training)
         source.check_count(len(given), model.config.image_size)
         planned = plan_lesson(model, given, source, known)
         if isinstance(planned, LearnedBefore):
+            with suppress(EngramError):
+                _unfinished(writer, base)
             yield planned
             return
         rows, left_out = planned
@@ -124,8 +149,8 @@ def learn_into(
         if restart:
             writer.drop_learning()
         is_new = base is None and not has_learning(path)
-        if start and is_new:
-            yield LessonNotice(start)
+        if begun and is_new:
+            yield LessonNotice(begun)
         yield LessonRead(len(pixels), seconds, given, model.config if is_new else None)
         yield from label_notices(given, model.labels)
         again = "refresh" if known == "refresh" else "refuse"
@@ -139,7 +164,7 @@ def learn_into(
                 epochs = fit.epochs
         elif epochs == "auto":
             kept = 0 if model.learner is None else len(model.learner.memory)
-            epochs = None if base is None else model.config.lesson_epochs(len(pixels) + kept, device)
+            epochs = None if not model.classes else model.config.lesson_epochs(len(pixels) + kept, device)
         lesson = Lesson(model, pixels, given, LessonOptions(again, epochs), source.names(read), hold_out)
         yield from map(LessonNotice, lesson.notes)
         identity = {"lesson": lesson.fingerprint(), "base": None if base is None else base.digest}
@@ -148,7 +173,7 @@ def learn_into(
             data = identity | {"epochs": epochs, "asked": lesson.request()}
             writer.save_learning(Checkpoint(checkpoint.tensors, checkpoint.data | data))
 
-        resume = _checkpoint_to_resume(writer, identity, lesson)
+        resume = _checkpoint_to_resume(writer, base, identity["lesson"], lesson)
         if resume is not None:
             yield LearningResumed()
         policy = CheckpointPolicy(stop or (lambda: False), save, 60 * checkpoint_minutes)
@@ -157,7 +182,7 @@ def learn_into(
             yield Stopped(lesson.stage.index, lesson.stage.index + 1, "interrupted", str(path))
             return
         why = FIRST if base is None else LEFT_OUT
-        writer.commit(*pack_model(learned), previous=base if undoable else None, why=why)
+        writer.commit(*pack_model(learned), previous=base if undoable else None, why=why, steps=undo_steps)
     yield from forgetting_warnings(learned.history[-1], undoable)
     yield lesson.learned(str(path))
 
@@ -212,6 +237,24 @@ def _model_to_teach(
     return Model(config, device, precision), start
 
 
+def _model_of_run(
+    writer: Writer,
+    start: str | Path,
+    config: ModelConfig | Mapping[str, Any] | None,
+    device: Device,
+    precision: Precision,
+) -> tuple[Model, str]:
+    """Return a new model that is made of a run, and a sentence about it."""
+    if writer.current() is not None:
+        raise EngramError(f"there is a model at {writer.path} already; leave {option('start')} out to teach it more")
+    given = config.to_plain() if isinstance(config, ModelConfig) else config or {}
+    more = [name for name, value in given.items() if value is not None and name != "validation"]
+    if more:
+        raise EngramError(f"a model made of a run has the settings of the run; leave {option(more[0])} out")
+    model = model_from_run(start, device, precision, plain_number(given.get("validation") or 0.0))
+    return model, f"a new model of the run in {start}: {len(model.classes)} classes, {model.config.method}"
+
+
 def _refuse_training(model: Model, training: Mapping[str, Any]) -> None:
     """Refuse options that only training uses, for a method that trains nothing."""
     if training and not with_role(model.config.settings, *MAIN_ROLES):
@@ -244,21 +287,25 @@ def _refuse_changes(ours: ModelConfig, wanted: ModelConfig | Mapping[str, Any], 
 
 def _epochs_of_checkpoint(writer: Writer, base: Pointer | None) -> int | None:
     """Return the epochs of the interrupted lesson, which do not change when it continues; None if there is none."""
-    checkpoint = writer.learning()
-    if checkpoint is None or checkpoint.data.get("base") != (None if base is None else base.digest):
-        return None
-    epochs = checkpoint.data.get("epochs")
+    checkpoint = _unfinished(writer, base)
+    epochs = None if checkpoint is None else checkpoint.data.get("epochs")
     return epochs if isinstance(epochs, int) else None
 
 
-def _checkpoint_to_resume(writer: Writer, identity: dict[str, Any], lesson: Lesson) -> Checkpoint | None:
+def _unfinished(writer: Writer, base: Pointer | None) -> Checkpoint | None:
+    """Return the checkpoint of an unfinished lesson of this generation, or None; delete that of a finished one."""
     checkpoint = writer.learning()
-    if checkpoint is None:
-        return None
-    if checkpoint.data.get("base") != identity["base"]:
+    if checkpoint is not None and checkpoint.data.get("base") != (None if base is None else base.digest):
         writer.drop_learning()  # the lesson was finished, but the process was killed before it deleted this
         return None
-    if checkpoint.data.get("lesson") != identity["lesson"]:
+    return checkpoint
+
+
+def _checkpoint_to_resume(
+    writer: Writer, base: Pointer | None, fingerprint: str | None, lesson: Lesson
+) -> Checkpoint | None:
+    checkpoint = _unfinished(writer, base)
+    if checkpoint is not None and checkpoint.data.get("lesson") != fingerprint:
         raise EngramError(
             f"learning in {writer.path} was interrupted, and these are not the same images, labels and options"
             f"{_differences(checkpoint.data.get('asked'), lesson.request())}; "

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engram.contract import Method
 from engram.contract.learner import Learner
 from engram.contract.settings import with_role
 from engram.core.checkpoint import Checkpoint
@@ -21,7 +22,7 @@ from engram.core.events import Checkpointed, Event, Learned, StageStarted, Warne
 from engram.core.serialize import flatten, to_plain
 from engram.data.stage import Samples, Stage, content_ids
 from engram.data.store import pixel_statistics, some
-from engram.experiment.feature_pass import PHASE, FeaturesTaken
+from engram.experiment.feature_pass import DONE, FEATURES, PHASE, FeaturesTaken
 from engram.experiment.stage_work import PhasePlan, StageWork, StepTaken, TimeEstimate, pack_phase, unpack_phase
 from engram.methods import find_method
 from engram.models.accuracies import balanced_accuracy, plain_accuracy
@@ -241,7 +242,7 @@ class Lesson:
         )
         if self._warning is not None:
             yield Warned(self._warning)
-        at = None if resume is None else _restore(resume, learner, stage, clock)
+        at = None if resume is None else _restore(resume, model.method, learner, stage, clock)
         outlook: TimeEstimate | None = None
         for event in work.train(at):
             if isinstance(event, FeaturesTaken):
@@ -281,6 +282,7 @@ class Lesson:
         """Measure the accuracy on held-out images and add the lesson to the history. epochs: of the main phase."""
         model = self.model
         model.method = self.before.method
+        model.learned_heldout = b""  # the lesson has set the head to the images learned
         model.measure(calibrate=True)
         self._past, now = self._accuracy_before(), {known.label: known.accuracy for known in model.classes}
         lesson = set(self.new)
@@ -320,7 +322,7 @@ class Lesson:
             for label in self.refreshed
             if place_of[label] in heldout.labels
         ]
-        for by, shares in (self.before.accuracy_on(_labelled(parts)) if parts else {}).items():
+        for by, shares in (self.before.measurable().accuracy_on(_labelled(parts)) if parts else {}).items():
             for place, share in shares.items():
                 past[self.before.labels[place]][by] = share
         return past
@@ -375,12 +377,16 @@ def _feature_checkpoint(learner: Learner, phases: int, clock: dict[str, float]) 
     return Checkpoint(learner.state_dict(), {"phases": phases, "clock": clock, "notes": learner.notes})
 
 
-def _restore(checkpoint: Checkpoint, learner: Learner, stage: Stage, clock: dict[str, float]) -> Any:
+def _restore(checkpoint: Checkpoint, method: Method, learner: Learner, stage: Stage, clock: dict[str, float]) -> Any:
     """Load a checkpoint; refuse one that does not fit the lesson."""
     tensors, data = dict(checkpoint.tensors), checkpoint.data
     try:
         at = (int(data["phases"]), None) if "phases" in data else unpack_phase(tensors, data["phase"])
+        statistics = set(learner.buffers)
         learner.load_state_dict(tensors)
+        if statistics:
+            kept = {name: value for name, value in learner.buffers.items() if name not in (FEATURES, DONE)}
+            method.check_buffers(learner, kept)
         if at is None or (
             at[1] is not None and not 0 <= int(at[1].rows.min()) <= int(at[1].rows.max()) < len(stage.pool)
         ):

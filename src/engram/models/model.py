@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from engram.experiment.learner_config import Device, Precision, resolve_device
 from engram.experiment.networks import check_network, make_backbone, make_network
 from engram.methods import find_method
 from engram.models.calibration import fit_temperature
+from engram.models.digests import digests_in, join_digests
 from engram.models.doubt import FEWEST, MOST_CLASSES, Doubt
 from engram.models.model_config import ModelConfig
 from engram.nn.backbone import Backbone
@@ -49,9 +51,10 @@ class KnownClass:
 
 @dataclass(frozen=True)
 class LessonRecord:
-    """An entry of a model's history: a lesson ("learned") or the removal of a class ("removed").
+    """An entry of a model's history: a lesson ("learned"), the removal of a class ("removed"), two classes that became
+    one ("merged"), or images that are of another class now ("moved").
 
-    images: number of images given.
+    images: number of images given, or moved.
     before, after: accuracy on the classes known before and not learned again, in percent, by predictor.
     new: accuracy on all classes of the lesson.
     classes: number of classes of the lesson; 0 if an early version did not record it.
@@ -88,7 +91,9 @@ class Model:
 
     learner: None before the first lesson.
     sizes: number of new classes of each stage since the network was created.
-    heldout: images never trained on, by label.
+    heldout: images that measure the accuracy, by label. A method that keeps statistics learns them after that: the head
+        that predicts has learned all images, and the one that was measured only the others.
+    learned_heldout: digests of the held-out images that the head has learned; empty if it has learned none.
     temperatures: divisor of the logits by predictor, for calibrated confidence; 1 if a predictor has none.
     doubts: what tells strangers from known images, by predictor; empty with too few held-out images.
     device, precision: as requested, possibly "auto".
@@ -107,6 +112,7 @@ class Model:
         self.sizes: tuple[int, ...] = ()
         self.history: tuple[LessonRecord, ...] = ()
         self.heldout = Memory(MemoryConfig("all", 0))
+        self.learned_heldout = b""
         self.temperatures: dict[str, float] = {}
         self.doubts: dict[str, Doubt] = {}
         self.reads_only = False
@@ -167,12 +173,22 @@ class Model:
         other = Model(self.config, self.device, self.precision)
         other.classes, other.sizes, other.history = self.classes, self.sizes, self.history
         other.heldout.load_state_dict(self.heldout.state_dict())
+        other.learned_heldout = self.learned_heldout
         other.temperatures, other.doubts = dict(self.temperatures), dict(self.doubts)
         if self.learner is not None:
             mean, std = self.normalisation
             other.learner = self.make_learner(mean, std, self.learner.network.head.capacity)
             state = {name: value.detach().clone() for name, value in self.learner.state_dict().items()}
             other.learner.load_state_dict(state)
+        return other
+
+    def measurable(self) -> Model:
+        """Return this model with a head that has not learned the held-out images; a copy if this one has."""
+        if not self.learned_heldout:
+            return self
+        other = self.copy()
+        other.method.solve(other._trained())
+        other.learned_heldout = b""
         return other
 
     def refuse_change(self) -> None:
@@ -205,21 +221,25 @@ class Model:
         learner, by = self._trained(), self.predictor(by)
         if not self.classes:
             raise EngramError("the model knows no class; let it learn some")
-        network, read = learner.network, self.engine.inference(learner.network)
-        temperature = self.temperatures.get(by, 1.0)
+        read = self.engine.inference(learner.network)
 
         def calibrated_logits(images: np.ndarray | Tensor) -> Tensor:
             if isinstance(images, np.ndarray):
                 images = torch.from_numpy(np.require(images, requirements=["C", "W"]))
-            logits = predicted_scores(by, learner, ImageOutputs(read.outputs(images)))
-            if by == "cnn":
-                scale = network.head.scale
-                logits = logits * (1.0 if scale is None else scale.detach())
-            elif by == "nme":
-                logits = NME_SHARPNESS * logits
-            return logits.double() / temperature
+            return self._logits(by, ImageOutputs(read.outputs(images)))
 
         return calibrated_logits
+
+    def _logits(self, by: str, outputs: ImageOutputs) -> Tensor:
+        """Return the logits of the probabilities of a predictor, for these outputs of the network."""
+        learner = self._trained()
+        logits = predicted_scores(by, learner, outputs)
+        if by == "cnn":
+            scale = learner.network.head.scale
+            logits = logits * (1.0 if scale is None else scale.detach())
+        elif by == "nme":
+            logits = NME_SHARPNESS * logits
+        return logits.double() / self.temperatures.get(by, 1.0)
 
     def doubt_of(self, by: str | None = None) -> Doubt:
         """Return what tells strangers from known images; refuse if too few images are held out."""
@@ -284,12 +304,49 @@ class Model:
         self.history = (*self.history, *(LessonRecord("removed", current_time()) for _ in positions))
         self.measure(calibrate=self.method.keeps_statistics)  # then the scores are others
 
+    def merge(self, label: Hashable, into: Hashable) -> None:
+        """Make the images of a class images of another, as if they had been learned so. This needs statistics."""
+        position, target = self.position(label), self.position(into)
+        if position == target:
+            raise EngramError(f"{str(into)!r} is the same class; give two classes")
+        if not self.method.keeps_statistics:
+            raise EngramError(
+                f"{self.config.method} cannot merge classes that it has learned to tell apart; remove both, and learn "
+                "their images again in one folder"
+            )
+        one, other = self.classes[position], self.classes[target]
+        if both := len(digests_in(one.digests) & digests_in(other.digests)):
+            raise EngramError(
+                f"{both} images were learned as {str(label)!r} and as {str(into)!r}, and would count twice; remove "
+                f"{str(label)!r}, and learn its other images as more of {str(into)!r}"
+            )
+        learner = self._trained()
+        self.method.merge(learner, position, target)
+        for memory in (learner.memory, self.heldout):
+            if position in memory.labels:
+                memory.move(position, torch.arange(len(memory.of(position))), target)
+        images, digests = one.images + other.images, b"".join(sorted(digests_in(one.digests + other.digests)))
+        self.replace_class(target, images=images, digests=digests)
+        self.drop([position])
+        self.history = (*self.history, LessonRecord("merged", current_time()))
+        self.measure(calibrate=True)
+
+    def replace_class(self, position: int, **changes: Any) -> None:
+        """Change fields of a class."""
+        changed = replace(self.classes[position], **changes)
+        self.classes = (*self.classes[:position], changed, *self.classes[position + 1 :])
+
+    def features(self, images: Tensor) -> Tensor:
+        """Return what the head sees of images (N, H, W, 3), averaged over the views, for a method's statistics."""
+        return ImageOutputs(self.engine.inference(self._trained().network).outputs(images)).features
+
     def drop(self, positions: list[int]) -> None:
         """Drop the classes at these positions; later classes move up."""
         class_state = [name for name, kept in self.method.image_state.items() if kept.per_class]
         self._trained().drop(positions, self.method.class_buffers, class_state)
         if self.method.keeps_statistics:
             self.method.remove(self._trained(), positions)
+            self.learned_heldout = b""
         self.heldout.drop(positions)
         ends = np.cumsum(self.sizes)
         stage_of = [int(np.searchsorted(ends, position, side="right")) for position in positions]
@@ -299,27 +356,39 @@ class Model:
     def measure(self, calibrate: bool = False) -> None:
         """Measure the accuracy of every class on its held-out images.
 
+        If the method keeps statistics, the head is then set to the one that has learned these images too.
+
         calibrate: also fit the temperatures on these images.
         """
         if calibrate:
             self.temperatures = {}
-        samples = self.heldout.samples()
+        learner, samples = self._trained(), self.heldout.samples()
+        if self.learned_heldout:
+            self.method.solve(learner)
+            self.learned_heldout = b""
+        if samples is None or not self.classes:
+            self.doubts = {}
+            self.classes = tuple(replace(known, accuracy={}) for known in self.classes)
+            return
         found: dict[str, dict[int, float]] = {}
         logits: dict[str, Tensor] = {}
-        if samples is not None and self.classes:
-            for by in self.predictors:
-                logits[by] = self.logit_reader(by)(samples.images).cpu()
-                probabilities = refuse_not_finite(logits[by].softmax(dim=1).numpy())
-                found[by] = _accuracy(probabilities, samples)
-                temperature = fit_temperature(probabilities, samples.labels.numpy()) if calibrate else None
-                if temperature is not None:
-                    self.temperatures[by] = temperature
-                    logits[by] /= temperature
-        self.doubts = {} if samples is None else self._fit_doubts(logits, samples.labels)
+        outputs = ImageOutputs(self.engine.inference(learner.network).outputs(samples.images))
+        for by in self.predictors:
+            logits[by] = self._logits(by, outputs).cpu()
+            probabilities = refuse_not_finite(logits[by].softmax(dim=1).numpy())
+            found[by] = _accuracy(probabilities, samples)
+            temperature = fit_temperature(probabilities, samples.labels.numpy()) if calibrate else None
+            if temperature is not None:
+                self.temperatures[by] = temperature
+                logits[by] /= temperature
+        self.doubts = self._fit_doubts(logits, samples.labels)
         self.classes = tuple(
             replace(known, accuracy={by: values[label] for by, values in found.items() if label in values})
             for label, known in enumerate(self.classes)
         )
+        if self.method.keeps_statistics:
+            self.method.solve(learner, outputs.features, samples.labels)
+            self.learned_heldout = join_digests(samples.images.numpy())
 
     def _fit_doubts(self, logits: dict[str, Tensor], labels: Tensor) -> dict[str, Doubt]:
         """Estimate by predictor what known images look like. logits, labels: of the held-out images."""

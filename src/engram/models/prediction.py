@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from engram.data.decode.prefetch import Decoded, decode_stream
+from engram.models.digests import digest_of, digests_in
 from engram.models.doubt import Doubt
 from engram.models.inputs import file_side
 from engram.models.model import Model, refuse_not_finite
-from engram.models.split import digest_of, digests_in
 
 # Pixels in a batch. On a CPU larger batches are slower: tens of megabytes are freed and allocated again each time.
 # On a GPU smaller ones are slower: it finishes them before Python has launched the next one.
@@ -94,6 +94,13 @@ class _PendingBatch:
         return Predicted(self._part.paths, shares, self._part.skipped, found)
 
 
+def best_positions(shares: np.ndarray, count: int) -> np.ndarray:
+    """Return the positions (N, count) of the largest values of each row, largest first; ties in their order."""
+    if count == 1:  # sorting would take longer than everything else
+        return shares.argmax(axis=1, keepdims=True)
+    return np.argsort(-shares, axis=1, kind="stable")[:, :count]
+
+
 def default_batch(model: Model) -> int:
     """Return the number of images per batch that is fastest on the device."""
     height, width = model.config.image_size
@@ -145,7 +152,7 @@ def evaluate_batches(
     position_of = dict(zip(paths, positions, strict=True))
     counts = np.zeros((len(model.classes),) * 2, dtype=np.int64)
     skipped: list[tuple[str, str]] = []
-    trained = digests_in(b"".join(known.digests for known in model.classes))
+    trained = digests_in(b"".join(known.digests for known in model.classes) + model.learned_heldout)
     unknown = any(known.images and not known.digests for known in model.classes)  # a model of an early version
     learned = 0
 

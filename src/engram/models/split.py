@@ -6,7 +6,6 @@ pictures, such as near-duplicates, are within a class.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -18,22 +17,12 @@ from torch import Tensor
 
 from engram.data.memory import Memory
 from engram.data.store import some, stable_permutation
+from engram.models.digests import digest_of, digests_in
 from engram.models.hold_out import HoldOut, group_pictures
 from engram.models.model import Model
 from engram.models.model_config import VALIDATION_LEAST, VALIDATION_MOST
 
-DIGEST_BYTES = 8
 NAMED = 3  # pairs of classes, and files, in a warning
-
-
-def digest_of(image: np.ndarray) -> bytes:
-    """Return a short digest of an image's pixels."""
-    return hashlib.blake2b(image.tobytes(), digest_size=DIGEST_BYTES).digest()
-
-
-def digests_in(joined: bytes) -> frozenset[bytes]:
-    """Return the digests in their concatenation."""
-    return frozenset(joined[at : at + DIGEST_BYTES] for at in range(0, len(joined), DIGEST_BYTES))
 
 
 @dataclass(frozen=True)

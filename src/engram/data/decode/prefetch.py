@@ -9,6 +9,7 @@ import fcntl
 import json
 import os
 import queue
+import select
 import signal
 import subprocess
 import sys
@@ -193,10 +194,13 @@ class Decoders:
 
     The processes end on `close`, or when this process ends. A process that dies is replaced, and the file that killed
     it is reported as unreadable.
+
+    size: side of the squares, if `decode` is given none.
+    seconds: a process that takes longer for one request is killed; None waits for it.
     """
 
-    def __init__(self, count: int, size: int) -> None:
-        self._size = size
+    def __init__(self, count: int, size: int, seconds: float | None = None) -> None:
+        self._size, self._seconds = size, seconds
         with tempfile.TemporaryFile() as file:
             self._lock = os.dup(file.fileno())  # locked by the process that loads a large image
         self._idle: queue.SimpleQueue[subprocess.Popen[bytes]] = queue.SimpleQueue()
@@ -211,7 +215,7 @@ class Decoders:
 
     def _start(self) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, json.dumps([*map(str, sys.path)]), str(self._size), str(self._lock)],
+            [sys.executable, "-c", _PROGRAM, json.dumps([*map(str, sys.path)]), str(self._lock)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -220,22 +224,23 @@ class Decoders:
         self._all.append(process)
         return process
 
-    def decode(self, paths: Sequence[str]) -> DecodedChunk:
+    def decode(self, paths: Sequence[str], size: int | None = None) -> DecodedChunk:
         """Decode files in an idle process."""
+        size = size or self._size
         for _ in range(2):  # twice: the process may have been killed for another reason than these files
-            found = self._try(paths)
+            found = self._try(paths, size)
             if found is not None:
                 return found
         if len(paths) == 1:
-            return np.empty((0, self._size, self._size, 3), dtype=np.uint8), ["the decoder crashes on it"]
-        parts = [self.decode([path]) for path in paths]
+            return np.empty((0, size, size, 3), dtype=np.uint8), ["the decoder crashes on it"]
+        parts = [self.decode([path], size) for path in paths]
         return np.concatenate([images for images, _ in parts]), [reason for _, reasons in parts for reason in reasons]
 
-    def _try(self, paths: Sequence[str]) -> DecodedChunk | None:
+    def _try(self, paths: Sequence[str], size: int) -> DecodedChunk | None:
         """Decode files in an idle process; if it dies, start another one and return None."""
         process = self._idle.get()
         try:
-            return self._request(process, paths)
+            return self._request(process, paths, size)
         except (OSError, ValueError, EOFError):
             process.kill()
             process.wait()
@@ -252,16 +257,21 @@ class Decoders:
         finally:
             self._idle.put(process)
 
-    def _request(self, process: subprocess.Popen[bytes], paths: Sequence[str]) -> DecodedChunk:
+    def _request(self, process: subprocess.Popen[bytes], paths: Sequence[str], size: int) -> DecodedChunk:
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.write(json.dumps(paths).encode() + b"\n")
+        process.stdin.write(json.dumps([size, *paths]).encode() + b"\n")
         process.stdin.flush()
+        if self._seconds is not None:
+            answer = select.poll()
+            answer.register(process.stdout, select.POLLIN)
+            if not answer.poll(1000 * self._seconds):
+                raise EOFError
         line = process.stdout.readline()
         if not line:
             raise EOFError
         reasons = json.loads(line)
-        images = np.empty((reasons.count(None), self._size, self._size, 3), dtype=np.uint8)
+        images = np.empty((reasons.count(None), size, size, 3), dtype=np.uint8)
         if process.stdout.readinto(images.reshape(-1).data) != images.nbytes:  # pyright: ignore[reportAttributeAccessIssue]
             raise EOFError
         return images, reasons
@@ -281,9 +291,9 @@ class Decoders:
 
 
 def serve() -> None:
-    """Run as a decoding process: read lines with lists of paths, write the reasons and the pixels of each list."""
+    """Run as a decoding process: read lines with a size and paths, write the reasons and the pixels of each line."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process decides when to stop
-    size, lock = int(sys.argv[2]), int(sys.argv[3])
+    lock = int(sys.argv[2])
     # Keep the pipe for answers only: what libraries print from here on goes to stderr.
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
@@ -296,7 +306,8 @@ def serve() -> None:
             fcntl.lockf(lock, fcntl.LOCK_UN)
 
     for line in sys.stdin.buffer:
-        images, reasons = decode_chunk(json.loads(line), size, one_at_a_time)
+        size, *paths = json.loads(line)
+        images, reasons = decode_chunk(paths, size, one_at_a_time)
         answers.write(json.dumps(reasons).encode() + b"\n")
         answers.write(images.reshape(-1).data)
         answers.flush()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -42,6 +42,30 @@ class AveragingNetwork(Network):
     @property
     def views(self) -> tuple[View, ...]:
         return self._averaged
+
+
+def check_tensors(buffers: Mapping[str, Tensor], expected: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
+    """Refuse tensors that are not exactly these: dtype and shape by name. A size of -1 in a shape is any."""
+    for name in sorted({*buffers, *expected}):
+        if name not in expected:
+            raise EngramError(f"it holds a tensor {name!r:.80} that its method does not keep; the model is damaged")
+        if name not in buffers:
+            raise EngramError(f"it lacks the tensor {name!r}; the model is damaged")
+        found, (dtype, shape) = buffers[name], expected[name]
+        fits = found.ndim == len(shape) and all(want in (-1, has) for has, want in zip(found.shape, shape, strict=True))
+        if found.dtype != dtype or not fits:
+            kind = str(found.dtype).removeprefix("torch.")
+            raise EngramError(f"its tensor {name!r} is {kind} of {tuple(found.shape)} and does not fit; it is damaged")
+        if not bool(found.isfinite().all()):
+            raise EngramError(f"its tensor {name!r} has values that are not finite; the model is damaged")
+
+
+def check_classes(classes: Tensor, rows: int, known: int) -> None:
+    """Refuse classes that are not one for each kept row, or that the model does not know."""
+    if len(classes) != rows:
+        raise EngramError(f"it keeps {rows} rows and the classes of {len(classes)}; the model is damaged")
+    if rows and not 0 <= int(classes.min()) <= int(classes.max()) < known:
+        raise EngramError(f"it keeps rows of classes that are not among its {known}; the model is damaged")
 
 
 def new_features(learner: Learner, stage: Stage, passes: Passes) -> tuple[Tensor, Tensor]:

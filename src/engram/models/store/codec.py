@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -21,10 +21,20 @@ from engram.core.memory_limits import check_memory
 from engram.data.memory import STATE
 from engram.data.stage import content_ids
 from engram.experiment.learner_config import Device, Precision
+from engram.models.digests import DIGEST_BYTES
 from engram.models.doubt import Doubt
 from engram.models.model import LessonRecord, Model
-from engram.models.store.generations import MANIFEST, WEIGHTS, Pointer, Snapshot, read_model, read_previous
-from engram.models.store.manifest import Manifest
+from engram.models.store.generations import (
+    MANIFEST,
+    POINTER,
+    WEIGHTS,
+    NoModelYet,
+    Pointer,
+    Snapshot,
+    read_model,
+    read_previous,
+)
+from engram.models.store.manifest import Manifest, decode_digests
 from engram.models.store.pictures import EXEMPLARS, HELDOUT, class_position, from_png, picture_name, to_png
 from engram.models.store.writer import File
 
@@ -121,7 +131,7 @@ def open_model(
 
 
 def open_previous(path: str | Path) -> Model:
-    """Open the model as it was before its last lesson, on the CPU; refuse if that was not kept."""
+    """Open the model as it was before its last change, on the CPU; refuse if that was not kept."""
     with _only_engram_errors(path):
         return read_previous(path, lambda snapshot: _unpack(snapshot, "cpu", "auto"))
 
@@ -142,11 +152,22 @@ def manifest_of(snapshot: Snapshot) -> Manifest:
     return Manifest.read(snapshot.content, snapshot.path / MANIFEST)
 
 
+def read_manifest_if_exists(path: Path) -> dict[str, Any] | None:
+    """Return the same as `read_manifest`, or None if there is no model yet."""
+    if not (path / POINTER).exists():
+        return None
+    try:
+        return read_manifest(path)
+    except NoModelYet:
+        return None
+
+
 def read_manifest(path: str | Path) -> dict[str, Any]:
     """Return the content of model.json, checked, with decoded labels; and sizes in bytes.
 
-    digest: changes when anything in the model changes; the number of a generation may be used again. undo: the state
-    that undoing the last lesson would restore.
+    digest: changes when anything in the model changes; the number of a generation may be used again. learned_heldout:
+    number of held-out images that the head has learned after they measured it. undo: the state that undoing the last
+    change would restore; its steps: how many changes can be undone.
     """
 
     def read(snapshot: Snapshot) -> dict[str, Any]:
@@ -163,6 +184,7 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
             "engram": str(snapshot.content.get("engram"))[:40],
             **{key: value for key, value in plain.items() if key != "versions"},
             "history": [asdict(entry) for entry in manifest.history],
+            "learned_heldout": len(decode_digests(manifest.learned_heldout)) // DIGEST_BYTES,
             "bytes": {"weights": _bytes(snapshot, WEIGHTS), **sizes},
             **_undo(path, snapshot),
         }
@@ -178,20 +200,28 @@ def last_lesson(history: Sequence[LessonRecord]) -> dict[str, Any]:
 
 
 def _undo(path: str | Path, snapshot: Snapshot) -> dict[str, Any]:
-    """Describe the state before the last lesson and the bytes that keeping it takes, or why there is none."""
+    """Describe the state that undo restores, the number of earlier states and the bytes that keeping them takes.
+
+    If there is none, the reason.
+    """
+    shared, extra = snapshot.by_checksum(), 0
 
     def read(before: Snapshot) -> dict[str, Any]:
+        nonlocal shared, extra
+        extra += before.extra_bytes(shared)
+        shared = {**shared, **before.by_checksum()}
         manifest = manifest_of(before)
-        return {
-            **last_lesson(manifest.history),
-            "classes": len(manifest.classes),
-            "bytes": before.extra_bytes(snapshot),
-        }
+        return {**last_lesson(manifest.history), "classes": len(manifest.classes)}
 
     try:
-        return {"undo": read_previous(path, read, snapshot.pointer), "why_no_undo": None}
+        undo = read_previous(path, read, snapshot.pointer)
     except EngramError as error:
         return {"undo": None, "why_no_undo": str(error)}
+    earlier = snapshot.pointer.earlier()
+    for pointer in earlier[:-1]:
+        with suppress(EngramError):  # only undo needs them
+            read_previous(path, read, pointer)
+    return {"undo": {**undo, "bytes": extra, "steps": len(earlier)}, "why_no_undo": None}
 
 
 def _bytes(snapshot: Snapshot, prefix: str) -> int:
@@ -209,12 +239,12 @@ def _unpack(
     manifest, weights = manifest_of(snapshot), snapshot.path / WEIGHTS
     model = Model(manifest.config, device, precision)
     model.classes, model.sizes, model.history = manifest.known_classes(), manifest.stage_sizes, manifest.history
-    model.temperatures = manifest.temperatures
+    model.temperatures, model.learned_heldout = manifest.temperatures, decode_digests(manifest.learned_heldout)
     pictures = _picture_names(manifest, snapshot)
     check_memory(2 * snapshot.size(WEIGHTS), f"the weights in {snapshot.path}")
     state = _tensors(snapshot.read(WEIGHTS), weights)
     _check_head(model, state, weights)
-    model.doubts = _doubts(state, len(model.classes))
+    model.doubts = _doubts(model, state, weights)
     kept = _image_state(model, state, sum(entry.exemplars for entry in manifest.classes), weights)
     model.learner = model.make_learner(manifest.mean, manifest.std, len(state["network.head.seen"]))
     teacher = {
@@ -224,10 +254,14 @@ def _unpack(
     }
     try:
         model.learner.load_state_dict({**teacher, **state})
-    except (RuntimeError, KeyError, TypeError, ValueError) as error:
+    except (RuntimeError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise EngramError(
             f"{weights} does not fit the network that {MANIFEST} describes; the model is damaged"
         ) from error
+    try:
+        model.method.check_buffers(model.learner, model.learner.buffers)
+    except EngramError as error:
+        raise EngramError(f"{weights} cannot be used: {error}") from None
     means = model.learner.class_means
     if means is not None and means.shape != (len(model.classes), model.learner.network.backbone.dim):
         raise EngramError(f"{weights} has class means of another shape; the model is damaged")
@@ -284,13 +318,15 @@ def _image_state(model: Model, state: dict[str, Tensor], exemplars: int, path: P
     return kept
 
 
-def _doubts(state: dict[str, Tensor], classes: int) -> dict[str, Doubt]:
+def _doubts(model: Model, state: dict[str, Tensor], path: Path) -> dict[str, Doubt]:
     """Take what tells strangers from known images out of the state, by predictor."""
     parts: dict[str, dict[str, Tensor]] = {}
     for name in [name for name in state if name.startswith(_DOUBT)]:
         by, _, tensor = name.removeprefix(_DOUBT).rpartition(".")
         parts.setdefault(by, {})[tensor] = state.pop(name)
-    return {by: Doubt.from_state(tensors, classes) for by, tensors in parts.items()}
+    if unknown := parts.keys() - set(model.method.predictors):
+        raise EngramError(f"{path} has statistics of a predictor {min(unknown)!r:.40} that the model does not have")
+    return {by: Doubt.from_state(tensors, len(model.classes)) for by, tensors in parts.items()}
 
 
 def _check_head(model: Model, state: dict[str, Tensor], path: Path) -> None:
@@ -312,8 +348,8 @@ def _check_head(model: Model, state: dict[str, Tensor], path: Path) -> None:
             head.widen(dim * (older + 1))
             own = {name.removeprefix(_HEAD): value for name, value in state.items() if name.startswith(_HEAD)}
             head.prepare_for_state(own)
-    except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        raise EngramError(f"the head that {MANIFEST} describes cannot be made ({type(error).__name__})") from None
+    except (RuntimeError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError):
+        raise EngramError(f"{path} does not fit the head that {MANIFEST} describes; the model is damaged") from None
     for name, value in head.state_dict().items():
         found = state.get(f"{_HEAD}{name}")
         if found is None or found.shape != value.shape:

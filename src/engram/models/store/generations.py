@@ -1,9 +1,9 @@
 """A model directory: complete generations, and a small file that names the current one.
 
-    MODEL/current                   current generation and the checksum of its model.json; the same of the previous
-                                    one; a checksum of this file
+    MODEL/current                   current generation and the checksum of its model.json; the same of the earlier
+                                    ones; a checksum of this file
     MODEL/generations/000003/       model.json, weights.safetensors, exemplars/, heldout/
-    MODEL/generations/000002/       the model before the last lesson, for undo
+    MODEL/generations/000002/       the model before the last change, for undo; before that one there may be others
     MODEL/learning/                 checkpoint of a lesson in progress
     MODEL/.lock                     locked by the one process that writes
 
@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,15 +34,17 @@ POINTER_BYTES, MANIFEST_BYTES, WEIGHTS_BYTES, PICTURE_BYTES = 4096, 2**26, 2**34
 ATTEMPTS = 50  # a reader starts again when a writer has replaced the generation
 GENERATION = re.compile(r"\d{6,9}")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
+UNDO_STEPS, MOST_UNDO_STEPS = 3, 20  # earlier states that are kept by default, and at most
 # Why there is nothing to undo: the key in `current`, and the reason in words.
-FIRST, LEFT_OUT, REMOVED, UNDONE, SAVED, DAMAGED = "first", "left out", "removed", "undone", "saved", "damaged"
+FIRST, LEFT_OUT, REMOVED, UNDONE, SAVED, LIMIT = "first", "left out", "removed", "undone", "saved", "limit"
 NOTHING_KEPT = {
     FIRST: "there was no model before its first lesson",
-    LEFT_OUT: "the state before its last lesson was not kept, as asked for",
-    REMOVED: "something was removed from it since its last lesson, and the state before still had that",
-    UNDONE: "its last lesson was undone already, and only one lesson is kept",
+    LEFT_OUT: "the state before was not kept, as asked for",
+    REMOVED: "something was removed from it for good, and the states before still had that",
+    UNDONE: "its last lesson was undone already, and only one was kept",
     SAVED: "it was saved as a whole, replacing the model that was there",
-    DAMAGED: "the state before its last lesson was damaged",
+    LIMIT: "the states before this one are not kept any more",
+    "damaged": "the state before its last lesson was damaged",  # written by early versions
     "": "the version of engram that wrote it kept no earlier state",
 }
 FILE = re.compile(r"weights\.safetensors|(exemplars|heldout)/\d{5}/\d{5,8}\.png")
@@ -62,8 +64,8 @@ class _ChecksumMismatch(MissingFile):
 class Pointer:
     """The content of `current`: the generation's name and the checksum of its model.json.
 
-    previous: the generation that undo restores. why: if there is none, the reason, a key of NOTHING_KEPT. is_verified:
-    `current` has a checksum of itself.
+    previous: the generation that undo restores, with those that further undos restore. why: if there is none, the
+    reason, a key of NOTHING_KEPT. is_verified: `current` has a checksum of itself.
     """
 
     generation: str
@@ -71,6 +73,19 @@ class Pointer:
     previous: Pointer | None = field(default=None, compare=False)
     why: str = field(default="", compare=False)
     is_verified: bool = field(default=True, compare=False)
+
+    def earlier(self) -> list[Pointer]:
+        """Return the earlier generations that are kept, the latest first."""
+        return [] if self.previous is None else [self.previous, *self.previous.earlier()]
+
+    def keeping(self, steps: int) -> Pointer | None:
+        """Return this generation with fewer earlier ones, so that these are that many with it; None for 0."""
+        if not steps:
+            return None
+        if self.previous is None:
+            return self
+        kept = self.previous.keeping(steps - 1)
+        return replace(self, previous=kept, why=LIMIT if kept is None else self.why)
 
 
 class Snapshot:
@@ -96,10 +111,9 @@ class Snapshot:
         """Return the folder of this generation and the name of each file, by the file's checksum."""
         return {checksum: (self.path, name) for name, (_, checksum) in self._files.items()}
 
-    def extra_bytes(self, other: Snapshot) -> int:
-        """Return the bytes of the files that the other generation does not have; shared files are hard links."""
-        theirs = other.by_checksum()
-        return sum(size for size, checksum in self._files.values() if checksum not in theirs)
+    def extra_bytes(self, others: Container[str]) -> int:
+        """Return the bytes of the files whose checksums others do not have; shared files are hard links."""
+        return sum(size for size, checksum in self._files.values() if checksum not in others)
 
     def read(self, name: str) -> bytes:
         """Return the content of a file; refuse it if its checksum does not match."""
@@ -178,8 +192,8 @@ def not_a_model(path: Path) -> EngramError:
     """Return the error for a directory without a model; it says what can be done with a run directory."""
     if (path / RUN).is_file():
         return EngramError(
-            f"{path} is a run directory, not a model: 'engram report {path}' shows its results, and open_run in Python "
-            "opens its trained network"
+            f"{path} is a run directory, not a model: 'engram report {path}' shows its results, and "
+            f"'engram learn MODEL IMAGES --from {path}' makes a model of it"
         )
     return EngramError(f"{path} is not a model directory: it has no file {POINTER!r}")
 
@@ -205,8 +219,16 @@ def read_pointer(folder: Folder) -> Pointer:
         if not is_verified and (data.keys() != {"format", "generation", "digest"} or has_generations(folder.path)):
             raise _damaged(path, "it names no generation")
         raise NoModelYet(f"there is no model at {folder.path} yet: learning its first classes is not finished")
-    previous = Pointer(*_named(data["previous"], path)) if "previous" in data else None
-    return Pointer(*_named(data, path), previous, str(data.get("why", "")), is_verified)
+    return replace(_chain(data, path), is_verified=is_verified)
+
+
+def _chain(data: Any, path: Path, depth: int = 0) -> Pointer:
+    """Return the generation that an entry of `current` names, with the earlier ones."""
+    if depth > MOST_UNDO_STEPS:
+        raise _damaged(path, f"it names more than {MOST_UNDO_STEPS} earlier generations")
+    generation, checksum = _named(data, path)
+    previous = _chain(data["previous"], path, depth + 1) if "previous" in data else None
+    return Pointer(generation, checksum, previous, str(data.get("why", UNDONE if depth else "")))
 
 
 def has_generations(model: Path) -> bool:

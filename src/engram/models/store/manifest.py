@@ -14,10 +14,10 @@ from engram.core.provenance import versions
 from engram.core.serialize import to_plain
 from engram.data.memory import Memory
 from engram.models.calibration import COLDEST, HOTTEST
+from engram.models.digests import DIGEST_BYTES
 from engram.models.labels import decode_label, encode_label
 from engram.models.model import KnownClass, LessonRecord, Model
 from engram.models.model_config import ModelConfig
-from engram.models.split import DIGEST_BYTES
 from engram.runs.checked import Source, checked
 
 MOST_CLASSES, MOST_IMAGES = 30_000, 10**9
@@ -48,20 +48,26 @@ class ClassEntry:
             label = decode_label(self.label)
         except EngramError as error:
             raise EngramError(f"a label cannot be read: {error}") from None
-        try:
-            digests = b64decode(self.digests, validate=True)
-        except ValueError:
-            raise EngramError("the digests of a class cannot be read") from None
-        if len(digests) % DIGEST_BYTES:
-            raise EngramError("the digests of a class cannot be read")
-        return KnownClass(label, self.stage, self.images, self.accuracy, digests)
+        return KnownClass(label, self.stage, self.images, self.accuracy, decode_digests(self.digests))
+
+
+def decode_digests(text: str) -> bytes:
+    """Return the digests in a text in base64."""
+    try:
+        digests = b64decode(text, validate=True)
+    except ValueError:
+        raise EngramError("the digests of its images cannot be read") from None
+    if len(digests) % DIGEST_BYTES:
+        raise EngramError("the digests of its images cannot be read")
+    return digests
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """The content of model.json, without its format and its list of files.
 
-    mean, std: normalisation of the three channels. versions: of the packages that the model was written with.
+    mean, std: normalisation of the three channels. learned_heldout: digests of the held-out images that the head has
+    learned after they measured it, in base64. versions: of the packages that the model was written with.
     """
 
     config: ModelConfig
@@ -71,6 +77,7 @@ class Manifest:
     classes: tuple[ClassEntry, ...]
     stage_sizes: tuple[int, ...]
     temperatures: dict[str, float] = field(default_factory=dict)
+    learned_heldout: str = ""
     history: tuple[LessonRecord, ...]
     versions: dict[str, Any] = field(default_factory=dict)
 
@@ -88,6 +95,7 @@ class Manifest:
             raise EngramError(f"the sizes of the stages do not add up to its {len(self.classes)} classes")
         if any(known.stage >= len(self.history) for known in self.classes):
             raise EngramError("it has a class of a lesson that is not in its history")
+        decode_digests(self.learned_heldout)
         if not all(COLDEST <= value <= HOTTEST for value in self.temperatures.values()):
             raise EngramError(f"a temperature is not between {COLDEST} and {HOTTEST}")
 
@@ -115,6 +123,7 @@ class Manifest:
             ),
             stage_sizes=model.sizes,
             temperatures=model.temperatures,
+            learned_heldout=b64encode(model.learned_heldout).decode(),
             history=model.history,
             versions=versions(),
         )
@@ -142,7 +151,8 @@ class Manifest:
             }
             for entry in to_plain(self.history)
         ]
-        return to_plain(self) | {"history": history}
+        plain = to_plain(self) | {"history": history}
+        return {name: value for name, value in plain.items() if value or name != "learned_heldout"}
 
     def known_classes(self) -> tuple[KnownClass, ...]:
         """Return the classes with their labels and digests decoded."""

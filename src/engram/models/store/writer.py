@@ -39,6 +39,7 @@ from engram.models.store.generations import (
     MANIFEST_BYTES,
     POINTER,
     RUN,
+    UNDO_STEPS,
     NoModelYet,
     Pointer,
     Snapshot,
@@ -114,16 +115,27 @@ class Writer:
             raise not_a_model(self.path) from None
 
     def commit(
-        self, manifest: dict[str, Any], files: Iterable[File], *, previous: Pointer | None = None, why: str = ""
+        self,
+        manifest: dict[str, Any],
+        files: Iterable[File],
+        *,
+        previous: Pointer | None = None,
+        why: str = "",
+        steps: int | None = None,
     ) -> Pointer:
         """Write a generation and make it the current one.
 
-        previous: the generation to keep for undo. why: the reason if there is none, a key of NOTHING_KEPT.
+        previous: the generation to keep for undo, with those before it. why: the reason if there is none, a key of
+        NOTHING_KEPT. steps: how many of these to keep; None keeps as many as there were, and at least UNDO_STEPS.
         """
-        return self.adopt(self.write_generation(manifest, files), previous=previous, why=why)
+        return self.adopt(self.write_generation(manifest, files), previous=previous, why=why, steps=steps)
 
-    def adopt(self, generation: Pointer, *, previous: Pointer | None = None, why: str = "") -> Pointer:
-        """Make a written generation the current one, atomically."""
+    def adopt(
+        self, generation: Pointer, *, previous: Pointer | None = None, why: str = "", steps: int | None = None
+    ) -> Pointer:
+        """Make a written generation the current one, atomically; the arguments are those of `commit`."""
+        if previous is not None:
+            previous = previous.keeping(max(UNDO_STEPS, len(previous.earlier())) if steps is None else steps)
         pointer = replace(generation, previous=previous, why=why)
         try:
             self._switch(pointer)
@@ -182,10 +194,6 @@ class Writer:
     def _switch(self, pointer: Pointer | None) -> None:
         """Replace `current` atomically; None: there is no model yet."""
         data: dict[str, Any] = {"format": FORMAT, **_pointer_entry(pointer)}
-        if pointer is not None and pointer.previous is not None:
-            data["previous"] = _pointer_entry(pointer.previous)
-        elif pointer is not None and pointer.why:
-            data["why"] = pointer.why
         text = json.dumps({**data, "checksum": pointer_checksum(data)})
         temporary = self.path / f".{POINTER}{TEMPORARY}"
         with writing(self.path / POINTER):
@@ -271,15 +279,20 @@ def clean_up_model(path: str | Path) -> None:
 
 
 def _named_by(pointer: Pointer | None) -> list[Pointer]:
-    """Return the generations that `current` names: the current one, and the previous one if it is kept."""
-    return [each for each in (pointer, pointer and pointer.previous) if each is not None]
+    """Return the generations that `current` names: the current one, and the earlier ones that are kept."""
+    return [] if pointer is None else [pointer, *pointer.earlier()]
 
 
-def _pointer_entry(pointer: Pointer | None) -> dict[str, str | None]:
-    """Return a generation as an entry of `current`."""
+def _pointer_entry(pointer: Pointer | None) -> dict[str, Any]:
+    """Return a generation as an entry of `current`, with the earlier ones."""
     if pointer is None:
         return {"generation": None, "digest": None}
-    return {"generation": pointer.generation, "digest": pointer.digest}
+    entry: dict[str, Any] = {"generation": pointer.generation, "digest": pointer.digest}
+    if pointer.previous is not None:
+        entry["previous"] = _pointer_entry(pointer.previous)
+    elif pointer.why:
+        entry["why"] = pointer.why
+    return entry
 
 
 def refuse_other_directory(path: Path) -> None:
