@@ -1,0 +1,1 @@
+"""`engram serve`: models over HTTP, for the page in `page/` and for programs."""

@@ -1,0 +1,241 @@
+"""Predictions for many requests at once: images of all requests that wait are predicted in one batch."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from engram.core.errors import EngramError
+from engram.data.decode.image import Images
+from engram.data.decode.prefetch import Decoders
+from engram.models.inputs import file_side
+from engram.models.model import Model, refuse_not_finite
+from engram.models.prediction import default_batch
+from engram.models.store.generations import Pointer
+from engram.serve.counters import Metrics
+from engram.serve.limits import Limits, busy
+
+UNKNOWN_RATE = 0.05
+
+
+@dataclass(frozen=True, eq=False)
+class Generation:
+    """A model that is open for prediction, and the generation it was read from."""
+
+    name: str
+    model: Model
+    pointer: Pointer
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Names of the classes, in the order of the scores."""
+        return [str(label) for label in self.model.labels]
+
+    @cached_property
+    def side(self) -> int:
+        """Side that images are resized to."""
+        return file_side(self.model.config.image_size)
+
+    @cached_property
+    def read(self) -> Callable[[np.ndarray], torch.Tensor]:
+        """From images to the logits of the method's predictor."""
+        return self.model.logit_reader()
+
+    @property
+    def can_doubt(self) -> bool:
+        """Whether the model can tell unknown images."""
+        return bool(self.model.classes) and self.model.predictor(None) in self.model.doubts
+
+    def threshold(self, rate: float | None) -> float | None:
+        """Return the familiarity below which an image is unknown; None if it is not asked for."""
+        return None if rate is None else self.model.doubt_of().threshold(rate)
+
+    def default_rate(self) -> float | None:
+        """Return the rate for requests that give none; None if the model cannot tell unknown images."""
+        try:
+            self.threshold(UNKNOWN_RATE)
+        except EngramError:
+            return None
+        return UNKNOWN_RATE
+
+
+@dataclass(frozen=True, eq=False)
+class Answers:
+    """Predictions of some images: probabilities (N, K), familiarity (N,) and unit embeddings (N, D) if asked for."""
+
+    shares: np.ndarray
+    familiarity: np.ndarray | None
+    embedding: np.ndarray | None
+
+
+@dataclass(eq=False)
+class _Job:
+    generation: Generation
+    images: Images
+    doubt: bool
+    embed: bool
+    loop: asyncio.AbstractEventLoop
+    future: asyncio.Future[Answers] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.future = self.loop.create_future()
+
+    def answer(self, found: Answers | Exception) -> None:
+        """Set the result, in the thread of the event loop."""
+        if self.future.done():  # the client has gone
+            return
+        if isinstance(found, Exception):
+            self.future.set_exception(found)
+        else:
+            self.future.set_result(found)
+
+
+class Batcher:
+    """One thread that predicts whatever waits, up to a full batch at a time."""
+
+    def __init__(self, limits: Limits, metrics: Metrics) -> None:
+        self._limit, self._metrics = limits.waiting_images, metrics
+        self._jobs: deque[_Job] = deque()
+        self._waiting = 0
+        self._wake = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="predict", daemon=True)
+        self._thread.start()
+
+    @property
+    def waiting(self) -> int:
+        """Number of images that are not answered yet."""
+        return self._waiting
+
+    @contextmanager
+    def admit(self, images: int) -> Iterator[None]:
+        """Count images of a request until it is answered; refuse them if too many wait already."""
+        with self._wake:
+            if self._waiting and self._waiting + images > self._limit:
+                raise busy(f"{self._waiting} images wait for a prediction already; try again")
+            self._waiting += images
+        try:
+            yield
+        finally:
+            with self._wake:
+                self._waiting -= images
+
+    async def predict(self, generation: Generation, images: Images, doubt: bool, embed: bool) -> Answers:
+        """Return the predictions of some images, which were admitted."""
+        job = _Job(generation, images, doubt, embed, asyncio.get_running_loop())
+        with self._wake:
+            self._jobs.append(job)
+            self._wake.notify()
+        return await job.future
+
+    def close(self) -> None:
+        """End the thread after the jobs that wait."""
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        self._thread.join()
+
+    def _take(self) -> list[_Job]:
+        """Wait for jobs; return those of the same generation that make a batch, in their order. None: closed."""
+        with self._wake:
+            while not self._jobs and not self._closed:
+                self._wake.wait()
+            if not self._jobs:
+                return []
+            first = self._jobs[0].generation
+            room, taken, left = default_batch(first.model), [], deque[_Job]()
+            for job in self._jobs:
+                if job.generation is first and (not taken or len(job.images) <= room):
+                    taken.append(job)
+                    room -= len(job.images)
+                else:
+                    left.append(job)
+            self._jobs = left
+            return taken
+
+    def _run(self) -> None:
+        while jobs := self._take():
+            try:
+                found: list[Answers | Exception] = [*_predict(jobs)]
+                self._metrics.batch(jobs[0].generation.name, sum(len(job.images) for job in jobs))
+            except Exception as error:  # each request gets it; the thread goes on
+                found = [error] * len(jobs)
+            by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Job, Answers | Exception]]] = {}
+            for job, each in zip(jobs, found, strict=True):
+                by_loop.setdefault(job.loop, []).append((job, each))
+            for loop, pairs in by_loop.items():
+                if not loop.is_closed():
+                    loop.call_soon_threadsafe(_deliver, pairs)
+
+
+def _deliver(pairs: list[tuple[_Job, Answers | Exception]]) -> None:
+    for job, found in pairs:
+        job.answer(found)
+
+
+def _predict(jobs: Sequence[_Job]) -> list[Answers]:
+    generation = jobs[0].generation
+    model, batch = generation.model, default_batch(generation.model)
+    images = np.concatenate([job.images for job in jobs]) if len(jobs) > 1 else jobs[0].images
+    logits = torch.cat([generation.read(images[at : at + batch]) for at in range(0, len(images), batch)])
+    shares = refuse_not_finite(logits.softmax(dim=1).cpu().numpy())
+    familiarity = None
+    if any(job.doubt for job in jobs):
+        familiarity = model.doubt_of().familiarity_of(logits).cpu().numpy()
+    answers: list[Answers] = []
+    at = 0
+    for job in jobs:
+        own = slice(at, at + len(job.images))
+        at = own.stop
+        embedding = unit_embeddings(model, job.images) if job.embed else None
+        answers.append(
+            Answers(shares[own], familiarity[own] if familiarity is not None and job.doubt else None, embedding)
+        )
+    return answers
+
+
+def unit_embeddings(model: Model, images: np.ndarray) -> np.ndarray:
+    """Return the embeddings (N, D) of images with length 1."""
+    assert model.learner is not None
+    tensor = torch.from_numpy(np.require(images, requirements=["C", "W"]))
+    return F.normalize(model.engine.embed(model.learner.network, tensor).float(), dim=1).cpu().numpy()
+
+
+class DecoderPool:
+    """Decodes files of requests in processes that may die of them."""
+
+    def __init__(self, limits: Limits, workers: int | None = None) -> None:
+        count = workers or min(16, max(2, os.cpu_count() or 1))
+        self._decoders = Decoders(count, 32, limits.decode_seconds)
+        self._threads = ThreadPoolExecutor(count, "decode")
+
+    async def decode(self, paths: Sequence[Path], size: int) -> list[Images | str]:
+        """Return the central square of each image, or the reason why it cannot be read."""
+        loop = asyncio.get_running_loop()
+        chunks = [paths[at : at + 4] for at in range(0, len(paths), 4)]
+        tasks = [loop.run_in_executor(self._threads, self.decode_now, chunk, size) for chunk in chunks]
+        return [each for found in await asyncio.gather(*tasks) for each in found]
+
+    def decode_now(self, paths: Sequence[Path], size: int) -> list[Images | str]:
+        """Decode in the calling thread."""
+        images, reasons = self._decoders.decode([str(path) for path in paths], size)
+        read = iter(images)
+        return [next(read) if reason is None else reason for reason in reasons]
+
+    def close(self) -> None:
+        """End the processes."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._decoders.close()
+        self._threads.shutdown()
