@@ -38,6 +38,7 @@ pages: setup
 	$(BIN)/engram results page docs/reproduction.md results
 	$(BIN)/engram results summary src/engram/reproduce/papers/measured.json results
 	$(BIN)/python tools/compare_methods.py docs/methods/compared.md results
+	$(BIN)/python tools/compare_bench.py docs/bench.md results
 	$(BIN)/python tools/fill_cards.py docs/methods results
 
 clean:

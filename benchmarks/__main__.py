@@ -16,6 +16,7 @@ from rich.console import Console
 
 from benchmarks.after import after_tables, measure_after
 from benchmarks.against import measure_plain, plain_tables
+from benchmarks.augmented import augmented_tables, measure_augmented
 from benchmarks.ground import Ground
 from benchmarks.growth import growth_tables, measure_growth
 from benchmarks.kernels import kernels_tables, measure_kernels
@@ -32,6 +33,7 @@ Results = dict[str, Any]
 PARTS: dict[str, tuple[Callable[[Ground, Results], Results], Callable[[Results], list[Table]]]] = {
     "step": (lambda ground, _: measure_step(ground), step_tables),
     "plain": (lambda ground, done: measure_plain(ground, _measured(done, "step")), plain_tables),
+    "augmented": (lambda ground, _: measure_augmented(ground), augmented_tables),
     "after": (lambda ground, _: measure_after(ground.scale), after_tables),
     "growth": (lambda ground, _: measure_growth(ground.scale), growth_tables),
     "methods": (lambda ground, _: measure_methods(ground.scale), methods_tables),

@@ -71,7 +71,7 @@ CASES = """
 swap:cache:0:1 fifo:cache:0:1 signed:cache:1:1 swap:unfinished:1:1 edit:inside:2:2 signed:inside:4:1 link:unfinished:4:1
 rename:finished:3:1 rename:paper:2:1 edit:paper:0:2 edit:finished:42:2 fifo:results:0:1 link:results:4:1
 edit:results:20:8 rename:finished:0:8 edit:cache:41:11 edit:finished:41:11 edit:finished:44:11 edit:results:60:11
-hard:unfinished:1:1 hard:unfinished:2:1
+hard:unfinished:1:1 hard:unfinished:2:1 edit:lesson:0:1 signed:lesson:0:1 signed:pretrained:0:1
 """
 
 
@@ -82,9 +82,9 @@ def test_damaged_files_are_refused_or_give_the_same_numbers(tmp_path: Path) -> N
 
 
 def test_killed_and_interrupted_runs_continue_to_the_same_result(tmp_path: Path) -> None:
-    numbers = ["--kills", "1", "--terms", "1", "--interrupts", "0", "--pairs", "1"]
+    numbers = ["--kills", "1", "--terms", "1", "--interrupts", "0", "--pairs", "1", "--lessons", "1"]
     found = attack(TOOLS / "attack_processes.py", *numbers, "--seed", "1", cwd=tmp_path)
-    assert "3 attacks in" in found
+    assert "4 attacks in" in found
 
 
 def test_the_scripts_notice_what_goes_wrong(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import __main__ as command
-from benchmarks import against, report
+from benchmarks import against, augmented, report
 from benchmarks.after import summarise_after
 from benchmarks.against import measure_plain
 from benchmarks.ground import KINDS, Ground, Kind
@@ -334,10 +334,14 @@ def test_growth_sees_which_part_grows_with_the_square() -> None:
 
 @pytest.mark.filterwarnings(FORKING)
 def test_every_part_runs_and_says_where_its_numbers_come_from(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "benchmark.json"
     arguments = ["--quick", "--device", "cpu", "--commit", "abc123", "--out", str(out)]
+    for changes in augmented.POLICIES.values():
+        replace(Augmentation(), **changes)  # all are known; measuring one of them with all it can have is enough
+    few = {name: augmented.POLICIES[name] for name in (augmented.PLAIN, "trivial, cutout")}
+    monkeypatch.setattr(augmented, "POLICIES", few)
     assert command.main(arguments) == 0
     assert multiprocessing.active_children() == []  # the plain loop's workers have ended
     record = json.loads(out.read_text())
@@ -355,6 +359,7 @@ def test_every_part_runs_and_says_where_its_numbers_come_from(
     assert all(part["seconds"] > 0 for part in parts.values())
     check_steps(parts["step"], parts["plain"])
     check_runs(parts["after"], parts["growth"])
+    assert list(parts["augmented"]) == [*few, "seconds"]
     assert list(parts["methods"]["methods"]) == ["afc", "bic"]
     assert all(found["stage_ms"] > 0 and found["seconds"]["all"] > 0 for found in parts["methods"]["methods"].values())
     assert "correct" in parts["methods"]["methods"]["bic"]["phases"]

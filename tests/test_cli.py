@@ -194,6 +194,14 @@ def test_the_help_names_the_default_method(engram: Engram) -> None:
     assert f"or {DEFAULT_METHOD})" in engram("learn", "--help").out
 
 
+def test_completion_scripts_have_commands_and_flags(engram: Engram) -> None:
+    for shell in ("bash", "zsh"):
+        printed = engram("--print-completion", shell)
+        assert (printed.status, printed.err) == (0, "")
+        assert all(word in printed.out for word in ("reproduce", "--image-size", "engram"))
+    assert_refused(engram("--print-completion", "fish"), "needs the name of a shell: bash, zsh")
+
+
 def test_version(engram: Engram) -> None:
     assert engram("--version").out.startswith("engram 0.")
 
@@ -858,7 +866,7 @@ def test_ctrl_c_while_the_program_exits_prints_no_traceback() -> None:
 
 
 def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
-    with start("list", "datasets", cwd=tmp_path) as process:
+    with start("--version", cwd=tmp_path) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.close()
@@ -1115,7 +1123,7 @@ def test_demo_compares_four_methods_and_writes_the_report(
         return recipe(name).with_settings(train__epochs=1, finetune__epochs=1)
 
     whole = read_mini()
-    parts = ((part.images[::20, ::2, ::2], part.class_ids[::20]) for part in (whole.train, whole.test))
+    parts = ((part.images[::50, ::2, ::2], part.class_ids[::50]) for part in (whole.train, whole.test))
     few = ImageStore.from_arrays(*chain(*parts), class_names=whole.class_names, name="mini")
     monkeypatch.setattr("engram.cli.commands.demo.load_store", lambda data: few)
     monkeypatch.setattr("engram.cli.commands.demo.recipe", quick)

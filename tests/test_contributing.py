@@ -44,10 +44,10 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def call(copy: Path, *arguments: str) -> str:
-    """What a command of the copy prints."""
+    """What Python prints with these arguments and the copy's package."""
     environment = {**os.environ, "PYTHONPATH": str(copy / "src"), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     done = subprocess.run(
-        [sys.executable, "-m", *arguments],
+        [sys.executable, *arguments],
         cwd=copy,
         env=environment,
         capture_output=True,
@@ -59,14 +59,18 @@ def call(copy: Path, *arguments: str) -> str:
     return done.stdout
 
 
-def test_the_example_is_listed_and_has_recipes(copy: Path) -> None:
-    recipes = call(copy, "engram", "list", "recipes")
+def test_the_example_is_listed_has_recipes_and_runs(copy: Path) -> None:
+    short = ("--base", "2", "--increment", "2", "--epochs", "1", "--stop-after-stage", "1", "--quiet")
+    run = ["run", "steady-mini-b10-s5", *short, "--out", str(copy / "run")]
+    code = f"from engram.cli.main import main\nassert main(['list', 'recipes']) == main({run}) == 0"
+    recipes = call(copy, "-c", code)
     for name in ("steady-cifar100-b50-s10", "steady-mini-b10-s5", "steady-folder"):
         assert name in recipes
+    assert (copy / "run/result.json").exists()
 
 
 def test_the_example_passes_the_contract_and_its_own_test(copy: Path) -> None:
-    printed = call(copy, "pytest", "-v", "-n", "0", "-p", "no:cacheprovider", "tests", "-k", "steady")
+    printed = call(copy, "-m", "pytest", "-v", "-n", "0", "-p", "no:cacheprovider", "tests", "-k", "steady")
     (passed,) = re.findall(r"(\d+) passed", printed)
     assert int(passed) >= 15
     assert "failed" not in printed
@@ -76,15 +80,9 @@ def test_the_example_passes_the_checks(copy: Path) -> None:
     files = ("src/engram/methods/steady.py", "tests/test_steady.py", "tests/three_layers.py")
     (copy / files[2]).write_text(next(block for block in blocks() if "@register_backbone" in block))
     (copy / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text().replace('venv = ".venv"\n', ""))
-    assert "0 errors, 0 warnings" in call(copy, "basedpyright", "--pythonpath", sys.executable, *files)
-    call(copy, "ruff", "check", *files)
-    call(copy, "ruff", "format", "--check", *files)
-
-
-def test_the_example_runs(copy: Path) -> None:
-    short = ("--base", "2", "--increment", "2", "--epochs", "1", "--stop-after-stage", "1", "--quiet")
-    call(copy, "engram", "run", "steady-mini-b10-s5", *short, "--out", str(copy / "run"))
-    assert (copy / "run/result.json").exists()
+    assert "0 errors, 0 warnings" in call(copy, "-m", "basedpyright", "--pythonpath", sys.executable, *files)
+    call(copy, "-m", "ruff", "check", *files)
+    call(copy, "-m", "ruff", "format", "--check", *files)
 
 
 @pytest.fixture

@@ -536,7 +536,7 @@ def test_a_run_stopped_inside_an_epoch_resumes_exactly(method: str, tmp_path: Pa
     expected = run_whole(config, make_store(), whole)
     assert expected["network.head.effect.moving"].any()
     # In the middle of an epoch of stage 1: 4 steps an epoch in stage 0, 5 then.
-    saved = run_stopped(config, make_store(), stopped, 18)
+    saved = run_stopped(config, make_store(), stopped, 15)
     assert (saved.stage, saved.phase, saved.epoch) == (1, "main", 2)
     assert_resumes_to(expected, stopped, make_store())
     predictions = [(directory / "stages" / "002.safetensors").read_bytes() for directory in (stopped, whole)]

@@ -631,7 +631,7 @@ def test_scikit_learns_checks_pass_but_for_those_listed() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = checks.check_estimator(
-            Painted("replay", epochs=5, backbone="resnet10", device="cpu", augmentation=plain),
+            Painted("replay", epochs=2, backbone="resnet10", device="cpu", augmentation=plain),
             on_fail=None,
             on_skip=None,
         )

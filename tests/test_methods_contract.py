@@ -33,7 +33,6 @@ from engram.methods.dde import NeighbourLogits, Neighbours
 from helpers import (
     assert_resumes_to,
     begin_stage,
-    learn_stage,
     parameters_of,
     run_stopped,
     starts,
@@ -83,7 +82,7 @@ class Played:
 
 def play(method: str, store: ImageStore, stages: int = 3, **changes: Any) -> Played:
     """A run of the method through so many stages; through all of them, it must finish."""
-    config = tiny_config(method, **changes).with_settings(**SETTINGS.get(method, {}))
+    config = tiny_config(method, **{"batch_size": 12} | changes).with_settings(**SETTINGS.get(method, {}))
     sessions: list[Session] = []
     recordings: dict[int, list[Any]] = {}
     teachers: set[bool] = set()
@@ -278,7 +277,7 @@ def test_another_seed_gives_other_numbers(method: str) -> None:
 
 @methods
 def test_its_loss_falls_on_what_can_be_learned(method: str) -> None:
-    run_ = play(method, toy_store(), stages=2, epochs=8)
+    run_ = play(method, toy_store(), stages=2, epochs=8, batch_size=8)
     for stage in range(2):
         main = [
             event.terms["classification"]
@@ -386,8 +385,8 @@ def without_values(session: Session, stage: Stage, phase: Phase) -> None:
 @methods
 def test_its_losses_look_at_no_value(method: str) -> None:
     """A step that is recorded has no values yet, so a loss may not branch on one, nor may a shape come of one."""
-    session = tiny_session(tiny_config(method, epochs=1).with_settings(**SETTINGS.get(method, {})))
-    learn_stage(session, 0)
+    session = tiny_session(played(method).session.config)
+    session.learner.load_state_dict({name: value.clone() for name, value in played(method).base.items()})
     stage = begin_stage(session, 1)
     session.learner.network.train()
     for phase in session.method.phases(session.learner, stage, session.engine):

@@ -500,7 +500,7 @@ def test_one_class_a_stage_trains_and_tunes_to_finite_numbers(variant: Any) -> N
 
 @pytest.mark.parametrize(("variant", "steps"), [("released", 29), ("paper", 12)])
 def test_a_stopped_run_resumes_to_the_same_images_bit_for_bit(variant: str, steps: int, tmp_path: Path) -> None:
-    config = make_config("mnemonics", settings__variant=variant, settings__tune__lr=20.0)
+    config = make_config("mnemonics", settings__train__epochs=3, settings__variant=variant, settings__tune__lr=20.0)
     whole = run_whole(config, make_store(), tmp_path / "whole")
     assert "memory.images" in whole
     run_stopped(config, make_store(), tmp_path / "stopped", steps)

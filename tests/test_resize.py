@@ -272,7 +272,7 @@ def test_a_run_with_resized_parts_stopped_inside_a_stage_resumes_exactly(method:
     def stop() -> bool:
         nonlocal taken
         taken += 1
-        return taken == 29  # in stage 1
+        return taken == 15  # in stage 1
 
     events = list(run(config, store, tmp_path / "run", stop=stop))
     assert isinstance(events[-1], Stopped)

@@ -79,7 +79,7 @@ def test_joint_training_shares_nothing() -> None:
 
 
 TRAINING: dict[str, Any] = {
-    "epochs": 2,
+    "epochs": 3,
     "batch_size": 4,
     "lr": 0.01,
     "schedule": "constant",
@@ -382,6 +382,7 @@ def test_what_trains_a_base_stage_is_in_its_key() -> None:
     # What comes of them is in the key.
     values = {"experiment.run_config", "experiment.learner_config", "core.serialize", "core.fields"}
     reading = {f"runs.{name}" for name in ("checked", "directory", "reader", "result", "stored_run")}
+    reading |= {f"runs.{name}" for name in ("comparison", "curve_svg", "result_table")}  # how a result is shown
     helpers = {"core.errors", "core.events", "core.io", "core.memory_limits", "core.metrics", "core.provenance"}
     helpers |= {"core.registry", "core.safe_folder"}
     helpers |= {"core.state_file"}  # reads pretrained weights, whose digest is in the key

@@ -355,7 +355,7 @@ for number, _ in enumerate(events):
 """
 
 
-@pytest.mark.parametrize("event", [30, 150])
+@pytest.mark.parametrize("event", [30, 110])
 def test_killed_and_done_again_is_as_never_killed(event: int, alone: Path, tmp_path: Path) -> None:
     cache, tests = StageCache(tmp_path / "cache"), str(Path(__file__).parent)
     code = SCRIPT.format(tests=tests, directory=str(tmp_path / "runs"), cache=str(cache.folder), event=event)

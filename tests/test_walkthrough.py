@@ -125,6 +125,6 @@ def test_old_classes_are_kept_where_naive_training_forgets_them(
 ) -> None:
     pytest.importorskip("onnxruntime", reason="engram[onnx] is not installed, and the walk-through exports")
     monkeypatch.chdir(unpack(SAMPLE, tmp_path))
-    ours, theirs = walk(12, capsys), naive(12, capsys)
+    ours, theirs = walk(8, capsys), naive(8, capsys)
     assert ours["images"] == theirs["images"] == 200
     assert old_accuracy(ours) > old_accuracy(theirs) + 20, (old_accuracy(ours), old_accuracy(theirs))

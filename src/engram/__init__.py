@@ -2,7 +2,7 @@
 
 from engram import ImageStore, recipe, train
 result = train(recipe("afc-mini-b10-s5"))
-print(result["average_incremental_accuracy"])
+print(result.average["cnn"])
 """
 
 from __future__ import annotations
@@ -45,16 +45,21 @@ if TYPE_CHECKING:
     from engram.experiment.runner import train as train
     from engram.experiment.trained import TrainedRun as TrainedRun
     from engram.experiment.trained import open_run as open_run
+    from engram.models.edit import merge_classes as merge_classes
+    from engram.models.edit import move_images as move_images
     from engram.models.edit import remove_class as remove_class
     from engram.models.edit import remove_images as remove_images
     from engram.models.edit import rename_class as rename_class
     from engram.models.edit import undo as undo
+    from engram.models.from_run import model_from_run as model_from_run
     from engram.models.learning import learn_into as learn_into
     from engram.models.model_config import ModelConfig as ModelConfig
     from engram.models.store.codec import open_model as open_model
     from engram.models.store.codec import read_manifest as read_manifest
     from engram.report.page import write_report as write_report
+    from engram.runs.comparison import compare as compare
     from engram.runs.result import Result as Result
+    from engram.runs.stored_run import RunResult as RunResult
 
 # Must be set before torch is imported. Threads of torch wait for each other some hundred times per step, and keep their
 # core busy for long before they sleep, which slows everything if other programs run. A thirtieth of that is enough.
@@ -82,12 +87,15 @@ _PUBLIC = {
     "contract.optimisers": ["Optimiser", "register_optimiser"],
     "contract.predictors": ["ImageOutputs", "register_predictor"],
     "contract.schedules": ["register_schedule"],
-    "models.edit": ["remove_class", "remove_images", "rename_class", "undo"],
+    "models.edit": ["merge_classes", "move_images", "remove_class", "remove_images", "rename_class", "undo"],
+    "models.from_run": ["model_from_run"],
     "models.learning": ["learn_into"],
     "models.model_config": ["ModelConfig"],
     "models.store.codec": ["open_model", "read_manifest"],
     "report.page": ["write_report"],
+    "runs.comparison": ["compare"],
     "runs.result": ["Result"],
+    "runs.stored_run": ["RunResult"],
 }
 _MODULES = {name: f"engram.{module}" for module, names in _PUBLIC.items() for name in names}
 

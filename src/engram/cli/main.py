@@ -1,4 +1,4 @@
-"""The command line: `engram demo | learn | predict | info | evaluate | remove | undo | run | reproduce | ...`."""
+"""The command line: `engram demo | learn | predict | serve | info | evaluate | remove | undo | run | ...`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from engram.core.errors import DetailsNote, explain, spell_options
 _MODULES = {
     "resume": "run",
     "list": "list_all",
-    **dict.fromkeys(("remove", "rename", "undo", "export"), "change_model"),
+    **dict.fromkeys(("remove", "rename", "merge", "move", "undo", "export"), "change_model"),
     **dict.fromkeys(("prepare", "doctor"), "setup"),
     **dict.fromkeys(("report", "results"), "write_pages"),
 }
@@ -29,6 +29,7 @@ FLAGS = {
     "flip": "--no-mirror",
     "settings": "--set",
     "known": "--more-of-known",
+    "start": "--from",
 }
 UNREADABLE, ELSEWHERE, INTERRUPTED, BROKEN_PIPE = 3, 4, 130, 141
 
@@ -60,7 +61,7 @@ def _status(given: list[str]) -> int:
         status = _dispatch(given)
         sys.stdout.flush()
     except SystemExit as request:
-        status = request.code if isinstance(request.code, int) else 1
+        status = request.code if isinstance(request.code, int) else int(request.code is not None)
     except KeyboardInterrupt as interrupt:
         tell(str(interrupt) or "interrupted")
         status = INTERRUPTED

@@ -28,11 +28,14 @@ To begin:
     engram demo                      see it work, in a few minutes
     engram learn MODEL IMAGES        learn your own images, in one folder per class
     engram predict MODEL PATH        classify an image
+    engram serve MODEL               do both on a page in the browser
     engram run afc-mini-b10-s5       train one recipe
     engram list                      list data sets, methods and recipes
     engram COMMAND --help            show the options of a command
     engram --version                 show the version
+    engram --print-completion bash   print a completion script for bash or zsh
 """
+COMPLETION, SHELLS = "--print-completion", ("bash", "zsh")
 
 _CONFIG = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes)
 MIN_COLUMNS, MAX_COLUMNS = 40, 100  # of paragraphs
@@ -40,13 +43,18 @@ _KINDS = {int: "a whole number", float: "a number"}
 
 
 def parse(typed: Sequence[str]) -> tuple[str, Any]:
-    """Return the command and its options. Raise SystemExit(0) after printing help."""
+    """Return the command and its options. Raise SystemExit(0) after printing help or a completion script."""
     name, *rest = typed
     if name in ("-h", "--help"):
         with _wrapped_help():
             tyro.cli(_all_commands(), prog="engram", description=ABOUT, args=["--help"])
+    if name == COMPLETION:
+        if len(rest) != 1 or rest[0] not in SHELLS:
+            raise EngramError(f"{COMPLETION} needs the name of a shell: {', '.join(SHELLS)}")
+        tyro.cli(_all_commands(), prog="engram", args=["--tyro-print-completion", *rest], config=_CONFIG)
     if name not in COMMANDS:
-        raise UnknownNameError("flag" if name.startswith("-") else "command", name, [*COMMANDS, "--help", "--version"])
+        valid = [*COMMANDS, "--help", "--version", COMPLETION]
+        raise UnknownNameError("flag" if name.startswith("-") else "command", name, valid)
     # tyro omits arguments that were typed before --help from the usage line.
     rest = ["--help"] if {"-h", "--help"} & set(rest) else arrange(name, ARGUMENTS[COMMANDS[name]], rest)
     with _wrapped_help():

@@ -121,6 +121,11 @@ def back_to(undo: dict[str, Any]) -> str:
     return f"back to lesson {undo['lesson']}, {count_classes(undo['classes'])}, of {undo['date'][:10]}"
 
 
+def more_steps(steps: int) -> str:
+    """Say how many more changes can be undone; empty if none."""
+    return f"; {steps} more change{'' if steps == 1 else 's'} can be undone" if steps else ""
+
+
 def shorten(names: Sequence[str], width: int = 40) -> str:
     """Join names with commas; if that is too long, leave out the last ones and add how many."""
     shown = ", ".join(names)

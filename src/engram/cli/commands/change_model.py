@@ -1,4 +1,4 @@
-"""The commands that change a model or write it elsewhere: `engram remove`, `rename`, `undo` and `export`."""
+"""The commands that change a model: `engram remove`, `rename`, `merge`, `move`, `undo`; and `export`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,22 @@ from rich.console import Console
 
 from engram.cli.commands.model_common import exclude, find_label
 from engram.cli.commands.predict import check_paths, expand
-from engram.cli.options.models import Export, Remove, Rename, Undo
+from engram.cli.options.models import Export, Merge, Move, Remove, Rename, Undo
 from engram.cli.streams import confirmed, tell
-from engram.cli.text import back_to, count_classes, make_console, print_line, shorten
+from engram.cli.text import back_to, count_classes, make_console, more_steps, print_line, shorten
 from engram.core.errors import EngramError
 from engram.core.io import typed_path
-from engram.models.edit import RemovedImages, Undone, remove_class, remove_images, rename_class, undo
+from engram.models.edit import (
+    RemovedImages,
+    Undone,
+    merge_classes,
+    move_images,
+    remove_class,
+    remove_images,
+    rename_class,
+    undo,
+)
+from engram.models.from_run import is_run, model_from_run
 from engram.models.labels import encode_label
 from engram.models.model import Model
 from engram.models.onnx_export import export_onnx, require_onnx
@@ -39,6 +49,57 @@ def rename_command(options: Rename, _: Sequence[str]) -> int:
     return 0
 
 
+def merge_command(options: Merge, _: Sequence[str]) -> int:
+    """Carry out `engram merge`; return the exit status."""
+    exclude(options.quiet, options.json)
+    place = typed_path(options.model)
+    labels = [known["label"] for known in read_manifest(place)["classes"]]
+    one, into = (
+        find_label(labels, name, lambda label: f"merge_classes({str(place)!r}, {label}, ...)")
+        for name in (options.name, options.into)
+    )
+    left = len(merge_classes(place, one, into, drop_learning=options.drop_learning).classes)
+    if options.json:
+        print_line(
+            make_console(), json.dumps({"merged": encode_label(one), "into": encode_label(into), "classes": left})
+        )
+    elif not options.quiet:
+        print_line(make_console(), f"the images of {one} are now images of {into}; {count_classes(left)} left")
+    return 0
+
+
+def move_command(options: Move, _: Sequence[str]) -> int:
+    """Carry out `engram move`; return the exit status."""
+    exclude(options.quiet, options.json)
+    place, paths = typed_path(options.model), _given_files(options.images)
+    labels = [known["label"] for known in read_manifest(place)["classes"]]
+    to = find_label(labels, options.to, lambda label: f"move_images({str(place)!r}, ..., {label})")
+    moved = move_images(place, paths, to, drop_learning=options.drop_learning)
+    kinds = {"exemplars": moved.exemplars, "heldout": moved.heldout, "learned": moved.learned}
+    if options.json:
+        counts = {
+            kind: [{"class": encode_label(label), "images": number} for label, number in found.items()]
+            for kind, found in kinds.items()
+        }
+        print_line(make_console(), json.dumps({"given": moved.given, "found": moved.found, **counts}))
+    elif not moved.found:
+        tell(f"the model has nothing of the {moved.given} images in another class; nothing was moved")
+    elif not options.quiet:
+        sources = shorten([str(label) for label in dict.fromkeys(label for own in kinds.values() for label in own)], 60)
+        print_line(make_console(), f"{moved.found} of {moved.given} images of {sources} are now images of {to}")
+    return 0 if moved.found else 1
+
+
+def _given_files(typed: Sequence[str]) -> list[str]:
+    """Return the image files that were typed as files, folders and patterns."""
+    places = [str(typed_path(text)) for text in typed]
+    check_paths(places)
+    paths = [path for path in expand(places) if path is not None]
+    if not paths:
+        raise EngramError(f"there is no image in {', '.join(places)}")
+    return paths
+
+
 def remove_command(options: Remove, _: Sequence[str]) -> int:
     """Carry out `engram remove`; return the exit status."""
     exclude(options.quiet, options.json)
@@ -55,9 +116,11 @@ def remove_command(options: Remove, _: Sequence[str]) -> int:
 
     asked = [find_label(labels, name, call) for name in dict.fromkeys(options.classes)]  # removes all of them or none
     names = shorten([str(label) for label in asked], 60)
-    if _is_declined(options, f"remove {names} from {place} permanently?", "nothing was removed"):
+    how = "permanently" if options.no_undo else "('engram undo' brings it back)"
+    if _is_declined(options, f"remove {names} from {place} {how}?", "nothing was removed"):
         return 1
-    left = len(remove_class(place, *asked, drop_learning=options.drop_learning).classes)
+    removed = remove_class(place, *asked, drop_learning=options.drop_learning, undoable=not options.no_undo)
+    left = len(removed.classes)
     for label in asked:
         known = classes[labels.index(label)]
         if options.json:
@@ -66,8 +129,10 @@ def remove_command(options: Remove, _: Sequence[str]) -> int:
             images = f"{known['exemplars']} exemplars and {known['heldout']} held-out images"
             print_line(console, f"removed {label} with {images}")
     if not options.quiet and not options.json:
-        kept = "the backbone keeps in its weights what it learned from such images"
-        print_line(console, f"{count_classes(left)} left; {kept}")
+        if not removed.method.keeps_statistics or removed.config.weights is None:
+            print_line(console, "the backbone keeps in its weights what it learned from such images")
+        kept = "" if options.no_undo else "; the state before is kept for 'engram undo' (--no-undo deletes it)"
+        print_line(console, f"{count_classes(left)} left{kept}")
     return 0
 
 
@@ -81,11 +146,7 @@ def _is_declined(options: Remove | Undo, question: str, outcome: str) -> bool:
 
 def _remove_images(options: Remove, place: Path, console: Console) -> int:
     """Carry out `engram remove --images`; return the exit status."""
-    typed = [str(typed_path(text)) for text in options.classes]
-    check_paths(typed)
-    paths = [path for path in expand(typed) if path is not None]
-    if not paths:
-        raise EngramError(f"there is no image in {', '.join(typed)}")
+    paths = _given_files(options.classes)
     question = f"remove what {place} kept of {len(paths)} image{'' if len(paths) == 1 else 's'} permanently?"
     if _is_declined(options, question, "nothing was removed"):
         return 1
@@ -117,14 +178,24 @@ def _removed_lines(removed: RemovedImages) -> list[str]:
         ]
         lines.append(f"removed {' and '.join(counts)} of {label}")
     for label, number in removed.learned.items():
-        lines.append(f"removed the digests of {number} image{'' if number == 1 else 's'} of {label}")
+        what = "what was learned" if removed.exact else "the digests"
+        lines.append(f"removed {what} of {number} image{'' if number == 1 else 's'} of {label}")
     if removed.before:
-        lines.append("removed the state before the last lesson, which contained some of them")
-    if removed.exemplars or removed.learned:  # nothing was learned from held-out images
+        lines.append("removed the earlier states that were kept for undo, which contained some of them")
+    if (removed.exemplars or removed.learned) and not removed.exact:  # nothing was learned from held-out images
         lines.append(
             "the network keeps in its weights what it learned from them; only a new model without them would not"
         )
     return lines
+
+
+UNDONE_CHANGES = {
+    "learned": "the last lesson was undone",
+    "removed": "the removal was undone",
+    "renamed": "the new name was undone",
+    "merged": "the merging of classes was undone",
+    "moved": "the moving of images was undone",
+}
 
 
 def undo_command(options: Undo, _: Sequence[str]) -> int:
@@ -136,11 +207,11 @@ def undo_command(options: Undo, _: Sequence[str]) -> int:
         clean_up_model(place)
         raise EngramError(manifest["why_no_undo"])
     back = "" if manifest is None else f" ({back_to(manifest['undo'])})"
-    if _is_declined(options, f"undo the last lesson of {place} permanently{back}?", "nothing was undone"):
+    if _is_declined(options, f"undo the last change of {place} permanently{back}?", "nothing was undone"):
         return 1
     undone = undo(place, drop_learning=options.drop_learning)
     if options.json:
-        named = {key: [encode_label(label) for label in getattr(undone, key)] for key in ("gone", "again")}
+        named = {key: [encode_label(label) for label in getattr(undone, key)] for key in ("gone", "back", "again")}
         print_line(make_console(), json.dumps(asdict(undone) | named))
     elif not options.quiet:
         print_line(make_console(), _undone_line(undone))
@@ -151,10 +222,11 @@ def _undone_line(undone: Undone) -> str:
     """Describe what was undone, and the model now."""
     parts = [
         f"{what} {shorten([str(label) for label in labels], 60)}"
-        for what, labels in (("gone:", undone.gone), ("as before:", undone.again))
+        for what, labels in (("gone:", undone.gone), ("back:", undone.back), ("as before:", undone.again))
         if labels
     ]
-    return f"the last lesson was undone; {'; '.join([*parts, back_to(asdict(undone))])}"
+    what = UNDONE_CHANGES.get(undone.what, "the last change was undone")
+    return f"{what}; {'; '.join([*parts, back_to(asdict(undone))])}{more_steps(undone.steps)}"
 
 
 def _readable_manifest(place: Path) -> dict[str, Any] | None:
@@ -198,7 +270,12 @@ def export_command(options: Export, _: Sequence[str]) -> int:
 
 
 def _open_for_export(place: Path) -> Model:
-    """Open the model with its pictures, to compare the export on them; without them if they cannot be read."""
+    """Open the model with its pictures, to compare the export on them; without them if they cannot be read.
+
+    A run is opened as a model.
+    """
+    if is_run(place):
+        return model_from_run(place, "cpu", "float32")
     try:
         return open_model(place, "cpu", "float32")[0]
     except EngramError as error:

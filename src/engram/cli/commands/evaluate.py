@@ -14,7 +14,6 @@ from rich.table import Table
 
 from engram.cli.commands.model_common import (
     exclude,
-    labels_by_name,
     list_labelled,
     prepare_hardware,
     refuse_models,
@@ -38,9 +37,10 @@ from engram.core.errors import EngramError
 from engram.core.io import typed_path
 from engram.data.sources.folder import walk_images
 from engram.models.doubt import Doubt, area_under_curve
+from engram.models.from_run import open_for_prediction
+from engram.models.labels import labels_by_name
 from engram.models.model import Model
 from engram.models.prediction import Evaluated, evaluate_batches, predict_files
-from engram.models.store.codec import open_model
 
 MATRIX = 20  # largest number of classes for a confusion matrix in the terminal
 PAIRS = 10
@@ -59,18 +59,19 @@ def evaluate_command(options: Evaluate, typed: Sequence[str]) -> int:
     if options.strangers is not None and next(walk_images(_folder(options.strangers)), None) is None:
         raise EngramError(f"there is no image in {options.strangers}")
     paths, labels = list_labelled(options.images, options.table)
-    model, _ = open_model(typed_path(options.model), options.hardware.device, images=False)
+    model = open_for_prediction(typed_path(options.model), options.hardware.device)
     paths, places, unknown = known_images(model, paths, labels, options.images)
     console = make_console()
     doubt = None if options.strangers is None else model.doubt_of(options.by)
+    threshold = None if doubt is None else doubt.threshold(1 - KEPT)  # refuses before minutes of work
     done = _evaluate(model, paths, places, options, doubt)
     if not done.images:
         raise EngramError(f"none of the {len(paths)} images in {options.images} could be read")
     if done.learned:
         tell(learned_text(done.learned, done.images))
     found = summary(model, done, unknown, options)
-    if doubt is not None:
-        found["strangers"] = _strangers(model, done, doubt, options)
+    if doubt is not None and threshold is not None:
+        found["strangers"] = _strangers(model, done, doubt, threshold, options)
     if report is not None:
         from engram.report.page import write_evaluation  # matplotlib takes a second to import
 
@@ -108,8 +109,11 @@ def known_images(
     return [path for path, _ in pairs], [place for _, place in pairs], unknown
 
 
-def _strangers(model: Model, done: Evaluated, doubt: Doubt, options: Evaluate) -> dict[str, Any]:
-    """Return how well the images evaluated are told from those of --strangers, percent unrounded."""
+def _strangers(model: Model, done: Evaluated, doubt: Doubt, threshold: float, options: Evaluate) -> dict[str, Any]:
+    """Return how well the images evaluated are told from those of --strangers, percent unrounded.
+
+    threshold: the familiarity below which an image is unknown at a rate of 1 - KEPT.
+    """
     assert options.strangers is not None
     familiarity: list[float] = []
     for part in predict_files(model, walk_images(typed_path(options.strangers)), options.by, doubt=doubt):
@@ -119,15 +123,14 @@ def _strangers(model: Model, done: Evaluated, doubt: Doubt, options: Evaluate) -
         raise EngramError(f"none of the images in {options.strangers} could be read")
     known, strangers = np.array(done.familiarity), np.array(familiarity)
     rate = 1 - KEPT
-    own = doubt.threshold(rate)
     return {
         "folder": options.strangers,
         "images": len(strangers),
         "auroc": area_under_curve(known, strangers),
         "pass_at_95_kept": 100 * float((strangers >= np.quantile(known, rate)).mean()),
         "unknown_rate": rate,
-        "known_called_unknown": 100 * float((known < own).mean()),
-        "strangers_called_unknown": 100 * float((strangers < own).mean()),
+        "known_called_unknown": 100 * float((known < threshold).mean()),
+        "strangers_called_unknown": 100 * float((strangers < threshold).mean()),
     }
 
 

@@ -19,6 +19,7 @@ from engram.cli.text import (
     duration,
     make_console,
     make_table,
+    more_steps,
     percent,
     print_line,
     print_table,
@@ -76,6 +77,7 @@ def card(manifest: dict[str, Any]) -> dict[str, str]:
         **({} if config.get("weights") is None else {"pretrained": _pretrained(config["weights"])}),
         "memory": f"{budget}: {kept} exemplars, {_size(sizes['exemplars'])}",
         "held out": f"{100 * config['validation']:g} % of new images: {held} images, {_size(sizes['heldout'])}",
+        **({"head": _head(manifest["learned_heldout"])} if manifest["learned_heldout"] else {}),
         "accuracy": _accuracy(manifest),
         "confidence": _confidence(manifest, held),
         "images seen": f"{learned:,}",
@@ -90,11 +92,20 @@ def _pretrained(weights: dict[str, Any]) -> str:
     return printable(describe_weights(PretrainedWeights(**weights)))
 
 
+def _head(heldout: int) -> str:
+    """Describe the head that predicts and the one that was measured, if they differ."""
+    return (
+        f"predictions: fitted to all images, {heldout} held-out ones included; accuracy and confidence: measured "
+        "before, without them"
+    )
+
+
 def _undo(manifest: dict[str, Any]) -> str:
     """Describe what can be undone, or why nothing can."""
     if manifest["undo"] is None:
         return printable(manifest["why_no_undo"])
-    return f"{back_to(manifest['undo'])}; kept for that: {_size(manifest['undo']['bytes'])}"
+    undo = manifest["undo"]
+    return f"{back_to(undo)}; kept for that: {_size(undo['bytes'])}{more_steps(undo['steps'] - 1)}"
 
 
 def _confidence(manifest: dict[str, Any], held: int) -> str:
@@ -135,6 +146,9 @@ def history_table(manifest: dict[str, Any]) -> Table:
     table.padding = (0, 1, 0, 0)  # fits into 100 columns
     for first, last in _lines(manifest["history"]):
         entry, what, counts = manifest["history"][last], f"removed {count_classes(last - first + 1)}", ["", "", ""]
+        if entry["what"] in ("merged", "moved"):
+            moved = f"moved {entry['images']} images to another class"
+            what = "merged two classes" if entry["what"] == "merged" else moved
         if entry["what"] == "learned":
             what = _learned(manifest, last)
             counts = [f"{entry['images']:,}", str(entry["epochs"]), duration(entry["seconds"])]
@@ -180,7 +194,7 @@ def _learned(manifest: dict[str, Any], number: int) -> str:
     if not gone:
         return f"learned {shorten(came, 28)}".rstrip()
     lost = sum(_gone(manifest, place) for place in range(len(manifest["history"])))
-    removed = sum(entry["what"] == "removed" for entry in manifest["history"])
+    removed = sum(entry["what"] in ("removed", "merged") for entry in manifest["history"])
     why = "since removed" if lost == removed else "since learned again" if not removed else "gone since"
     return f"learned {count_classes(len(came) + gone)} ({gone} {why})"
 

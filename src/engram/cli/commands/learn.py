@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Generator, Hashable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from contextlib import closing
 from itertools import chain
 from pathlib import Path
@@ -14,8 +14,9 @@ from rich.console import Console
 from rich.table import Table
 
 from engram.cli.commands.model_common import (
+    check_new_model,
+    config_arguments,
     exclude,
-    labels_by_name,
     list_labelled,
     prepare_hardware,
     read_files,
@@ -37,19 +38,18 @@ from engram.cli.text import (
     shorten,
 )
 from engram.core.errors import EngramError
-from engram.core.events import EpochsChosen, Event, Learned, Stopped
+from engram.core.events import EpochsChosen, Event, Learned, StageStarted, Stopped
 from engram.core.io import typed_path
 from engram.data.sources.folder import check_not_nested
 from engram.data.sources.table import is_table
 from engram.models.file_groups import NONE, check_grouping, group_keys
 from engram.models.inputs import ImageFiles
+from engram.models.labels import labels_by_name
 from engram.models.learning import has_learning, learn_into
 from engram.models.lesson_plan import LearnedBefore, LearningResumed, LessonNotice, LessonRead
-from engram.models.model_config import LARGEST_SIDE
-from engram.models.store.codec import read_manifest
-from engram.models.store.generations import POINTER, NoModelYet
-
-HOLDOUT = 0.2
+from engram.models.store.codec import read_manifest_if_exists
+from engram.track import TrackedRun, Tracking
+from engram.track.tracking import describe
 
 
 def learn_command(options: Learn, typed: Sequence[str]) -> int:
@@ -57,13 +57,14 @@ def learn_command(options: Learn, typed: Sequence[str]) -> int:
     exclude(options.quiet, options.json)
     _check(options)
     prepare_hardware(options.hardware)
+    tracking = Tracking(options.track)
     console = make_console()
     place = typed_path(options.model)
     if options.lesson.group_by is not None:
         check_grouping(options.lesson.group_by)
     refuse_models("learn", options.images)
     _refuse_model_among_images(place, typed_path(options.images))
-    manifest = _read_if_exists(place)
+    manifest = read_manifest_if_exists(place)
     known: list[Hashable] = [] if manifest is None else [entry["label"] for entry in manifest["classes"]]
     paths, labels = _list_images(options, known, is_new=manifest is None)
     shown = None if options.quiet or options.json else console
@@ -72,12 +73,14 @@ def learn_command(options: Learn, typed: Sequence[str]) -> int:
         place,
         ImageFiles(paths, lambda files, side: read_files(files, side, lesson.skip_bad, shown)),
         labels,
-        config=_wanted(options, is_new=manifest is None),
+        config=config_arguments(options.new_model, is_new=manifest is None),
+        start=None if options.new_model.from_ is None else typed_path(options.new_model.from_),
         known="refresh" if lesson.more_of_known else "ignore",
         epochs="auto" if lesson.epochs is None and lesson.minutes is None else lesson.epochs,
         minutes=lesson.minutes,
         restart=lesson.restart,
         undoable=not lesson.no_undo,
+        undo_steps=lesson.undo_steps,
         groups=None if lesson.group_by is None else group_keys(paths, labels, lesson.group_by, _root(options.images)),
         near_duplicates=lesson.group_by != NONE,
         validate=_images_to_hold_out(options, known, shown),
@@ -87,11 +90,27 @@ def learn_command(options: Learn, typed: Sequence[str]) -> int:
     )
     number = 1 + (0 if manifest is None else len(manifest["history"]))
     command = shlex.join(["engram", *(word for word in typed if word != "--restart")])  # --restart would drop it again
-    return _follow(_print_sentences(events, console, options), number, console, interrupt, options, command)
+    named = f"{place.resolve().name}-lesson{number}"
+    tracked = tracking.follow(events, _describe(named, {} if manifest is None else manifest["config"]))
+    return _follow(_print_sentences(tracked, console, options), number, console, interrupt, options, command)
+
+
+def _describe(name: str, config: dict[str, Any]) -> Callable[[Event], TrackedRun | None]:
+    """Return a function that describes the lesson to trackers when it starts. config: of the model; {} if it is new."""
+    chosen = config
+
+    def describe_lesson(event: Event) -> TrackedRun | None:
+        nonlocal chosen
+        if isinstance(event, LessonRead) and event.config is not None:
+            chosen = event.config.to_plain()
+        about = {"method": chosen.get("method", ""), "lesson": name}
+        return describe(name, chosen, about) if isinstance(event, StageStarted) else None
+
+    return describe_lesson
 
 
 def _check(options: Learn) -> None:
-    lesson, holdout = options.lesson, options.new_model.holdout
+    lesson = options.lesson
     if lesson.epochs is not None and lesson.minutes is not None:
         raise EngramError("--epochs and --minutes exclude each other; give one of them")
     if lesson.epochs is not None and lesson.epochs < 1:
@@ -100,11 +119,7 @@ def _check(options: Learn) -> None:
         raise EngramError(f"--minutes must be more than 0, got {lesson.minutes:g}")
     if lesson.checkpoint_minutes < 0:
         raise EngramError(f"--checkpoint-minutes must be 0 or more, got {lesson.checkpoint_minutes:g}")
-    if holdout is not None and not 0 <= holdout < 1:
-        raise EngramError(f"--holdout must be a fraction of 0 or more and below 1, got {holdout:g}")
-    side = options.new_model.image_size
-    if side is not None and not 8 <= side <= LARGEST_SIDE:
-        raise EngramError(f"--image-size must be 8 to {LARGEST_SIDE} pixels, got {side}")
+    check_new_model(options.new_model)
 
 
 def _refuse_model_among_images(place: Path, images: Path) -> None:
@@ -149,39 +164,6 @@ def _images_to_hold_out(
     by_name = labels_by_name(known)
     files = ImageFiles(paths, lambda files, side: read_files(files, side, lesson.skip_bad, console))
     return files, [by_name.get(label, label) for label in labels]
-
-
-def _read_if_exists(place: Path) -> dict[str, Any] | None:
-    """Return the manifest of the model, or None if there is no model yet."""
-    if not (place / POINTER).exists():
-        return None
-    try:
-        return read_manifest(place)
-    except NoModelYet:
-        return None
-
-
-def _wanted(options: Learn, is_new: bool) -> dict[str, Any]:
-    """Return the flags of the model's configuration as arguments of `ModelConfig.choose`."""
-    flags = options.new_model
-    settings: dict[str, str] = {}
-    for text in flags.set:
-        key, equals, value = text.partition("=")
-        if not equals:
-            raise EngramError(f"--set takes KEY=VALUE, got {text!r}")
-        settings[key.strip()] = value.strip()
-    return {
-        "method": flags.method,
-        "backbone": flags.backbone,
-        "weights": flags.weights,
-        "image_size": flags.image_size,
-        "memory": flags.memory,
-        "validation": HOLDOUT if is_new and flags.holdout is None else flags.holdout,
-        "flip": False if flags.no_mirror else None,
-        "augment": flags.augment,
-        "seed": flags.seed,
-        "settings": settings or None,
-    }
 
 
 def _print_notice(text: str) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
 
 from rich.console import Console
 
 from engram.cli.commands.run_common import check_threads, use_threads
-from engram.cli.options.models import HardwareFlags, TableFlags
+from engram.cli.options.models import HardwareFlags, NewModelFlags, TableFlags
 from engram.cli.streams import tell
 from engram.cli.text import bar, make_console, shorten
 from engram.core.errors import EngramError, suggest
@@ -18,9 +19,11 @@ from engram.data.decode.prefetch import decode_files
 from engram.data.sources.folder import list_classes, list_ignored, list_nested
 from engram.data.sources.table import is_table, read_table
 from engram.data.store import Images
+from engram.models.model_config import LARGEST_SIDE
 from engram.models.store.generations import looks_like_model
 
 SHOWN = 20  # unreadable files to name
+HOLDOUT = 0.2
 
 
 def prepare_hardware(flags: HardwareFlags) -> None:
@@ -43,6 +46,37 @@ def refuse_models(command: str, images: str) -> None:
     for entry in sorted(root.iterdir()) if root.is_dir() else ():
         if looks_like_model(entry) and not entry.name.startswith("."):
             raise EngramError(f"{entry} is a model, not a class folder; move it out of the folder of images")
+
+
+def config_arguments(flags: NewModelFlags, is_new: bool) -> dict[str, Any]:
+    """Return the flags of a model's configuration as arguments of `ModelConfig.choose`."""
+    settings: dict[str, str] = {}
+    for text in flags.set:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise EngramError(f"--set takes KEY=VALUE, got {text!r}")
+        settings[key.strip()] = value.strip()
+    return {
+        "method": flags.method,
+        "backbone": flags.backbone,
+        "weights": flags.weights,
+        "image_size": flags.image_size,
+        "memory": flags.memory,
+        "validation": HOLDOUT if is_new and flags.holdout is None else flags.holdout,
+        "flip": False if flags.no_mirror else None,
+        "augment": flags.augment,
+        "seed": flags.seed,
+        "settings": settings or None,
+    }
+
+
+def check_new_model(flags: NewModelFlags) -> None:
+    """Refuse impossible values before anything is read."""
+    if flags.holdout is not None and not 0 <= flags.holdout < 1:
+        raise EngramError(f"--holdout must be a fraction of 0 or more and below 1, got {flags.holdout:g}")
+    side = flags.image_size
+    if side is not None and not 8 <= side <= LARGEST_SIDE:
+        raise EngramError(f"--image-size must be 8 to {LARGEST_SIDE} pixels, got {side}")
 
 
 def tell_skipped_files(images: str) -> None:
@@ -81,11 +115,6 @@ def _heic_hint(names: Iterable[str]) -> str:
     """Return how HEIC files can be read, if there are some and they cannot."""
     has_heic = any(name.lower().endswith(HEIC_EXTENSIONS) for name in names)
     return "; to read HEIC, pip install pillow-heif" if has_heic and not READS_HEIC else ""
-
-
-def labels_by_name(labels: Iterable[Hashable]) -> dict[str, Hashable]:
-    """Return the labels by the name of their folder. Of 7 and "7", which share a name, it is the text."""
-    return {str(label): label for label in sorted(labels, key=lambda label: isinstance(label, str))}
 
 
 def find_label(labels: Sequence[Hashable], typed: str, call: Callable[[str], str]) -> Hashable:

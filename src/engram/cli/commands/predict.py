@@ -24,10 +24,10 @@ from engram.core.errors import EngramError
 from engram.core.io import typed_path
 from engram.data.sources.folder import is_image, leads_up, walk_files, walk_images
 from engram.models.doubt import check_rate
+from engram.models.from_run import open_for_prediction
 from engram.models.labels import encode_label
 from engram.models.model import Model
-from engram.models.prediction import Predicted, predict_files
-from engram.models.store.codec import open_model
+from engram.models.prediction import Predicted, best_positions, predict_files
 
 STANDARD_INPUT = "-"
 Columns = Sequence[Iterable[tuple[Any, float]]]  # best class of each image, second best, ...: name, probability
@@ -44,7 +44,7 @@ def predict_command(options: Predict, typed: Sequence[str]) -> int:
     paths = [str(typed_path(text)) for text in options.paths]
     check_paths(paths)
     prepare_hardware(options.hardware)
-    model, _ = open_model(typed_path(options.model), options.hardware.device, images=False)
+    model = open_for_prediction(typed_path(options.model), options.hardware.device)
     model.predictor(options.by)
     doubt = None if options.unknown is None else model.doubt_of(options.by)
     threshold = None if doubt is None or options.unknown is None else doubt.threshold(options.unknown)
@@ -168,13 +168,6 @@ def write_lines(
     if as_json:  # every path gets an answer
         out.writelines(json.dumps({"path": path, "error": reason}) + "\n" for path, reason in part.skipped)
     out.flush()
-
-
-def best_positions(shares: np.ndarray, count: int) -> np.ndarray:
-    """Return the positions (N, count) of the largest values of each row, largest first; ties in their order."""
-    if count == 1:  # sorting would take longer than everything else
-        return shares.argmax(axis=1, keepdims=True)
-    return np.argsort(-shares, axis=1, kind="stable")[:, :count]
 
 
 def _text(paths: Sequence[str], columns: Columns, unknown: Sequence[bool] | None) -> Iterator[str]:

@@ -25,6 +25,7 @@ from engram.experiment.base_cache import StageCache, user_cache
 from engram.experiment.run_config import RunConfig
 from engram.runs.directory import CHECKPOINT, ERROR, MANIFEST, RESULT, free_directory, is_running, is_used
 from engram.runs.reader import MAX_THREADS, read_manifest, read_result
+from engram.track import Tracking
 
 DRY_RUN = "this was a dry run: nothing was written"
 REPORT = "report.html"  # the last file that a demo writes
@@ -40,6 +41,7 @@ def check_running(flags: RunningFlags, at_once: int | None = None) -> None:
     if flags.checkpoint_minutes < 0:
         raise EngramError(f"--checkpoint-minutes must be 0 or more, got {flags.checkpoint_minutes:g}")
     check_threads(flags.threads)
+    Tracking(flags.track)  # refuses what is not installed
     if at_once is not None and at_once < 1:
         raise EngramError(f"--at-once must be at least 1, got {at_once}")
 
@@ -116,7 +118,7 @@ def follow_run(
     display = make_display(console, interrupt, quiet=flags.quiet, as_json=flags.json)
     try:
         with interrupt:
-            last = follow(events, display)
+            last = follow(Tracking(flags.track).follow(events), display)
     except KeyboardInterrupt:
         saved = (place / CHECKPOINT).parent.is_dir()
         rest = f"'engram resume {place}' continues from the last checkpoint" if saved else "nothing was saved yet"

@@ -40,6 +40,7 @@ from engram.experiment.parallel import Member, Workers, plan_members
 from engram.experiment.run_config import RunConfig, directory_name
 from engram.report.formatting import count_runs
 from engram.runs.directory import ERROR
+from engram.track import Tracking
 
 STOP = "--stop-after-stage"
 
@@ -99,7 +100,7 @@ def train_all(
     progress = RunsProgress(members, None if cache is None else {entry.key for entry in cache.entries()})
     display = make_display(console, interrupt, quiet=flags.quiet, as_json=flags.json, progress=progress)
     last: EndedRuns = {}
-    events = workers.events()
+    events = Tracking(flags.track).follow_together(workers.events())
     try:
         with interrupt, display:
             for run, event in events:

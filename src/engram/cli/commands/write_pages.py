@@ -13,7 +13,7 @@ from engram.cli.text import make_console, print_line
 from engram.core.errors import EngramError
 from engram.core.io import typed_path, write_text
 from engram.models.store.generations import refuse_model
-from engram.report.formatting import count_runs
+from engram.report.formatting import count_runs, csv_text
 from engram.report.html_page import is_report_folder
 from engram.runs.directory import MANIFEST, RESULT, runs_in
 
@@ -27,7 +27,7 @@ def report_command(options: Report, _: Sequence[str]) -> int:
         out = given[0] / "report.html"  # next to its runs
     from engram.report.page import write_report  # matplotlib takes a second to import
 
-    path = write_report(directories, out, tell=tell)
+    path = write_report(directories, out, tell=tell, pdf=options.pdf)
     console = make_console()
     print_line(console, str(path))
     if options.open and not webbrowser.open(path.resolve().as_uri()):
@@ -73,13 +73,14 @@ def results_command(options: Results, typed: Sequence[str]) -> int:
         read_results,
         summarise,
         summary_text,
+        table_of,
         write_file,
     )
 
     out, inputs = typed_path(options.out), [typed_path(name) for name in options.inputs]
-    wanted = {"merge": SUFFIX, "page": ".md", "summary": ".json"}[options.what]
-    if out.suffix != wanted:
-        raise EngramError(f"engram results {options.what} writes a file that ends in {wanted}, got {out}")
+    kinds = {"merge": [SUFFIX], "table": [".tex", ".md", ".csv"], "page": [".md"], "summary": [".json"]}[options.what]
+    if out.suffix not in kinds:
+        raise EngramError(f"engram results {options.what} writes a file that ends in {' or '.join(kinds)}, got {out}")
     found = read_results(inputs)
     for run in found.unfinished:
         tell(f"left out {run}: it is not complete")
@@ -91,6 +92,13 @@ def results_command(options: Results, typed: Sequence[str]) -> int:
             raise EngramError("no complete run was given; nothing was written")
         write_file(out, records)
         new = f", {len(records) - len(merge(known))} of them new"
+    elif options.what == "table":
+        if not records:
+            raise EngramError("no complete run was given; nothing was written")
+        table = table_of(records)
+        texts = {".tex": table.to_latex, ".md": table.to_markdown, ".csv": lambda: csv_text(*table.cells())}
+        write_text(out, texts[out.suffix]())
+        what = f"{len(table.rows)} row{'' if len(table.rows) == 1 else 's'}, of "
     elif options.what == "page":
         paper = load_paper(None if options.paper is None else typed_path(options.paper))
         write_text(out, document(paper, records, shlex.join(["engram", *typed]), options.paper))

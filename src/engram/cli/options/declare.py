@@ -78,7 +78,7 @@ def _argument(each: Field[Any], kind: Any, shown: Shown) -> Argument:
     many = typing.get_origin(kind) is tuple
     kind = typing.get_args(kind)[0] if many else kind
     kind = typing.get_args(kind) if typing.get_origin(kind) is Literal else kind
-    name = "--" + each.name.replace("_", "-")
+    name = "--" + each.name.rstrip("_").replace("_", "-")  # from_ is --from
     if shown.positional:
         name = (shown.metavar or each.name).partition(" ")[0].strip("[]")
     return Argument(name, kind, shown.positional, each.default is MISSING, many)

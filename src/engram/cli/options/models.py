@@ -12,6 +12,9 @@ CHOSEN = "chosen by the images; recorded"
 
 Device = Literal["auto", "cpu", "cuda"]
 ModelDirectory = Annotated[str, Shown("MODEL", positional=True), arg(help="The model directory.")]
+ModelOrRun = Annotated[
+    str, Shown("MODEL", positional=True), arg(help="The model directory, or the directory of a finished run.")
+]
 Predictor = Annotated[
     str | None,
     Shown("HOW", "the method's"),
@@ -21,6 +24,14 @@ Threads = Annotated[
     int | None,
     Shown("N", "one per core"),
     arg(help="CPU threads to use; 1 is faster if other programs keep the cores busy."),
+]
+Track = Annotated[
+    UseAppendAction[tuple[str, ...]],
+    Shown("TRACKER"),
+    arg(
+        help="Log to tensorboard, wandb or mlflow, or as plain files into a folder; may be given several times. "
+        "An equals sign and the folder, the project or the experiment may follow, such as wandb=my-project."
+    ),
 ]
 DropLearning = Annotated[bool, arg(help="Drop a lesson that was interrupted; it could not be continued.")]
 Yes = Annotated[bool, arg(help="Do not ask for confirmation (it asks only on a terminal).")]
@@ -50,6 +61,8 @@ class NewModelFlags:
     """Strong augmentation: trivial, rand, auto, one of your own, or none."""
     seed: Annotated[int | None, Shown("N", "1")] = None
     """Seed of weights, batches and augmentation."""
+    from_: Annotated[str | None, Shown("RUN"), arg(name="from")] = None
+    """Start from the network, the classes and the exemplars of a finished run, with its settings."""
     set: Annotated[UseAppendAction[tuple[str, ...]], Shown("KEY=VALUE")] = ()
     """Any other setting of the method, such as train.lr=0.05."""
 
@@ -74,7 +87,9 @@ class LessonFlags:
     restart: bool = False
     """Drop a lesson that was interrupted and start again."""
     no_undo: bool = False
-    """Do not keep the previous state for 'engram undo'; it takes about as much disk space as the weights."""
+    """Keep no earlier state for 'engram undo'; each takes about as much disk space as the weights."""
+    undo_steps: Annotated[int, Shown("N")] = 3
+    """How many earlier states to keep for 'engram undo', at most 20."""
     checkpoint_minutes: Annotated[float, Shown("M")] = 2.0
     """Save the progress every M minutes."""
 
@@ -113,6 +128,7 @@ class Learn:
         engram learn model photos --image-size 64 --memory total=500
         engram learn model more-photos --more-of-known --by-class
         engram learn model photos.csv --validate photos-of-july
+        engram learn model photos --from runs/afc-folder-order1-seed1
     """
 
     new_model: NewModelFlags
@@ -126,6 +142,7 @@ class Learn:
     .jsonl, .parquet)."""
     by_class: bool = False
     """Print accuracy before and after for each class."""
+    track: Track = ()
     quiet: bool = False
     """Print one line at the end; warnings and errors go to stderr."""
     json: bool = False
@@ -146,7 +163,7 @@ class Predict:
     """
 
     hardware: HardwareFlags
-    model: ModelDirectory
+    model: ModelOrRun
     paths: Annotated[tuple[str, ...], Shown("PATH [PATH ...]", positional=True)]
     """Files, folders, patterns such as 'inbox/*.png', or - to read paths from standard input, one per line."""
     top: Annotated[int, Shown("K")] = 1
@@ -190,7 +207,7 @@ class Evaluate:
 
     table: TableFlags
     hardware: HardwareFlags
-    model: ModelDirectory
+    model: ModelOrRun
     images: Annotated[str, Shown("IMAGES", positional=True)]
     """A folder with one folder of images per class, or a table of paths and labels."""
     by: Predictor = None
@@ -242,13 +259,16 @@ class Remove:
         engram remove model cat
         engram remove model --yes -- -cat
         engram remove model --images photos/cat/0003.jpg withdrawn
+        engram remove model cat --no-undo
     """
 
     model: ModelDirectory
     classes: Annotated[tuple[str, ...], Shown("CLASS [CLASS ...]", positional=True)]
     """The class or classes; with --images, image files, folders or patterns."""
     images: bool = False
-    """Remove single images instead of classes."""
+    """Remove single images instead of classes. This cannot be undone."""
+    no_undo: bool = False
+    """Delete all earlier states that are kept for 'engram undo', so that nothing of the classes is left."""
     drop_learning: DropLearning = False
     yes: Yes = False
     quiet: Quiet = False
@@ -278,11 +298,55 @@ class Rename:
 
 
 @options
-class Undo:
-    """Take the last lesson back: restore the whole model as it was before, and print what is gone.
+class Merge:
+    """Merge a class into another: its images become images of that class, as if they had been learned so.
 
-    Only one lesson can be taken back, not two in a row. After 'engram remove' there is nothing to undo: nothing that
-    was removed is kept. 'engram info' shows what can be undone.
+    This is exact with methods that keep statistics of each class (lda, bedrock); others refuse it. Write -- before a
+    name that begins with a dash.
+
+    For example:
+        engram merge model kitten cat
+    """
+
+    model: ModelDirectory
+    name: Annotated[str, Shown("CLASS", positional=True)]
+    """The class, which is gone afterwards."""
+    into: Annotated[str, Shown("INTO", positional=True)]
+    """The class that gets its images."""
+    drop_learning: DropLearning = False
+    quiet: Quiet = False
+    json: Json = False
+
+
+@options
+class Move:
+    """Move images to another class, for example because their label was wrong.
+
+    The images are those that the model learned or kept, found by their pixels. With lda it is as if they had been
+    learned as the other class. Other methods move the pictures that they kept, and keep in their weights what they
+    learned from them. The exit status is 1 if none is found.
+
+    For example:
+        engram move model --images photos/cat/0003.jpg --to dog
+    """
+
+    model: ModelDirectory
+    images: Annotated[tuple[str, ...], Shown("FILE [FILE ...]")]
+    """Image files, folders or patterns."""
+    to: Annotated[str, Shown("CLASS")]
+    """The class that they are of."""
+    drop_learning: DropLearning = False
+    quiet: Quiet = False
+    json: Json = False
+
+
+@options
+class Undo:
+    """Take the last change back, a lesson, a removal, a new name, a merge or a move: restore the whole model as it was
+    before, and print what is gone or back.
+
+    Again takes back the change before that, as long as earlier states are kept. 'engram info' shows what can be undone.
+    After 'engram remove --images' and 'engram remove --no-undo' there is nothing to undo.
 
     For example:
         engram undo model
@@ -297,6 +361,43 @@ class Undo:
 
 
 @options
+class Serve:
+    """Open a page in the browser to predict with models and to teach them, and answer programs over HTTP.
+
+    The page and the API (/api/v1, described by /api/v1/openapi.json) are on this machine only, unless --host names
+    another address; then a token is needed. A model that does not exist yet is made by its first lesson. Images that
+    wait to be taught are in a folder MODEL.draft beside the model. Ctrl-C ends the server; a lesson saves first. Needs
+    fastapi, uvicorn and python-multipart: pip install '.[serve]' in the checkout.
+
+    For example:
+        engram serve model
+        engram serve model another-model --port 8000 --no-browser
+        ENGRAM_TOKEN=... engram serve model --host 0.0.0.0 --port 8000 --allow-host models.example.org
+        curl -F images=@x.jpg http://127.0.0.1:8000/api/v1/models/model/predict
+    """
+
+    new_model: NewModelFlags
+    hardware: HardwareFlags
+    models: Annotated[tuple[str, ...], Shown("MODEL [MODEL ...]", positional=True)]
+    """Model directories; each is called by its name in the page and the API."""
+    host: Annotated[str, Shown("ADDRESS")] = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 is every address of this machine."""
+    port: Annotated[int, Shown("N", "a free one")] = 0
+    """Port to listen on."""
+    token: Annotated[str | None, Shown("TOKEN", "ENGRAM_TOKEN; made if one is needed")] = None
+    """Secret that requests must send as 'Authorization: Bearer TOKEN'. Other users can see it in the list of processes;
+    the variable ENGRAM_TOKEN is not seen."""
+    allow_host: Annotated[UseAppendAction[tuple[str, ...]], Shown("NAME")] = ()
+    """Another name that this server is reached by, such as a proxy's."""
+    checkpoint_minutes: Annotated[float, Shown("M")] = 2.0
+    """Save the progress of a lesson every M minutes."""
+    no_browser: bool = False
+    """Do not open the page in a browser."""
+    json: bool = False
+    """Print a line of JSON with the address once the server answers."""
+
+
+@options
 class Export:
     """Write a model's network as an ONNX file and check the file against the model in onnxruntime.
 
@@ -305,9 +406,10 @@ class Export:
 
     For example:
         engram export model model.onnx
+        engram export runs/afc-mini-b10-s5-order1-seed1 afc.onnx
     """
 
-    model: ModelDirectory
+    model: ModelOrRun
     out: Annotated[str, Shown("OUT.onnx", positional=True)]
     """The file to write."""
     by: Predictor = None

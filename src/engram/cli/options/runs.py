@@ -8,7 +8,7 @@ from tyro.conf import UseAppendAction, arg
 
 from engram.cli.options import models
 from engram.cli.options.declare import Shown, options
-from engram.cli.options.models import Device, Json, Threads
+from engram.cli.options.models import Device, Json, Threads, Track
 
 OF_RECIPE: Final = "the recipe's"
 RUNS: Final = "runs"  # the directory of runs, if none is given
@@ -16,7 +16,7 @@ RUNS: Final = "runs"  # the directory of runs, if none is given
 DeviceOfRecipe = Annotated[Device | None, Shown("WHERE", OF_RECIPE), arg(help="auto, cpu or cuda.")]
 Precision = Annotated[Literal["auto", "float32", "tf32", "bf16"] | None, Shown("KIND", OF_RECIPE)]
 AtOnce = Annotated[int | None, Shown("N", "1 on a CPU, 12 on a GPU")]
-PaperFile = Annotated[str | None, Shown("FILE", "AFC's")]
+PaperFile = Annotated[str | None, Shown("NAME|FILE", "AFC's")]
 
 
 @options
@@ -108,6 +108,7 @@ class RunningFlags:
     """Save inside a stage every M minutes; after each stage it always saves."""
     no_cache: bool = False
     """Train the base stage even if an earlier run had the same one; 'engram list cache' shows those kept."""
+    track: Track = ()
     threads: Threads = None
     quiet: bool = False
     """Print one line at the end of a run; warnings and errors go to stderr."""
@@ -216,6 +217,8 @@ class Report:
     """Run directories, or directories of run directories."""
     out: Annotated[str | None, Shown("FILE", "report.html next to the runs")] = None
     """The HTML file to write."""
+    pdf: bool = False
+    """Write every figure as PDF too, next to its SVG file."""
     open: bool = False
     """Open it in a browser."""
 
@@ -254,7 +257,7 @@ class Reproduce:
     page: Annotated[str | None, Shown("FILE", "reproduction.html in --out")] = None
     """The HTML page to write; tables as Markdown and CSV and plots as SVG go to a folder next to it."""
     paper: PaperFile = None
-    """Another paper's experiments and numbers; docs/architecture.md explains how to write one."""
+    """bench: the open bench (b50, b0); or a file with another paper's experiments, as in docs/architecture.md."""
     data: Annotated[str | None, Shown("PATH", "where they were prepared")] = None
     """The images: the official archive or its folder."""
     device: DeviceOfRecipe = None
@@ -270,23 +273,25 @@ class Reproduce:
 
 @options
 class Results:
-    """Collect measured runs in one file, or write a page or summary of them.
+    """Collect measured runs in one file, or write a table, a page or a summary of them.
 
     For example:
         engram results merge results/cifar100.jsonl runs other-machine.jsonl
+        engram results table comparison.tex runs
         engram results page docs/reproduction.md results
         engram results summary summary.json results
     """
 
-    what: Annotated[Literal["merge", "page", "summary"], Shown("WHAT", positional=True)]
-    """merge: a file of all runs, none twice. page: a Markdown page of the paper's tables with our numbers.
+    what: Annotated[Literal["merge", "table", "page", "summary"], Shown("WHAT", positional=True)]
+    """merge: a file of all runs, none twice. table: a row for each recipe with mean and standard deviation, as LaTeX
+    (.tex), Markdown (.md) or CSV (.csv). page: a Markdown page of the paper's tables with our numbers.
     summary: a JSON file with mean and standard deviation of each recipe that was run unchanged."""
     out: Annotated[str, Shown("OUT", positional=True)]
     """The file to write; merge keeps the runs that are already in it."""
     inputs: Annotated[tuple[str, ...], Shown("IN [IN ...]", positional=True)]
     """Run directories, folders of them, or files of results."""
     paper: PaperFile = None
-    """Another paper's experiments and numbers, for the page."""
+    """bench, or a file with another paper's experiments and numbers, for the page."""
 
 
 @options
@@ -321,7 +326,7 @@ COMMANDS: Final[dict[str, type]] = {
     kind.__name__.lower(): kind
     for kind in (
         *(Demo, models.Learn, models.Predict, models.Info, models.Evaluate, models.Check),
-        *(models.Remove, models.Rename, models.Undo, models.Export),
+        *(models.Remove, models.Rename, models.Merge, models.Move, models.Undo, models.Export, models.Serve),
         *(Run, Resume, List, Report, Reproduce, Results, Prepare, Doctor),
     )
 }
