@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engram.core.errors import EngramError
+from engram.core.errors import EngramError, SharedError
 from engram.core.launch import is_launched, launched_number
 
 T = TypeVar("T")
@@ -28,10 +28,6 @@ STEP_LIMIT, WORK_LIMIT = timedelta(minutes=30), timedelta(days=2)
 
 class ProcessLost(EngramError):
     """Another process of the run has ended or does not answer."""
-
-
-class SharedError(EngramError):
-    """An error that every process of the run has; process 0 reports it."""
 
 
 @dataclass(frozen=True)
