@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 import socket
 import sys
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -51,7 +51,7 @@ class Group:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        self._pipes: list[Connection] = []
+        self._pipes: list[Any] = []
         self.processes = []
         for rank in range(count):
             ours, theirs = context.Pipe(duplex=False)
@@ -74,18 +74,12 @@ class Group:
                 raise TimeoutError(f"processes {sorted(open_pipes)} did not end: {found}")
             for rank, pipe in list(open_pipes.items()):
                 if pipe in ready:
-                    try:
+                    with suppress(EOFError):
                         found[rank] = pipe.recv()
-                    except EOFError:
-                        pass
                     del open_pipes[rank]
         for process in self.processes:
             process.join()
         return found
-
-    def kill(self, rank: int) -> None:
-        """Kill one process, without any chance to clean up."""
-        os.kill(self.processes[rank].pid or 0, signal.SIGKILL)
 
 
 def values(group: Group) -> list[Any]:

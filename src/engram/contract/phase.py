@@ -19,7 +19,7 @@ LossT = TypeVar("LossT", bound=Callable[..., Terms])
 _MEAN = "_is_mean_over_images"
 
 
-def mean_over_images(loss: LossT | None = None, *, unless: str | None = None) -> Any:
+def mean_over_images(loss: Callable[..., Terms] | None = None, *, unless: str | None = None) -> Any:
     """A decorator of a loss (a function, or the `__call__` of a class): each term is a mean over the batch's images.
 
     That is, a mean over all images of a value that depends on one image, or a value that depends on none. A mean over

@@ -12,12 +12,13 @@ RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 def is_launched() -> bool:
     """Whether torchrun, or a program that sets the same variables, has started several processes."""
-    return all(os.environ.get(name) for name in LAUNCHED) and launched_number("WORLD_SIZE") > 1
+    return all(os.environ.get(name) for name in LAUNCHED) and os.environ["WORLD_SIZE"] != "1"
 
 
 def launched_rank() -> int:
     """The number of this process, from 0; 0 if it was started on its own."""
-    return launched_number("RANK") if is_launched() else 0
+    rank = os.environ.get("RANK", "")
+    return int(rank) if is_launched() and rank.isdigit() else 0
 
 
 def was_restarted() -> bool:

@@ -135,7 +135,9 @@ class JoinedProcesses(Processes):
             dist.init_process_group("gloo" if self._is_gloo else "nccl", timeout=STEP_LIMIT)
             self._group = dist.group.WORLD
             # Notices a process that ended at once, whatever the limit is.
-            self._control = dist.new_group(backend="gloo", timeout=WORK_LIMIT)
+            control = dist.new_group(backend="gloo", timeout=WORK_LIMIT)
+        assert isinstance(control, dist.ProcessGroup)
+        self._control = control
 
     def sum(self, tensor: Tensor) -> Tensor:
         if not self._is_gloo:  # NCCL's errors are those of the device, and arrive later
@@ -170,9 +172,11 @@ class JoinedProcesses(Processes):
         return found[0]
 
     def tensors_from_first(self, tensors: Mapping[str, Tensor] | None) -> Mapping[str, Tensor] | None:
-        shapes = self.from_first(
-            lambda: tensors and {name: (value.shape, value.dtype) for name, value in tensors.items()}
-        )
+
+        def describe() -> dict[str, tuple[torch.Size, torch.dtype]] | None:
+            return None if tensors is None else {name: (value.shape, value.dtype) for name, value in tensors.items()}
+
+        shapes = self.from_first(describe)
         if shapes is None:
             return None
         received: dict[str, Tensor] = {}

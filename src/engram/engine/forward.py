@@ -263,13 +263,13 @@ class Inference:
             images = centre(images, compute.image_size)
         batch = max(1, INFERENCE_PIXELS[compute.device.type] // (images.shape[1] * images.shape[2]))
 
-        def read(part: Tensor) -> Output:
-            unit = to_unit(part.to(compute.device))
+        def read_part(images: Tensor) -> Output:
+            unit = to_unit(images.to(compute.device))
             if view is None:
                 return averaged(self._network, self._forward, unit)
             return self._forward(seen_as(unit, view))
 
-        read = collected_pass(compute.processes, read)
+        read = collected_pass(compute.processes, read_part)
         for part in images.split(batch * compute.processes.count):
             with torch.no_grad():
                 yield read(part)

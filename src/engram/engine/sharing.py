@@ -5,8 +5,8 @@ Legend: B images of the whole batch, b of this process's part, C channels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -40,12 +40,12 @@ def collect_output(processes: Processes, share: Share, output: Output, maps: boo
     """
 
     def images(part: Tensor) -> Tensor:
-        return _Collect.apply(part, processes, share)  # pyright: ignore[reportReturnType]
+        return _Collect.apply(part, processes, share)
 
     def either(name: str, value: Tensor) -> Tensor:
         """Of images, or of no image: every process has its whole gradient, so each counts a part of it."""
         if value.ndim == 0 or isinstance(value, nn.Parameter):
-            return _ShareGradient.apply(value, processes.count)  # pyright: ignore[reportReturnType]
+            return _ShareGradient.apply(value, processes.count)
         if len(value) != share.count:
             raise EngramError(
                 f"the output {name!r} of the head has {len(value)} rows for {share.count} images; several processes "
@@ -64,17 +64,23 @@ def collect_output(processes: Processes, share: Share, output: Output, maps: boo
     )
 
 
-def collected_pass(processes: Processes, forward: Callable[[Tensor], Output]) -> Callable[[Tensor], Output]:
+class Pass(Protocol):
+    """A pass of a network over images."""
+
+    def __call__(self, images: Tensor) -> Output: ...
+
+
+def collected_pass(processes: Processes, forward: Pass) -> Pass:
     """The pass, over a batch that every process has, with the work divided; without gradient and maps."""
     if processes.count == 1:
         return forward
 
-    def divided(batch: Tensor) -> Output:
-        share = processes.share(len(batch))
+    def divided(images: Tensor) -> Output:
+        share = processes.share(len(images))
         if not share.is_split:
-            return forward(batch)
+            return forward(images)
         with torch.no_grad():
-            return collect_output(processes, share, forward(batch[share.own]), maps=False)
+            return collect_output(processes, share, forward(images[share.own]), maps=False)
 
     return divided
 
@@ -139,9 +145,7 @@ class SynchronisedNorms(TorchFunctionMode):
                 values = share.size * images[0, 0].numel()
                 running_mean.lerp_(mean.to(running_mean), momentum)
                 running_var.lerp_((variance * (values / (values - 1))).to(running_var), momentum)
-        return _Normalise.apply(  # pyright: ignore[reportReturnType]
-            images, weight, bias, mean, (variance + eps).rsqrt(), processes, share
-        )
+        return _Normalise.apply(images, weight, bias, mean, (variance + eps).rsqrt(), processes, share)
 
 
 def _statistics(images: Tensor, processes: Processes, share: Share) -> tuple[Tensor, Tensor]:
