@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from engram.cli.streams import tell
-from engram.core.errors import DetailsNote, explain, spell_options
+from engram.core.errors import DetailsNote, EngramError, SharedError, explain, spell_options
+from engram.core.launch import is_launched, launched_rank
 
 # Modules in cli/commands that are not named after their command. They are imported when needed: most import torch.
 _MODULES = {
@@ -86,6 +87,8 @@ def _dispatch(given: list[str]) -> int:
         except SystemExit:
             return 2
     name, options = parse(given)
+    if is_launched() and name not in ("run", "resume"):
+        raise EngramError(f"torchrun starts several processes, which only 'engram run' and 'resume' share, not {name}")
     from engram.core.plugins import load_plugins
 
     load_plugins()
@@ -104,7 +107,12 @@ def _explain(error: Exception) -> int:
     """Print one sentence about the error and return the exit status."""
     if os.environ.get("ENGRAM_DEBUG") == "1":
         traceback.print_exception(error)
+    rank = launched_rank()
+    if rank > 0 and isinstance(error, SharedError):  # process 0 reports it
+        return 2
     message, unexpected = explain(error)
+    if rank > 0:
+        message = f"process {rank}: {message}"
     if isinstance(error, ImportError) and error.args:
         message = f"a library cannot be loaded: {str(error).strip().splitlines()[-1]}"
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]

@@ -25,7 +25,7 @@ from engram.contract.method_registry import (
 )
 from engram.contract.optimisers import Optimiser, register_optimiser
 from engram.contract.passes import ImageTuningStep, Passes
-from engram.contract.phase import Phase, Step, Terms
+from engram.contract.phase import Phase, Step, Terms, mean_over_images
 from engram.contract.predictors import ImageOutputs, register_predictor
 from engram.contract.schedules import register_schedule
 from engram.contract.settings import Settings, SettingsT, Training, base_settings, setting
@@ -77,6 +77,7 @@ __all__ = [
     "find_method",
     "import_all",
     "load_network",
+    "mean_over_images",
     "register",
     "register_augmentation",
     "register_backbone",

@@ -51,6 +51,11 @@ class BatchPlan:
         draws = Draws(*(plan.index_select(0, at)[0, :size] for plan in self.draws.tensors()))
         return self.rows.index_select(0, at)[0, :size], draws
 
+    def part(self, at: Tensor, own: slice) -> BatchPlan:
+        """The step that the counter (1,) is at, as a plan of this one step, with these images of the batch."""
+        draws = Draws(*(plan.index_select(0, at)[:, own] for plan in self.draws.tensors()))
+        return BatchPlan(self.rows.index_select(0, at)[:, own], draws, self.lr.index_select(0, at))
+
     def learning_rate(self, at: Tensor) -> Tensor:
         """The learning rate (1,) of the step that the counter (1,) is at."""
         return self.lr.index_select(0, at)

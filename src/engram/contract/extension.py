@@ -133,9 +133,15 @@ class StepHooks:
 
 @dataclass(frozen=True)
 class Extension:
-    """Base class of extensions. needs_teacher: only a phase with a teacher can have it."""
+    """Base class of extensions.
+
+    needs_teacher: only a phase with a teacher can have it.
+    works_on_parts: its hooks do not use the images, labels and outputs of a batch, so each of several processes may
+        compute the loss of its own part. If not, hooks and loss get the whole batch in every process.
+    """
 
     needs_teacher: ClassVar[bool] = False
+    works_on_parts: ClassVar[bool] = False
 
     def recording_key(self) -> Hashable:
         """The key of a recorded step. Two extensions with equal keys may share a recording."""
@@ -164,6 +170,8 @@ class Extension:
 @dataclass(frozen=True)
 class AfterUpdate(Extension):
     """Changes parameters in place after each update, such as a clamp."""
+
+    works_on_parts = True
 
     change: Callable[[Network], None]
 

@@ -60,7 +60,10 @@ class Passes(Protocol):
         visit: Callable[[Step], Sequence[Tensor]],
         batch_size: int,
     ) -> list[Tensor]:
-        """The sums of what `visit` returns over one augmented pass in train mode; no parameter changes."""
+        """The sums of what `visit` returns over one augmented pass in train mode; no parameter changes.
+
+        What it returns for a batch must be sums over the images, so that several processes can each visit a part.
+        """
         ...
 
     def sensitivity(

@@ -14,6 +14,35 @@ from engram.contract.settings import Training
 from engram.nn.network import Output, Part
 
 T = TypeVar("T")
+LossT = TypeVar("LossT", bound=Callable[..., Terms])
+
+_MEAN = "_is_mean_over_images"
+
+
+def mean_over_images(loss: Callable[..., Terms] | None = None, *, unless: str | None = None) -> Any:
+    """A decorator of a loss (a function, or the `__call__` of a class): each term is a mean over the batch's images.
+
+    That is, a mean over all images of a value that depends on one image, or a value that depends on none. A mean over
+    some of the images, such as the exemplars, is something else. If several processes share a batch, each then computes
+    the loss of its own images. A loss without this mark gets the outputs for all images in every process, which is
+    right for any loss, and slower. A subclass that overrides the loss marks its own, or not.
+
+    unless: the name of a setting of the method; where it is true, the loss is not such a mean.
+    """
+
+    def decorate(function: LossT) -> LossT:
+        setattr(function, _MEAN, unless or True)
+        return function
+
+    return decorate if loss is None else decorate(loss)
+
+
+def is_mean_over_images(loss: Callable[..., Terms]) -> bool:
+    """Whether a loss is marked by `mean_over_images`."""
+    marked = getattr(loss, _MEAN, None) or getattr(type(loss).__call__, _MEAN, None)
+    if isinstance(marked, str):
+        return not getattr(loss.__self__.settings, marked)  # pyright: ignore[reportFunctionMemberAccess]
+    return marked is True
 
 
 @dataclass(frozen=True)
@@ -110,6 +139,11 @@ class Phase:
     def streams(self) -> list[tuple[str, int]]:
         """Name and images per batch of every additional stream, in the order of the batch."""
         return [stream for each in self.extensions if (stream := each.stream()) is not None]
+
+    @property
+    def splits(self) -> bool:
+        """Whether each of several processes computes the loss of its own images only; else, of the whole batch."""
+        return is_mean_over_images(self.loss) and all(each.works_on_parts for each in self.extensions)
 
     def batches(self, images: int) -> tuple[int, int, int]:
         """Steps of an epoch over that many images, images in a batch and in the last batch; all streams counted."""

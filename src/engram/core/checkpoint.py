@@ -152,6 +152,11 @@ def _json_object(text: Any) -> dict[str, Any]:
     return data
 
 
+def tensors_digest(tensors: dict[str, Tensor]) -> str:
+    """Return a digest of the names, shapes and values of tensors."""
+    return _digest({name: value.detach().cpu() for name, value in tensors.items()}, "")
+
+
 def _digest(tensors: dict[str, Tensor], text: str) -> str:
     digest = hashlib.blake2b(text.encode(), digest_size=16)
     for name in sorted(tensors):

@@ -79,6 +79,10 @@ class EngramError(ValueError):
         return tuple(match[1] for match in _OPTION.finditer(str(self.args[0])))
 
 
+class SharedError(EngramError):
+    """An error that every process of a run has, or that the first one reports."""
+
+
 class UnknownNameError(EngramError):
     """A name that does not exist. The message suggests the closest valid names, or lists the valid ones.
 

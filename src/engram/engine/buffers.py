@@ -11,9 +11,9 @@ from torch import Tensor
 from engram.contract.batch_plan import BatchPlan
 from engram.data.augment import pad_images
 from engram.data.stage import Stage
+from engram.engine.flat_optimiser import TERMS
 
 PLANNED_STEPS = 512  # planned ahead, in whole epochs
-TERMS = 16  # the most terms that a loss may have
 GROWTH = 1.5
 PART = 2**28  # bytes of images copied to the device at a time
 

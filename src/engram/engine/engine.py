@@ -26,10 +26,19 @@ class Engine(Runtime):
     """Executes phases, and the passes that a method may use (`Passes`), on one device at one precision."""
 
     def start(
-        self, learner: Learner, stage: Stage, phase: Phase, index: int, resume: PhaseState | None = None
+        self,
+        learner: Learner,
+        stage: Stage,
+        phase: Phase,
+        index: int,
+        resume: PhaseState | None = None,
+        reads_maps: bool = True,
     ) -> PhaseLoop:
-        """A loop over the steps of a phase (number `index` of the stage), from its start or from a saved state."""
-        return PhaseLoop(self, learner, stage, phase, index, resume)
+        """A loop over the steps of a phase (number `index` of the stage), from its start or from a saved state.
+
+        reads_maps: whether the loss reads feature maps; if not, several processes do not exchange them.
+        """
+        return PhaseLoop(self, learner, stage, phase, index, resume, reads_maps)
 
     def inference(self, network: Network) -> Inference:
         """Inference with the network's current weights."""
@@ -74,11 +83,17 @@ class Engine(Runtime):
         pool, plan, counter = buffers.pool(stage), buffers.plan(full + 1, size), buffers.counter
         plan.load(plan_sweep(self.augmentation, rows, size, stage.index, learner.seed, self.image_size))
         arrival = buffers.arrival(stage, learner.network.head.capacity)
+        processes, here = self.processes, torch.zeros_like(counter)
 
         def take(size: int, totals: list[Tensor]) -> list[Tensor]:
-            images = forward.images(pool, plan, counter, size)
-            output = forward.student(images, train_backbone=True)
-            picked = plan.rows.index_select(0, counter)[0, :size]
+            share = processes.share(size)
+            if share.is_split:
+                images = forward.images(pool, plan.part(counter, share.own), here, share.count)
+            else:
+                images = forward.images(pool, plan, counter, size)
+            with self.synchronised(share):
+                output = forward.student(images, train_backbone=True)
+            picked = plan.rows.index_select(0, counter)[0, :size][share.own]
             labels, exemplar = pool.labels[picked], pool.exemplar[picked]
             sums = visit(
                 Step(labels, exemplar, output, None, {}, learner.buffers, arrival=arrival, stage=buffers.stage)
@@ -86,7 +101,9 @@ class Engine(Runtime):
             if not totals:
                 totals += [torch.zeros_like(value) for value in sums]
             for total, value in zip(totals, sums, strict=True):
-                total += value.detach()
+                # A batch that is not split is counted by each of several processes.
+                once = share.is_split or processes.count == 1
+                total += value.detach() if once else value.detach() / processes.count
             counter.add_(1)
             return totals
 
@@ -103,7 +120,8 @@ class Engine(Runtime):
             for _ in range(full):
                 totals = step()
             totals = [total.clone() for total in totals]
-            return take(rest, totals) if rest else totals
+            totals = take(rest, totals) if rest else totals
+            return [processes.sum(total) for total in totals]
 
     # See `Passes`.
     sensitivity = sensitivity

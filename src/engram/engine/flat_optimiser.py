@@ -9,7 +9,10 @@ from torch import Tensor
 
 from engram.contract.optimisers import Optimiser, find_optimiser, new_state
 from engram.contract.settings import Training
+from engram.core.processes import Processes
 from engram.nn.network import Network
+
+TERMS = 16  # the most terms that a loss may have
 
 
 class FlatOptimiser:
@@ -29,7 +32,9 @@ class FlatOptimiser:
         device = named[0][1].device
         self.layout = layout
         self.values = torch.empty(sum(sizes), device=device)
-        self.gradients = torch.zeros_like(self.values)
+        # With room for the terms of a loss, so that processes sum both at once.
+        self._summed = torch.zeros(sum(sizes) + TERMS, device=device)
+        self.gradients = self._summed[: sum(sizes)]
         self.mask = torch.ones_like(self.values)
         self.held: dict[str, Tensor] = {}
         self._held: dict[str, dict[str, Tensor]] = {}  # by optimiser
@@ -115,6 +120,16 @@ class FlatOptimiser:
     def zero_grad(self) -> None:
         """Set the gradients to zero; backward adds to them in place."""
         self.gradients.zero_()
+
+    @torch.no_grad()
+    def sum_over(self, processes: Processes, terms: Tensor) -> Tensor:
+        """Sum the gradients, in place, and the terms of the loss (K,) over all processes; return the terms."""
+        if processes.count == 1:
+            return terms
+        own = self._summed[len(self.values) :][: len(terms)]
+        own.copy_(terms)
+        processes.sum(self._summed)
+        return own.clone()
 
     @torch.no_grad()
     def limit(self, length: float) -> None:

@@ -13,10 +13,12 @@ from torch import Tensor
 from engram.contract.batch_plan import BatchPlan
 from engram.contract.learner import Learner
 from engram.contract.settings import Training
+from engram.core.processes import ALONE, Processes
 from engram.data.augment import Augmentation, apply, centre, to_unit
 from engram.engine.buffers import DevicePool
 from engram.engine.capture import Branch
 from engram.engine.flat_optimiser import FlatOptimiser
+from engram.engine.sharing import collected_pass
 from engram.kernels.availability import reason_unavailable
 from engram.nn.backbone import Backbone
 from engram.nn.network import Network, Output, averaged
@@ -32,12 +34,16 @@ INFERENCE_PIXELS = {"cpu": 512 * 32 * 32, "cuda": 4096 * 32 * 32}  # in a batch
 
 @dataclass(eq=False)
 class Compute:
-    """How passes are computed: device, precision, augmentation. image_size: of images as the network sees them."""
+    """How passes are computed: device, precision, augmentation. image_size: of images as the network sees them.
+
+    processes: those that share the work.
+    """
 
     device: torch.device
     precision: Precision
     augmentation: Augmentation
     image_size: tuple[int, int]
+    processes: Processes = ALONE
 
     def __post_init__(self) -> None:
         # On a CPU channels-last costs a fifth of the speed with resnet10, most of it in the distillation loss.
@@ -248,19 +254,25 @@ class Inference:
         """The network's outputs, one for each batch.
 
         view: the images are seen in this view. None: as they are, with scores averaged over the network's views.
+
+        Several processes divide each batch, and each gets the outputs of all images, without maps.
         """
         compute = self._compute
         assert not self._network.training, "inference with a network in training would change its running statistics"
         if compute.augmentation.view is not None:
             images = centre(images, compute.image_size)
         batch = max(1, INFERENCE_PIXELS[compute.device.type] // (images.shape[1] * images.shape[2]))
-        for part in images.split(batch):
+
+        def read_part(images: Tensor) -> Output:
+            unit = to_unit(images.to(compute.device))
+            if view is None:
+                return averaged(self._network, self._forward, unit)
+            return self._forward(seen_as(unit, view))
+
+        read = collected_pass(compute.processes, read_part)
+        for part in images.split(batch * compute.processes.count):
             with torch.no_grad():
-                unit = to_unit(part.to(compute.device))
-                if view is None:
-                    yield averaged(self._network, self._forward, unit)
-                else:
-                    yield self._forward(seen_as(unit, view))
+                yield read(part)
 
 
 def _plain_forward(network: Network, compute: Compute) -> Callable[[Tensor], Output]:

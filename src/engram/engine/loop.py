@@ -24,6 +24,7 @@ from engram.engine.buffers import TERMS
 from engram.engine.forward import Forward
 from engram.engine.planning import plan_epochs
 from engram.engine.runtime import Runtime
+from engram.engine.sharing import collect_output, collected_pass
 from engram.nn.network import Part
 
 T = TypeVar("T")
@@ -90,6 +91,7 @@ class PhaseLoop:
         phase: Phase,
         index: int,
         resume: PhaseState | None,
+        reads_maps: bool = True,
     ) -> None:
         if resume is None and phase.start is not None:
             phase.start()
@@ -104,6 +106,8 @@ class PhaseLoop:
         self.epoch, self.step = (0, 0) if resume is None else (resume.epoch, resume.step)
         self._first = self.step  # of the current epoch, the first step whose loss is known
         self._runtime, self._learner, self._stage, self._index = runtime, learner, stage, index
+        self._processes, self._reads_maps = runtime.processes, reads_maps
+        self._here = torch.zeros(1, dtype=torch.int64, device=runtime.device)  # the counter of a plan of one step
         self._forward = runtime.bind(learner, self.batch_size)
         masks = learner.network.trainable(phase.train, stage.num_old)
         held = None if resume is None else resume.optimiser
@@ -282,8 +286,7 @@ class PhaseLoop:
         terms = phase.loss(step)
         values = _stack_terms(terms, TERMS - len(self._hooks), phase.name)
         forward.optimiser.zero_grad()
-        values.sum().backward()
-        names, values = list(terms), values.detach()
+        names, values = list(terms), self._backward(values, size)
         with torch.no_grad():
             for hooks in self._hooks:
                 further = hooks.after_backward()
@@ -294,26 +297,65 @@ class PhaseLoop:
             changed = [hooks.after_update(step.student) for hooks in self._hooks]
             if any(changed):
                 forward.follow()
+            if step.images.written and self._is_of_part(size):
+                raise EngramError(
+                    f"the loss of the {phase.name} phase keeps tensors per image, so several processes must compute it "
+                    "of the whole batch; remove mean_over_images from it"
+                )
             for name, (rows, written) in step.images.written.items():
                 self._pool.state[name].index_copy_(0, rows, written)
         self._history[:, : len(names)].index_copy_(0, counter, values[None])
         counter += 1
         return names
 
+    def _is_of_part(self, size: int) -> bool:
+        """Whether this process computes the loss of its own part of a batch of that size only."""
+        return self.phase.splits and self._processes.share(size).is_split
+
+    def _backward(self, values: Tensor, size: int) -> Tensor:
+        """The gradients of the whole batch's loss, from the terms (K,) that this process has; return its terms."""
+        processes = self._processes
+        if processes.count == 1:
+            values.sum().backward()
+            return values.detach()
+        share = processes.share(size)
+        part = share.count / size if self._is_of_part(size) else 1 / processes.count
+        # The loss of all images, of outputs that were collected, has in each process its own images' whole gradient.
+        is_collected = share.is_split and not self._is_of_part(size)
+        (values.sum() if is_collected else part * values.sum()).backward()
+        return self._forward.optimiser.sum_over(processes, part * values.detach())
+
+    def _images(self, size: int) -> Tensor:
+        """The augmented images of the batch that the counter is at, of which this process takes its part."""
+        phase, forward, share = self.phase, self._forward, self._processes.share(size)
+        mixed = [hooks for hooks in self._hooks if type(hooks).change_images is not StepHooks.change_images]
+        if share.is_split and not mixed:
+            own = self._plan.part(self._counter, share.own)
+            return forward.images(self._pool, own, self._here, share.count, phase.augment)
+        images = forward.images(self._pool, self._plan, self._counter, size, phase.augment)
+        for hooks in mixed:
+            images = hooks.change_images(images)
+        return images[share.own] if share.is_split else images
+
     def _see(self, size: int) -> Step:
         """The input of the loss for the batch that the counter is at."""
         phase, forward, counter, pool = self.phase, self._forward, self._counter, self._pool
+        share = self._processes.share(size)
         for hooks in self._hooks:
             hooks.before_forward(size)
-        images = forward.images(pool, self._plan, counter, size, phase.augment)
-        for hooks in self._hooks:
-            images = hooks.change_images(images)
+        images = self._images(size)
         if phase.frozen:
             student_pass = partial(forward.frozen, images)
         else:
             student_pass = partial(forward.student, images, train_backbone=Part.BACKBONE in phase.train)
-        student, teacher = forward.with_teacher(images, student_pass) if phase.teacher else (student_pass(), None)
-        rows = self._plan.rows.index_select(0, counter)[0, :size]
+        with self._runtime.synchronised(share):
+            student, teacher = forward.with_teacher(images, student_pass) if phase.teacher else (student_pass(), None)
+        rows, streams = self._plan.rows.index_select(0, counter)[0, :size], self._streams
+        if self._is_of_part(size):
+            rows, streams = rows[share.own], {}  # a part has no order of streams
+        elif share.is_split:
+            student = collect_output(self._processes, share, student, self._reads_maps)
+            teacher = teacher and collect_output(self._processes, share, teacher, self._reads_maps)
         labels = pool.labels[rows]
         extras = (hooks.step_extras(labels) for hooks in self._hooks)
         return Step(
@@ -326,7 +368,7 @@ class PhaseLoop:
             arrival=self._arrival,
             stage=self._runtime.buffers.stage,
             images=ImageStateRows(pool.state, rows, pool.ids),
-            streams=self._streams,
+            streams=streams,
             extras=tuple(extra for extra in extras if extra is not None),
         )
 
@@ -342,7 +384,9 @@ class _Context:
         self.image_size, self.height_dim = runtime.image_size, forward.height_dim
         self.counter, self.plan, self.parameters = runtime.buffers.counter, loop._plan, forward.optimiser
         self.device, self.persistent_buffer = runtime.device, runtime.buffers.persistent_buffer
-        self.teacher, self.predict = forward.teacher, forward.predict
+        # Hooks have the whole batch, of which each process passes a part.
+        self.teacher = collected_pass(runtime.processes, forward.teacher)
+        self.predict = collected_pass(runtime.processes, forward.predict)
         self._strong = loop.phase.augment
 
     def images(self, plan: BatchPlan, size: int) -> Tensor:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 import torch
 
 from engram.contract.learner import Learner
 from engram.core.errors import EngramError
+from engram.core.processes import Share
 from engram.engine.buffers import DeviceBuffers
 from engram.engine.capture import CapturedStep, NotRecordable
 from engram.engine.forward import Compute, Forward, FusedForward, Precision
+from engram.engine.sharing import SynchronisedNorms
 from engram.nn.network import Network
 
 T = TypeVar("T")
@@ -42,7 +45,9 @@ class Runtime(Compute):
         """The passes over the learner; made once, and again only if the network has new tensors."""
         forward = self._forward
         if forward is None or forward.batch_size < batch_size or not forward.optimiser.holds(learner.network):
-            kind = FusedForward if self.why_not_fused(learner.network.backbone) is None else Forward
+            # Our kernels compute the statistics of a norm inside a convolution, where they cannot be synchronised.
+            is_fused = self.why_not_fused(learner.network.backbone) is None and self.processes.count == 1
+            kind = FusedForward if is_fused else Forward
             forward = self._forward = kind(self, learner, batch_size)
             self.buffers.version += 1
         return forward
@@ -63,6 +68,10 @@ class Runtime(Compute):
                 "backbone"
             )
         return True
+
+    def synchronised(self, share: Share) -> AbstractContextManager[object]:
+        """Inside this context, the batch norms of a pass over this part of a batch see all of the batch."""
+        return SynchronisedNorms(self.processes, share) if share.is_split else nullcontext()
 
     def record(
         self, slot: Hashable, key: object, step: Callable[[], T], learner: Learner, what: str

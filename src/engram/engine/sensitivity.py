@@ -57,9 +57,11 @@ def sensitivity(
         scale.requires_grad_()
     images = centre(pool.images, runtime.image_size)
     size = max(1, PIXELS[device.type] // images[0, ..., 0].numel())
+    share = runtime.processes.share(len(rows))
+    own, drawn = rows[share.own], draws[share.own]
     assert not network.training
     with _watched(network, power, totals):
-        for some, numbers in zip(rows.split(size), draws.split(size), strict=True):
+        for some, numbers in zip(own.split(size), drawn.split(size), strict=True):
             unit = to_unit(images[some].to(device)).contiguous(memory_format=runtime.layout)
             labels, exemplar = pool.labels[some].to(device), pool.exemplar[some].to(device)
             with torch.enable_grad():
@@ -70,6 +72,8 @@ def sensitivity(
                 if scale is not None:
                     totals["head.scale"] += _sum(_by_scale(values, scale), power)
                 torch.autograd.grad(values.sum(), unit)
+    if share.is_split:
+        totals = {name: runtime.processes.sum(total) for name, total in totals.items()}
     return {name: total / len(rows) for name, total in totals.items()}
 
 

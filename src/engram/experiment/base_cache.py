@@ -179,7 +179,7 @@ class SharedBase:
     """The base stage of a run: loaded from the cache, waited for, or trained and shared with other runs.
 
     cache: None: the base stage is not shared. name: of this run, shown by runs that wait for it. stop: called while it
-    waits.
+    waits. Of several processes, only the first uses the cache, and tells the others what it found.
     """
 
     def __init__(self, session: Session, cache: StageCache | None, name: str, stop: Callable[[], bool]) -> None:
@@ -217,15 +217,17 @@ class SharedBase:
         """Load the base stage from the cache; return whether it was there and could be used."""
         if self._cache is None or self._key is None:
             return False
-        network = self._session.learner.network
+        network, processes, tensors = self._session.learner.network, self._session.processes, None
         try:
-            tensors = self._cache.load(self._key)
+            if processes.is_first:
+                tensors = self._cache.load(self._key)
             if tensors is not None:
                 _check_fits(tensors, network.state_dict())
         except EngramError as error:
+            tensors = None
             if warn:
                 yield Warned(f"the cached base stage cannot be used, so it is trained again: {error}")
-            return False
+        tensors = processes.tensors_from_first(tensors)
         if tensors is None:
             return False
         network.load_state_dict(tensors)
@@ -236,16 +238,19 @@ class SharedBase:
         """Claim the training, so that other runs wait for it; return False if this run must wait for another."""
         if self._cache is None or self._key is None:
             return True
+        processes, is_claimed = self._session.processes, False
         try:
-            self._claim = self._cache.claim(self._key, self._name)
+            if processes.is_first:
+                self._claim = self._cache.claim(self._key, self._name)
+                is_claimed = self._claim is not None or self._cache.is_held_here(self._key)
         except EngramError as error:
             yield Warned(f"the base stage is trained by this run, even if another run trains it as well: {error}")
-            return True
-        return self._claim is not None or self._cache.is_held_here(self._key)
+            is_claimed = True
+        return processes.any(is_claimed)[0]
 
     def share(self) -> Iterator[Event]:
         """Save the trained base stage in the cache; if that fails, only warn."""
-        if self._cache is None or self._key is None:
+        if self._cache is None or self._key is None or not self._session.processes.is_first:
             return
         try:
             self._cache.save(self._key, self._session.learner.network.state_dict(), Path(self._name).name)

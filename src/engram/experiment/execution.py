@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from engram.core import metrics
-from engram.core.checkpoint import Checkpoint, save_checkpoint
+from engram.core.checkpoint import Checkpoint, save_checkpoint, tensors_digest
 from engram.core.errors import option, spelled
 from engram.core.events import (
     Checkpointed,
@@ -34,6 +34,8 @@ from engram.runs.directory import TASK_PREDICTIONS, RunDirectory
 from engram.runs.result import Result, StageRecord, order_value, summarise
 
 UNLOGGED = (Progress, Working)
+AGREED_STEPS = 16  # steps on GPUs after which several processes agree on whether to stop or to save
+EXEMPLARS = "memory.images"  # the sources of the exemplars tell as much
 
 
 class RunExecution:
@@ -49,8 +51,9 @@ class RunExecution:
         cache: StageCache | None,
     ) -> None:
         self.session = session
-        self.files = files
-        self.stop = stop or (lambda: False)
+        self.processes = session.processes
+        self.files = files  # None in all processes but the first
+        self.wants_to_stop = stop or (lambda: False)
         self.base = SharedBase(session, cache, self.directory or session.config.recipe, self.stop)
         self.stop_after_stage = stop_after_stage
         self.checkpoint_seconds = checkpoint_minutes * 60
@@ -61,6 +64,10 @@ class RunExecution:
         self.card = session.card()
         self.saved_at = time.monotonic()
         self.away = 0.0  # seconds spent by the consumer of the events, not by this run
+
+    def stop(self) -> bool:
+        """Whether any process wants to stop: they all stop at the same step."""
+        return self.processes.any(self.wants_to_stop())[0]
 
     def now(self) -> float:
         """A clock in seconds that is paused while the consumer of the events works."""
@@ -98,8 +105,9 @@ class RunExecution:
         if session.store.skipped:
             shown = ", ".join(session.store.skipped[:3])
             yield Warned(f"{len(session.store.skipped)} unreadable images were skipped: {shown}")
-        if resumed and len(self.records) < stages:
+        if self.files is not None and resumed and len(self.records) < stages:
             yield from self._other_threads()
+            yield from self._other_processes()
             yield from self._other_code()
         if self.files is not None and self.records:
             self.files.write_result(dict(self._result()))
@@ -125,6 +133,16 @@ class RunExecution:
                     f"{began} and continues with {now}, so its last bits will differ from a run that was never "
                     f"stopped; torch.set_num_threads({begun}) or {option('threads', begun)} keeps them"
                 )
+            )
+
+    def _other_processes(self) -> Iterator[Event]:
+        """Warn if the run continues with another number of processes, which the last bits of sums depend on."""
+        assert self.files is not None
+        begun, now = self.files.manifest.get("hardware", {}).get("processes", 1), self.processes.count
+        if begun != now:
+            yield Warned(
+                f"{self.directory} started with {begun} process{'' if begun == 1 else 'es'} and continues with {now}, "
+                "so its last bits will differ from a run that was never stopped"
             )
 
     def _other_code(self) -> Iterator[Event]:
@@ -160,6 +178,7 @@ class RunExecution:
         session.learner.notes.clear()  # before saving, or a resumed run would repeat them
         known = {name: metrics.accuracy(arrays["targets"], arrays[f"{TASK_PREDICTIONS}{name}"]) for name in accuracy}
         seconds, by_kind = sum(self.clock.values()), dict(self.clock)
+        self._check_replicas(index)
         record = StageRecord(index, stage.num_seen, accuracy, seconds, by_stage, by_kind, known)
         self.records.append(record)
         self.estimate.stage(index, self.clock)
@@ -204,19 +223,28 @@ class RunExecution:
         self.estimate.step(taken)
         if taken.timer.due():
             yield self.estimate.progress(index, len(self.session.stream), taken)
-        if self.files is not None and time.monotonic() - self.saved_at > self.checkpoint_seconds:
-            yield from self._checkpoint(taken)
-        if not self.stop():
+        is_shared_gpu = self.processes.count > 1 and self.session.engine.device.type == "cuda"
+        if is_shared_gpu and taken.loop.step % AGREED_STEPS:  # to ask the others takes a part of a step
             return False
-        if self.files is not None:
+        is_due = self.files is not None and time.monotonic() - self.saved_at > self.checkpoint_seconds
+        stopped, is_due = self.processes.any(self.wants_to_stop(), is_due)
+        if stopped or is_due:
             yield from self._checkpoint(taken)
-        return True
+        return stopped
+
+    def _check_replicas(self, index: int) -> None:
+        """Refuse to continue with processes that have not learned the same, bit by bit."""
+        if self.processes.count > 1:
+            state = {name: value for name, value in self.session.learner.state_dict().items() if name != EXEMPLARS}
+            what = f"has another {{name}} after stage {index}"
+            self.processes.check_equal({"state (by its digest)": tensors_digest(state)}, what)
 
     def _checkpoint(self, taken: StepTaken) -> Iterator[Event]:
         """Save a checkpoint inside a phase, after yielding the epochs that ended before it."""
         yield from taken.ended()
-        self._save(taken.state())
-        yield Checkpointed(taken.stage, taken.loop.phase.name, taken.loop.epoch + 1)
+        if self.files is not None:
+            self._save(taken.state())
+            yield Checkpointed(taken.stage, taken.loop.phase.name, taken.loop.epoch + 1)
 
     def _result(self) -> Result:
         config = self.session.config

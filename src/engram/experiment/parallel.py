@@ -14,6 +14,7 @@ import torch
 
 from engram.core.errors import EngramError, explain
 from engram.core.events import BaseReused, Event, RunBusy, RunFailed, RunSkipped, StageFinished
+from engram.core.launch import is_launched
 from engram.data.store import ImageStore
 from engram.engine.capture import MAIN_PRIORITY
 from engram.experiment.base_cache import StageCache, which_cache
@@ -53,6 +54,8 @@ def run_together(
     cache: of trained base stages, so that runs with the same base stage train it once; True: that of the commands
         (`engram list cache`); False: each run trains its base stage.
     """
+    if is_launched():
+        raise EngramError("torchrun starts several processes for one run; do several runs without it")
     workers = Workers(
         plan_members(configs, store, directory),
         at_once=at_once,

@@ -9,24 +9,26 @@ from typing import Any
 
 import torch
 
-from engram.core.checkpoint import fitting
+from engram.core.checkpoint import Checkpoint, fitting
 from engram.core.errors import EngramError, option
 from engram.core.events import Event, RunFinished
-from engram.core.provenance import hardware
+from engram.core.processes import Processes, join_processes
+from engram.core.provenance import code_digest, hardware, own_code
 from engram.core.serialize import flatten
 from engram.data.sources.load import DataConfig, load_store
 from engram.data.store import ImageStore
 from engram.experiment.base_cache import StageCache, which_cache
 from engram.experiment.execution import RunExecution
+from engram.experiment.learner_config import resolve_device
 from engram.experiment.progress_display import show_progress
 from engram.experiment.recipes import named_by_recipe
 from engram.experiment.run_config import RunConfig
 from engram.experiment.session import Session
 from engram.runs.checked import Source, checked
-from engram.runs.directory import RunDirectory
+from engram.runs.directory import CHECKPOINT, RunDirectory
 from engram.runs.reader import read_manifest
 from engram.runs.run_checkpoint import read_run_checkpoint
-from engram.runs.stored_run import RunResult
+from engram.runs.stored_run import RunManifest, RunResult
 from engram.track import TrackedRun, Tracking
 from engram.track.tracking import describe_run
 
@@ -50,15 +52,21 @@ def run(
     directory: for the files of the run; None: nothing is written.
     stop: called after every step; if it returns True, the run saves a checkpoint and ends.
     cache: of trained base stages, to share them with other runs; True: the cache of the commands and `run_together`.
+
+    If torchrun started this process together with others, they share the run (docs/scale.md), and every one of them
+    must consume the events.
     """
     check_config(config)
+    processes = join_run(config)
     if store is None:
-        store = load_store(config.data)
+        store = processes.one_before_the_others(lambda: load_store(config.data))
     bases = which_cache(cache)  # first: an invalid argument must not leave a directory behind
-    session = Session(settle(config, store), store)
+    session = Session(settle(config, store), store, processes)
+    check_same(session)
     files = None
     if directory is not None:
-        files = RunDirectory.create(Path(directory), {**_manifest(session), "command": command})
+        manifest = {**_manifest(session), "command": command}
+        files = _of_first(processes, lambda: RunDirectory.create(Path(directory), manifest))
     yield from RunExecution(session, files, stop, stop_after_stage, checkpoint_minutes, bases).events(resumed=False)
 
 
@@ -78,28 +86,79 @@ def resume(
     path = Path(directory)
     manifest = read_manifest(path)
     config = RunConfig.from_plain(manifest.config)
+    processes = join_run(config)
     if store is None:
-        store = load_store(config.data)
-    files = RunDirectory.open(path, manifest.content)
+        store = processes.one_before_the_others(lambda: load_store(config.data))
+    files = _of_first(processes, lambda: RunDirectory.open(path, manifest.content))
     try:
-        checkpoint = read_run_checkpoint(path, manifest) if files.is_started() else None
+        checkpoint = _read_checkpoint(path, manifest, files, processes)
         if store.fingerprint() != manifest.data.fingerprint:
             raise EngramError(
                 f"the images are not those that the run in {path} started with; give the same data with "
                 f"{option('data')}"
             )
-        session = Session(config, store)
+        session = Session(config, store, processes)
+        check_same(session)
         recorded = (manifest.order.class_ids, manifest.stage_sizes)
         if (tuple(session.stream.order), tuple(session.stream.sizes)) != recorded:
             raise EngramError(f"the class order or the stages of the run in {path} do not match its configuration")
         execution = RunExecution(session, files, stop, stop_after_stage, checkpoint_minutes, which_cache(cache))
         if checkpoint is not None:
-            with fitting(files.checkpoint):
+            with fitting(path / CHECKPOINT):
                 execution.restore(checkpoint)
     except BaseException:
-        files.close()
+        if files is not None:
+            files.close()
         raise
     yield from execution.events(resumed=True)
+
+
+def join_run(config: RunConfig) -> Processes:
+    """The processes that torchrun started together with this one, to share the run."""
+    return join_processes(resolve_device(config.device, config.precision)[0])
+
+
+def check_same(session: Session) -> None:
+    """Refuse processes that were started with other arguments, images or code than process 0."""
+    config = session.config
+    if session.processes.count == 1:
+        return
+    values = {key: str(value) for key, value in flatten(config.to_plain()).items() if key != "data.path"}
+    values |= {
+        "images (by their digest)": session.fingerprint,
+        "code (by its digest)": f"{code_digest(session.method)} {own_code(config.code_versions())}",
+        "version of torch": torch.__version__,
+        "number of CPU threads": str(torch.get_num_threads() if session.engine.device.type == "cpu" else "-"),
+    }
+    session.processes.check_equal(values, "has another {name}")
+
+
+def _of_first(processes: Processes, work: Callable[[], RunDirectory]) -> RunDirectory | None:
+    """The run directory, in the first process; the others wait until it is there."""
+    found: list[RunDirectory] = []
+    processes.from_first(lambda: found.append(work()))
+    return found[0] if found else None
+
+
+def _read_checkpoint(
+    path: Path, manifest: RunManifest, files: RunDirectory | None, processes: Processes
+) -> Checkpoint | None:
+    """The checkpoint of the run, which the first process reads; None if there is none yet."""
+    found: list[Checkpoint] = []
+
+    def read() -> dict[str, Any] | None:
+        assert files is not None
+        if not files.is_started():
+            return None
+        found.append(read_run_checkpoint(path, manifest))
+        return found[0].data
+
+    data = processes.from_first(read)
+    if data is None:
+        return None
+    tensors = processes.tensors_from_first(found[0].tensors if found else None)
+    assert tensors is not None
+    return Checkpoint(dict(tensors), data)
 
 
 def check_config(config: Any) -> None:
@@ -180,5 +239,6 @@ def _manifest(session: Session) -> dict[str, Any]:
         "stage_sizes": list(stream.sizes),
         "predictors": list(session.method.predictors),
         "versions": config.code_versions(),
-        "hardware": hardware(str(session.engine.device), session.device_name, torch.get_num_threads()),
+        "hardware": hardware(str(session.engine.device), session.device_name, torch.get_num_threads())
+        | {"processes": session.processes.count},
     }

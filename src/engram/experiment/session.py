@@ -16,6 +16,7 @@ from engram.contract.learner import Learner
 from engram.core import metrics
 from engram.core.errors import EngramError
 from engram.core.memory_limits import check_stage_fits
+from engram.core.processes import ALONE, Processes
 from engram.core.provenance import code_digest, processor_name
 from engram.core.serialize import to_plain
 from engram.data.arrivals import arrival_stages
@@ -50,10 +51,13 @@ class Session:
     """The stream, method, learner and engine of a run.
 
     The test images are used only here: nothing that trains takes them as an argument.
+
+    processes: those that share the run.
     """
 
-    def __init__(self, config: RunConfig, store: ImageStore) -> None:
+    def __init__(self, config: RunConfig, store: ImageStore, processes: Processes = ALONE) -> None:
         self.config = config
+        self.processes = processes
         self.store = store
         self.stream = config.stream(store)
         if min(store.image_size) < 8:
@@ -67,7 +71,7 @@ class Session:
         self._arrivals = arrival_stages(self._train_labels, self.stream, config.seed, **shares)
         device, precision = resolve_device(config.device, config.precision)
         seen = config.augmentation.view_size(store.image_size)
-        self.engine = Engine(torch.device(device), precision, config.augmentation, seen)
+        self.engine = Engine(torch.device(device), precision, config.augmentation, seen, processes)
         memory = Memory(config.memory)
         mean, std = self.normalisation
         network, teacher = (
@@ -125,6 +129,8 @@ class Session:
             "seed": self.config.seed,
             "method": method_key,
         }
+        if self.processes.count > 1:  # the last bits of sums depend on it
+            key["processes"] = self.processes.count
         if self.config.weights is not None:
             key["weights"] = self.config.weights.digest
         if self.config.blurry or self.config.repeat:

@@ -178,7 +178,8 @@ class StageWork:
         for number, phase in enumerate(self.phases):
             if number >= first:
                 with self.timed("train"):
-                    loop = engine.start(learner, stage, phase, number, state if number == first else None)
+                    held = state if number == first else None
+                    loop = engine.start(learner, stage, phase, number, held, reads_maps=method.needs_maps)
                 yield from self._phase(number, loop)
         yield from self.features()
 

@@ -14,6 +14,7 @@ from typing import final
 from torch import Tensor
 
 from engram.contract import Learner, Passes, RecipeHints, Stage, Step, Terms, both_imagenets, register, setting
+from engram.contract.phase import mean_over_images
 from engram.methods.blocks import losses, lsc
 from engram.methods.blocks.lsc import LSC_NME, LSCMethod, LSCSettings, Variant, distilled, stage_weight
 from engram.methods.blocks.phases import check_finite, sampled_rows
@@ -77,6 +78,7 @@ class AFC(LSCMethod[AFCSettings]):
     def weights(self, stage: Stage) -> dict[str, float]:
         return {"discrepancy": stage_weight(self.settings.lambda_disc, stage)}
 
+    @mean_over_images(unless="exemplars_only")
     def loss(self, step: Step) -> Terms:
         """Eq. (16): classification plus weighted discrepancy."""
         return distilled(self.settings, step, discrepancy=discrepancy(self.settings, step, read_importance(step)))

@@ -14,7 +14,7 @@ from typing import Literal, final
 import torch
 from torch import Tensor, nn
 
-from engram.contract import Learner, Part, Passes, Phase, Stage, Step, Terms, Training, setting
+from engram.contract import Learner, Part, Passes, Phase, Stage, Step, Terms, Training, mean_over_images, setting
 from engram.contract.exemplars import choose_exemplars
 from engram.contract.method_registry import RecipeHints, both_imagenets, register
 from engram.core.errors import EngramError
@@ -163,6 +163,7 @@ class BiC(LinearMethod[BiCSettings]):
         )
         return replace(phase, name="correct", augment=False, frozen=True)
 
+    @mean_over_images
     def loss(self, step: Step) -> Terms:
         """Classification, and distillation of the teacher's corrected scores."""
         if self.settings.distillation == "softmax":
@@ -172,6 +173,7 @@ class BiC(LinearMethod[BiCSettings]):
         distilled = binary_cross_entropy(ours, theirs.detach().sigmoid(), step.old).mean() / step.old.sum()
         return {**classify(step), "distillation": distilled}
 
+    @mean_over_images
     def correct(self, step: Step) -> Terms:
         """Cross-entropy of the corrected scores, and the penalty on the correction."""
         factor, offset = step.student.extras["correction"].unbind()

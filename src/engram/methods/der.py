@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from engram.contract import Learner, Method, Passes, Phase, Settings, Stage, Step, Terms, Training, setting
 from engram.contract.extension import Extension
 from engram.contract.method_registry import RecipeHints, register
+from engram.contract.phase import mean_over_images
 from engram.core.rng import generator
 from engram.methods.blocks.expanding import freeze, residual
 from engram.methods.blocks.linear import classify, seen_columns
@@ -118,6 +119,8 @@ class ExpandingHead(Head):
 class FrozenBranches(Extension):
     """The number of frozen backbones that run in each step, for estimates of the time left."""
 
+    works_on_parts = True
+
     count: int
 
     def recording_key(self) -> None:
@@ -208,11 +211,13 @@ class DER(Method[DERSettings]):
             phases.append(balance)
         return phases
 
+    @mean_over_images
     def loss(self, step: Step) -> Terms:
         """Classification of all classes seen by all backbones, plus the auxiliary term of the newest backbone."""
         apart = auxiliary_loss(step.student.extras["auxiliary"], step.labels, step.new).mean()
         return {**classify(step), "auxiliary": step.weights["auxiliary"] * apart}
 
+    @mean_over_images
     def balance(self, step: Step) -> Terms:
         """Classification of all classes seen, by scores divided by the temperature."""
         logits = step.student.logits / self.settings.temperature

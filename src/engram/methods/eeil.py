@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import final
 
 from engram.contract import Learner, Passes, Phase, RecipeHints, Stage, Step, Terms, Training, register, setting
+from engram.contract.phase import mean_over_images
 from engram.methods.blocks.linear import LinearMethod, SteppedSettings, classify, distil
 from engram.methods.blocks.losses import distillation_by_group
 from engram.methods.blocks.phases import EVERYTHING, balanced_phase, stepped
@@ -52,6 +53,7 @@ class EEIL(LinearMethod[EEILSettings]):
         )
         return [*phases, balance]
 
+    @mean_over_images
     def loss(self, step: Step) -> Terms:
         """Classification of all classes seen plus a separate distillation of each earlier stage."""
         assert step.teacher is not None
@@ -60,6 +62,7 @@ class EEIL(LinearMethod[EEILSettings]):
         distilled = distillation_by_group(ours, theirs, step.arrival, step.old, temperature)
         return {**classify(step), "distillation": distilled.mean()}
 
+    @mean_over_images
     def balance(self, step: Step) -> Terms:
         """Classification of all classes seen plus the distillation of new classes from the copy of this stage."""
         return {**classify(step), "distillation": distil(step, step.new, self.settings.temperature)}

@@ -21,6 +21,7 @@ from torch import Tensor
 from engram.contract import Learner, Method, Passes, Phase, Settings, Stage, Step, Terms, Training, setting
 from engram.contract.learner import load_network
 from engram.contract.method_registry import RecipeHints, register
+from engram.contract.phase import mean_over_images
 from engram.core.errors import EngramError
 from engram.core.rng import generator
 from engram.methods.blocks.expanding import WideningHead, residual
@@ -119,6 +120,7 @@ class FOSTER(Method[FOSTERSettings]):
         )
         return [boost, compress]
 
+    @mean_over_images
     def boost(self, step: Step) -> Terms:
         """Classification by the scaled logits and by the newest backbone alone, and distillation of the old classes."""
         logits, seen, settings = step.student.logits, seen_columns(step), self.settings
@@ -135,6 +137,7 @@ class FOSTER(Method[FOSTERSettings]):
             "distillation": settings.lambda_kd * kept.mean(),
         }
 
+    @mean_over_images
     def compress(self, step: Step) -> Terms:
         """Distillation of all classes seen, the doubled network's probabilities multiplied by the class scale."""
         assert step.teacher is not None

@@ -13,7 +13,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from engram.contract import RecipeHints, Step, Terms, Training, both_imagenets, register, setting
+from engram.contract import RecipeHints, Step, Terms, Training, both_imagenets, mean_over_images, register, setting
 from engram.methods.blocks.linear import LinearMethod, SteppedSettings, seen_columns
 from engram.methods.blocks.losses import binary_cross_entropy
 from engram.methods.blocks.phases import stepped
@@ -51,10 +51,12 @@ class ICaRL(LinearMethod[ICaRLSettings]):
 
     predictors = ("nme", "cnn")
 
+    @mean_over_images
     def base_loss(self, step: Step) -> Terms:
         """Binary cross-entropy with the labels, a mean over batch and classes."""
         return {"classification": self._mean(step, _is_label(step), step.new)}
 
+    @mean_over_images
     def loss(self, step: Step) -> Terms:
         """Binary cross-entropy, split by the source of the targets: labels, or the previous model."""
         assert step.teacher is not None

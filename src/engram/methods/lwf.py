@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engram.contract import Learner, Part, Passes, Stage, Step, Terms, Training, register, setting
+from engram.contract import Learner, Part, Passes, Stage, Step, Terms, Training, mean_over_images, register, setting
 from engram.methods.blocks import losses
 from engram.methods.blocks.linear import LinearMethod, SteppedSettings, classify_new, distil, note_single_class
 from engram.methods.blocks.phases import stepped
@@ -59,6 +59,7 @@ class WithoutMemory(LinearMethod[LwFSettingsT]):
         super().grow(learner, stage, passes)
         note_single_class(learner, stage, SINGLE_CLASS)
 
+    @mean_over_images
     def loss(self, step: Step) -> Terms:
         """Cross-entropy over the new classes plus weighted distillation of the old classes."""
         distilled = self.settings.lambda_kd * distil(step, step.old, self.settings.temperature)
@@ -105,6 +106,7 @@ class LwM(WithoutMemory[LwMSettings]):
             # Rows of old classes do not change in a stage, in student and teacher.
             learner.store(ROWS, learner.network.get_parameter("head.weight"))
 
+    @mean_over_images
     def loss(self, step: Step) -> Terms:
         """LwF's two terms, and distillation of the attention to the top old class."""
         assert step.teacher is not None

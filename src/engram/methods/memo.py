@@ -34,6 +34,7 @@ from engram.contract import (
     setting,
 )
 from engram.contract.method_registry import RecipeHints, register
+from engram.contract.phase import mean_over_images
 from engram.core.rng import generator
 from engram.methods.blocks.expanding import WideningHead, freeze, residual
 from engram.methods.blocks.linear import classify
@@ -170,6 +171,7 @@ class MEMO(Method[MEMOSettings]):
         tails = (FrozenBranches(stage.index),)
         return [main_phase(stage, settings.expand, self.loss, teacher=False, extensions=tails)]
 
+    @mean_over_images
     def loss(self, step: Step) -> Terms:
         """Classification of all classes seen by all tails, plus the auxiliary term of the newest tail."""
         apart = auxiliary_loss(step.student.extras["auxiliary"], step.labels, step.new).mean()

@@ -180,6 +180,8 @@ def as_factored(network: Network) -> FactoredNetwork:
 class TrainFactors(Extension):
     """Trains the factors of the convolutions instead of their weights."""
 
+    works_on_parts = True
+
     def attach(self, context: PhaseContext, state: Mapping[str, Tensor]) -> StepHooks:
         return _FactorHooks(as_factored(context.learner.network))
 

@@ -49,6 +49,8 @@ class QuadraticPenalty(Extension):
     of the loss without the penalty; after the phase the sums are the buffers PATH (SI's path integral).
     """
 
+    works_on_parts = True
+
     factor: float
     ceiling: float = math.inf
     traced: bool = False

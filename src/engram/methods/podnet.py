@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, TypeVar, final
 
-from engram.contract import RecipeHints, Stage, Step, Terms, register, setting
+from engram.contract import RecipeHints, Stage, Step, Terms, mean_over_images, register, setting
 from engram.methods.blocks import losses
 from engram.methods.blocks.lsc import LSC_NME, LSCMethod, LSCSettings, distilled, stage_weight
 
@@ -57,6 +57,7 @@ class PODMethod(LSCMethod[PODNetSettingsT]):
             "spatial": stage_weight(self.settings.lambda_spatial, stage),
         }
 
+    @mean_over_images
     def loss(self, step: Step) -> Terms:
         """Classification, and the flat and the spatial term with their weights."""
         student, teacher = step.student, step.teacher

@@ -14,7 +14,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from engram.contract import Learner, Passes, Phase, RecipeHints, Stage, Step, Terms, register, setting
+from engram.contract import Learner, Passes, Phase, RecipeHints, Stage, Step, Terms, mean_over_images, register, setting
 from engram.methods.blocks.batches import SecondStream
 from engram.methods.blocks.linear import LinearMethod, SteppedSettings, classify, note_single_class, seen_columns
 from engram.methods.blocks.losses import cross_entropy, distillation_by_group
@@ -111,6 +111,7 @@ class SSIL(LinearMethod[SSILSettings]):
         stream = (SecondStream(old, self.settings.replay),) if len(old) else ()
         return [main_phase(stage, training, self.loss, rows=new, extensions=stream)]
 
+    @mean_over_images
     def loss(self, step: Step) -> Terms:
         """Classification within the newest classes or within the other classes, and distillation within each group."""
         assert step.teacher is not None

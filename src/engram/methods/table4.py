@@ -11,6 +11,7 @@ from typing import TypeVar, final
 from torch import Tensor
 
 from engram.contract import Learner, Output, Passes, Phase, RecipeHints, Stage, Step, Terms, register, setting
+from engram.contract.phase import mean_over_images
 from engram.methods.afc import AFCSettings, discrepancy
 from engram.methods.blocks import losses
 from engram.methods.blocks.lsc import LSC_NME, LSCMethod, LSCSettings, distilled, lsc_phases, stage_weight
@@ -39,6 +40,7 @@ class Preserve:
     settings: MapsSettings
     distance: Distance
 
+    @mean_over_images
     def __call__(self, step: Step) -> Terms:
         assert step.teacher is not None
         return distilled(self.settings, step, maps=self.distance(step.student, step.teacher))
@@ -168,6 +170,7 @@ class Uniform(LSCMethod[AFCSettings]):
     def weights(self, stage: Stage) -> dict[str, float]:
         return {"discrepancy": stage_weight(self.settings.lambda_disc, stage)}
 
+    @mean_over_images(unless="exemplars_only")
     def loss(self, step: Step) -> Terms:
         """Classification plus the discrepancy with importance 1."""
         ones = [step.weights["discrepancy"].new_ones(()) for _ in step.student.maps]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from engram.contract import AfterUpdate, Learner, Passes, Phase, Stage, Step, Terms, Training, register, setting
+from engram.contract.phase import mean_over_images
 from engram.methods.blocks.linear import LinearMethod, SteppedSettings, convex_distillation, convex_weights
 from engram.methods.blocks.phases import stepped
 from engram.nn.heads import Head, LinearHead
@@ -59,6 +60,7 @@ class WA(LinearMethod[WASettings]):
     def weights(self, stage: Stage) -> dict[str, float]:
         return convex_weights(stage)
 
+    @mean_over_images
     def loss(self, step: Step) -> Terms:
         """(1 - n_old / n) classification + n_old / n distillation."""
         return convex_distillation(step, self.settings.temperature)

@@ -24,18 +24,22 @@ from engram.cli.commands.run_common import (
 )
 from engram.cli.commands.several import run_several
 from engram.cli.options.overrides import configure_all, images_at
-from engram.cli.options.runs import Resume, Run
+from engram.cli.options.runs import Resume, Run, RunningFlags
 from engram.cli.signals import Interrupt
 from engram.cli.streams import tell
 from engram.cli.text import card_table, make_console, make_table, print_line, print_table, shorten
+from engram.core.errors import EngramError
 from engram.core.events import RunFinished
 from engram.core.io import typed_path
+from engram.core.launch import launched_rank, was_restarted
+from engram.core.processes import ALONE
 from engram.data.sources.load import outline_store
 from engram.data.store import ImageStore
 from engram.experiment.run_config import RunConfig, directory_name
-from engram.experiment.runner import resume, run
+from engram.experiment.runner import join_run, resume, run
 from engram.experiment.session import Session
 from engram.models.store.generations import refuse_model
+from engram.runs.directory import MANIFEST
 from engram.runs.reader import read_manifest, read_progress
 from engram.runs.stored_run import RunManifest
 
@@ -48,16 +52,23 @@ def run_command(options: Run, typed: Sequence[str]) -> int:
     if len(configs) > 1:
         return run_several(options, configs, typed)
     config = configs[0]
-    silent = flags.quiet or flags.json
     given = None if options.out is None else typed_path(options.out)
-    if given is not None:
-        refuse_used(given)
     use_threads(flags.threads)
+    processes = ALONE if options.dry_run else join_run(config)
+    if was_restarted() and processes.from_first(lambda: _is_left_by_earlier_start(given)):
+        return _continue(str(given), None, flags)
+    silent = flags.quiet or flags.json or not processes.is_first
+    if given is not None:
+        processes.from_first(lambda: refuse_used(given))
     console = make_console()
     outline = outline_store(config.data) if options.dry_run else None
-    store = outline[0] if outline is not None else read_images(config.data, console, silent)
+    store = (
+        outline[0]
+        if outline is not None
+        else processes.one_before_the_others(lambda: read_images(config.data, console, silent))
+    )
     check_last_stage(flags, len(config.stream(store)))
-    place = given or new_directory(directory_name(config), silent)
+    place = processes.from_first(lambda: given or new_directory(directory_name(config), silent))
     if options.dry_run:
         _print_plan(config, store, place, console, flags.json)
         if outline is not None:
@@ -69,16 +80,32 @@ def run_command(options: Run, typed: Sequence[str]) -> int:
     return follow_run(events, console, interrupt, flags, place)
 
 
+def _is_left_by_earlier_start(given: Path | None) -> bool:
+    """Whether the same command, which torchrun or Slurm starts again, has left a run to continue."""
+    if given is None:
+        raise EngramError(
+            "this command was started again and cannot find the run of its first start; give that run's directory "
+            "with --out, so that each start continues it"
+        )
+    return (given / MANIFEST).exists()
+
+
 def resume_command(options: Resume, _: Sequence[str]) -> int:
     """Run `engram resume`."""
-    flags = options.running
-    check_running(flags)
-    place = typed_path(options.directory)
+    check_running(options.running)
+    return _continue(options.directory, options.data, options.running)
+
+
+def _continue(directory: str, images: str | None, flags: RunningFlags) -> int:
+    """Continue the run in a directory. images: where they are, if they have moved."""
+    place = typed_path(directory)
     refuse_model(place)
     console = make_console()
     manifest = read_manifest(place)
     finished = _finished(place, manifest)
     if finished is not None:
+        if launched_rank() > 0:
+            return 0
         if flags.json:
             print_line(console, json.dumps(finished.to_json()))
         else:
@@ -87,10 +114,12 @@ def resume_command(options: Resume, _: Sequence[str]) -> int:
         return 0
     check_last_stage(flags, len(manifest.stage_sizes))
     config = RunConfig.from_plain(manifest.config)
-    data = config.data if options.data is None else replace(config.data, path=images_at(options.data))
+    data = config.data if images is None else replace(config.data, path=images_at(images))
     # The threads it began with: with another number a CPU's sums differ in their last bits.
     use_threads(flags.threads or manifest.hardware.get("threads"))
-    store = read_images(data, console, silent=flags.quiet or flags.json)
+    processes = join_run(config)
+    silent = flags.quiet or flags.json or not processes.is_first
+    store = processes.one_before_the_others(lambda: read_images(data, console, silent))
     interrupt = Interrupt()
     events = resume(place, store, **proceeding(flags, interrupt))
     return follow_run(events, console, interrupt, flags, place)

@@ -18,7 +18,9 @@ from engram.cli.text import bar, end_line, is_live, print_line, print_table, sum
 from engram.core.errors import EngramError
 from engram.core.events import Event, RunFinished, Stopped
 from engram.core.io import writing
+from engram.core.launch import launched_rank
 from engram.core.plugins import VARIABLE
+from engram.core.processes import leave_processes
 from engram.data.sources.load import FOLDERS, DataConfig, load_store
 from engram.data.store import ImageStore
 from engram.experiment.base_cache import StageCache, user_cache
@@ -114,7 +116,12 @@ def read_images(data: DataConfig, console: Console, silent: bool) -> ImageStore:
 def follow_run(
     events: Iterable[Event], console: Console, interrupt: Interrupt, flags: RunningFlags, place: Path
 ) -> int:
-    """Show a run's events, print how it ended, and return the exit status."""
+    """Show a run's events, print how it ended, and return the exit status.
+
+    Of several processes, only the first shows something.
+    """
+    if launched_rank() > 0:
+        return _follow_silently(events, interrupt)
     display = make_display(console, interrupt, quiet=flags.quiet, as_json=flags.json)
     try:
         with interrupt:
@@ -123,6 +130,7 @@ def follow_run(
         saved = (place / CHECKPOINT).parent.is_dir()
         rest = f"'engram resume {place}' continues from the last checkpoint" if saved else "nothing was saved yet"
         raise KeyboardInterrupt(f"quit at once; {rest}") from None
+    leave_processes()
     if isinstance(last, RunFinished):
         if not flags.json:
             print_finished(console, last, flags.quiet)
@@ -132,6 +140,16 @@ def follow_run(
         print_line(console, f"{end_line(last)}; to continue:")
         print_line(console, f"engram resume {shlex.quote(str(last.directory))}", "bold")
     return interrupt.status if interrupt() and last.reason == "interrupted" else 0
+
+
+def _follow_silently(events: Iterable[Event], interrupt: Interrupt) -> int:
+    interrupt.announce, last = False, None
+    with interrupt:
+        for event in events:
+            last = event
+    leave_processes()
+    is_interrupted = isinstance(last, Stopped) and last.reason == "interrupted"
+    return interrupt.status if interrupt() and is_interrupted else 0
 
 
 def print_finished(console: Console, last: RunFinished, quiet: bool) -> None:

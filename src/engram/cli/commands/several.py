@@ -33,6 +33,7 @@ from engram.cli.text import make_console, make_table, print_line, print_table
 from engram.core.errors import EngramError, details_note
 from engram.core.events import RunBusy, RunFailed, Stopped
 from engram.core.io import typed_path
+from engram.core.launch import is_launched
 from engram.data.sources.load import DataConfig, outline_store
 from engram.data.store import ImageStore
 from engram.experiment.base_cache import StageCache
@@ -48,6 +49,11 @@ STOP = "--stop-after-stage"
 def run_several(options: Run, configs: Sequence[RunConfig], typed: Sequence[str]) -> int:
     """Run `engram run` with several runs."""
     flags, console = options.running, make_console()
+    if is_launched():
+        raise EngramError(
+            "torchrun starts several processes for one run, but this command names several runs; start it without "
+            "torchrun, or name one run"
+        )
     parent = typed_path(options.out or RUNS)
     silent = flags.quiet or flags.json
     use_threads(flags.threads)

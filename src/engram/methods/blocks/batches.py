@@ -26,6 +26,8 @@ class SecondStream(Extension):
     rows: of the stage's pool. They must not depend on what training changes: a resumed phase asks for them again.
     """
 
+    works_on_parts = True
+
     rows: Tensor
     batch_size: int
     name: str = "beside"

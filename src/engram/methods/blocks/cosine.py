@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engram.contract import Learner, Method, Part, Passes, Phase, Stage, Step, Terms, unit_embeddings
+from engram.contract import Learner, Method, Part, Passes, Phase, Stage, Step, Terms, mean_over_images, unit_embeddings
 from engram.core.rng import generator
 from engram.methods.blocks.linear import SteppedSettingsT
 from engram.methods.blocks.phases import main_phase
@@ -30,6 +30,7 @@ def cross_entropy(step: Step) -> Tensor:
     return F.cross_entropy(step.student.logits, step.labels)
 
 
+@mean_over_images
 def classify(step: Step) -> Terms:
     """The loss of the base stage: only the classification term."""
     return {"classification": cross_entropy(step)}

@@ -8,6 +8,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from engram.contract import Learner, Method, Part, Passes, Phase, Settings, Stage, Step, Terms, Training, setting
+from engram.contract.phase import mean_over_images
 from engram.methods.blocks.losses import cross_entropy, distillation
 from engram.methods.blocks.phases import EVERYTHING, main_phase, stepped
 from engram.nn.heads import Head, LinearHead
@@ -25,11 +26,13 @@ def seen_columns(step: Step) -> Tensor:
     return step.old | step.new
 
 
+@mean_over_images
 def classify(step: Step) -> Terms:
     """Cross-entropy over all classes seen, as the only term."""
     return {"classification": cross_entropy(step.student.logits, step.labels, seen_columns(step)).mean()}
 
 
+@mean_over_images
 def classify_new(step: Step) -> Terms:
     """Cross-entropy over the new classes only, as the only term."""
     return {"classification": cross_entropy(step.student.logits, step.labels, step.new).mean()}
@@ -85,10 +88,12 @@ class LinearMethod(Method[SteppedSettingsT]):
         """The weights of the loss after the base stage."""
         return {}
 
+    @mean_over_images
     def base_loss(self, step: Step) -> Terms:
         """The loss of the base stage."""
         return classify(step)
 
+    @mean_over_images
     def loss(self, step: Step) -> Terms:
         """The loss after the base stage."""
         return classify(step)

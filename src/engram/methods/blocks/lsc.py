@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 from torch import Tensor
 
 from engram.contract import Learner, Method, Passes, Phase, Settings, Stage, Step, Terms, Training, setting
+from engram.contract.phase import mean_over_images
 from engram.core.rng import generator
 from engram.methods.blocks import losses
 from engram.methods.blocks.cosine import NEW_AND_SCALE, imprint
@@ -95,6 +96,7 @@ class Classify:
 
     settings: LSCSettings
 
+    @mean_over_images
     def __call__(self, step: Step) -> Terms:
         return {"classification": classification_loss(self.settings, step).mean()}
 
@@ -157,6 +159,7 @@ class LSCMethod(Method[LSCSettingsT]):
         """The weights of the loss after the base stage."""
         return {}
 
+    @mean_over_images
     def loss(self, step: Step) -> Terms:
         """The loss after the base stage, of a method with a teacher."""
         return distilled(self.settings, step)

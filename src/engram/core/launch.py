@@ -1,0 +1,34 @@
+"""Launch: what torchrun and Slurm say about the process in its environment variables."""
+
+from __future__ import annotations
+
+import os
+
+from engram.core.errors import EngramError
+
+LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+
+
+def is_launched() -> bool:
+    """Whether torchrun, or a program that sets the same variables, has started several processes."""
+    return all(os.environ.get(name) for name in LAUNCHED) and os.environ["WORLD_SIZE"] != "1"
+
+
+def launched_rank() -> int:
+    """The number of this process, from 0; 0 if it was started on its own."""
+    rank = os.environ.get("RANK", "")
+    return int(rank) if is_launched() and rank.isdigit() else 0
+
+
+def was_restarted() -> bool:
+    """Whether torchrun or Slurm has started this command before, and now starts it again."""
+    return any(launched_number(name) > 0 for name in RESTARTS if os.environ.get(name))
+
+
+def launched_number(name: str) -> int:
+    """The number in an environment variable."""
+    value = os.environ.get(name, "")
+    if not value.isdigit():
+        raise EngramError(f"the environment variable {name} should be a whole number, got {value!r:.40}")
+    return int(value)
