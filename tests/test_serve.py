@@ -283,7 +283,7 @@ def test_requests_that_wait_become_one_batch_and_too_many_are_refused(folder: Pa
 
     generation.__dict__["read"] = held
     images = pictures(NAMES[:3], 2, seed=9)[0]
-    batcher = Batcher(replace(Limits(), waiting_images=7), Metrics())
+    batcher = Batcher(replace(Limits(), waiting_images=7), Metrics(), predictors=1)
 
     async def ask(start: int, end: int, doubt: bool, embed: bool) -> Any:
         with batcher.admit(end - start):
