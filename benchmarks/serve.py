@@ -1,9 +1,9 @@
 """`engram serve` under load: python -m benchmarks.serve [--seconds 60] [--connections 64] [--out FILE.json]
 
-Clients send single images over connections that stay open, each the next one when it has its answer. The same images
-are given to `engram predict`, before and after. Then a lesson is taught while the clients go on. Server, clients and
-command share the cores of this machine. The clients are plain sockets in one process of their own, so that they take
-little of the time that they measure.
+Clients send single images over connections that stay open, each the next one when it has its answer. In each round
+`engram predict` reads the same images while the server is idle, and then the clients send them. After the last round a
+lesson is taught while the clients go on. Server, clients and command share the cores of this machine. The clients are
+plain sockets in one process of their own; the seconds of CPU that they take are recorded beside the server's.
 """
 
 from __future__ import annotations
@@ -196,41 +196,60 @@ def measure(kind: str, options: argparse.Namespace) -> dict[str, Any]:
         contents = [picture(kind, 1000 + number, number % CLASSES) for number in range(options.files)]
         for number, content in enumerate(contents):
             (files / f"{number:05d}.{'png' if kind == 'small' else 'jpg'}").write_bytes(content)
-        before = [command_rate(model, files, options.threads) for _ in range(options.repetitions)]
         flags = [] if options.threads is None else ["--threads", str(options.threads)]
         command = [sys.executable, "-m", "engram", "serve", str(model), "--no-browser", "--json", *flags]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
             try:
-                found = under_load(server, kind, contents, options)
+                found = under_load(server, kind, model, files, options)
             finally:
                 server.terminate()
-        after = [command_rate(model, files, options.threads) for _ in range(options.repetitions)]
-    rate = spread(before + after)
-    share = found["alone"]["images_per_second"] / rate["median"]
+    shares = spread([part["of_predict"] for part in found["rounds"]])
+    failed = any(part["failed"] for part in [*found["rounds"], found["during_lesson"]])
     return {
         "what": KINDS[kind],
         "files": options.files,
-        "engram_predict": rate,
-        **found,
-        "share_of_predict": share,
+        "share_of_predict": shares,
         "target": TARGET,
-        "within_target": share >= TARGET and not found["alone"]["failed"],
+        "within_target": shares["median"] >= TARGET and not failed,
+        **found,
     }
 
 
 def under_load(
-    server: subprocess.Popen[str], kind: str, contents: Sequence[bytes], options: argparse.Namespace
+    server: subprocess.Popen[str], kind: str, model: Path, files: Path, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Load alone, and during a lesson; and the memory of the server."""
+    """Rounds of command and load, then load during a lesson; and the memory of the server."""
     assert server.stdout is not None
     url = json.loads(server.stdout.readline())["address"]
     host = url.removeprefix("http://").rstrip("/")
     address = (host.partition(":")[0], int(host.partition(":")[2]))
-    requests = [request_bytes(host, "model", f"{number}.img", content) for number, content in enumerate(contents)]
+    requests = [request_bytes(host, "model", file.name, file.read_bytes()) for file in sorted(files.iterdir())]
     place = f"{url}api/v1/models/model"
-    asyncio.run(put_load(address, requests, options.connections, [time.perf_counter() + options.warm_up]))
+
+    def load_for(seconds: float) -> Load:
+        return asyncio.run(put_load(address, requests, options.connections, [time.perf_counter() + seconds]))
+
+    load_for(options.warm_up)
     memory = {"after_warm_up": memory_of(server.pid)}
-    alone = asyncio.run(put_load(address, requests, options.connections, [time.perf_counter() + options.seconds]))
+    rounds: list[dict[str, Any]] = []
+    for _ in range(options.rounds):
+        busy, rate = os.getloadavg()[0], command_rate(model, files, options.threads)
+        before = cpu_seconds(server.pid), time.process_time()
+        load = load_for(options.seconds)
+        after = cpu_seconds(server.pid), time.process_time()
+        count = max(1, len(load.seconds))
+        rounds.append(
+            {
+                "engram_predict_images_per_second": rate,
+                **load.summary(),
+                "of_predict": count / load.span / rate,
+                "cpu_milliseconds_per_image": {
+                    part: 1000 * (b - a) / count
+                    for part, a, b in zip(("server", "clients"), before, after, strict=True)
+                },
+                "load_average_before": busy,
+            }
+        )
     memory["after_load"] = memory_of(server.pid)
     add_to_draft(place, kind)
     states: list[str] = []
@@ -251,13 +270,27 @@ def under_load(
         load, _ = await asyncio.gather(put_load(address, requests, options.connections, until), teach())
         return load
 
-    busy = asyncio.run(during())
+    busy_load = asyncio.run(during())
     memory["after_lesson"] = memory_of(server.pid)
     return {
-        "alone": alone.summary(),
-        "during_lesson": busy.summary() | {"lesson": states[-1], "generation": call(place)["generation"]},
+        "rounds": rounds,
+        "during_lesson": busy_load.summary() | {"lesson": states[-1], "generation": call(place)["generation"]},
         "memory_bytes": memory,
     }
+
+
+def cpu_seconds(process: int) -> float:
+    """Seconds of CPU of a process and of the processes that it started."""
+    total = 0
+    for task in Path(f"/proc/{process}/task").iterdir():
+        for child in (task / "children").read_text().split():
+            total += _ticks(int(child))
+    return (total + _ticks(process)) / os.sysconf("SC_CLK_TCK")
+
+
+def _ticks(process: int) -> int:
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -265,12 +298,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(description="engram serve under load")
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
-    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of load in each round")
     parser.add_argument("--lesson-seconds", type=float, default=600.0, help="to wait for the end of the lesson")
     parser.add_argument("--warm-up", type=float, default=5.0)
     parser.add_argument("--connections", type=int, default=64)
     parser.add_argument("--files", type=int, default=2000)
-    parser.add_argument("--repetitions", type=int, default=2, help="of `engram predict`, before and after")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(given)

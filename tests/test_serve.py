@@ -283,7 +283,7 @@ def test_requests_that_wait_become_one_batch_and_too_many_are_refused(folder: Pa
 
     generation.__dict__["read"] = held
     images = pictures(NAMES[:3], 2, seed=9)[0]
-    batcher = Batcher(replace(Limits(), waiting_images=7), Metrics())
+    batcher = Batcher(replace(Limits(), waiting_images=7), Metrics(), predictors=1)
 
     async def ask(start: int, end: int, doubt: bool, embed: bool) -> Any:
         with batcher.admit(end - start):
@@ -679,6 +679,27 @@ def test_uploads_are_bounded(strict: httpx.Client) -> None:
         "/models/known/predict", content=endless(), headers={"Content-Type": "multipart/form-data; boundary=b"}
     )
     refused(answer, 413)
+
+
+def test_a_refused_body_is_answered_once_and_ends_its_connection(strict: httpx.Client) -> None:
+    head = f"POST /api/v1/models/known/predict HTTP/1.1\r\nHost: 127.0.0.1:{strict.base_url.port}\r\n".encode()
+    head += b"Content-Type: multipart/form-data; boundary=b\r\n"
+    part = b'--b\r\nContent-Disposition: form-data; name="images"; filename="x"\r\n\r\n' + bytes(30_000)
+    announced, chunked = b"Content-Length: %d\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n%x\r\n"
+    for body in (
+        announced % 10**10 + part,  # too large by what it says
+        announced % 45_000 + part,  # by the file in it
+        chunked % len(part) + part + b"\r\n",
+        chunked % len(part) + part,  # and then what is not a chunk
+    ):
+        answer = raw(strict, head + body + 10 * b"more than was announced\r\n")
+        assert answer.startswith((b"HTTP/1.1 413 ", b"HTTP/1.1 400 "))
+        assert answer.count(b"HTTP/1.1") == 1
+        assert b"connection: close" in answer
+    waiting = head + announced % 10**10
+    answer = raw(strict, waiting.replace(b"\r\n\r\n", b"\r\nExpect: 100-continue\r\n\r\n"))
+    assert answer.startswith(b"HTTP/1.1 413 ")  # before the client sends anything
+    assert json.loads(raw(strict, b"what is this?\r\n\r\n").partition(b"\r\n\r\n")[2])["error"]
 
 
 def test_bombs_and_garbage_are_named_and_harm_nothing(strict: httpx.Client) -> None:

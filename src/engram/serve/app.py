@@ -156,7 +156,11 @@ def _service(request: Request) -> Service:
     return request.app.state.service
 
 
-def _model(name: str, request: Request) -> ServedModel:
+async def _model(name: str, request: Request) -> ServedModel:  # without await: other functions get a thread each
+    return _named(name, request)
+
+
+def _named(name: str, request: Request) -> ServedModel:
     found = _service(request).models.get(name)
     if found is None:
         raise Refused(404, f"no model {name[:80]!r} is served here")
@@ -164,7 +168,7 @@ def _model(name: str, request: Request) -> ServedModel:
 
 
 def _taught(name: str, request: Request) -> ServedModel:
-    found = _model(name, request)
+    found = _named(name, request)
     found.teach()
     return found
 

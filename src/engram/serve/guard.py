@@ -33,7 +33,8 @@ HEADERS = {
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 API, PREFIX = "/api/", "/api/v1"
 HEALTH = f"{PREFIX}/health"
-DRAIN_SECONDS, DRAIN_BYTES = 2.0, 16 * 2**20  # of a body that is refused: many clients read no answer before its end
+# Of the rest of a body after its answer: many clients read no answer before they have sent everything.
+DRAIN_SECONDS, DRAIN_IDLE_SECONDS, DRAIN_BYTES = 5.0, 1.0, 16 * 2**20
 
 
 @dataclass(frozen=True)
@@ -107,11 +108,11 @@ class Guard:
                 await self._app(scope, receive, send)
             return
         started = time.perf_counter()
-        body = _Body(receive, self._limits, _body_limit(scope, self._limits))
-        status = 500
+        body = _Body(receive, self._limits, scope)
+        status, closing = 500, False
 
         async def answer(message: Message) -> None:
-            nonlocal status
+            nonlocal status, closing
             if message["type"] == "http.response.start":
                 status = message["status"]
                 given = message.get("headers", [])
@@ -121,15 +122,19 @@ class Guard:
                 ]
                 if b"cache-control" not in have:  # a new version's page must not meet old files of it
                     extra.append((b"cache-control", b"no-store" if scope["path"].startswith(API) else b"no-cache"))
-                if not body.is_read:
-                    await body.drain()
-                    if not body.is_read:
-                        extra.append((b"connection", b"close"))
+                if not body.is_read:  # whatever else comes belongs to this request, so nothing can follow it
+                    closing = True
+                    extra.append((b"connection", b"close"))
                 message = {**message, "headers": [*given, *extra]}
+            elif closing and not message.get("more_body", False):
+                await send({**message, "more_body": True})  # the client can read all of it now
+                await body.drain()  # closing before the client has sent everything could lose it the answer
+                message = {"type": "http.response.body"}
             await send(message)
 
         try:
             self._check(scope)
+            body.check_announced()
             await self._app(scope, body.receive, answer)
         except Refused as refusal:
             await _refuse(answer, refusal)
@@ -205,11 +210,18 @@ async def _refuse(send: Send, refusal: Refused) -> None:
 class _Body:
     """The body of a request while it arrives: bounded in bytes, in pauses and in time."""
 
-    def __init__(self, receive: Receive, limits: Limits, most: int) -> None:
-        self._receive, self._limits, self._most = receive, limits, most
+    def __init__(self, receive: Receive, limits: Limits, scope: Scope) -> None:
+        self._receive, self._limits, self._most = receive, limits, _body_limit(scope, limits)
+        headers = dict(scope["headers"])
+        self._announced = int(headers.get(b"content-length", b"0"))  # the parser has checked it
         self._size = 0
         self._started: float | None = None
-        self.is_read = False
+        self.is_read = not self._announced and b"transfer-encoding" not in headers
+
+    def check_announced(self) -> None:
+        """Refuse a body that is too large by what its header says."""
+        if self._announced > self._most:
+            raise self._too_large()
 
     async def receive(self) -> Message:
         if self.is_read:
@@ -220,8 +232,11 @@ class _Body:
         message = await self._next(min(self._limits.idle_seconds, end - now))
         self._size += len(message.get("body", b""))
         if self._size > self._most:
-            raise Refused(413, f"the request is larger than the {_amount(self._most)} allowed; send less at a time")
+            raise self._too_large()
         return message
+
+    def _too_large(self) -> Refused:
+        return Refused(413, f"the request is larger than the {_amount(self._most)} allowed; send less at a time")
 
     async def _next(self, seconds: float) -> Message:
         try:
@@ -234,11 +249,12 @@ class _Body:
         return message
 
     async def drain(self) -> None:
-        """Read and forget a bounded part of the rest, so that the client can read the answer."""
+        """Read and forget a bounded part of the rest."""
         end, drained = time.monotonic() + DRAIN_SECONDS, 0
         try:
             while not self.is_read and drained < DRAIN_BYTES:
-                drained += len((await self._next(min(0.2, end - time.monotonic()))).get("body", b""))
+                message = await self._next(min(DRAIN_IDLE_SECONDS, end - time.monotonic()))
+                drained += len(message.get("body", b""))
         except Refused:
             return
 

@@ -28,6 +28,7 @@ from engram.serve.counters import Metrics
 from engram.serve.limits import Limits, busy
 
 UNKNOWN_RATE = 0.05
+MOST_PREDICTORS = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,16 +104,29 @@ class _Job:
 
 
 class Batcher:
-    """One thread that predicts whatever waits, up to a full batch at a time."""
+    """Threads that predict whatever waits, up to a full batch at a time.
 
-    def __init__(self, limits: Limits, metrics: Metrics) -> None:
+    Torch's threads are divided among them. Threads that work on different batches need not wait for each other; those
+    that share a batch do at every layer, and a core that is busy with something else then holds up all of them.
+
+    predictors: number of threads; None chooses it by torch's number of threads.
+    """
+
+    def __init__(self, limits: Limits, metrics: Metrics, predictors: int | None = None) -> None:
         self._limit, self._metrics = limits.waiting_images, metrics
         self._jobs: deque[_Job] = deque()
         self._waiting = 0
         self._wake = threading.Condition()
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="predict", daemon=True)
-        self._thread.start()
+        of_torch = torch.get_num_threads()
+        count = predictors or min(MOST_PREDICTORS, of_torch)
+        each = max(1, of_torch // count)
+        self._threads = [
+            threading.Thread(target=self._run, args=(each,), name=f"predict-{number}", daemon=True)
+            for number in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     @property
     def waiting(self) -> int:
@@ -134,18 +148,20 @@ class Batcher:
 
     async def predict(self, generation: Generation, images: Images, doubt: bool, embed: bool) -> Answers:
         """Return the predictions of some images, which were admitted."""
-        job = _Job(generation, images, doubt, embed, asyncio.get_running_loop())
+        loop, batch = asyncio.get_running_loop(), default_batch(generation.model)
+        jobs = [_Job(generation, images[at : at + batch], doubt, embed, loop) for at in range(0, len(images), batch)]
         with self._wake:
-            self._jobs.append(job)
-            self._wake.notify()
-        return await job.future
+            self._jobs += jobs
+            self._wake.notify(len(jobs))
+        return _joined(await asyncio.gather(*(job.future for job in jobs)))
 
     def close(self) -> None:
-        """End the thread after the jobs that wait."""
+        """End the threads after the jobs that wait."""
         with self._wake:
             self._closed = True
-            self._wake.notify()
-        self._thread.join()
+            self._wake.notify_all()
+        for thread in self._threads:
+            thread.join()
 
     def _take(self) -> list[_Job]:
         """Wait for jobs; return those of the same generation that make a batch, in their order. None: closed."""
@@ -165,7 +181,8 @@ class Batcher:
             self._jobs = left
             return taken
 
-    def _run(self) -> None:
+    def _run(self, threads: int) -> None:
+        torch.set_num_threads(threads)  # of operations that this thread calls
         while jobs := self._take():
             try:
                 found: list[Answers | Exception] = [*_predict(jobs)]
@@ -185,11 +202,27 @@ def _deliver(pairs: list[tuple[_Job, Answers | Exception]]) -> None:
         job.answer(found)
 
 
+def _joined(parts: Sequence[Answers]) -> Answers:
+    """Return the predictions of all images of a request."""
+    if len(parts) == 1:
+        return parts[0]
+
+    def together(values: list[np.ndarray | None]) -> np.ndarray | None:
+        found = [value for value in values if value is not None]
+        return np.concatenate(found) if found else None
+
+    return Answers(
+        np.concatenate([part.shares for part in parts]),
+        together([part.familiarity for part in parts]),
+        together([part.embedding for part in parts]),
+    )
+
+
 def _predict(jobs: Sequence[_Job]) -> list[Answers]:
     generation = jobs[0].generation
-    model, batch = generation.model, default_batch(generation.model)
+    model = generation.model
     images = np.concatenate([job.images for job in jobs]) if len(jobs) > 1 else jobs[0].images
-    logits = torch.cat([generation.read(images[at : at + batch]) for at in range(0, len(images), batch)])
+    logits = generation.read(images)
     shares = refuse_not_finite(logits.softmax(dim=1).cpu().numpy())
     familiarity = None
     if any(job.doubt for job in jobs):

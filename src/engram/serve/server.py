@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import secrets
 import socket
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -140,7 +142,10 @@ class _Server(uvicorn.Server):
 
 
 def _protocol(limits: Limits) -> type[asyncio.Protocol]:
-    """Return uvicorn's protocol with a limit on the time that a header takes, from the connection or its first byte."""
+    """Return uvicorn's protocol with a limit on the time that a header takes, from the connection or its first byte.
+
+    What is not HTTP is refused in JSON, and never by a second answer to a request that has one.
+    """
 
     class Protocol(H11Protocol):
         _deadline: asyncio.TimerHandle | None = None
@@ -160,6 +165,17 @@ def _protocol(limits: Limits) -> type[asyncio.Protocol]:
         def connection_lost(self, exc: Exception | None) -> None:
             self._forget_deadline()
             super().connection_lost(exc)
+
+        def send_400_response(self, msg: str) -> None:
+            if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+                content = json.dumps({"error": "this is not a valid HTTP request"}).encode()
+                headers = [("content-type", "application/json"), ("content-length", str(len(content)))]
+                answer = h11.Response(
+                    status_code=400, headers=[*headers, ("connection", "close")], reason=b"Bad Request"
+                )
+                for event in (answer, h11.Data(data=content), h11.EndOfMessage()):
+                    self.transport.write(self.conn.send(event) or b"")
+            self.transport.close()
 
         def _wait_for_header(self) -> None:
             self._deadline = self.loop.call_later(limits.header_seconds, self._too_slow)
