@@ -24,8 +24,8 @@ from engram.contract import Step, mean_over_images
 from engram.core.checkpoint import tensors_digest
 from engram.core.errors import EngramError, SharedError
 from engram.core.events import BaseReused, EpochFinished, Event, RunFinished, StageFinished, Stopped, Warned
-from engram.core.launch import was_restarted
 from engram.core.processes import ALONE, Processes, join_processes
+from engram.core.torchrun import was_restarted
 from engram.data.store import ImageStore
 from engram.engine import Engine
 from engram.experiment.base_cache import StageCache

@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from engram.cli.streams import tell
 from engram.core.errors import DetailsNote, EngramError, SharedError, explain, spell_options
-from engram.core.launch import is_launched, launched_rank
+from engram.core.torchrun import is_launched, launched_rank
 
 # Modules in cli/commands that are not named after their command. They are imported when needed: most import torch.
 _MODULES = {

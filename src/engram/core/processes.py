@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engram.core.errors import EngramError, SharedError
-from engram.core.launch import is_launched, launched_number
+from engram.core.torchrun import is_launched, launched_number
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ import torch
 
 from engram.core.errors import EngramError, explain
 from engram.core.events import BaseReused, Event, RunBusy, RunFailed, RunSkipped, StageFinished
-from engram.core.launch import is_launched
+from engram.core.torchrun import is_launched
 from engram.data.store import ImageStore
 from engram.engine.capture import MAIN_PRIORITY
 from engram.experiment.base_cache import StageCache, which_cache

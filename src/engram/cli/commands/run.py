@@ -31,8 +31,8 @@ from engram.cli.text import card_table, make_console, make_table, print_line, pr
 from engram.core.errors import EngramError
 from engram.core.events import RunFinished
 from engram.core.io import typed_path
-from engram.core.launch import launched_rank, was_restarted
 from engram.core.processes import ALONE
+from engram.core.torchrun import launched_rank, was_restarted
 from engram.data.sources.load import outline_store
 from engram.data.store import ImageStore
 from engram.experiment.run_config import RunConfig, directory_name

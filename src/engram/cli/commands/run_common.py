@@ -18,9 +18,9 @@ from engram.cli.text import bar, end_line, is_live, print_line, print_table, sum
 from engram.core.errors import EngramError
 from engram.core.events import Event, RunFinished, Stopped
 from engram.core.io import writing
-from engram.core.launch import launched_rank
 from engram.core.plugins import VARIABLE
 from engram.core.processes import leave_processes
+from engram.core.torchrun import launched_rank
 from engram.data.sources.load import FOLDERS, DataConfig, load_store
 from engram.data.store import ImageStore
 from engram.experiment.base_cache import StageCache, user_cache

@@ -33,7 +33,7 @@ from engram.cli.text import make_console, make_table, print_line, print_table
 from engram.core.errors import EngramError, details_note
 from engram.core.events import RunBusy, RunFailed, Stopped
 from engram.core.io import typed_path
-from engram.core.launch import is_launched
+from engram.core.torchrun import is_launched
 from engram.data.sources.load import DataConfig, outline_store
 from engram.data.store import ImageStore
 from engram.experiment.base_cache import StageCache
