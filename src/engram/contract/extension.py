@@ -133,9 +133,13 @@ class StepHooks:
 
 @dataclass(frozen=True)
 class Extension:
-    """Base class of extensions. needs_teacher: only a phase with a teacher can have it."""
+    """Base class of extensions. needs_teacher: only a phase with a teacher can have it.
+
+    needs_all_images: it calls `PhaseContext.images` with a plan of its own, so all images must be on the device.
+    """
 
     needs_teacher: ClassVar[bool] = False
+    needs_all_images: ClassVar[bool] = False
 
     def recording_key(self) -> Hashable:
         """The key of a recorded step. Two extensions with equal keys may share a recording."""
