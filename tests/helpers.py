@@ -170,6 +170,7 @@ def run_stopped(
     directory: Path,
     steps: int,
     begins: Callable[[Event], bool] | None = None,
+    **options: Any,
 ) -> Checkpointed:
     """How a run was saved that is stopped after so many steps, counted from the event at which it `begins`."""
     taken, counting, events = 0, begins is None, []
@@ -179,7 +180,7 @@ def run_stopped(
         taken += counting
         return taken == steps
 
-    for event in run(config, store, directory, stop=stop):
+    for event in run(config, store, directory, stop=stop, **options):
         counting = counting or (begins is not None and begins(event))
         events.append(event)
     saved, last = events[-2:]
@@ -193,9 +194,9 @@ def starts(stage: int, phase: str | None = None) -> Callable[[Event], bool]:
     return lambda event: isinstance(event, PhaseStarted) and event.stage == stage and phase in (None, event.phase)
 
 
-def assert_resumes_to(whole: dict[str, Tensor], directory: Path, store: ImageStore) -> None:
+def assert_resumes_to(whole: dict[str, Tensor], directory: Path, store: ImageStore, **options: Any) -> None:
     """Goes on with a stopped run: it must end with the same tensors, bit for bit."""
-    assert isinstance(list(resume(directory, store))[-1], RunFinished)
+    assert isinstance(list(resume(directory, store, **options))[-1], RunFinished)
     resumed = last_state(directory)
     assert whole.keys() == resumed.keys()
     for name, value in whole.items():

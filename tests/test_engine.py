@@ -38,7 +38,7 @@ class FakeRecording:
 
     made = 0
 
-    def __init__(self, step: Callable[[], Any], state: Sequence[Tensor]) -> None:
+    def __init__(self, step: Callable[[], Any], state: Sequence[Tensor], memory: object = None) -> None:
         type(self).made += 1
         self.step, self.returned = step, None
         assert all(isinstance(tensor, Tensor) for tensor in state)
@@ -166,7 +166,7 @@ def test_the_recording_key_of_an_extension_is_itself_unless_it_says_otherwise() 
 
 def test_what_cannot_be_recorded_is_taken_step_by_step_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     class Refuses:
-        def __init__(self, step: Callable[[], Any], state: Sequence[Tensor]) -> None:
+        def __init__(self, step: Callable[[], Any], state: Sequence[Tensor], memory: object = None) -> None:
             saved = [tensor.clone() for tensor in state]
             for _ in range(2):  # it is found out only after warming up
                 step()

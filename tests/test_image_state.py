@@ -152,7 +152,7 @@ def test_a_base_stage_that_writes_values_is_not_shared(tmp_path: Path) -> None:
 class RestoringRecording:
     """Stands for a CUDA graph: warms up, restores the tensors it was given, and replays by taking the step."""
 
-    def __init__(self, step: Callable[[], Any], state: Sequence[Tensor]) -> None:
+    def __init__(self, step: Callable[[], Any], state: Sequence[Tensor], memory: object = None) -> None:
         saved = [tensor.clone() for tensor in state]
         for _ in range(2):
             step()

@@ -342,7 +342,7 @@ class Doubled(Processes):
 
 
 def test_a_loss_that_needs_the_whole_batch_but_says_otherwise_is_refused() -> None:
-    session = Session(short_config("derpp"), short_store(), Doubled())
+    session = Session(short_config("derpp"), short_store(), processes=Doubled())
     stage = begin_stage(session, 0)
     (main_phase,) = session.method.phases(session.learner, stage, session.engine)
 

@@ -170,6 +170,8 @@ class PlainDisplay(Display):
             )
         elif isinstance(event, (events.BaseReused, events.BaseAwaited)):
             self.print(base_line(event), run)
+        elif isinstance(event, events.ImagesPlaced):
+            self.print(event.message, run)
         elif isinstance(event, ENDS) and run is not None:
             self.print(end_line(event), run)
         self.print_warning(event, run)
@@ -245,6 +247,8 @@ class LiveDisplay(AnimatedDisplay):
             self._print_row(event)
         elif isinstance(event, events.BaseReused):
             self.print(base_line(event), style="dim")
+        elif isinstance(event, events.ImagesPlaced):
+            self.print(event.message, style="dim")
         self.print_warning(event, run)
 
     def _print_row(self, event: events.StageFinished) -> None:

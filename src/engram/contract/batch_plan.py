@@ -15,11 +15,15 @@ from engram.data.augment import Draws
 
 @dataclass(frozen=True, eq=False)
 class BatchPlan:
-    """Plan of S steps with B images each. rows: int64 (S, B) into the pool. draws: (S, B). lr: (S,)."""
+    """Plan of S steps with B images each. rows: int64 (S, B) into the pool. draws: (S, B). lr: (S,).
+
+    places: int64 (S, B), where the images are on the device if they are streamed; None: the pool's rows are there.
+    """
 
     rows: Tensor
     draws: Draws
     lr: Tensor
+    places: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -37,6 +41,11 @@ class BatchPlan:
         )
         return cls(torch.zeros(shape, dtype=torch.int64, device=device), draws, torch.zeros(steps, device=device))
 
+    @property
+    def image_places(self) -> Tensor:
+        """int64 (S, B): where the images are on the device."""
+        return self.rows if self.places is None else self.places
+
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors of the plan: rows, learning rates, and those of the draws."""
         return self.rows, self.lr, *self.draws.tensors()
@@ -47,14 +56,16 @@ class BatchPlan:
             copy_ahead(own, new)
 
     def row(self, at: Tensor, size: int) -> tuple[Tensor, Draws]:
-        """The pool rows (size,) and the draws of the step that the counter (1,) is at."""
+        """The places of the images (size,) and the draws of the step that the counter (1,) is at."""
         draws = Draws(*(plan.index_select(0, at)[0, :size] for plan in self.draws.tensors()))
-        return self.rows.index_select(0, at)[0, :size], draws
+        return self.image_places.index_select(0, at)[0, :size], draws
 
     def part(self, at: Tensor, own: slice) -> BatchPlan:
         """The step that the counter (1,) is at, as a plan of this one step, with these images of the batch."""
         draws = Draws(*(plan.index_select(0, at)[:, own] for plan in self.draws.tensors()))
-        return BatchPlan(self.rows.index_select(0, at)[:, own], draws, self.lr.index_select(0, at))
+        rows, lr = self.rows.index_select(0, at)[:, own], self.lr.index_select(0, at)
+        places = None if self.places is None else self.places.index_select(0, at)[:, own]
+        return BatchPlan(rows, draws, lr, places)
 
     def learning_rate(self, at: Tensor) -> Tensor:
         """The learning rate (1,) of the step that the counter (1,) is at."""

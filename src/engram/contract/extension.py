@@ -136,11 +136,13 @@ class Extension:
     """Base class of extensions.
 
     needs_teacher: only a phase with a teacher can have it.
+    needs_all_images: it calls `PhaseContext.images` with a plan of its own, so all images must be on the device.
     works_on_parts: its hooks do not use the images, labels and outputs of a batch, so each of several processes may
         compute the loss of its own part. If not, hooks and loss get the whole batch in every process.
     """
 
     needs_teacher: ClassVar[bool] = False
+    needs_all_images: ClassVar[bool] = False
     works_on_parts: ClassVar[bool] = False
 
     def recording_key(self) -> Hashable:

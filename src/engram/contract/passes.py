@@ -11,6 +11,7 @@ from torch import Tensor
 from engram.contract.learner import Learner
 from engram.contract.phase import Step
 from engram.contract.settings import Training
+from engram.data.image_rows import Pixels
 from engram.data.stage import Stage
 from engram.nn.network import Network
 
@@ -34,7 +35,7 @@ class ImageTuningStep:
 class Passes(Protocol):
     """Passes over images, which the engine carries out on its device."""
 
-    def embed(self, network: Network, images: Tensor, mirror: bool = False) -> Tensor:
+    def embed(self, network: Network, images: Pixels, mirror: bool = False) -> Tensor:
         """Embeddings (N, D) of uint8 images (N, H, W, 3), in eval mode, not normalised.
 
         They compare images. A rectified head does not see them: to fit a head, use `features`.
@@ -42,7 +43,7 @@ class Passes(Protocol):
         ...
 
     def features(
-        self, network: Network, images: Tensor, mirror: bool = False, shift: tuple[int, int] = (0, 0)
+        self, network: Network, images: Pixels, mirror: bool = False, shift: tuple[int, int] = (0, 0)
     ) -> Tensor:
         """The inputs of the head (N, D') for uint8 images (N, H, W, 3), in eval mode: `Head.input_features`.
 
@@ -86,7 +87,7 @@ class Passes(Protocol):
         self,
         learner: Learner,
         stage: Stage,
-        images: Tensor,
+        images: Pixels,
         rows: Tensor,
         objective: Callable[[ImageTuningStep], Tensor],
         training: Training,

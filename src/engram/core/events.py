@@ -68,6 +68,16 @@ class StageStarted(Event):
 
 
 @dataclass(frozen=True)
+class ImagesPlaced(Event):
+    """The many images of a stage are all on the device, or are streamed there. message: which, and why."""
+
+    stage: int
+    stages: int
+    placement: str
+    message: str
+
+
+@dataclass(frozen=True)
 class BaseReused(Event):
     """The base stage was loaded from the cache: another run with the same base stage has trained it."""
 

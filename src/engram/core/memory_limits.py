@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engram.core.errors import EngramError, option
+from engram.core.errors import EngramError
 
 if TYPE_CHECKING:
     import torch
@@ -55,27 +55,6 @@ def check_memory(
         _check(need, free_device_memory(device), f"{what} need", "on the GPU", advice)
     else:
         _check(need, free_memory(), f"{what} need", "of memory", advice)
-
-
-def check_stage_fits(stage: int, images: int, size: tuple[int, int], device: torch.device, held: int = 0) -> None:
-    """Raise an EngramError if the images of a stage do not fit into memory, before any of them is read.
-
-    It counts the pool in memory, the copy that exemplars are selected from, and the pool on the device, unless that
-    fits into the `held` bytes that are already allocated there.
-    """
-    height, width = size
-    pool = images * height * width * 3
-    if pool < UNCHECKED_BYTES:
-        return
-    subject = f"stage {stage} trains on {images:,} images of {width}x{height} pixels, which need"
-    smaller = f"give a smaller {option('image_size')} or {option('base')}"
-    advice = f"{smaller} (all images of a stage are in memory at the same time)"
-    on_device = pool if pool > held else 0
-    if device.type == "cuda":
-        _check(2 * pool, free_memory(), subject, "of memory", advice)
-        _check(on_device, free_device_memory(device), subject, "on the GPU", advice)
-    else:
-        _check(2 * pool + on_device, free_memory(), subject, "of memory", advice)
 
 
 def _check(need: int, free: int, subject: str, where: str, advice: str) -> None:

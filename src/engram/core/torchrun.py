@@ -1,4 +1,4 @@
-"""Launch: what torchrun and Slurm say about the process in its environment variables."""
+"""What torchrun and Slurm say about this process in its environment variables."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from engram.core.errors import EngramError, UnknownNameError
 from engram.core.registry import OWN, Registry
 from engram.core.rng import generator
+from engram.data.image_rows import ImageRows, Source
 from engram.data.stage import Samples
 
 Budget = Literal["per_class", "total", "all", "none"]
@@ -218,11 +219,16 @@ class MemoryConfig:
 class Memory:
     """The exemplars of each class seen, best first.
 
-    They are copies of the images, so that a model can continue to learn when the first data is gone.
+    A model keeps copies of their images, so that it can continue to learn when the first data is gone. In a run they
+    may be rows of the data set.
+
+    source: the training images of a run, if they are still there when it is resumed: exemplars that are rows of them
+    are saved without their pixels.
     """
 
-    def __init__(self, config: MemoryConfig) -> None:
+    def __init__(self, config: MemoryConfig, source: Source | None = None) -> None:
         self.config = config
+        self.source = source
         self._by_label: dict[int, Samples] = {}
 
     def __len__(self) -> int:
@@ -302,7 +308,10 @@ class Memory:
         if samples is None:
             return {}
         state = {f"{STATE}{name}": value for name, value in samples.state.items()}
-        return {"images": samples.images, "labels": samples.labels, "sources": samples.sources, **state}
+        kept = {"labels": samples.labels, "sources": samples.sources, **state}
+        images = samples.images
+        is_referred = isinstance(images, ImageRows) and len(images.sources) == 1 and images.sources[0] is self.source
+        return kept if is_referred else {"images": samples.pixels, **kept}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load saved exemplars."""
@@ -311,6 +320,17 @@ class Memory:
             return
         exemplar = torch.ones(len(state["labels"]), dtype=torch.bool)
         kept = {name.removeprefix(STATE): value for name, value in state.items() if name.startswith(STATE)}
-        samples = Samples(state["images"], state["labels"], state["sources"], exemplar, kept)
+        images = state.get("images")
+        if images is None:
+            images = self._referred(state["sources"])
+        samples = Samples(images, state["labels"], state["sources"], exemplar, kept)
         for label in dict.fromkeys(samples.labels.tolist()):
             self._by_label[label] = samples[samples.rows_of(label)]
+
+    def _referred(self, sources: Tensor) -> ImageRows:
+        """The exemplars with these sources, as rows of the training images."""
+        if self.source is None:
+            raise EngramError("it refers to the images of its exemplars in the data set; give the same data set")
+        if len(sources) and not 0 <= int(sources.min()) <= int(sources.max()) < len(self.source):
+            raise EngramError("its exemplars are not images of the data set; it is damaged")
+        return ImageRows([self.source], sources)

@@ -10,6 +10,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from engram.data.image_rows import Pixels, join_images, read_pixels
+
 NEVER = 2**31  # the stage of a class that has not come yet
 
 
@@ -23,20 +25,20 @@ def content_ids(images: Tensor) -> Tensor:
 class Samples:
     """N labelled images: what a stage trains on, or what the memory holds.
 
-    images: uint8 (N, H, W, 3). labels: int64 (N,), positions in the class order. sources: int64 (N,), a stable id of
-    each image: in a run its row in the training split, in a model `content_ids`. exemplar: bool (N,), true for images
-    of the memory. state: tensors kept per image, by name, (N, ...).
+    images: uint8 (N, H, W, 3), a tensor or rows of a data set that stays where it is. labels: int64 (N,), positions in
+    the class order. sources: int64 (N,), a stable id of each image: in a run its row in the training split, in a model
+    `content_ids`. exemplar: bool (N,), true for images of the memory. state: tensors kept per image, by name, (N, ...).
     """
 
-    images: Tensor
+    images: Pixels
     labels: Tensor
     sources: Tensor
     exemplar: Tensor
     state: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        assert self.images.dtype == torch.uint8, self.images.dtype
-        assert self.images.ndim == 4, tuple(self.images.shape)
+        assert not isinstance(self.images, Tensor) or self.images.dtype == torch.uint8, self.images.dtype
+        assert len(self.images.shape) == 4, tuple(self.images.shape)
         assert len(self.images) == len(self.labels) == len(self.sources) == len(self.exemplar)
 
     def __len__(self) -> int:
@@ -45,6 +47,11 @@ class Samples:
     def __getitem__(self, rows: Tensor) -> Samples:
         state = {name: value[rows] for name, value in self.state.items()}
         return Samples(self.images[rows], self.labels[rows], self.sources[rows], self.exemplar[rows], state)
+
+    @property
+    def pixels(self) -> Tensor:
+        """All images as a tensor."""
+        return read_pixels(self.images)
 
     def rows_of(self, label: int) -> Tensor:
         """The rows that hold images of one class, in their order here."""
@@ -55,7 +62,7 @@ class Samples:
         """All parts, one after the other. State that a part does not have is zero."""
         names = {name: value for part in parts for name, value in part.state.items()}
         return Samples(
-            torch.cat([part.images for part in parts]),
+            join_images([part.images for part in parts]),
             torch.cat([part.labels for part in parts]),
             torch.cat([part.sources for part in parts]),
             torch.cat([part.exemplar for part in parts]),

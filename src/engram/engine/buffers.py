@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from engram.contract.batch_plan import BatchPlan
+from engram.contract.batch_plan import BatchPlan, copy_ahead
 from engram.data.augment import pad_images
+from engram.data.image_rows import read_pixels
 from engram.data.stage import Stage
 from engram.engine.flat_optimiser import TERMS
+from engram.engine.image_feed import ImageFeed, ImageRing
 
 PLANNED_STEPS = 512  # planned ahead, in whole epochs
 GROWTH = 1.5
+LARGE = 2**30  # bytes of images; from this size on a pool has no spare rows, and shrinks when half of it is unused
 PART = 2**28  # bytes of images copied to the device at a time
 
 
@@ -22,7 +26,8 @@ PART = 2**28  # bytes of images copied to the device at a time
 class DevicePool:
     """A stage's pool on the device; its tensors may have more rows than the pool.
 
-    padded: images with their border. ids: a stable id of each image. state: the tensors kept per image, by name.
+    padded: images with their border; if they are streamed, the ring. ids: a stable id of each image. state: the tensors
+    kept per image, by name.
     """
 
     padded: Tensor
@@ -35,12 +40,14 @@ class DevicePool:
 class DeviceBuffers:
     """The pool, the plan, the step's counter, the history of the loss, and the loss weights.
 
-    version changes whenever a tensor was replaced.
+    version changes whenever a tensor was replaced. streamed: the images of stages are not all on the device, but are
+    brought there batch by batch (`feeding`).
     """
 
     def __init__(self, device: torch.device, pad: int, numbers: int = 0) -> None:
         self.device = device
         self.version = 0
+        self.streamed = False
         self.counter = torch.zeros(1, dtype=torch.int64, device=device)
         self.history = torch.zeros(PLANNED_STEPS, TERMS, device=device)
         self.stage = torch.zeros((), dtype=torch.int64, device=device)
@@ -48,6 +55,9 @@ class DeviceBuffers:
         self._pad, self._numbers = pad, numbers  # numbers: `Augmentation.numbers`
         self._pool: DevicePool | None = None
         self._stage: Stage | None = None
+        self._ring: ImageRing | None = None
+        self._is_streamed = False  # whether the pool that is here is
+        self._places: dict[int, Tensor] = {}  # by batch size
         self._plans: dict[int, BatchPlan] = {}
         self._weights: dict[str, Tensor] = {}
         self._named: dict[str, Tensor] = {}
@@ -70,30 +80,93 @@ class DeviceBuffers:
         """The bytes of the pool's images on the device, unused rows included."""
         return 0 if self._pool is None else self._pool.padded.numel()
 
-    def pool(self, stage: Stage) -> DevicePool:
-        """The stage's pool on the device; copied there once per stage."""
+    def pool(self, stage: Stage, batch_size: int = 0) -> DevicePool:
+        """The stage's pool on the device; copied there once per stage.
+
+        batch_size: of the steps that will read it. If the images are streamed, their ring has places for such batches.
+        """
         if self._pool is None or self._stage is not stage:
             self._load_pool(stage)
         assert self._pool is not None
+        if self.streamed and batch_size:
+            self._fit_ring(stage, batch_size)
         return self._pool
+
+    def _fit_ring(self, stage: Stage, batch_size: int) -> None:
+        """Make the ring large enough for batches of that size."""
+        assert self._pool is not None
+        height, width = stage.pool.images.shape[1:3]
+        if self._ring is None or self._ring.largest < batch_size:
+            self._ring = None  # free the old one first
+            self._pool = replace(self._pool, padded=self._pool.padded[:0])
+            self._ring = ImageRing(self.device, batch_size, (height, width), self._pad)
+            self.version += 1
+        self._pool = replace(self._pool, padded=self._ring.images)
+
+    @contextmanager
+    def feeding(
+        self, stage: Stage, plan: BatchPlan, rows: Tensor, sizes: Sequence[int], first: int = 0
+    ) -> Iterator[Callable[[], AbstractContextManager[None]]]:
+        """Bring the images of a plan's steps to the device; yield a function that gives a context for each step.
+
+        Resident images are there already.
+
+        rows: (S, B) of the plan, on the CPU. sizes: images of each step. first: the first step that is taken.
+        """
+        if not self.streamed:
+            yield nullcontext
+            return
+        ring = self._ring
+        assert ring is not None
+        assert plan.places is not None
+        ring.divide(rows.shape[1])
+        places = ring.places(ring.next - first, len(rows))
+        copy_ahead(plan.places, places)
+        batches = [rows[step, : sizes[step]] for step in range(first, len(rows))]
+        feed = ImageFeed(ring, stage.pool.images, batches)
+        try:
+            yield feed.next_batch
+        finally:
+            feed.close()
+
+    def batch_images(self, stage: Stage, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Padded images on the device and the places in them of these rows of the pool, for a step on its own."""
+        if not self.streamed:
+            return self.pool(stage).padded, rows.to(self.device)
+        padded = pad_images(read_pixels(stage.pool.images[rows]).to(self.device), self._pad)
+        return padded, torch.arange(len(rows), device=self.device)
+
+    def release_images(self) -> None:
+        """Free the images on the device. What was recorded with them is recorded again."""
+        self._pool = self._stage = self._ring = None
+        self.version += 1
+
+    def _capacity(self, count: int, image_bytes: int) -> int:
+        """Rows for a pool of that many images: a small one has some to spare, a large one shrinks if half is unused."""
+        held = 0 if self._pool is None else len(self._pool.labels)
+        if count > held:
+            return count if not held or count * image_bytes >= LARGE else max(count, int(GROWTH * held))
+        return count if held * image_bytes >= LARGE and 2 * count <= held else held
 
     def _load_pool(self, stage: Stage) -> None:
         samples, pad, count = stage.pool, self._pad, len(stage.pool)
         height, width = samples.images.shape[1] + 2 * pad, samples.images.shape[2] + 2 * pad
-        pool = self._pool
-        if pool is None or len(pool.labels) < count or pool.padded.shape[1:3] != (height, width):
-            capacity = count if pool is None else max(count, int(GROWTH * len(pool.labels)))
-            pool = self._pool = None  # free the old one first
-            pool = self._pool = DevicePool(
-                torch.zeros(capacity, height, width, 3, dtype=torch.uint8, device=self.device),
+        pool, capacity = self._pool, self._capacity(count, 0 if self.streamed else height * width * 3)
+        resident = 0 if self.streamed else capacity
+        like_before = None if pool is None else (*pool.padded.shape[1:3], len(pool.labels), self._is_streamed)
+        if pool is None or like_before != (height, width, capacity, self.streamed):
+            self._pool = self._ring = pool = None  # free the old one first
+            self._pool = pool = DevicePool(
+                torch.zeros(resident, height, width, 3, dtype=torch.uint8, device=self.device),
                 torch.zeros(capacity, dtype=torch.int64, device=self.device),
                 torch.zeros(capacity, dtype=torch.bool, device=self.device),
                 torch.zeros(capacity, dtype=torch.int64, device=self.device),
             )
+            self._is_streamed = self.streamed
             self.version += 1
         some = max(1, PART // (height * width * 3))
-        for start in range(0, count, some):
-            part = pad_images(samples.images[start : start + some].to(self.device), pad)
+        for start in range(0, 0 if self.streamed else count, some):
+            part = pad_images(read_pixels(samples.images[start : start + some]).to(self.device), pad)
             pool.padded[start : start + len(part)] = part
         pool.labels[:count] = samples.labels.to(self.device)
         pool.exemplar[:count] = samples.exemplar.to(self.device)
@@ -118,7 +191,7 @@ class DeviceBuffers:
                 value.copy_(self._pool.state[name][: len(value)])
 
     def plan(self, steps: int, batch_size: int) -> BatchPlan:
-        """A plan to load the batches of at least one epoch into."""
+        """A plan to load the batches of at least one epoch into; with places, if the images are streamed."""
         plan = self._plans.get(batch_size)
         if plan is None or len(plan) < steps:
             if plan is not None:
@@ -128,7 +201,13 @@ class DeviceBuffers:
             if len(self.history) < planned:
                 self.history = torch.zeros(planned, TERMS, device=self.device)
                 self.version += 1
-        return plan
+        if not self.streamed:
+            return plan
+        places = self._places.get(batch_size)
+        if places is None or len(places) < len(plan):
+            places = self._places[batch_size] = torch.zeros_like(plan.rows)
+            self.version += 1
+        return replace(plan, places=places)
 
     def arrival(self, stage: Stage, capacity: int) -> Tensor:
         """The stage that each class came with, (capacity,); also sets the current stage."""

@@ -7,7 +7,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -64,6 +64,7 @@ _SPARE: list[torch.cuda.Stream] = []  # for runs on the default stream, which ca
 _FAILED: list[torch.cuda.CUDAGraph] = []  # failed recordings are kept: the allocator may still refer to them
 
 T = TypeVar("T")
+GraphMemory = Any  # names the memory of one or more recordings; torch has no public type for it
 
 
 def _recording_stream() -> torch.cuda.Stream:
@@ -89,10 +90,11 @@ class CapturedStep(Generic[T]):
     The step may only read and write tensors that keep their addresses and live as long as this object.
 
     state: the tensors that the step changes. The warm-up takes real steps, whose effect is undone with it.
+    pool: memory that recordings share which never run at the same time; None: memory of its own.
     returned: the return value of the step from when it was recorded.
     """
 
-    def __init__(self, step: Callable[[], T], state: Sequence[Tensor]) -> None:
+    def __init__(self, step: Callable[[], T], state: Sequence[Tensor], pool: GraphMemory | None = None) -> None:
         saved = [tensor.clone() for tensor in state]
 
         def restore() -> None:
@@ -112,7 +114,7 @@ class CapturedStep(Generic[T]):
                 gc.collect()
                 gc.disable()  # freeing another graph's memory would break the recording
                 try:
-                    self.returned = self._record(step)
+                    self.returned = self._record(step, pool or torch.cuda.graph_pool_handle())
                 finally:
                     if collecting:
                         gc.enable()
@@ -120,8 +122,7 @@ class CapturedStep(Generic[T]):
         finally:
             torch.cuda.current_stream().wait_stream(stream)
 
-    def _record(self, step: Callable[[], T]) -> T:
-        pool = torch.cuda.graph_pool_handle()
+    def _record(self, step: Callable[[], T], pool: GraphMemory) -> T:
         # thread_local: other threads may do anything on their streams at the same time.
         self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
@@ -138,7 +139,7 @@ class CapturedStep(Generic[T]):
             return returned
         raise NotRecordable(reason)
 
-    def _abandon(self, pool: tuple[int, int]) -> None:
+    def _abandon(self, pool: GraphMemory) -> None:
         """End a failed recording, so that the stream and the allocator are as before."""
         with suppress(RuntimeError):  # raised because the recording failed
             self._graph.capture_end()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engram.contract.learner import Learner
 from engram.contract.phase import Phase, Step
+from engram.data.image_rows import Pixels
 from engram.data.stage import Stage
 from engram.engine.capture import CapturedStep
 from engram.engine.forward import Inference
@@ -44,16 +45,16 @@ class Engine(Runtime):
         """Inference with the network's current weights."""
         return Inference(self, network)
 
-    def infer(self, network: Network, images: Tensor, mirror: bool = False) -> tuple[Tensor, Tensor]:
+    def infer(self, network: Network, images: Pixels, mirror: bool = False) -> tuple[Tensor, Tensor]:
         """Embeddings (N, D) and scores (N, K) of uint8 images (N, H, W, 3) in eval mode."""
         return self.inference(network)(images, mirror)
 
-    def embed(self, network: Network, images: Tensor, mirror: bool = False) -> Tensor:
+    def embed(self, network: Network, images: Pixels, mirror: bool = False) -> Tensor:
         """Embeddings (N, D) of uint8 images (N, H, W, 3) in eval mode, not normalised."""
         return torch.cat([output.embedding for output in self.inference(network).outputs(images, View(mirror))])
 
     def features(
-        self, network: Network, images: Tensor, mirror: bool = False, shift: tuple[int, int] = (0, 0)
+        self, network: Network, images: Pixels, mirror: bool = False, shift: tuple[int, int] = (0, 0)
     ) -> Tensor:
         """The inputs of the head (N, D') for uint8 images (N, H, W, 3) in eval mode."""
         outputs = self.inference(network).outputs(images, View(mirror, *shift))
@@ -80,8 +81,10 @@ class Engine(Runtime):
         forward = self.bind(learner, size)
         forward.refresh()
         buffers = self.buffers
-        pool, plan, counter = buffers.pool(stage), buffers.plan(full + 1, size), buffers.counter
-        plan.load(plan_sweep(self.augmentation, rows, size, stage.index, learner.seed, self.image_size))
+        pool, plan, counter = buffers.pool(stage, size), buffers.plan(full + 1, size), buffers.counter
+        planned = plan_sweep(self.augmentation, rows, size, stage.index, learner.seed, self.image_size)
+        plan.load(planned)
+        sizes = [*[size] * full, rest]
         arrival = buffers.arrival(stage, learner.network.head.capacity)
         processes, here = self.processes, torch.zeros_like(counter)
 
@@ -109,7 +112,7 @@ class Engine(Runtime):
 
         counter.zero_()
         what = "the sweep after a stage"
-        with learner.network.in_training():
+        with learner.network.in_training(), buffers.feeding(stage, plan, planned.rows, sizes) as next_images:
             step = self.record(("sweep", size), (visit, size), partial(take, size, []), learner, what)
             if isinstance(step, CapturedStep):
                 for total in step.returned:
@@ -118,9 +121,12 @@ class Engine(Runtime):
                 step = partial(take, size, [])  # with new sums: the attempt to record may have added to the others
             totals: list[Tensor] = []
             for _ in range(full):
-                totals = step()
+                with next_images():
+                    totals = step()
             totals = [total.clone() for total in totals]
-            totals = take(rest, totals) if rest else totals
+            if rest:
+                with next_images():
+                    totals = take(rest, totals)
             return [processes.sum(total) for total in totals]
 
     # See `Passes`.

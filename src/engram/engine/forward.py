@@ -15,6 +15,7 @@ from engram.contract.learner import Learner
 from engram.contract.settings import Training
 from engram.core.processes import ALONE, Processes
 from engram.data.augment import Augmentation, apply, centre, to_unit
+from engram.data.image_rows import Pixels, read_ahead
 from engram.engine.buffers import DevicePool
 from engram.engine.capture import Branch
 from engram.engine.flat_optimiser import FlatOptimiser
@@ -163,7 +164,7 @@ class FusedForward(Forward):
         from engram.kernels.launch import augment, crop, pack
 
         network, seen, draws = self._learner.network, self._compute.image_size, plan.draws
-        drawn = (plan.rows, draws.top, draws.left, draws.mirror, draws.factor)
+        drawn = (plan.image_places, draws.top, draws.left, draws.mirror, draws.factor)
         if draws.numbers is None or not strong:
             return augment(pool.padded, drawn, counter, size, seen, network.mean, network.std, self._arithmetic)
         numbers = draws.numbers.index_select(0, counter)[0, :size]
@@ -245,12 +246,12 @@ class Inference:
         fused = compute.why_not_fused(network.backbone) is None
         self._forward = _fused_forward(network, compute) if fused else _plain_forward(network, compute)
 
-    def __call__(self, images: Tensor, mirror: bool = False) -> tuple[Tensor, Tensor]:
+    def __call__(self, images: Pixels, mirror: bool = False) -> tuple[Tensor, Tensor]:
         """Embeddings (N, D) and scores (N, K) of the images, or of their mirror images."""
         outputs = list(self.outputs(images, View(mirror=True) if mirror else None))
         return torch.cat([output.embedding for output in outputs]), torch.cat([output.scores for output in outputs])
 
-    def outputs(self, images: Tensor, view: View | None = None) -> Iterator[Output]:
+    def outputs(self, images: Pixels, view: View | None = None) -> Iterator[Output]:
         """The network's outputs, one for each batch.
 
         view: the images are seen in this view. None: as they are, with scores averaged over the network's views.
@@ -259,18 +260,19 @@ class Inference:
         """
         compute = self._compute
         assert not self._network.training, "inference with a network in training would change its running statistics"
+        height, width = images.shape[1:3]
         if compute.augmentation.view is not None:
-            images = centre(images, compute.image_size)
-        batch = max(1, INFERENCE_PIXELS[compute.device.type] // (images.shape[1] * images.shape[2]))
+            height, width = min(height, compute.image_size[0]), min(width, compute.image_size[1])
+        batch = max(1, INFERENCE_PIXELS[compute.device.type] // (height * width))
 
         def read_part(images: Tensor) -> Output:
-            unit = to_unit(images.to(compute.device))
+            unit = to_unit(centre(images, (height, width)).to(compute.device))
             if view is None:
                 return averaged(self._network, self._forward, unit)
             return self._forward(seen_as(unit, view))
 
         read = collected_pass(compute.processes, read_part)
-        for part in images.split(batch * compute.processes.count):
+        for part in read_ahead(images, batch * compute.processes.count):
             with torch.no_grad():
                 yield read(part)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
@@ -117,7 +118,8 @@ class PhaseLoop:
         if resume is not None and resume.image_state:
             stage.pool.state.update(resume.image_state)
             buffers.load_image_state(stage)
-        self._pool, self._plan = buffers.pool(stage), buffers.plan(self.steps, self.batch_size)
+        self._pool = buffers.pool(stage, self.batch_size)
+        self._plan = buffers.plan(self.steps, self.batch_size)
         context = _Context(self, runtime, self._forward)
         saved = {} if resume is None else resume.extensions
         attached = (extension.attach(context, saved) for extension in phase.extensions)
@@ -136,9 +138,11 @@ class PhaseLoop:
         self._launched: deque[torch.cuda.Event] = deque()  # one every STRIDE steps
         self._taken = 0
         self._takers: dict[int, Callable[[], list[str]]] = {}  # by batch size
+        self._feeding = ExitStack()  # the images of the plan, on their way to the device
+        self._next_images: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __iter__(self) -> Iterator[None]:
-        with self._learner.network.in_training(not self.phase.frozen):
+        with self._learner.network.in_training(not self.phase.frozen), self._feeding:
             yield from self._take_steps()
 
     def _take_steps(self) -> Iterator[None]:
@@ -150,7 +154,8 @@ class PhaseLoop:
                 hooks.before_epoch(first_row)
             self._counter.fill_(first_row + self.step)
             while self.step < self.steps:
-                self._term_names = self._taker(self._last if self.step == self.steps - 1 else self.batch_size)()
+                with self._next_images():
+                    self._term_names = self._taker(self._last if self.step == self.steps - 1 else self.batch_size)()
                 self.step += 1
                 if self._runtime.device.type == "cuda":
                     self._wait_for_device()
@@ -267,7 +272,11 @@ class PhaseLoop:
             self.phase.extensions,
             self._runtime.image_size,
         )
+        self._feeding.close()
         self._plan.load(plan)
+        sizes = [*[self.batch_size] * (self.steps - 1), self._last] * ahead
+        feeding = self._runtime.buffers.feeding(self._stage, self._plan, plan.rows, sizes, self.step)
+        self._next_images = self._feeding.enter_context(feeding)
         for hooks in self._hooks:
             hooks.load_plan(plan, self._planned)
 

@@ -13,7 +13,7 @@ from engram.contract.learner import Learner
 from engram.core.errors import EngramError
 from engram.core.processes import Share
 from engram.engine.buffers import DeviceBuffers
-from engram.engine.capture import CapturedStep, NotRecordable
+from engram.engine.capture import CapturedStep, GraphMemory, NotRecordable
 from engram.engine.forward import Compute, Forward, FusedForward, Precision
 from engram.engine.sharing import SynchronisedNorms
 from engram.nn.network import Network
@@ -24,7 +24,13 @@ RECORDINGS = 8  # the most that are kept
 
 
 class Runtime(Compute):
-    """The buffers, forward passes and recordings of one device, which phases, sweeps and other passes use."""
+    """The buffers, forward passes and recordings of one device, which phases, sweeps and other passes use.
+
+    shares_memory: the recordings share one pool of memory. They never run at the same time, and a warm-up before each
+    recording makes the tensors that outlive a step, outside of the pool. Off until it is measured on a GPU.
+    """
+
+    shares_memory = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -32,6 +38,7 @@ class Runtime(Compute):
         self.buffers = DeviceBuffers(self.device, self.augmentation.pad, self.augmentation.numbers)
         self._forward: Forward | None = None
         self._recordings: dict[Hashable, tuple[object, CapturedStep | None]] = {}
+        self._memory: GraphMemory | None = None  # that the recordings share
         if self.device.type == "cuda":
             _set_flags(self.precision)
             _load_linear_algebra(self.device)
@@ -101,9 +108,12 @@ class Runtime(Compute):
         self._recordings.pop(slot, None)
         while len(self._recordings) >= RECORDINGS:
             self._recordings.pop(next(iter(self._recordings)))  # the oldest; each holds the memory of a step
+        if self.shares_memory and self._memory is None:
+            self._memory = torch.cuda.graph_pool_handle()
         try:
-            recorded = CapturedStep(step, [*self._forward.state(), *self.buffers.state()])
+            recorded = CapturedStep(step, [*self._forward.state(), *self.buffers.state()], self._memory)
         except NotRecordable as error:
+            self._memory = None  # a failed recording may have left it unusable
             note = f"the steps of {what} are taken one kernel at a time, and slower, because they cannot be recorded: "
             learner.notes.append(f"{note}{error}")
             recorded = None  # not tried again

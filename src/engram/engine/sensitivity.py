@@ -25,6 +25,7 @@ from engram.contract.phase import Step
 from engram.core.errors import EngramError
 from engram.core.rng import generator
 from engram.data.augment import centre, to_unit
+from engram.data.image_rows import read_pixels
 from engram.data.stage import Stage
 from engram.engine.runtime import Runtime
 from engram.nn.heads import CosineHead, LinearHead, LSCHead
@@ -55,14 +56,15 @@ def sensitivity(
     scale = weights.get("head.scale")
     if scale is not None:
         scale.requires_grad_()
-    images = centre(pool.images, runtime.image_size)
-    size = max(1, PIXELS[device.type] // images[0, ..., 0].numel())
+    height, width = (min(own, seen) for own, seen in zip(pool.images.shape[1:3], runtime.image_size, strict=True))
+    size = max(1, PIXELS[device.type] // (height * width))
     share = runtime.processes.share(len(rows))
     own, drawn = rows[share.own], draws[share.own]
     assert not network.training
     with _watched(network, power, totals):
         for some, numbers in zip(own.split(size), drawn.split(size), strict=True):
-            unit = to_unit(images[some].to(device)).contiguous(memory_format=runtime.layout)
+            seen = centre(read_pixels(pool.images[some]), runtime.image_size)
+            unit = to_unit(seen.to(device)).contiguous(memory_format=runtime.layout)
             labels, exemplar = pool.labels[some].to(device), pool.exemplar[some].to(device)
             with torch.enable_grad():
                 # Only the images require a gradient: that of the weights over the whole batch is not needed.

@@ -17,6 +17,7 @@ from engram.contract.passes import ImageTuningStep
 from engram.contract.settings import Training
 from engram.core.errors import EngramError
 from engram.data.augment import apply, to_unit
+from engram.data.image_rows import Pixels, read_pixels
 from engram.data.stage import Stage
 from engram.engine.planning import plan_epochs
 from engram.engine.runtime import Runtime
@@ -30,7 +31,7 @@ def tune(
     runtime: Runtime,
     learner: Learner,
     stage: Stage,
-    images: Tensor,
+    images: Pixels,
     rows: Tensor,
     objective: Callable[[ImageTuningStep], Tensor],
     training: Training,
@@ -42,7 +43,7 @@ def tune(
     """
     assert len(rows) > 0, "tuning images needs at least one row"
     network, device = learner.network, runtime.device
-    start = to_unit(images.to(device)).contiguous(memory_format=runtime.layout)
+    start = to_unit(read_pixels(images).to(device)).contiguous(memory_format=runtime.layout)
     # The change is kept apart from the image: added to it, changes far below one level would be rounded away.
     change, momentum = torch.zeros_like(start), torch.zeros_like(start)
     rule = find_optimiser(training.optimiser)
@@ -51,7 +52,7 @@ def tune(
     assert not network.training
     parameters = {name: parameter.detach() for name, parameter in network.named_parameters()}
     passes = partial(_passes, network, parameters, GRADIENT_PIXELS[device.type])
-    pool, (steps, size) = runtime.buffers.pool(stage), training.batches(len(rows))
+    labels, (steps, size) = stage.pool.labels.to(device), training.batches(len(rows))
     for epoch in range(training.epochs):
         named = (stage.index, "tune", purpose)
         seen = runtime.image_size
@@ -61,13 +62,15 @@ def tune(
         on_device.load(plan)
         counter = torch.zeros(1, dtype=torch.int64, device=device)
         for step in range(steps):
-            picked, draws = on_device.row(counter, min(size, len(rows) - step * size))
-            batch = apply(runtime.augmentation, pool.padded, picked, draws, runtime.image_size)
+            picked = plan.rows[step, : min(size, len(rows) - step * size)]
+            padded, places = runtime.buffers.batch_images(stage, picked)
+            draws = on_device.row(counter, len(picked))[1]
+            batch = apply(runtime.augmentation, padded, places, draws, runtime.image_size)
             batch = batch.contiguous(memory_format=runtime.layout)
             with torch.enable_grad():
                 learned = change.requires_grad_()
                 tuned = start + learned * network.std
-                seen = ImageTuningStep(tuned, batch, pool.labels[picked], parameters, passes)
+                seen = ImageTuningStep(tuned, batch, labels[picked], parameters, passes)
                 (gradient,) = torch.autograd.grad(objective(seen), learned)
             change = change.detach()
             if training.clip is not None:
@@ -85,7 +88,7 @@ def tune(
             f"the tuned exemplars of stage {stage.index} are not finite; nothing was saved after the training of the "
             f"stage: try a lower learning rate than {training.lr:g} for the exemplars"
         )
-    return images.float() + (255 * network.std * change).permute(0, 2, 3, 1).cpu()
+    return read_pixels(images).float() + (255 * network.std * change).permute(0, 2, 3, 1).cpu()
 
 
 def _passes(

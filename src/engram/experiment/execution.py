@@ -15,6 +15,7 @@ from engram.core.errors import option, spelled
 from engram.core.events import (
     Checkpointed,
     Event,
+    ImagesPlaced,
     Progress,
     RunFinished,
     RunStarted,
@@ -163,6 +164,9 @@ class RunExecution:
         stage = session.stage(index)
         names = [session.store.class_names[session.stream.order[label]] for label in stage.new_labels]
         yield StageStarted(index, stages, names, stage.num_seen, len(stage.pool), int(stage.pool.exemplar.sum()))
+        placement, message = session.placed
+        if message is not None:
+            yield ImagesPlaced(index, stages, placement, message)
         if self.phase_at is None:
             self.clock = {}
         work = StageWork(session.method, session.learner, session.engine, stage, stages, self.now, self.clock)

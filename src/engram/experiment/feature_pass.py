@@ -12,6 +12,7 @@ from engram.contract import Learner, Method
 from engram.core.errors import EngramError
 from engram.core.events import Progress
 from engram.core.memory_limits import check_memory
+from engram.data.image_rows import Pixels
 from engram.data.stage import Stage
 from engram.engine import Engine
 from engram.engine.forward import Inference
@@ -86,7 +87,7 @@ class FeaturePass:
             buffers[DONE] = torch.tensor([done])
             yield done
 
-    def _features(self, read: Inference, images: Tensor) -> Tensor:
+    def _features(self, read: Inference, images: Pixels) -> Tensor:
         """The mean over the views of the images' features, (N, D')."""
         total: Tensor | None = None
         for view in self.views:

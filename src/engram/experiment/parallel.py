@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from queue import Full, Queue
+from typing import Any
 
 import torch
 
@@ -18,6 +19,7 @@ from engram.core.torchrun import is_launched
 from engram.data.store import ImageStore
 from engram.engine.capture import MAIN_PRIORITY
 from engram.experiment.base_cache import StageCache, which_cache
+from engram.experiment.image_placement import ImagePlacement
 from engram.experiment.members import Member, plan_members
 from engram.experiment.run_config import RunConfig
 from engram.experiment.runner import resume, run
@@ -37,6 +39,7 @@ def run_together(
     checkpoint_minutes: float = 10.0,
     cache: StageCache | bool | None = True,
     command: str | None = None,
+    images: ImagePlacement = "auto",
 ) -> Generator[tuple[str, Event], None, None]:
     """Run several configurations: a generator of (name of the run, event).
 
@@ -53,6 +56,7 @@ def run_together(
     stop: called after every step, in the thread of the run.
     cache: of trained base stages, so that runs with the same base stage train it once; True: that of the commands
         (`engram list cache`); False: each run trains its base stage.
+    images: as for `run`.
     """
     if is_launched():
         raise EngramError("torchrun starts several processes for one run; do several runs without it")
@@ -64,6 +68,7 @@ def run_together(
         checkpoint_minutes=checkpoint_minutes,
         cache=which_cache(cache),
         command=command,
+        images=images,
     )
     yield from workers.events()
 
@@ -116,6 +121,7 @@ class Workers:
         checkpoint_minutes: float = 10.0,
         cache: StageCache | None = None,
         command: str | None = None,
+        images: ImagePlacement = "auto",
     ) -> None:
         if at_once is not None and at_once < 1:
             raise EngramError(f"the number of runs at a time must be at least 1, got {at_once}")
@@ -128,7 +134,12 @@ class Workers:
         self._stop = stop or (lambda: False)
         self._cancelled = False
         self._is_unread = False  # nobody reads the events any more
-        self._options = {"stop_after_stage": stop_after_stage, "checkpoint_minutes": checkpoint_minutes, "cache": cache}
+        self._options: dict[str, Any] = {
+            "stop_after_stage": stop_after_stage,
+            "checkpoint_minutes": checkpoint_minutes,
+            "cache": cache,
+            "images": images,
+        }
         self._command = command
         self._shares = cache is not None
         # The longest first: if a long run started last, it would still run when all others have ended.

@@ -19,6 +19,7 @@ from engram.data.sources.load import DataConfig, load_store
 from engram.data.store import ImageStore
 from engram.experiment.base_cache import StageCache, which_cache
 from engram.experiment.execution import RunExecution
+from engram.experiment.image_placement import ImagePlacement
 from engram.experiment.learner_config import resolve_device
 from engram.experiment.progress_display import show_progress
 from engram.experiment.recipes import named_by_recipe
@@ -43,6 +44,7 @@ def run(
     checkpoint_minutes: float = 10.0,
     cache: StageCache | bool | None = None,
     command: str | None = None,
+    images: ImagePlacement = "auto",
 ) -> Generator[Event, None, None]:
     """Run a configuration: a generator of events. The run advances as they are consumed.
 
@@ -52,6 +54,8 @@ def run(
     directory: for the files of the run; None: nothing is written.
     stop: called after every step; if it returns True, the run saves a checkpoint and ends.
     cache: of trained base stages, to share them with other runs; True: the cache of the commands and `run_together`.
+    images: "resident" keeps all images of a stage on the device, "streamed" brings them there batch by batch; "auto"
+        streams them if they do not fit. The result is the same.
 
     If torchrun started this process together with others, they share the run (docs/scale.md), and every one of them
     must consume the events.
@@ -61,7 +65,7 @@ def run(
     if store is None:
         store = processes.one_before_the_others(lambda: load_store(config.data))
     bases = which_cache(cache)  # first: an invalid argument must not leave a directory behind
-    session = Session(settle(config, store), store, processes)
+    session = Session(settle(config, store), store, images, processes)
     check_same(session)
     files = None
     if directory is not None:
@@ -78,6 +82,7 @@ def resume(
     stop_after_stage: int | None = None,
     checkpoint_minutes: float = 10.0,
     cache: StageCache | bool | None = None,
+    images: ImagePlacement = "auto",
 ) -> Generator[Event, None, None]:
     """Resume the run in a directory from its last checkpoint: a generator of events.
 
@@ -97,7 +102,7 @@ def resume(
                 f"the images are not those that the run in {path} started with; give the same data with "
                 f"{option('data')}"
             )
-        session = Session(config, store, processes)
+        session = Session(config, store, images, processes)
         check_same(session)
         recorded = (manifest.order.class_ids, manifest.stage_sizes)
         if (tuple(session.stream.order), tuple(session.stream.sizes)) != recorded:
@@ -192,11 +197,13 @@ def train(
     *,
     progress: bool = True,
     track: str | Sequence[str] = (),
+    images: ImagePlacement = "auto",
 ) -> RunResult:
     """Run a configuration from start to end and return its result.
 
     progress: show a bar on a terminal, and a bar and a curve in a notebook. Elsewhere nothing is shown.
     track: log to "tensorboard", "wandb", "mlflow" or a folder, or several of them (docs/trackers.md).
+    images: as for `run`.
 
     >>> from engram import recipe, train
     >>> result = train(recipe("afc-mini-b10-s5"))
@@ -209,7 +216,7 @@ def train(
         found = describe_run(event)
         return found if found is None or found.config else replace(found, config=flatten(config.to_plain()))
 
-    events = tracking.follow(run(config, store, directory), describe_new)
+    events = tracking.follow(run(config, store, directory, images=images), describe_new)
     result = None
     for event in show_progress(events) if progress else events:
         if isinstance(event, RunFinished):

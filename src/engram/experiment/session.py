@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 import torch
@@ -15,15 +16,23 @@ from engram.contract import Method, Phase
 from engram.contract.learner import Learner
 from engram.core import metrics
 from engram.core.errors import EngramError
-from engram.core.memory_limits import check_stage_fits
+from engram.core.memory_limits import UNCHECKED_BYTES
 from engram.core.processes import ALONE, Processes
 from engram.core.provenance import code_digest, processor_name
 from engram.core.serialize import to_plain
 from engram.data.arrivals import arrival_stages
+from engram.data.image_rows import ImageRows, Pixels, Source, is_mapped
 from engram.data.memory import RESERVOIR, Memory, reservoir_order
 from engram.data.stage import Samples, Stage
 from engram.data.store import ImageStore, pixel_statistics
 from engram.engine import Engine
+from engram.experiment.image_placement import (
+    ImagePlacement,
+    StageMemory,
+    check_placement,
+    place_images,
+    stage_memory,
+)
 from engram.experiment.learner_config import resolve_device
 from engram.experiment.networks import check_network, make_network
 from engram.experiment.run_config import RunConfig
@@ -52,13 +61,19 @@ class Session:
 
     The test images are used only here: nothing that trains takes them as an argument.
 
+    images: where the images of a stage are while it is trained; it changes no result. placed: of the current stage,
+    where they are and a sentence about it, if there is something to say.
     processes: those that share the run.
     """
 
-    def __init__(self, config: RunConfig, store: ImageStore, processes: Processes = ALONE) -> None:
+    def __init__(
+        self, config: RunConfig, store: ImageStore, images: ImagePlacement = "auto", processes: Processes = ALONE
+    ) -> None:
         self.config = config
         self.processes = processes
         self.store = store
+        self.images: ImagePlacement = images
+        self.placed: tuple[Literal["resident", "streamed"], str | None] = ("resident", None)
         self.stream = config.stream(store)
         if min(store.image_size) < 8:
             height, width = store.image_size
@@ -72,7 +87,8 @@ class Session:
         device, precision = resolve_device(config.device, config.precision)
         seen = config.augmentation.view_size(store.image_size)
         self.engine = Engine(torch.device(device), precision, config.augmentation, seen, processes)
-        memory = Memory(config.memory)
+        kept = store.train.images
+        memory = Memory(config.memory, kept if is_mapped(kept) else None)
         mean, std = self.normalisation
         network, teacher = (
             make_network(config, self.method, store.num_classes, mean, std, start=True).to(device)
@@ -141,10 +157,9 @@ class Session:
         """A stage to train on: its images, which are those of its new classes, and the current memory."""
         labels = self.stream.new_labels(index)
         rows = np.flatnonzero(self._arrivals == index)
-        count, engine = len(rows) + len(self.learner.memory), self.engine
-        check_stage_fits(index, count, self.store.image_size, engine.device, engine.buffers.image_bytes)
+        self._place(index, len(rows) + len(self.learner.memory))
         new = Samples(
-            torch.from_numpy(np.ascontiguousarray(self.store.train.images[rows])),
+            self._images_of(self.store.train.images, rows),
             torch.from_numpy(self._train_labels[rows]),
             torch.from_numpy(rows.astype(np.int64)),
             torch.zeros(len(rows), dtype=torch.bool),
@@ -152,6 +167,34 @@ class Session:
         kept = self.learner.memory.samples()
         pool = new if kept is None else Samples.concatenate([new, kept])
         return Stage(index, labels.start, len(labels), pool, self.stream.sizes[: index + 1])
+
+    def _place(self, index: int, count: int) -> None:
+        """Decide where the images of a stage are while it is trained."""
+        engine, size = self.engine, self.store.image_size
+        self.placed = ("resident", None)
+        if self.images == "streamed" or count * size[0] * size[1] * 3 >= UNCHECKED_BYTES:
+            self.placed = place_images(
+                self.images, engine, self.learner, self._outlined_phases(index), index, count, size
+            )
+        engine.buffers.streamed = self.placed[0] == "streamed"
+
+    def _images_of(self, source: Source, rows: np.ndarray) -> Pixels:
+        """Images of the data set: a copy if they are few, else rows that are read where they are used."""
+        is_large = len(rows) * source[0].nbytes >= UNCHECKED_BYTES if len(rows) else False
+        if is_large or is_mapped(source) or self.engine.buffers.streamed:
+            return ImageRows([source], torch.from_numpy(rows.astype(np.int64)))
+        return torch.from_numpy(np.ascontiguousarray(source[rows]))
+
+    def memory_of(self, plan: StagePlan) -> StageMemory:
+        """The memory that a planned stage needs."""
+        phases = self._outlined_phases(plan.stage)
+        return stage_memory(self.engine, self.learner, phases, plan.images, self.store.image_size)
+
+    def _outlined_phases(self, index: int) -> list[Phase]:
+        """The phases of a stage with as many images and exemplars as are planned."""
+        new = self.stream.new_labels(index)
+        counts = np.bincount(self._train_labels[self._arrivals == index], minlength=new.stop)
+        return self._planned_phases(_outline(index, new, counts, self._planned_exemplars(index)))
 
     def plan(self) -> list[StagePlan]:
         """Plan all stages of the run, without training."""
@@ -168,6 +211,7 @@ class Session:
             planned = tuple(PhasePlan.of(phase) for phase in phases)
             plans.append(StagePlan(index, names, new.stop, images, int(kept.sum()), planned))
         try_parts(seen, self.config.settings, self.config.memory)
+        check_placement(self.images, seen)
         return plans
 
     def _planned_exemplars(self, index: int) -> np.ndarray:
@@ -203,7 +247,7 @@ class Session:
         """Accuracy over the classes seen, accuracy by stage, and the arrays to save (predictions, importance, ...)."""
         rows = np.flatnonzero(self._test_labels < self.stream.num_seen(index))
         targets = self._test_labels[rows].astype(np.int16)
-        images = torch.from_numpy(np.ascontiguousarray(self.store.test.images[rows]))
+        images = self._images_of(self.store.test.images, rows)
         scores = class_scores(self.learner, self.engine, images, self.method.predictors)
         sizes, arrays, predictions = self.stream.sizes[: index + 1], {"targets": targets}, {}
         for name in self.method.predictors:

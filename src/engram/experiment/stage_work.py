@@ -23,6 +23,7 @@ from engram.contract.schedules import learning_rates
 from engram.contract.settings import trainings
 from engram.core.errors import EngramError
 from engram.core.events import EpochFinished, Event, PhaseStarted, Progress, Working
+from engram.data.image_rows import Pixels
 from engram.data.memory import MemoryConfig, try_selection
 from engram.data.stage import Stage
 from engram.engine import Engine, PhaseLoop, PhaseState
@@ -358,7 +359,7 @@ def best_label(scores: Tensor) -> np.ndarray:
     return scores.argmax(dim=1).to("cpu", torch.int16).numpy()
 
 
-def class_scores(learner: Learner, engine: Engine, images: Tensor, predictors: Iterable[str]) -> dict[str, Tensor]:
+def class_scores(learner: Learner, engine: Engine, images: Pixels, predictors: Iterable[str]) -> dict[str, Tensor]:
     """The scores (N, K) of uint8 images (N, H, W, 3) for the classes seen, by predictor."""
     outputs = ImageOutputs(engine.inference(learner.network).outputs(images))
     found = {name: predicted_scores(name, learner, outputs) for name in predictors}

@@ -130,6 +130,7 @@ class Neighbours(Extension):
     """
 
     needs_teacher = True
+    needs_all_images = True  # the neighbours are known only when the epoch begins
 
     count: int
     first: int | None = None

@@ -257,17 +257,21 @@ class Mnemonics(RebalancingMethod[MnemonicsSettings]):
         if self.settings.variant == "paper":
             chosen |= kept
             parts += split_halves(kept)
-        images = stage.pool.images.clone()
+        rows = torch.cat(list(chosen.values()))
+        at = torch.zeros(len(stage.pool), dtype=torch.int64)
+        at[rows] = torch.arange(len(rows))  # where a row of the pool is among the chosen ones
+        before = stage.pool[rows].pixels
+        images = before.clone()
         for name, own, seen in parts:
             objective = self._objective(learner, stage, passes, stage.pool.labels[own], kept)
-            levels = passes.tune(learner, stage, stage.pool.images[own], seen, objective, self.settings.tune, name)
-            images[own] = to_uint8(levels, self.settings.storage)
-        pool = replace(stage.pool, images=images)
-        tuned = torch.cat([own for _, own, _ in parts])
-        apart = (pool.images[tuned].float() - stage.pool.images[tuned].float()).abs()
+            levels = passes.tune(learner, stage, before[at[own]], seen, objective, self.settings.tune, name)
+            images[at[own]] = to_uint8(levels, self.settings.storage)
+        kept_samples = replace(stage.pool[rows], images=images)
+        tuned = at[torch.cat([own for _, own, _ in parts])]
+        apart = (images[tuned].float() - before[tuned].float()).abs()
         changed = torch.stack([(apart > 0).float().mean(), apart.mean()])
         learner.store("exemplars.changed", changed.to(learner.network.mean.device))
-        return {label: pool[rows] for label, rows in chosen.items()}
+        return {label: kept_samples[at[own]] for label, own in chosen.items()}
 
     def _objective(
         self, learner: Learner, stage: Stage, passes: Passes, labels: Tensor, kept: Mapping[int, Tensor]

@@ -352,7 +352,7 @@ def _move_pictures(memory: Memory, wanted: set[Any], target: int) -> dict[int, l
     """Make the pictures with these pixels pictures of the target; return the pixels by the class they were of."""
     moved: dict[int, list[bytes]] = {}
     for label in [label for label in memory.labels if label != target]:
-        pixels = [image.numpy().tobytes() for image in memory.of(label).images]
+        pixels = [image.numpy().tobytes() for image in memory.of(label).pixels]
         rows = [row for row, image in enumerate(pixels) if image in wanted]
         if rows:
             moved[label] = [pixels[row] for row in rows]
@@ -421,14 +421,14 @@ def _read_given(
 def _pixels(memories: Any) -> set[bytes]:
     """Return the pixels of every picture in these memories."""
     samples = [memory.samples() for memory in memories]
-    return {image.numpy().tobytes() for part in samples if part is not None for image in part.images}
+    return {image.numpy().tobytes() for part in samples if part is not None for image in part.pixels}
 
 
 def _remove_pictures(memory: Memory, wanted: set[Any]) -> Counter[int]:
     """Remove the pictures with these pixels; return their number by class."""
     gone: Counter[int] = Counter()
     for label in memory.labels:
-        own = [image.numpy().tobytes() in wanted for image in memory.of(label).images]
+        own = [image.numpy().tobytes() in wanted for image in memory.of(label).pixels]
         if any(own):
             gone[label] = sum(own)
             memory.keep(label, torch.tensor([row for row, is_gone in enumerate(own) if not is_gone], dtype=torch.int64))

@@ -5,9 +5,15 @@ from __future__ import annotations
 from itertools import accumulate
 from pathlib import Path
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from engram.core.checkpoint import fitting
 from engram.core.errors import EngramError
+from engram.data.sources.load import load_store
 from engram.data.stage import content_ids
+from engram.data.store import ImageStore
 from engram.experiment.learner_config import Device, Precision
 from engram.experiment.run_config import RunConfig
 from engram.models.model import KnownClass, LessonRecord, Model
@@ -16,6 +22,7 @@ from engram.models.store.codec import open_model
 from engram.runs.directory import CHECKPOINT, MANIFEST
 from engram.runs.reader import read_manifest
 from engram.runs.run_checkpoint import read_run_checkpoint
+from engram.runs.stored_run import RunManifest
 
 
 def is_run(path: Path) -> bool:
@@ -24,13 +31,21 @@ def is_run(path: Path) -> bool:
 
 
 def model_from_run(
-    directory: str | Path, device: Device = "auto", precision: Precision = "auto", validation: float = 0.0
+    directory: str | Path,
+    device: Device = "auto",
+    precision: Precision = "auto",
+    validation: float = 0.0,
+    *,
+    store: ImageStore | None = None,
+    exemplars: bool = True,
 ) -> Model:
     """Return a model with the network, the exemplars and the classes of a run, from its last checkpoint.
 
     It has no held-out images: its confidence is not calibrated, and its accuracy on the old classes is not measured.
 
     validation: share of the images of later lessons that is held out.
+    store: the images of the run, if its checkpoint refers to those of its exemplars and they have moved.
+    exemplars: False leaves them out: such a model predicts, but cannot learn.
 
     >>> from engram import model_from_run, read_mini, recipe, train
     >>> config = recipe("replay-mini-b10-s5").with_settings(train__epochs=2)
@@ -65,6 +80,10 @@ def model_from_run(
     model = Model(config, device, precision)
     model.learner = model.make_learner((0.0,) * 3, (1.0,) * 3, len(manifest.data.class_names))
     tensors = dict(checkpoint.tensors)
+    if not exemplars:
+        tensors = {name: value for name, value in tensors.items() if not name.startswith("memory.")}
+    elif "memory.sources" in tensors and "memory.images" not in tensors:
+        tensors["memory.images"] = _referred_images(path, manifest, run, store, tensors["memory.sources"])
     if "memory.images" in tensors:  # a run knows its images by their rows in the data set, a model by their content
         tensors["memory.sources"] = content_ids(tensors["memory.images"])
     with fitting(path / CHECKPOINT):
@@ -91,8 +110,23 @@ def model_from_run(
     return model
 
 
+def _referred_images(
+    path: Path, manifest: RunManifest, run: RunConfig, store: ImageStore | None, sources: Tensor
+) -> Tensor:
+    """The exemplars of a run whose checkpoint has only their rows in the data set."""
+    if store is None and run.data.name == "arrays":
+        raise EngramError(
+            f"the run in {path} did not copy the images of its exemplars, which are in its data set; give the data set "
+            "as store"
+        )
+    found = load_store(run.data) if store is None else store
+    if found.fingerprint() != manifest.data.fingerprint:
+        raise EngramError(f"these images are not those that the run in {path} learned; give the same data set")
+    return torch.from_numpy(np.ascontiguousarray(found.train.images[sources.numpy()]))
+
+
 def open_for_prediction(path: Path, device: Device = "auto", precision: Precision = "auto") -> Model:
     """Open the model or the run at that path, to predict with it."""
     if is_run(path):
-        return model_from_run(path, device, precision)
+        return model_from_run(path, device, precision, exemplars=False)
     return open_model(path, device, precision, images=False)[0]

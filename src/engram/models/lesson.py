@@ -129,7 +129,7 @@ class Lesson:
         for label in self.refreshed:
             place = model.position(label)
             held = [
-                memory.of(place).images if place in memory.labels else none
+                memory.of(place).pixels if place in memory.labels else none
                 for memory in (learner.memory, model.heldout)
             ]
             kept[label] = (held[0], held[1])
@@ -161,7 +161,7 @@ class Lesson:
             place, part = place_of[label], parts[label]
             exemplars, before = kept.get(label, (none, none))
             if place in model.heldout.labels:
-                before = model.heldout.of(place).images
+                before = model.heldout.of(place).pixels
             if not len(part.learned) and not len(exemplars):
                 raise EngramError(
                     f"there is nothing new of the class {str(label)!r}: these images are learned or held out already"
@@ -171,7 +171,7 @@ class Lesson:
         pool = _labelled(train)
         if model.learner is None:
             weights = model.config.weights
-            mean, std = pixel_statistics(pool.images.numpy()) if weights is None else (weights.mean, weights.std)
+            mean, std = pixel_statistics(pool.pixels.numpy()) if weights is None else (weights.mean, weights.std)
             model.learner = model.make_learner(mean, std, len(added), start=True)
             model.check_network()
         elif not first:
@@ -274,7 +274,7 @@ class Lesson:
             yield Warned(note)
         learner.notes.clear()
         yield Working(stage.index, stage.index + 1, "evaluate")
-        model.refuse_not_finite(stage.pool.images[:CHECKED])
+        model.refuse_not_finite(stage.pool.pixels[:CHECKED])
         self._record(work.phases[0].training.epochs if work.phases else 0, sum(clock.values()))
         return model
 
@@ -318,7 +318,7 @@ class Lesson:
         past |= {label: {} for label in self.refreshed}  # these may have more held-out images now
         heldout, place_of = self.model.heldout, {label: place for place, label in enumerate(self.model.labels)}
         parts = [
-            (self.before.position(label), heldout.of(place_of[label]).images)
+            (self.before.position(label), heldout.of(place_of[label]).pixels)
             for label in self.refreshed
             if place_of[label] in heldout.labels
         ]

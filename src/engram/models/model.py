@@ -276,7 +276,7 @@ class Model:
 
     def accuracy_on(self, samples: Samples) -> dict[str, dict[int, float]]:
         """Return the accuracy in percent, by predictor and label."""
-        return {by: _accuracy(self.probabilities(samples.images, by), samples) for by in self.predictors}
+        return {by: _accuracy(self.probabilities(samples.pixels, by), samples) for by in self.predictors}
 
     def refuse_not_finite(self, images: Tensor) -> None:
         """Refuse weights and class means that are not finite, and such scores of these images."""
@@ -388,13 +388,13 @@ class Model:
         )
         if self.method.keeps_statistics:
             self.method.solve(learner, outputs.features, samples.labels)
-            self.learned_heldout = join_digests(samples.images.numpy())
+            self.learned_heldout = join_digests(samples.pixels.numpy())
 
     def _fit_doubts(self, logits: dict[str, Tensor], labels: Tensor) -> dict[str, Doubt]:
         """Estimate by predictor what known images look like. logits, labels: of the held-out images."""
         memory = self._trained().memory
         lacking = [place for place in range(len(self.classes)) if place not in self.heldout.labels]
-        others = {place: memory.of(place).images for place in lacking if place in memory.labels}
+        others = {place: memory.of(place).pixels for place in lacking if place in memory.labels}
         found: dict[str, Doubt] = {}
         for by, own in logits.items():
             read = self.logit_reader(by)

@@ -188,7 +188,7 @@ def _images_to_check(model: Model) -> Images:
     if samples is None:
         return noise
     step = max(1, len(samples) // (CHECKED // 2))
-    return np.concatenate([samples.images[::step][: CHECKED // 2].numpy(), noise])
+    return np.concatenate([samples.pixels[::step][: CHECKED // 2].numpy(), noise])
 
 
 def _difference(model: Model, content: bytes, images: Images, by: str) -> float:

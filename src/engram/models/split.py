@@ -172,7 +172,7 @@ class LessonSplit:
     def _old(self, memory: Memory | None, label: Hashable) -> np.ndarray:
         if memory is None or label not in self._seen or (place := self._model.position(label)) not in memory.labels:
             return self._images[:0]
-        return memory.of(place).images.numpy()
+        return memory.of(place).pixels.numpy()
 
     def _given_rows(self, label: Hashable, pictures: list[bytes]) -> list[int]:
         """Return the rows of the held-out images given of a class, without those that are learned from."""
@@ -266,7 +266,7 @@ def _memory(model: Model) -> Memory | None:
 def _digests(memory: Memory | None, position: int) -> frozenset[bytes]:
     if memory is None or position not in memory.labels:
         return frozenset()
-    return frozenset(digest_of(image) for image in memory.of(position).images.numpy())
+    return frozenset(digest_of(image) for image in memory.of(position).pixels.numpy())
 
 
 def _rows(rows: Iterable[int]) -> np.ndarray:

@@ -129,7 +129,7 @@ def _pictures(model: Model) -> list[torch.Tensor]:
     """Return the pictures of each class, in the order of their names."""
     assert model.learner is not None
     return [
-        memory.of(position).images
+        memory.of(position).pixels
         for memory in (model.learner.memory, model.heldout)
         for position in range(len(model.classes))
         if position in memory.labels

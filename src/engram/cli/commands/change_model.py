@@ -27,7 +27,7 @@ from engram.models.edit import (
     rename_class,
     undo,
 )
-from engram.models.from_run import is_run, model_from_run
+from engram.models.from_run import is_run, model_from_run, open_for_prediction
 from engram.models.labels import encode_label
 from engram.models.model import Model
 from engram.models.onnx_export import export_onnx, require_onnx
@@ -274,11 +274,9 @@ def _open_for_export(place: Path) -> Model:
 
     A run is opened as a model.
     """
-    if is_run(place):
-        return model_from_run(place, "cpu", "float32")
     try:
-        return open_model(place, "cpu", "float32")[0]
+        return model_from_run(place, "cpu", "float32") if is_run(place) else open_model(place, "cpu", "float32")[0]
     except EngramError as error:
-        model, _ = open_model(place, "cpu", "float32", images=False)
+        model = open_for_prediction(place, "cpu", "float32")
         tell(f"compared on noise only: {error}")
         return model

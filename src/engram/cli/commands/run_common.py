@@ -87,7 +87,7 @@ def shared_stages(flags: RunningFlags) -> StageCache | None:
 
 def proceeding(flags: RunningFlags, interrupt: Interrupt) -> dict[str, Any]:
     """Return how runs proceed, as arguments of the functions that run them."""
-    kept = {name: getattr(flags, name) for name in ("stop_after_stage", "checkpoint_minutes")}
+    kept = {name: getattr(flags, name) for name in ("stop_after_stage", "checkpoint_minutes", "images")}
     return {**kept, "stop": interrupt, "cache": shared_stages(flags)}
 
 

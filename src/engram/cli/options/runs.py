@@ -108,6 +108,9 @@ class RunningFlags:
     """Save inside a stage every M minutes; after each stage it always saves."""
     no_cache: bool = False
     """Train the base stage even if an earlier run had the same one; 'engram list cache' shows those kept."""
+    images: Annotated[Literal["auto", "resident", "streamed"], Shown("WHERE")] = "auto"
+    """Images of a stage: all on the device (resident), or brought there batch by batch (streamed); auto streams them
+    if they do not fit. The result is the same."""
     track: Track = ()
     threads: Threads = None
     quiet: bool = False

@@ -99,7 +99,7 @@ def _files(model: Model, state: dict[str, Tensor]) -> Iterator[File]:
     yield WEIGHTS, lambda: weights
     for kind, memory in ((EXEMPLARS, model.learner.memory), (HELDOUT, model.heldout)):
         for label in memory.labels:
-            for rank, image in enumerate(memory.of(label).images.numpy()):
+            for rank, image in enumerate(memory.of(label).pixels.numpy()):
                 yield picture_name(kind, label, rank), partial(to_png, image)
 
 

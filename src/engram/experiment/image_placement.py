@@ -1,0 +1,141 @@
+"""Where the images of a stage are while it is trained: all of them on the device, or streamed there batch by batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from engram.contract import Phase
+from engram.contract.learner import Learner
+from engram.core.errors import EngramError, UnknownNameError, option
+from engram.core.memory_limits import MAX_SHARE, UNCHECKED_BYTES, free_device_memory
+from engram.engine import Engine
+from engram.engine.image_feed import RING_BATCHES, STAGED_BATCHES
+from engram.engine.runtime import RECORDINGS
+from engram.nn.network import Network
+
+ImagePlacement = Literal["auto", "resident", "streamed"]
+# Factor for what a step holds besides the tensors that its backward pass needs: gradients of maps and the allocator's
+# rounding. A guess that is to be replaced by a measurement on a GPU (tools/measure_stream.py prints both).
+STEP_FACTOR = 1.3
+COUNTED_IMAGES = 2  # that the tensors of a step are counted on
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes that a stage needs.
+
+    images: all of them, as they are on the device. ring: the part of them that is there if they are streamed.
+    staging: pinned main memory on their way. work: the network, its teacher, gradients and optimiser, and the
+    activations of its steps, with one part for each recording unless they share it.
+    """
+
+    images: int
+    ring: int
+    staging: int
+    work: int
+
+    def device(self, placement: ImagePlacement) -> int:
+        """Bytes on the device with the images placed like that."""
+        return self.work + (self.ring if placement == "streamed" else self.images)
+
+
+def check_placement(asked: str, phases: Sequence[Phase]) -> None:
+    """Refuse a placement that does not exist, or that a phase cannot have."""
+    if asked not in get_args(ImagePlacement):
+        raise UnknownNameError("placement of images", asked, get_args(ImagePlacement))
+    if asked == "streamed" and needs_all_images(phases):
+        raise EngramError(
+            "this method looks for neighbours among all images of a stage on the device, so its images cannot be "
+            f"streamed; leave out {option('images', 'streamed')}, or use fewer or smaller images"
+        )
+
+
+def needs_all_images(phases: Sequence[Phase]) -> bool:
+    """Whether a phase needs all images of its stage on the device."""
+    return any(extension.needs_all_images for phase in phases for extension in phase.extensions)
+
+
+def stage_memory(
+    engine: Engine, learner: Learner, phases: Sequence[Phase], images: int, size: tuple[int, int]
+) -> StageMemory:
+    """The memory of a stage with that many images of this height and width."""
+    pad, device = engine.augmentation.pad, engine.device
+    image = (size[0] + 2 * pad) * (size[1] + 2 * pad) * 3
+    batch = max((phase.batches(phase.images)[1] for phase in phases if phase.images), default=1)
+    parameters = sum(parameter.numel() * parameter.element_size() for parameter in learner.network.parameters())
+    activations = batch * activation_bytes(engine, learner.network) * STEP_FACTOR
+    recordings = 1
+    if engine.capture and not engine.shares_memory:
+        sizes = sum(len({*phase.batches(phase.images)[1:]}) for phase in phases if phase.images)
+        recordings = max(1, min(RECORDINGS, sizes + 1))  # and that of a sweep
+    teacher = parameters if learner.uses_teacher else 0
+    # Parameters, gradients, mask, momentum, and a rounded copy or one to record from.
+    work = 5 * parameters + teacher + int(recordings * activations)
+    staging = STAGED_BATCHES * batch * image if device.type == "cuda" else 0
+    return StageMemory(images * image, RING_BATCHES[device.type] * batch * image, staging, work)
+
+
+def activation_bytes(engine: Engine, network: Network) -> float:
+    """Bytes per image that a training step of the backbone keeps for its backward pass, counted on a few images."""
+    kept: dict[int, int] = {}
+    own = {parameter.untyped_storage().data_ptr() for parameter in network.parameters()}
+
+    def count(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    images = torch.zeros(COUNTED_IMAGES, 3, *engine.image_size, device=engine.device)
+    images = images.contiguous(memory_format=engine.layout)
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor), engine.autocast(), torch.enable_grad():
+        _held = network.backbone(images)  # in eval mode: no running statistic changes
+    return sum(kept.values()) / COUNTED_IMAGES
+
+
+def place_images(
+    asked: ImagePlacement,
+    engine: Engine,
+    learner: Learner,
+    phases: Sequence[Phase],
+    stage: int,
+    images: int,
+    size: tuple[int, int],
+) -> tuple[Literal["resident", "streamed"], str | None]:
+    """Where to put the images of a stage, and a sentence about it if they are many or streamed.
+
+    asked: "auto" streams them if they do not fit into most of the device's free memory together with the work.
+    """
+    small = images * size[0] * size[1] * 3 < UNCHECKED_BYTES
+    if small and asked != "streamed":
+        return "resident", None
+    memory = stage_memory(engine, learner, phases, images, size)
+    free = free_device_memory(engine.device) + engine.buffers.image_bytes
+    where = "on the GPU" if engine.device.type == "cuda" else "of memory"
+    taken = f"{memory.images / 1e9:.1f} GB of images and about {memory.work / 1e9:.1f} GB for the steps"
+    subject = f"stage {stage}: {images:,} images of {size[1]}x{size[0]} pixels"
+    if asked == "auto":
+        asked = "resident" if memory.device("resident") <= MAX_SHARE * free else "streamed"
+        if asked == "streamed" and needs_all_images(phases):
+            raise EngramError(
+                f"{subject} do not fit: {taken}, and {free / 1e9:.1f} GB are free {where}; this method cannot stream "
+                f"them, so give a smaller {option('image_size')} or {option('base')}"
+            )
+        reason = f"{taken}; {free / 1e9:.1f} GB are free {where}"
+    else:
+        reason = "as asked"
+    if asked == "resident":
+        _refuse_too_many(memory.images, free, f"{subject} need", where, "stream them, or use a smaller image_size")
+        return "resident", f"{subject} are all {'on the GPU' if where == 'on the GPU' else 'in memory'} ({reason})"
+    _refuse_too_many(memory.ring, free, "the batches that are streamed need", where, "use smaller batches")
+    return "streamed", f"{subject} are streamed batch by batch ({reason})"
+
+
+def _refuse_too_many(need: int, free: int, subject: str, where: str, advice: str) -> None:
+    if need >= UNCHECKED_BYTES and need > MAX_SHARE * free:
+        raise EngramError(f"{subject} {need / 1e9:.1f} GB {where}, and {free / 1e9:.1f} GB are free; {advice}")
