@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from engram.serve.lessons import ChildOptions
+from engram.serve.children import ChildOptions
 from engram.serve.limits import Limits
 from engram.serve.server import ModelServer, ServerOptions
 from model_helpers import pictures, png

@@ -48,7 +48,7 @@ IN_SIGHT = """(box => Math.min(...[...box.querySelectorAll('tr')].map(row =>
 class Browser:
     """A headless Chromium spoken to in its DevTools protocol over a pipe; no driver, no port."""
 
-    def __init__(self, profile: Path) -> None:
+    def __init__(self, profile: Path, *options: str) -> None:
         assert BROWSER is not None
         our_read, their_write = os.pipe()
         their_read, our_write = os.pipe()
@@ -58,7 +58,7 @@ class Browser:
         flags += " --disable-component-update --disable-sync --disable-dev-shm-usage --remote-debugging-pipe"
         command = [sys.executable, "-c", _LAUNCH, *map(str, theirs), BROWSER, *flags.split()]
         self.process = subprocess.Popen(
-            [*command, f"--user-data-dir={profile}", "about:blank"],
+            [*command, *options, f"--user-data-dir={profile}", "about:blank"],
             pass_fds=theirs,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

@@ -53,7 +53,7 @@ SMALL = Limits(
     slowest=10**6,
 )
 sys.path.append(str(ROOT / "tools"))
-bomb = importlib.import_module("attack_server").bomb
+attack_server = importlib.import_module("attack_server")
 
 
 @pytest.fixture(scope="module")
@@ -704,7 +704,13 @@ def test_a_refused_body_is_answered_once_and_ends_its_connection(strict: httpx.C
 
 def test_bombs_and_garbage_are_named_and_harm_nothing(strict: httpx.Client) -> None:
     good = images_of("apple", 1)[0]
-    for content in (bomb(60_000, 60_000), bomb(70_000, 1), b"<svg/>", os.urandom(99), good[:50]):
+    for content in (
+        attack_server.bomb(60_000, 60_000),
+        attack_server.bomb(70_000, 1),
+        b"<svg/>",
+        os.urandom(99),
+        good[:50],
+    ):
         found = strict.post("/models/known/predict", files=files(content, good)).json()["predictions"]
         assert "error" in found[0]
         assert found[1]["class"] == "apple"
@@ -747,12 +753,9 @@ def test_a_client_that_goes_away_leaves_nothing(strict: httpx.Client) -> None:
     assert strict.get("/health").status_code == 200
 
 
-def test_attacks_leave_server_and_model_as_they_were() -> None:
-    command = [sys.executable, str(ROOT / "tools" / "attack_server.py")]
-    command += ["--quick", "--count", "60", "--upload", "70000000"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+def test_attacks_leave_server_and_model_as_they_were(capsys: pytest.CaptureFixture[str]) -> None:
+    status = attack_server.main(["--quick", "--count", "60", "--upload", "70000000"])
+    assert status == 0, capsys.readouterr().out[-3000:]
 
 
 # The command

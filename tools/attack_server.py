@@ -37,7 +37,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from PIL import Image
 
 from engram.models.learning import learn_into
@@ -96,7 +95,6 @@ def bomb(width: int, height: int) -> bytes:
 
 def make_model(path: Path) -> None:
     """A model of two classes, with nothing to undo."""
-    torch.set_num_threads(1)
     images = np.stack([picture(label, number) for label in range(2) for number in range(8)])
     config = ModelConfig.choose("afc", image_size=8, images=16, epochs=1, backbone="resnet10", device="cpu")
     for _ in learn_into(path, images, [CLASSES[row // 8] for row in range(16)], config=config, device="cpu"):

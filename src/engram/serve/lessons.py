@@ -2,50 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import subprocess
-import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from engram.core.errors import EngramError
 from engram.core.safe_folder import Folder, MissingFile
-from engram.experiment.learner_config import Device
 from engram.models.learning import has_learning
 from engram.models.store.generations import NoModelYet, Pointer, read_pointer
 from engram.models.store.writer import Writer
 from engram.runs.directory import is_running
+from engram.serve.children import ChildOptions, ask_to_stop, start_process
 from engram.serve.draft import RESULT, Draft, DraftImage
+from engram.serve.lesson_state import Listener, ServedLesson, State, new_progress
 from engram.serve.limits import Refused
 
-State = Literal["none", "running", "stopped", "failed", "finished"]
-NOTES = 50
-HOLDOUT = 0.2
-LOSSES = 300
-QUEUED = 256  # events that wait for a slow client
 STOP_SECONDS = 60.0  # to save when the server ends
-# A new interpreter instead of multiprocessing, which would run the user's main script again.
-_PROGRAM = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from engram.serve.lesson_process import main; main()"
-)
-
-
-@dataclass(frozen=True)
-class ChildOptions:
-    """How processes of lessons and checks compute.
-
-    threads: None is torch's choice. new_model: arguments of `ModelConfig.choose` for a model that does not exist yet.
-    """
-
-    device: Device = "auto"
-    threads: int | None = None
-    checkpoint_minutes: float = 2.0
-    new_model: Mapping[str, Any] = field(default_factory=lambda: {"validation": HOLDOUT})
+_PROGRESS = ("done", "phase", "epoch", "epochs", "terms", "seconds_left", "step", "steps", "images_per_second")
 
 
 def current_pointer(path: Path) -> Pointer | None:
@@ -55,91 +32,6 @@ def current_pointer(path: Path) -> Pointer | None:
             return read_pointer(folder)
     except (NoModelYet, MissingFile):
         return None
-
-
-def start_process(request: dict[str, Any]) -> subprocess.Popen[str]:
-    """Start a process that carries out a request, see `lesson_process`."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", _PROGRAM, json.dumps([*map(str, sys.path)])],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        encoding="utf-8",
-        start_new_session=True,  # Ctrl-C is for the server
-    )
-    assert process.stdin is not None
-    with suppress(BrokenPipeError):  # its end says so
-        process.stdin.write(json.dumps(request) + "\n")
-        process.stdin.flush()
-    return process
-
-
-@dataclass
-class ServedLesson:
-    """The last lesson of a model, as clients see it."""
-
-    state: State = "none"
-    ids: list[str] = field(default_factory=list)
-    classes: list[str] = field(default_factory=list)
-    options: dict[str, Any] = field(default_factory=dict)
-    base: str | None = None
-    progress: dict[str, Any] | None = None
-    result: dict[str, Any] | None = None
-    error: str | None = None
-    interrupted: bool = False
-    notes: list[str] = field(default_factory=list)
-    losses: list[tuple[float, float]] = field(default_factory=list)
-
-    def add_loss(self, done: float, loss: float) -> None:
-        """Add a point to the curve; of too many, every second one stays."""
-        if not self.losses or done > self.losses[-1][0]:
-            self.losses.append((round(done, 4), round(loss, 4)))
-        if len(self.losses) > LOSSES:
-            self.losses = self.losses[::2]
-
-    def shown(self) -> dict[str, Any]:
-        """Return what clients see."""
-        return {
-            "state": self.state,
-            "progress": self.progress,
-            "result": self.result,
-            "error": self.error,
-            "interrupted": self.interrupted,
-            "images": len(self.ids),
-            "classes": list(self.classes),
-            "notes": list(self.notes),
-            "losses": list(self.losses),
-            "options": dict(self.options),
-        }
-
-    def saved(self) -> dict[str, Any]:
-        """Return what is written to disk."""
-        kept = ("state", "ids", "classes", "options", "base", "result", "error", "interrupted", "notes")
-        return {name: getattr(self, name) for name in kept}
-
-
-class Listener:
-    """A client that follows a lesson."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[tuple[str, dict[str, Any]] | None] = asyncio.Queue()
-
-    def tell(self, event: str | None, data: dict[str, Any]) -> None:
-        """Pass an event on, from any thread; None ends the stream."""
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._put, None if event is None else (event, data))
-
-    def _put(self, item: tuple[str, dict[str, Any]] | None) -> None:
-        if self._events.qsize() < QUEUED or item is None or item[0] != "progress":
-            self._events.put_nowait(item)
-
-    async def next(self, seconds: float) -> tuple[str, dict[str, Any]] | Literal["silence"] | None:
-        """Return the next event, None at the end, or "silence" after so many seconds without one."""
-        try:
-            return await asyncio.wait_for(self._events.get(), seconds)
-        except TimeoutError:
-            return "silence"
 
 
 class Lessons:
@@ -266,7 +158,7 @@ class Lessons:
                 lesson.state, lesson.error = "failed", f"no process could be started ({error.strerror})"
                 self._settle()
                 raise Refused(503, lesson.error) from None
-            lesson.progress = _progress("starting")
+            lesson.progress = new_progress("starting")
             self._tell("progress")
             self._thread = threading.Thread(target=self._follow, args=(self._process,), name="lesson", daemon=True)
             self._thread.start()
@@ -279,7 +171,7 @@ class Lessons:
                 if discard:
                     process.kill()
                 else:
-                    _ask_to_stop(process)
+                    ask_to_stop(process)
                     return
             elif not discard:
                 raise Refused(409, "no lesson is running")
@@ -304,7 +196,7 @@ class Lessons:
             for listener in self._listeners:
                 listener.tell(None, {})
         if process is not None and self.state == "running":
-            _ask_to_stop(process)
+            ask_to_stop(process)
         if thread is not None:
             thread.join(STOP_SECONDS)
 
@@ -382,20 +274,9 @@ class Lessons:
             if name == "epochs_chosen":
                 self._note(f"{event['epochs']} epochs fit into the time")
                 return None
-            before = lesson.progress or _progress("starting")
+            before = lesson.progress or new_progress("starting")
             if name == "progress":
-                kept = (
-                    "done",
-                    "phase",
-                    "epoch",
-                    "epochs",
-                    "terms",
-                    "seconds_left",
-                    "step",
-                    "steps",
-                    "images_per_second",
-                )
-                lesson.progress = {key: event[key] for key in kept}
+                lesson.progress = {key: event[key] for key in _PROGRESS}
                 if event["terms"]:
                     lesson.add_loss(event["done"], sum(event["terms"].values()))
             elif name == "working":
@@ -414,53 +295,7 @@ class Lessons:
         return text.replace(str(self._path.absolute()), self._path.name)
 
     def _note(self, text: str) -> None:
-        self._lesson.notes = [*self._lesson.notes, text][-NOTES:]
+        self._lesson.add_note(text)
         data = self._lesson.shown() | {"note": text}
         for listener in self._listeners:
             listener.tell("note", data)
-
-
-def _progress(phase: str) -> dict[str, Any]:
-    nothing = dict.fromkeys(("epoch", "epochs", "step", "steps"), 0)
-    return {"done": 0.0, "phase": phase, **nothing, "terms": {}, "seconds_left": None, "images_per_second": 0.0}
-
-
-def _ask_to_stop(process: subprocess.Popen[str]) -> None:
-    assert process.stdin is not None
-    with suppress(OSError, ValueError):  # it has ended
-        process.stdin.write("stop\n")
-        process.stdin.flush()
-
-
-def check_draft(path: Path, draft: Draft, options: ChildOptions) -> None:
-    """Look for mistakes in the images of a draft, in another process; the findings are then in the draft."""
-    images = draft.images()
-    if not images:
-        raise Refused(409, "the draft is empty: add images first")
-    request = {
-        "job": "check",
-        "model": str(path.absolute()),
-        "paths": [str(draft.path(image.id).absolute()) for image in images],
-        "labels": [image.label for image in images],
-        "names": [image.name for image in images],
-        "ids": [image.id for image in images],
-        "device": options.device,
-        "threads": options.threads,
-    }
-    process = start_process(request)
-    assert process.stdin is not None
-    assert process.stdout is not None
-    found: dict[str, Any] | None = None
-    error = "the process of the check ended unexpectedly"
-    for line in process.stdout:
-        event = json.loads(line)
-        if event["event"] == "checked":
-            found = event["findings"]
-        elif event["event"] == "failed":
-            error = event["error"]
-    process.wait()
-    process.stdin.close()
-    process.stdout.close()
-    if found is None:
-        raise Refused(500, error)
-    draft.find(found)

@@ -17,9 +17,10 @@ from engram.core.memory_limits import return_memory
 from engram.models.labels import labels_by_name
 from engram.models.store.codec import open_model, read_manifest
 from engram.models.store.generations import Pointer
+from engram.serve.children import ChildOptions
 from engram.serve.draft import Draft
 from engram.serve.gallery import Examples, Gallery, Once
-from engram.serve.lessons import ChildOptions, Lessons, current_pointer
+from engram.serve.lessons import Lessons, current_pointer
 from engram.serve.limits import Limits, Refused
 from engram.serve.predicting import Generation
 
@@ -34,6 +35,11 @@ class OpenGeneration:
     manifest: dict[str, Any]
     examples: Examples
     gallery: Once
+
+    @property
+    def predictor(self) -> str | None:
+        """The predictor whose accuracy is shown."""
+        return next(iter(self.generation.model.predictors), None)
 
 
 class ServedModel:

@@ -18,9 +18,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from engram.core.errors import EngramError, option
 from engram.serve.app import make_app
+from engram.serve.children import ChildOptions
 from engram.serve.counters import Metrics
 from engram.serve.guard import Access, Guard, is_loopback
-from engram.serve.lessons import ChildOptions
 from engram.serve.limits import Limits
 from engram.serve.served_model import ServedModel, unique_names
 

@@ -41,7 +41,7 @@ def serve_command(options: Serve, _: Sequence[str]) -> int:
     if options.new_model.from_ is not None:
         raise EngramError("--from needs images to learn; make the model by 'engram learn MODEL IMAGES --from RUN'")
     prepare_hardware(options.hardware)
-    from engram.serve.lessons import ChildOptions
+    from engram.serve.children import ChildOptions
     from engram.serve.server import ModelServer, ServerOptions
 
     child = ChildOptions(
