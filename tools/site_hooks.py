@@ -24,6 +24,7 @@ PAGES = {
 }
 LINK = re.compile(r"(\]\()([^)\s#]+)([^)\s]*\))")
 FENCED = re.compile(r"^( *```.*?^ *```$)", re.DOTALL | re.MULTILINE)
+ENTRY = re.compile(r"^### `(engram\.[\w.]+)`$", re.MULTILINE)  # of the reference: signature and docstring
 
 
 def on_files(files: Files, config: Any, **_: Any) -> Files:
@@ -53,6 +54,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         target = repository_path(here, link[2])
         return link[0] if target is None else link[1] + site_path(here, target) + link[3]
 
+    markdown = ENTRY.sub(r"::: \1", markdown)
     parts = FENCED.split(markdown)
     return "".join(part if FENCED.match(part) else LINK.sub(moved, part) for part in parts)
 

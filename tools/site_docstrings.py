@@ -1,0 +1,34 @@
+"""Docstrings as Markdown for the site: lists of parameters as lists, examples as code."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import griffe
+
+HEADING = re.compile(r"^Parameters\n-+\n", re.MULTILINE)
+NAME = re.compile(r"^(\w+(?:, \w+)*): ", re.MULTILINE)
+
+
+class PlainDocstrings(griffe.Extension):
+    """Changes every docstring before it is shown."""
+
+    def on_instance(self, *, obj: Any, **_: Any) -> None:
+        if not obj.is_alias and obj.docstring is not None:
+            obj.docstring.value = as_markdown(obj.docstring.value)
+
+
+def as_markdown(text: str) -> str:
+    """The text with `name: what it is` as items of a list, and `>>> ` lines as a block of code."""
+    before, heading, after = text.partition(match[0]) if (match := HEADING.search(text)) else (text, "", "")
+    if heading:
+        items, blank, rest = after.partition("\n\n")
+        after = NAME.sub(r"- `\1`: ", items) + blank + rest
+    text = before + after
+    return re.sub(r"(?:^(?:>>>|\.\.\.) ?.*\n?)+", _fenced, text, flags=re.MULTILINE)
+
+
+def _fenced(lines: re.Match[str]) -> str:
+    code = re.sub(r"^(?:>>>|\.\.\.) ?", "", lines[0], flags=re.MULTILINE)
+    return f"```python\n{code.rstrip()}\n```\n"
