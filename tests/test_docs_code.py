@@ -38,7 +38,7 @@ ELSEWHERE = {
 }
 REASONS = {"minutes", "a GPU", "a download", "a checkout", "another package", "another program"}
 PROGRAMS = {"git", "pip", "make", "pytest", "python", "for", "tensorboard", "source"}  # other programs
-LANGUAGES = {"python", "sh", "console", "text", "toml", "json", "javascript", ""}
+LANGUAGES = {"python", "sh", "console", "text", "toml", "json", "javascript", "bibtex", ""}
 BLOCK = re.compile(
     r"(?:^<!-- not run: (?P<reason>[^>]*) -->\n\n?)?"
     r"(?:^```(?P<language>\w*)\n(?P<fenced>.*?)^```$|(?<=\n\n)(?P<indented>(?:    [^\n]*\n|\n(?=    ))+))",
@@ -70,19 +70,19 @@ def blocks(page: str) -> list[Block]:
 
 @cache
 def few_images() -> ImageStore:
-    """The embedded set with three training images and one test image of each class, of 8x8 pixels."""
+    """The embedded set with two training images and one test image of each class, of 8x8 pixels."""
     whole, parts = read_mini(), []
-    for split, count in ((whole.train, 3), (whole.test, 1)):
+    for split, count in ((whole.train, 2), (whole.test, 1)):
         rows = np.concatenate([np.flatnonzero(split.class_ids == label)[:count] for label in range(20)])
         parts += [split.images[rows, ::2, ::2], split.class_ids[rows]]
     return replace(ImageStore.from_arrays(*parts, class_names=whole.class_names), name="mini", origin="mini")
 
 
 def shortened(config: RunConfig) -> RunConfig:
-    """The configuration with one epoch in every phase; on the embedded set with three stages."""
+    """The configuration with one epoch in every phase; on the embedded set with two stages."""
     trainings = {each.name: getattr(config.settings, each.name) for each in fields(config.settings)}
     short = {name: replace(each, epochs=1) for name, each in trainings.items() if isinstance(each, Training)}
-    base = 16 if config.data.name == "mini" else config.base
+    base = 18 if config.data.name == "mini" else config.base
     return replace(config, base=base, settings=replace(config.settings, **short))
 
 
@@ -121,6 +121,12 @@ def furnish(place: Path, page: str, photos: dict[str, np.ndarray]) -> dict[str, 
         save(place / folder / name, next(iter(photos.values())) // 2)
     one, two, three, four, *_ = photos.values()
     save(place / "inbox", one[:2])
+    save(place / "test-photos" / next(iter(photos)), one[:2])
+    if page in ("README.md", "docs/run-directory.md", "docs/results.md", "docs/how-to/experiments.md"):
+        assert main(["run", "afc-mini-b10-s5", "--quiet"]) == 0  # what the page has trained for long, or on a GPU
+    if page == "docs/run-directory.md":
+        arguments = ["--image-size", "16", "--base", "6", "--out", "runs/afc-folder-order1-seed1", "--quiet"]
+        assert main(["run", "afc-folder", "--data", "photos", *arguments]) == 0
     if page == "docs/estimator.md":
         content = (place / "inbox" / "0.png").read_bytes()
         x, y = np.concatenate([one, two]), np.repeat(["a", "b"], 6)
