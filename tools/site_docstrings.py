@@ -8,7 +8,8 @@ from typing import Any
 import griffe
 
 HEADING = re.compile(r"^Parameters\n-+\n", re.MULTILINE)
-NAME = re.compile(r"^(\w+(?:, \w+)*): ", re.MULTILINE)
+NAME = re.compile(r"^([a-z_]\w*(?:, [a-z_]\w*)*): ", re.MULTILINE)
+CODE = re.compile(r"(?:^(?:>>>|\.\.\.) ?.*\n?)+", re.MULTILINE)
 
 
 class PlainDocstrings(griffe.Extension):
@@ -21,12 +22,9 @@ class PlainDocstrings(griffe.Extension):
 
 def as_markdown(text: str) -> str:
     """The text with `name: what it is` as items of a list, and `>>> ` lines as a block of code."""
-    before, heading, after = text.partition(match[0]) if (match := HEADING.search(text)) else (text, "", "")
-    if heading:
-        items, blank, rest = after.partition("\n\n")
-        after = NAME.sub(r"- `\1`: ", items) + blank + rest
-    text = before + after
-    return re.sub(r"(?:^(?:>>>|\.\.\.) ?.*\n?)+", _fenced, text, flags=re.MULTILINE)
+    parts = HEADING.sub("\n", text).split("\n\n")
+    listed = [NAME.sub(r"- `\1`: ", part) if NAME.match(part.lstrip("\n")) else part for part in parts]
+    return CODE.sub(_fenced, "\n\n".join(listed))
 
 
 def _fenced(lines: re.Match[str]) -> str:
