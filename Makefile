@@ -1,13 +1,15 @@
 # make demo   install into .venv and run the demo (one to three minutes on two CPU cores)
 # make test   install and run every check (CONSTRAINTS= for the newest versions instead of the pinned ones, after make clean)
 # make setup  install alone
+# make docs   build the documentation site into site/
+# make wheel  build wheel and sdist and try them outside the checkout (some minutes; PYTHON= for another version)
 # make pages  make the pages and tables that come from results/ anew
 PYTHON ?= python3
 CONSTRAINTS ?= --constraint constraints.txt
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test setup check format pages clean
+.PHONY: demo test setup check format docs wheel pages clean
 
 demo: setup
 	$(BIN)/engram demo
@@ -34,6 +36,12 @@ format: setup
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+wheel: setup
+	$(BIN)/python tools/try_wheel.py --python $(PYTHON) --sdist
+
 pages: setup
 	$(BIN)/engram results page docs/reproduction.md results
 	$(BIN)/engram results summary src/engram/reproduce/papers/measured.json results
@@ -42,4 +50,4 @@ pages: setup
 	$(BIN)/python tools/fill_cards.py docs/methods results
 
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache .hypothesis dist build
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis dist build site

@@ -652,18 +652,3 @@ def test_scikit_learns_tools_take_it() -> None:
     images, labels = pictures(NAMES[:2])
     found = selection.cross_val_score(quick(epochs=6), images, labels, cv=2)
     assert found.shape == (2,)
-
-
-def test_the_readmes_model_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The first Python of the README, but for fewer images and epochs."""
-    readme = (Path(__file__).parent.parent / "README.md").read_text()
-    code = readme.split("```python")[1].split("```")[0]
-    assert "epochs=4" in code
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {}
-    quick = code.replace("epochs=4", "epochs=1").replace("\nmodel = ", "\nx, y = x[::10], y[::10]\nmodel = ", 1)
-    exec(compile(quick, "README.md", "exec"), names)
-    assert capsys.readouterr().out.startswith("[0 1 2 3]")
-    assert names["again"].classes_.tolist() == [1, 2, 3]

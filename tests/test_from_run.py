@@ -18,16 +18,14 @@ from engram.core.events import Learned
 from engram.data.augment import Augmentation
 from engram.data.memory import MemoryConfig
 from engram.methods import METHODS
-from engram.models.onnx_export import EXPORTED, export_onnx
+from engram.models.model import Model
+from engram.models.onnx_export import export_onnx
 from helpers import tiny_config, toy_store
 from test_methods_contract import SETTINGS
 
 Runs = Callable[[str], tuple[Path, RunResult]]
-# A model of a run is exported as any other model (test_onnx.py has every method); these have networks that grow and
-# change, which are made anew from the checkpoint.
-EXPORTS = ("der", "mnemonics")
-# Rows of the paper's Table 4: AFC with another loss on the maps. One of them stands for all.
-ALIKE = {"channel", "gap", "gradcam", "gram", "pixels", "uniform"}
+# Methods whose runs cannot be predicted with, exported or taught on, with the reason. All of ours can.
+CANNOT: dict[str, str] = {}
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +46,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory, store: ImageStore) -> Runs:
     return made
 
 
-@pytest.mark.parametrize("method", sorted(METHODS.keys() - ALIKE))
-def test_a_run_of_every_method_predicts_as_measured_and_learns_more(
-    method: str, runs: Runs, store: ImageStore, tmp_path: Path
+@pytest.mark.parametrize("method", sorted(METHODS.keys() - CANNOT.keys()))
+def test_a_run_of_every_method_predicts_as_measured_is_exported_and_learns_more(
+    method: str, runs: Runs, exported: set[tuple[Any, ...]], store: ImageStore, tmp_path: Path
 ) -> None:
     directory, result = runs(method)
     model = model_from_run(directory, "cpu")
@@ -60,6 +58,9 @@ def test_a_run_of_every_method_predicts_as_measured_and_learns_more(
         best = model.probabilities(store.test.images, by).argmax(axis=1)
         right = np.mean([model.labels[place] == name for place, name in zip(best, wanted, strict=True)])
         assert 100 * right == pytest.approx(result.final[by])
+        if structure(model, by) not in exported:
+            exported.add(structure(model, by))
+            assert export_onnx(model, tmp_path / "x.onnx", by).difference < 1e-4
     new = np.random.default_rng(1).integers(0, 40, (8, 8, 8, 3), dtype=np.uint8)
     events = list(learn_into(tmp_path / "model", new, ["new"] * 8, start=directory, epochs=epochs(model), device="cpu"))
     learned = events[-1]
@@ -79,16 +80,19 @@ def epochs(model: Any) -> int | None:
     return 1 if with_role(model.config.settings, *MAIN_ROLES) else None
 
 
-@pytest.mark.parametrize("method", EXPORTS)
-def test_runs_are_exported(method: str, runs: Runs, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def exported() -> set[tuple[Any, ...]]:
+    """The structures of networks that were exported so far: methods that share one share what is exported."""
     pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
-    model = model_from_run(runs(method)[0], "cpu", "float32")
-    by = model.predictors[0]
-    if by not in EXPORTED:
-        with pytest.raises(EngramError, match="only the predictors cnn and nme can be exported"):
-            export_onnx(model, tmp_path / "x.onnx")
-        return
-    assert export_onnx(model, tmp_path / "x.onnx").difference < 1e-4
+    return set()
+
+
+def structure(model: Model, by: str) -> tuple[Any, ...]:
+    """What the graph of an exported network depends on: its predictor, its modules and what the head does to scores."""
+    assert model.learner is not None
+    network = model.learner.network
+    modules = [(name, type(module).__name__) for name, module in network.named_modules()]
+    return by, type(network.head).__name__, repr(network.head), *modules
 
 
 def test_commands_take_a_run(

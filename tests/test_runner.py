@@ -261,20 +261,6 @@ def test_images_are_checked_before_anything_is_trained() -> None:
         train(make_config(), narrow)
 
 
-def test_readme_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    """The second Python of the README, word for word, but for fewer images and epochs."""
-    readme = (Path(__file__).parent.parent / "README.md").read_text()
-    code = readme.split("```python")[2].split("```")[0]
-    assert "train__epochs=4" in code
-    quick = code.replace("train__epochs=4", "train__epochs=1").replace(
-        "store = ", "x_train, y_train = x_train[::25], y_train[::25]\nstore = "
-    )
-    exec(compile(quick, "README.md", "exec"), {})
-    printed = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in printed] == ["12", "14", "16", "18", "20"]
-    assert all("cnn" in line and "nme" in line for line in printed)
-
-
 def test_infinite_importance_stops_the_run(store: ImageStore, monkeypatch: pytest.MonkeyPatch) -> None:
     from engram.methods.blocks import losses
 
