@@ -442,8 +442,8 @@ def test_a_pool_is_the_same_brought_here_in_parts(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(buffers, "PART", 3 * 12 * 12 * 3)
     here, stage = DeviceBuffers(CPU, 2), make_stage(0, 0, [0, 1, 1, 0, 1, 0, 0])
     pool = here.pool(stage)
-    assert torch.equal(pool.padded[:, 2:10, 2:10], stage.pool.images)
-    assert pool.padded.long().sum() == stage.pool.images.long().sum()
+    assert torch.equal(pool.padded[:, 2:10, 2:10], stage.pool.pixels)
+    assert pool.padded.long().sum() == stage.pool.pixels.long().sum()
     assert here.image_bytes == 7 * 12 * 12 * 3
 
 
