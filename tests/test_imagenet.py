@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 from collections import namedtuple
-from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,14 +19,13 @@ from PIL import Image
 from engram import EngramError, recipe, recipe_names
 from engram.contract import Training
 from engram.core import memory_limits as room
-from engram.core.io import data_home
-from engram.core.memory_limits import check_stage_fits
+from engram.core.io import data_home, lock
 from engram.core.serialize import to_plain
 from engram.data import store
 from engram.data.decode.image import unreadable_error
+from engram.data.sources import decoding, imagenet
 from engram.data.sources import image_cache as imagecache
-from engram.data.sources import imagenet
-from engram.data.sources.image_cache import Description, ImageCache
+from engram.data.sources.image_cache import Description, ImageCache, UnfinishedImages
 from engram.data.sources.imagenet import CACHE, IMAGENET, MEAN, STD, decode_square, published_wnids, read_imagenet
 from engram.data.sources.load import DataConfig, load_store
 from engram.data.store import Images
@@ -196,14 +196,14 @@ def test_damaged_entries_are_decoded_anew(damage: str, three: Path) -> None:
     assert np.array_equal(again.test.images[-1], decode_square(three / "val/n00000003/ILSVRC2012_val_00021.JPEG", SIDE))
 
 
-def test_an_unreadable_image_is_named_and_nothing_is_left_behind(three: Path) -> None:
+def test_an_unreadable_image_is_named_and_can_be_skipped_from_there(three: Path) -> None:
     bad = three / "train" / "n00000002" / "n00000002_1.JPEG"
     bad.write_bytes(bad.read_bytes()[:200])
     with pytest.raises(
         EngramError, match=r"n00000002_1\.JPEG cannot be read \(.+\); repair or remove it, or .*skip_bad"
     ):
         read_three(three)
-    assert list((data_home() / CACHE).iterdir()) == []
+    assert [path.suffix for path in (data_home() / CACHE).glob("*.unfinished")], "what was decoded before it stays"
     images = read_three(three, skip_bad=True)
     assert images.skipped == ("train/n00000002/n00000002_1.JPEG",)
     assert np.bincount(images.train.class_ids).tolist() == [3, 2, 3]
@@ -235,7 +235,7 @@ def test_a_set_that_was_decoded_stays_when_its_bad_files_are_not_to_be_skipped(
     assert tried == refused, "nor is the set decoded anew"
     bad = refused.pop()
     assert (len(read_three(three).train), bad in tried) == (9, True), "it can be read now"
-    assert len(list((data_home() / CACHE).iterdir())) == 2
+    assert len([*(data_home() / CACHE).glob("*.pixels"), *(data_home() / CACHE).glob("*.json")]) == 2
 
 
 ONE = Description(1, 8, {"train": (1,)})
@@ -261,38 +261,118 @@ def test_a_damaged_description_is_made_again(damage: bytes, three: Path) -> None
     assert (again.fingerprint(), again.train.images.shape, file.read_bytes()) == (wanted, (9, SIDE, SIDE, 3), whole)
 
 
+def put(cache: ImageCache, key: str, images: int = 1) -> None:
+    """Write a set of blank images into the cache."""
+    with cache.locked(key):
+        with cache.unfinished(key, 192, 192 * images) as into:
+            for _ in range(images):
+                into.append(np.zeros((8, 8, 3), np.uint8))
+        cache.finish(key, Description(images, 8, {"train": (images,)}))
+
+
 def test_a_set_stays_until_it_is_replaced(tmp_path: Path) -> None:
     cache = ImageCache(tmp_path / "cache", limit_bytes=400)
-    image = np.zeros((8, 8, 3), np.uint8)
     for key in ("other", "same"):
-        cache.save(key, [image], 192)
-        cache.describe(key, ONE)
-
-    def broken() -> Iterator[Images]:
-        yield image
+        put(cache, key)
+    with cache.locked("same"), suppress(EngramError), cache.unfinished("same", 192, 192) as into:
+        into.append(np.zeros((8, 8, 3), np.uint8))
         raise EngramError("it broke off")
-
-    with pytest.raises(EngramError, match="broke off"):
-        cache.save("same", broken(), 192)
     assert cache.description("same") is not None
     assert cache.description("other") is not None, "there is room for it beside what is to be replaced"
 
 
 def test_the_longest_unused_set_makes_room(tmp_path: Path) -> None:
     cache = ImageCache(tmp_path / "cache", limit_bytes=500)
-    image = np.zeros((8, 8, 3), np.uint8)
     for number, key in enumerate(("a", "b")):
-        assert cache.save(key, [image], 192) == 1
-        cache.describe(key, ONE)
+        put(cache, key)
         os.utime(cache.folder / f"{key}.pixels", (number, number))
     cache.images("a", 1, 8)  # used again
-    cache.save("c", [image], 192)
-    cache.describe("c", ONE)
+    put(cache, "c")
     assert {entry.key for entry in cache.entries()} == {"a", "c"}
     assert cache.description("b") is None
     assert cache.description("a") == ONE
-    cache.save("d", [image] * 4, 768)  # more than the limit: it is kept alone
+    put(cache, "d", 4)  # more than the limit: it is kept alone
     assert [entry.key for entry in cache.entries()] == ["d"]
+
+
+def test_a_stopped_decoding_is_continued_and_its_hash_is_that_of_all(
+    three: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode, tried = imagenet.decode_square, list[str]()
+    monkeypatch.setattr(decoding, "CHUNK", 2)
+
+    def attempt(file: Path, side: int) -> Images:
+        if len(tried) == limit:
+            raise KeyboardInterrupt
+        tried.append(file.name)
+        return decode(file, side)
+
+    monkeypatch.setattr(imagenet, "decode_square", attempt)
+    monkeypatch.setattr(decoding.os, "cpu_count", lambda: 1)
+    limit = 7
+    with pytest.raises(KeyboardInterrupt):
+        read_three(three)
+    unfinished = next((data_home() / CACHE).glob("*.unfinished"))
+    assert unfinished.stat().st_size == 7 * SIDE**2 * 3
+    with unfinished.open("ab") as file:
+        file.write(b"half an image")  # a kill may leave more than was recorded
+    outlined = imagenet.outline_imagenet("imagenet1000", three, SIDE, False)
+    assert outlined is not None, "it is not complete"
+    limit, seen = 100, list[int]()
+    tried.clear()
+    images = read_three(three, progress=lambda done, _: seen.append(done))
+    assert (len(tried), seen) == (8, [*range(8, 16)])
+    computed = store.ImageStore("x", images.train, images.test, images.class_names).fingerprint()
+    assert images.known_fingerprint == computed
+    assert sorted(path.suffix for path in (data_home() / CACHE).iterdir()) == [".folder", ".json", ".pixels"]
+
+
+def test_a_full_disk_loses_nothing(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    append, written = UnfinishedImages.append, list[int]()
+
+    def full(self: UnfinishedImages, image: Images) -> None:
+        if len(written) == 5:
+            self._file.write(b"half an image")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written.append(1)
+        append(self, image)
+
+    monkeypatch.setattr(UnfinishedImages, "append", full)
+    with pytest.raises(EngramError, match=r"disk of .* is full; 5 of 15 files are decoded and kept: free some space"):
+        read_three(three)
+    monkeypatch.setattr(UnfinishedImages, "append", append)
+    seen: list[int] = []
+    images = read_three(three, progress=lambda done, _: seen.append(done))
+    assert seen == [*range(6, 16)]
+    assert np.array_equal(images.train.images[5], decode_square(three / "train/n00000002/n00000002_2.JPEG", SIDE))
+
+
+def test_a_second_process_waits_for_the_first(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = read_three(three).fingerprint()
+    folder = data_home() / CACHE
+    (folder / f"{next(folder.glob('*.json')).stem}.json").unlink()
+    handle = lock(folder / f"{next(folder.glob('*.pixels')).stem}.lock")
+    assert handle is not None
+    monkeypatch.setattr(imagecache, "WAIT_SECONDS", 0.001)
+    told: list[str] = []
+
+    def notice(text: str) -> None:
+        told.append(text)
+        os.close(handle)
+
+    assert read_three(three, notice=notice).fingerprint() == wanted
+    assert len(told) == 1
+    assert "another process is decoding these images; waiting" in told[0]
+
+
+def test_a_decoded_folder_is_recognised_without_listing_it(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = read_three(three)
+    with monkeypatch.context() as patched:
+        patched.setattr(imagenet, "_list_all", lambda *_: pytest.fail("listed"))
+        assert np.array_equal(read_three(three).train.images, before.train.images)
+        assert imagenet.outline_imagenet("imagenet1000", three, SIDE, False) is None
+    write_jpeg(three / "val" / "n00000001" / "more.JPEG", 7)
+    assert len(read_three(three).test) == len(before.test) + 1
 
 
 def test_a_full_disk_is_told_before_it_is_full(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,23 +433,6 @@ def test_a_share_held_out_has_a_fingerprint_of_its_own_and_must_fit(
         whole.holdout(0.3, seed=0)
 
 
-def test_a_stage_that_does_not_fit_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "free_memory", lambda: 60 * 10**9)
-    check_stage_fits(0, 65_000, (256, 256), CPU)  # 3 x 12.8 GB
-    with pytest.raises(
-        EngramError, match=r"stage 0 trains on 640,000 images of 256x256 pixels, .* 377\.5 GB of memory"
-    ):
-        check_stage_fits(0, 640_000, (256, 256), CPU)
-    check_stage_fits(1, 90_000, (256, 256), CPU, held=20 * 10**9)  # twice in memory: it fits where the last one was
-    with pytest.raises(EngramError, match=r"and 60\.0 GB are free; give a smaller image_size or base"):
-        check_stage_fits(1, 110_000, (256, 256), CPU)
-    monkeypatch.setattr(room, "free_device_memory", lambda _: 10 * 10**9)
-    with pytest.raises(EngramError, match=r"need 12\.8 GB on the GPU, and 10\.0 GB are free"):
-        check_stage_fits(0, 65_000, (256, 256), torch.device("cuda"))
-    monkeypatch.setattr(room, "free_memory", lambda: 0)
-    check_stage_fits(0, 5_000, (32, 32), CPU)  # not worth asking
-
-
 def test_free_memory_is_what_the_machine_says() -> None:
     assert 2**24 < room.free_memory() < 2**50
     assert room.free_device_memory(CPU) == pytest.approx(room.free_memory(), rel=0.5)
@@ -379,8 +442,8 @@ def test_a_pool_is_the_same_brought_here_in_parts(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(buffers, "PART", 3 * 12 * 12 * 3)
     here, stage = DeviceBuffers(CPU, 2), make_stage(0, 0, [0, 1, 1, 0, 1, 0, 0])
     pool = here.pool(stage)
-    assert torch.equal(pool.padded[:, 2:10, 2:10], stage.pool.images)
-    assert pool.padded.long().sum() == stage.pool.images.long().sum()
+    assert torch.equal(pool.padded[:, 2:10, 2:10], stage.pool.pixels)
+    assert pool.padded.long().sum() == stage.pool.pixels.long().sum()
     assert here.image_bytes == 7 * 12 * 12 * 3
 
 

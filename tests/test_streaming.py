@@ -172,7 +172,7 @@ def test_images_are_streamed_if_they_do_not_fit_together_with_the_steps(monkeypa
     with pytest.raises(EngramError, match=r"the batches that are streamed need 0\.0 GB of memory, and 0\.0 GB are"):
         session.stage(0)
     asked = Session(tiny_config(), toy_store(), "resident")
-    with pytest.raises(EngramError, match=r"stage 0: 24 images of 8x8 pixels need .*; stream them, or use a smaller"):
+    with pytest.raises(EngramError, match=r"stage 0: 24 images of 8x8 pixels need .*; leave out images=resident to"):
         asked.stage(0)
     monkeypatch.undo()
     events = run(tiny_config(), toy_store(), images="streamed", stop_after_stage=0)
@@ -191,7 +191,7 @@ def test_what_cannot_be_streamed_is_refused_before_it_trains(tmp_path: Path, mon
     monkeypatch.setattr(image_placement, "free_device_memory", lambda _: 20_000)
     session = tiny_session(tiny_config("ucir-dde"))
     session.stage(0)  # the base stage has no teacher to look for neighbours with
-    with pytest.raises(EngramError, match="this method cannot stream them, so give a smaller image_size or base"):
+    with pytest.raises(EngramError, match="this method cannot stream them; give a smaller image_size or base"):
         session.stage(1)
 
 

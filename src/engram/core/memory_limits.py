@@ -1,4 +1,7 @@
-"""Memory limits: how much memory is free, and whether images or weights fit into it."""
+"""Memory limits: how much memory is free, and whether images or weights fit into it.
+
+Whether the images of a stage are all on the device or streamed is decided in experiment/image_placement.py.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +32,15 @@ def free_memory() -> int:
 
 
 def free_device_memory(device: torch.device) -> int:
-    """Return the bytes of a device's memory that tensors can still use."""
+    """Return the bytes of a device's memory that tensors can still use, within what the process is allowed."""
     if device.type != "cuda":
         return free_memory()
     import torch  # image readers must work without importing it
 
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + unused
+    allocated = torch.cuda.memory_allocated(device)
+    free, total = torch.cuda.mem_get_info(device)
+    allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    return min(free + torch.cuda.memory_reserved(device) - allocated, allowed - allocated)
 
 
 def return_memory() -> None:

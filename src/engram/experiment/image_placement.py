@@ -61,14 +61,22 @@ def needs_all_images(phases: Sequence[Phase]) -> bool:
 
 
 def stage_memory(
-    engine: Engine, learner: Learner, phases: Sequence[Phase], images: int, size: tuple[int, int]
+    engine: Engine,
+    learner: Learner,
+    phases: Sequence[Phase],
+    images: int,
+    size: tuple[int, int],
+    activation_bytes: float,
 ) -> StageMemory:
-    """The memory of a stage with that many images of this height and width."""
+    """The memory of a stage with that many images of this height and width.
+
+    activation_bytes: of a training step, per image (`count_activation_bytes`).
+    """
     pad, device = engine.augmentation.pad, engine.device
     image = (size[0] + 2 * pad) * (size[1] + 2 * pad) * 3
     batch = max((phase.batches(phase.images)[1] for phase in phases if phase.images), default=1)
     parameters = sum(parameter.numel() * parameter.element_size() for parameter in learner.network.parameters())
-    activations = batch * activation_bytes(engine, learner.network) * STEP_FACTOR
+    activations = batch * activation_bytes * STEP_FACTOR
     recordings = 1
     if engine.capture and not engine.shares_memory:
         sizes = sum(len({*phase.batches(phase.images)[1:]}) for phase in phases if phase.images)
@@ -80,7 +88,7 @@ def stage_memory(
     return StageMemory(images * image, RING_BATCHES[device.type] * batch * image, staging, work)
 
 
-def activation_bytes(engine: Engine, network: Network) -> float:
+def count_activation_bytes(engine: Engine, network: Network) -> float:
     """Bytes per image that a training step of the backbone keeps for its backward pass, counted on a few images."""
     kept: dict[int, int] = {}
     own = {parameter.untyped_storage().data_ptr() for parameter in network.parameters()}
@@ -101,37 +109,32 @@ def activation_bytes(engine: Engine, network: Network) -> float:
 def place_images(
     asked: ImagePlacement,
     engine: Engine,
-    learner: Learner,
     phases: Sequence[Phase],
-    stage: int,
-    images: int,
-    size: tuple[int, int],
-) -> tuple[Literal["resident", "streamed"], str | None]:
-    """Where to put the images of a stage, and a sentence about it if they are many or streamed.
+    subject: str,
+    memory: StageMemory,
+) -> tuple[Literal["resident", "streamed"], str]:
+    """Where to put the images of a stage, and a sentence about it.
 
     asked: "auto" streams them if they do not fit into most of the device's free memory together with the work.
+    subject: the images, for the sentence.
     """
-    small = images * size[0] * size[1] * 3 < UNCHECKED_BYTES
-    if small and asked != "streamed":
-        return "resident", None
-    memory = stage_memory(engine, learner, phases, images, size)
     free = free_device_memory(engine.device) + engine.buffers.image_bytes
     where = "on the GPU" if engine.device.type == "cuda" else "of memory"
-    taken = f"{memory.images / 1e9:.1f} GB of images and about {memory.work / 1e9:.1f} GB for the steps"
-    subject = f"stage {stage}: {images:,} images of {size[1]}x{size[0]} pixels"
+    reason = "as asked"
     if asked == "auto":
         asked = "resident" if memory.device("resident") <= MAX_SHARE * free else "streamed"
+        taken = f"{memory.images / 1e9:.1f} GB of images and about {memory.work / 1e9:.1f} GB for the steps"
+        reason = f"{taken}; {free / 1e9:.1f} GB are free {where}"
         if asked == "streamed" and needs_all_images(phases):
             raise EngramError(
-                f"{subject} do not fit: {taken}, and {free / 1e9:.1f} GB are free {where}; this method cannot stream "
-                f"them, so give a smaller {option('image_size')} or {option('base')}"
+                f"{subject} do not fit ({reason}), and this method cannot stream them; give a smaller "
+                f"{option('image_size')} or {option('base')}"
             )
-        reason = f"{taken}; {free / 1e9:.1f} GB are free {where}"
-    else:
-        reason = "as asked"
     if asked == "resident":
-        _refuse_too_many(memory.images, free, f"{subject} need", where, "stream them, or use a smaller image_size")
-        return "resident", f"{subject} are all {'on the GPU' if where == 'on the GPU' else 'in memory'} ({reason})"
+        _refuse_too_many(
+            memory.images, free, f"{subject} need", where, f"leave out {option('images', 'resident')} to stream them"
+        )
+        return "resident", f"{subject} are all {where.replace('of', 'in')} ({reason})"
     _refuse_too_many(memory.ring, free, "the batches that are streamed need", where, "use smaller batches")
     return "streamed", f"{subject} are streamed batch by batch ({reason})"
 

@@ -30,6 +30,7 @@ from engram.experiment.image_placement import (
     ImagePlacement,
     StageMemory,
     check_placement,
+    count_activation_bytes,
     place_images,
     stage_memory,
 )
@@ -173,9 +174,10 @@ class Session:
         engine, size = self.engine, self.store.image_size
         self.placed = ("resident", None)
         if self.images == "streamed" or count * size[0] * size[1] * 3 >= UNCHECKED_BYTES:
-            self.placed = place_images(
-                self.images, engine, self.learner, self._outlined_phases(index), index, count, size
-            )
+            phases = self._outlined_phases(index)
+            memory = stage_memory(engine, self.learner, phases, count, size, self._activation_bytes)
+            subject = f"stage {index}: {count:,} images of {size[1]}x{size[0]} pixels"
+            self.placed = place_images(self.images, engine, phases, subject, memory)
         engine.buffers.streamed = self.placed[0] == "streamed"
 
     def _images_of(self, source: Source, rows: np.ndarray) -> Pixels:
@@ -188,7 +190,14 @@ class Session:
     def memory_of(self, plan: StagePlan) -> StageMemory:
         """The memory that a planned stage needs."""
         phases = self._outlined_phases(plan.stage)
-        return stage_memory(self.engine, self.learner, phases, plan.images, self.store.image_size)
+        return stage_memory(
+            self.engine, self.learner, phases, plan.images, self.store.image_size, self._activation_bytes
+        )
+
+    @cached_property
+    def _activation_bytes(self) -> float:
+        """The bytes per image that a training step keeps, of the network as it is at first."""
+        return count_activation_bytes(self.engine, self.learner.network)
 
     def _outlined_phases(self, index: int) -> list[Phase]:
         """The phases of a stage with as many images and exemplars as are planned."""

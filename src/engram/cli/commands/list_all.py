@@ -176,7 +176,7 @@ def _cache() -> list[Row]:
     """List the trained base stages that runs share, then the decoded image sets; the longest unused first."""
     images, cache = ImageCache(data_home() / CACHE), user_cache()
     stages = [("base stage", entry.path, entry, cache.trained_by(entry.key)) for entry in cache.entries()]
-    decoded = [("decoded images", images.path(entry.key), entry, None) for entry in images.entries()]
+    decoded = [("decoded images", images.path(entry.key, entry.kind), entry, None) for entry in images.entries()]
     return [
         {
             "kind": kind,

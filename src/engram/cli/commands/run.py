@@ -31,8 +31,10 @@ from engram.cli.text import card_table, make_console, make_table, print_line, pr
 from engram.core.errors import EngramError
 from engram.core.events import RunFinished
 from engram.core.io import typed_path
+from engram.core.memory_limits import free_device_memory
 from engram.core.processes import ALONE
 from engram.core.torchrun import launched_rank, was_restarted
+from engram.data.image_rows import is_mapped
 from engram.data.sources.load import outline_store
 from engram.data.store import ImageStore
 from engram.experiment.run_config import RunConfig, directory_name
@@ -135,6 +137,7 @@ def _print_plan(config: RunConfig, store: ImageStore, place: Path, console: Cons
     """Print the protocol card and what each stage would do."""
     session = Session(config, store)
     plans, card = session.plan(), session.card()
+    memory = [session.memory_of(plan) for plan in plans]
     phases = [phase for plan in plans for phase in plan.phases]
     epochs, steps = sum(phase.epochs for phase in phases), sum(phase.epochs * phase.steps for phase in phases)
     if as_json:
@@ -142,20 +145,42 @@ def _print_plan(config: RunConfig, store: ImageStore, place: Path, console: Cons
             "directory": str(place),
             "card": card,
             "config": config.to_plain(),
-            "stages": [asdict(plan) for plan in plans],
+            "stages": [asdict(plan) | {"bytes": asdict(needs)} for plan, needs in zip(plans, memory, strict=True)],
+            "bytes_of_images": store.train.images.nbytes + store.test.images.nbytes,
             "total_epochs": epochs,
             "total_steps": steps,
         }
         print_line(console, json.dumps(plan))
         return
     console.print(card_table(card))
-    right = ("stage", "seen", "images", "exemplars")
-    table = make_table(["stage", "new classes", "seen", "images", "exemplars", "epochs x steps"], right)
-    for plan in plans:
+    right = ("stage", "seen", "images", "exemplars", "resident", "streamed")
+    table = make_table(["stage", "new classes", "seen", "images", "exemplars", *right[-2:], "epochs x steps"], right)
+    for plan, needs in zip(plans, memory, strict=True):
         stage = "base" if plan.stage == 0 else str(plan.stage)
         numbers = (f"{number:,}" for number in (plan.num_seen, plan.images, plan.exemplars))
         trained = ", ".join(f"{phase.name} {phase.epochs} x {phase.steps}" for phase in plan.phases)
-        table.add_row(stage, shorten(plan.new_classes), *numbers, trained)
+        bytes_on_device = (f"{needs.device(place) / 1e9:.2f} GB" for place in ("resident", "streamed"))
+        table.add_row(stage, shorten(plan.new_classes), *numbers, *bytes_on_device, trained)
     print_table(console, table)
-    for line in (f"in total {epochs:,} epochs and {steps:,} steps", f"into {place}", DRY_RUN):
+    for line in (
+        *_describe_memory(session, store, max(needs.staging for needs in memory)),
+        f"in total {epochs:,} epochs and {steps:,} steps",
+        f"into {place}",
+        DRY_RUN,
+    ):
         print_line(console, line)
+
+
+def _describe_memory(session: Session, store: ImageStore, staging: int) -> list[str]:
+    """Return where the images are, and what the columns of the plan are of."""
+    images, kept = store.train.images.nbytes + store.test.images.nbytes, store.train.images
+    is_on_disk = is_mapped(kept) or kept.strides[0] == 0  # blank images stand for those that are not decoded yet
+    where = "on disk, mapped" if is_on_disk else "in RAM"
+    device = session.engine.device
+    what = "the GPU's memory" if device.type == "cuda" else "RAM"
+    free = f"{free_device_memory(device) / 1e9:.1f} GB are free"
+    pinned = f"; streaming pins {staging / 1e9:.2f} GB of RAM" if staging else ""
+    return [
+        f"images: {images / 1e9:.2f} GB {where}{pinned}",
+        f"resident, streamed: estimated {what} of a stage with all its images there, or batch by batch; {free}",
+    ]

@@ -104,13 +104,13 @@ def refuse_used(path: Path) -> None:
 def read_images(data: DataConfig, console: Console, silent: bool) -> ImageStore:
     """Read the images of a run, with a progress bar for a folder on a terminal."""
     if silent or not is_live(console):
-        return load_store(data)
+        return load_store(data, notice=None if silent else tell)
     if data.name not in FOLDERS:
         with console.status(f"reading {data.name}"):
             return load_store(data)
     with bar(console, "reading images") as progress:
         task = progress.add_task("", total=None)
-        return load_store(data, lambda done, total: progress.update(task, completed=done, total=total))
+        return load_store(data, lambda done, total: progress.update(task, completed=done, total=total), tell)
 
 
 def follow_run(

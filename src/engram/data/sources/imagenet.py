@@ -11,10 +11,9 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Final
@@ -26,7 +25,8 @@ from engram.core.io import data_home, reading, typed_path
 from engram.data.decode.formats import EXTENSIONS
 from engram.data.decode.image import decode_protocol_square, unreadable_error, why_unreadable
 from engram.data.decode.prefetch import Report
-from engram.data.sources.image_cache import Description, ImageCache
+from engram.data.sources.decoding import Decoding, check_files
+from engram.data.sources.image_cache import Description, FolderRecord, ImageCache, Notice, folder_name
 from engram.data.store import RGB, DataSplit, Images, ImageStore, some
 
 IMAGENET: Final = {"imagenet100": 100, "imagenet1000": 1000}
@@ -37,7 +37,7 @@ CACHE: Final = "images"
 
 _SPLITS: Final = ("train", "val")
 _DECODING: Final = 1  # version; increase it if the same files give different pixels
-_CHUNK: Final = 512  # files handed to the threads at once
+CHECKED_FILES: Final = 256  # whose size and time are compared when a decoded folder is used again
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,7 @@ def read_imagenet(
     side: int | None = None,
     skip_bad: bool = False,
     progress: Report | None = None,
+    notice: Notice | None = None,
 ) -> ImageStore:
     """Read ImageNet, decoded to squares of `side` pixels in a memory-mapped file that is cached.
 
@@ -65,31 +66,87 @@ def read_imagenet(
     name: "imagenet100" or "imagenet1000". The classes are the sorted wnids.
     skip_bad: leave out files that cannot be decoded, and list them in `skipped`.
     progress: called with the number of images decoded and of all images.
+    notice: called with a sentence if another process is decoding the same images, which this one waits for.
     """
     root, side = typed_path(path), SIDE if side is None else side
+    cache = ImageCache(data_home() / CACHE)
+    known = _recognise(cache, name, side, root)
+    description = None if known is None else _usable(cache, known.key, known.classes, skip_bad)
+    if known is not None and description is not None:
+        return _store(name, known.classes, description, cache.images(known.key, description.images, side))
     wnids, files = _list_all(name, root)
-    cache, key = ImageCache(data_home() / CACHE), _key(name, side, files)
-    description, decoder = cache.description(key), _Decoder(root, side, skip_bad, progress)
-    if description is not None and [len(description.counts.get(split, ())) for split in _SPLITS] != 2 * [len(wnids)]:
-        description = None  # it is damaged
-    if description is not None and description.skipped and not skip_bad:
-        decoder.check(description.skipped)
-        description = None  # all of them can be read now
+    key = _key(name, side, files)
+    description = _usable(cache, key, wnids, skip_bad)
     if description is None:
-        description = decoder.decode(cache, key, files)
-        store = _store(name, wnids, description, cache.images(key, description.images, side))
-        description = replace(description, fingerprint=store.fingerprint())
-        cache.describe(key, description)
+        attempt = partial(_attempt, root, side)
+        with cache.locked(key, notice):
+            before = cache.description(key)
+            if before is not None and not skip_bad:
+                check_files(before.skipped, attempt)
+            description = _usable(cache, key, wnids, skip_bad)
+            if description is None:  # also if all files that were skipped can be read now
+                listed = {split: [(file.class_id, file.path) for file in files[split]] for split in _SPLITS}
+                decoding = Decoding(cache, key, side, wnids, listed, attempt, progress)
+                description = replace(decoding.decode(skip_bad), source=str(root.resolve()))
+                cache.finish(key, description)
+    cache.remember(folder_name(name, side, root), _record(root, key, wnids, files))
     return _store(name, wnids, description, cache.images(key, description.images, side))
+
+
+def _usable(cache: ImageCache, key: str, wnids: Sequence[str], skip_bad: bool) -> Description | None:
+    """Return the description of a decoded set if it is complete and as asked."""
+    found = cache.description(key)
+    if found is None or [len(found.counts.get(split, ())) for split in _SPLITS] != 2 * [len(wnids)]:
+        return None
+    return None if found.fingerprint is None or (found.skipped and not skip_bad) else found
+
+
+def _recognise(cache: ImageCache, name: str, side: int, root: Path) -> FolderRecord | None:
+    """Return the record of a folder that was decoded before and seems unchanged; None if it has to be listed.
+
+    It compares the times of change of train/, val/ and every class folder, which change when a file is added, removed
+    or renamed, and size and time of change of CHECKED_FILES files. It does not look at the other files.
+    """
+    known = cache.recall(folder_name(name, side, root))
+    if known is None:
+        return None
+    try:
+        folders = {path: (root / path).stat().st_mtime_ns for path in known.folders}
+        files = {path: _stamp((root / path).stat()) for path in known.files}
+    except OSError:
+        return None
+    return known if folders == dict(known.folders) and files == dict(known.files) else None
+
+
+def _record(root: Path, key: str, wnids: Sequence[str], files: dict[str, list[_File]]) -> FolderRecord:
+    """Return what identifies a folder: the times of its class folders, and some of its files."""
+    paths = [*_SPLITS, *(f"{split}/{wnid}" for split in _SPLITS for wnid in wnids)]
+    folders = {path: (root / path).stat().st_mtime_ns for path in paths}
+    listed = [file for split in _SPLITS for file in files[split]]
+    some_files = listed[:: max(1, len(listed) // CHECKED_FILES)]
+    return FolderRecord(key, tuple(wnids), folders, {file.path: (file.size, file.changed) for file in some_files})
+
+
+def _stamp(status: os.stat_result) -> tuple[int, int]:
+    return status.st_size, status.st_mtime_ns
+
+
+def _attempt(root: Path, side: int, path: str) -> Images | EngramError:
+    try:
+        return decode_square(root / path, side)
+    except EngramError as error:
+        return error
 
 
 def outline_imagenet(name: str, path: str | Path, side: int | None, skip_bad: bool) -> tuple[ImageStore, str] | None:
     """Return ImageNet with blank images, to plan a run, and what decoding it takes; None if it is decoded already."""
     root, side = typed_path(path), SIDE if side is None else side
-    wnids, files = _list_all(name, root)
     cache = ImageCache(data_home() / CACHE)
-    description = cache.description(_key(name, side, files))
-    if description is not None and (skip_bad or not description.skipped):
+    known = _recognise(cache, name, side, root)
+    if known is not None and _usable(cache, known.key, known.classes, skip_bad) is not None:
+        return None
+    wnids, files = _list_all(name, root)
+    if _usable(cache, _key(name, side, files), wnids, skip_bad) is not None:
         return None
     ids = {split: [file.class_id for file in files[split]] for split in _SPLITS}
     count = sum(map(len, ids.values()))
@@ -185,59 +242,6 @@ def _key(name: str, side: int, files: dict[str, list[_File]]) -> str:
         for file in files[split]:
             digest.update(repr((file.class_id, file.path, file.size, file.changed)).encode())
     return f"{name}-{side}-{digest.hexdigest()}"
-
-
-@dataclass
-class _Decoder:
-    """Decodes the files of all splits in threads, in their order, and lists those that were skipped."""
-
-    root: Path
-    side: int
-    skip_bad: bool
-    progress: Report | None
-    skipped: list[str] = field(default_factory=list)
-
-    def decode(self, cache: ImageCache, key: str, files: dict[str, list[_File]]) -> Description:
-        """Write the pixels of all files to the cache and return the description of the data set."""
-        counts = {split: [0] * (files[split][-1].class_id + 1) for split in _SPLITS}
-        listed = [file for split in _SPLITS for file in files[split]]
-        with closing(self._images(listed, counts)) as decoded:
-            images = cache.save(key, decoded, len(listed) * self.side**2 * 3)
-        by_class = {split: tuple(numbers) for split, numbers in counts.items()}
-        return Description(images, self.side, by_class, tuple(self.skipped), str(self.root.resolve()))
-
-    def check(self, skipped: Sequence[str]) -> None:
-        """Raise an EngramError for the first of these files that still cannot be decoded."""
-        for path in skipped:
-            found = self._attempt(path)
-            if isinstance(found, EngramError):
-                self._skip(path, found)
-
-    def _images(self, files: Sequence[_File], counts: dict[str, list[int]]) -> Generator[Images, None, None]:
-        """Yield the images that can be decoded, and count them by split and class."""
-        with ThreadPoolExecutor(os.cpu_count()) as threads:
-            for start in range(0, len(files), _CHUNK):
-                part = files[start : start + _CHUNK]
-                images = threads.map(self._attempt, [file.path for file in part])
-                for done, (file, image) in enumerate(zip(part, images, strict=True), start + 1):
-                    if isinstance(image, EngramError):
-                        self._skip(file.path, image)
-                    else:
-                        counts[file.path.partition("/")[0]][file.class_id] += 1
-                        yield image
-                    if self.progress is not None:
-                        self.progress(done, len(files))
-
-    def _attempt(self, path: str) -> Images | EngramError:
-        try:
-            return decode_square(self.root / path, self.side)
-        except EngramError as error:
-            return error
-
-    def _skip(self, path: str, error: EngramError) -> None:
-        if not self.skip_bad:
-            raise error
-        self.skipped.append(path)
 
 
 def decode_square(file: Path, side: int) -> Images:

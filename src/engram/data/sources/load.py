@@ -46,8 +46,12 @@ class DataConfig:
         check_fields(self)
 
 
-def load_store(config: DataConfig, progress: Callable[[int, int], None] | None = None) -> ImageStore:
-    """Load a data set. progress: called with the number of images read and of all images."""
+def load_store(
+    config: DataConfig,
+    progress: Callable[[int, int], None] | None = None,
+    notice: Callable[[str], None] | None = None,
+) -> ImageStore:
+    """Load a data set. progress: called with the number of images read and of all images. notice: with a sentence."""
     if config.name == "arrays":
         raise EngramError("this run was given arrays in Python; give the same ImageStore again")
     if config.name in FOLDERS and config.path is None:
@@ -61,7 +65,7 @@ def load_store(config: DataConfig, progress: Callable[[int, int], None] | None =
     elif config.name == "cifar100":
         store = read_cifar100(path or _default_cifar100())
     elif config.name in IMAGENET:
-        store = read_imagenet(config.name, path, side=size, skip_bad=skip_bad, progress=progress)
+        store = read_imagenet(config.name, path, side=size, skip_bad=skip_bad, progress=progress, notice=notice)
     else:
         share = config.test_fraction
         store = read_folder(path, size=size, test_fraction=share, skip_bad=skip_bad, progress=progress)
