@@ -29,10 +29,11 @@ from engram.methods.bedrock import (
     unpack_signs,
 )
 from engram.methods.blocks.feature_codes import decode, encode, make_codebook
-from engram.models.edit import remove_class
+from engram.models.edit import merge_classes, remove_class
+from engram.models.learning import learn_into
 from engram.nn.views import PLAIN, View, seen_as
 from helpers import last_state, learn_stage, tiny_config, tiny_session, toy_store
-from model_helpers import NAMES, make, opened, tiny
+from model_helpers import NAMES, make, opened, pictures, tiny
 
 CLASSES, BASE, WIDTH = 7, 2, 24
 
@@ -250,3 +251,17 @@ def test_a_model_learns_its_held_out_images_and_forgets_a_removed_class(tmp_path
     rows = [weight_of(model.learner)[:5] for model in (ours, ours.measurable(), theirs) if model.learner is not None]
     torch.testing.assert_close(rows[0], rows[2], rtol=1e-4, atol=1e-5)
     assert not torch.allclose(rows[0], rows[1], rtol=1e-2)
+
+
+def test_merged_classes_are_as_if_learned_as_one(tmp_path: Path) -> None:
+    first, (gone, into) = NAMES[:3], NAMES[3:5]
+    path, other = (make(tmp_path / name, first, config=tiny("bedrock")) for name in ("model", "other"))
+    images, labels = pictures((gone, into), 8)
+    list(learn_into(path, images, labels, device="cpu"))
+    list(learn_into(other, images, [into] * len(labels), device="cpu"))
+    merge_classes(path, gone, into)
+    ours, theirs = opened(path), opened(other)
+    assert ours.labels == theirs.labels == [*first, into]
+    assert [known.images for known in ours.classes] == [8, 8, 8, 16]
+    rows = [weight_of(model.learner)[:4] for model in (ours, theirs) if model.learner is not None]
+    torch.testing.assert_close(rows[0], rows[1], rtol=1e-4, atol=1e-5)

@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 
-from engram.report.page import write_evaluation, write_report
+from engram.report.evaluation_page import write_evaluation
+from engram.report.page import write_report
 from fake_runs import fake_run
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)

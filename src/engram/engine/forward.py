@@ -22,6 +22,7 @@ from engram.engine.flat_optimiser import FlatOptimiser
 from engram.engine.sharing import collected_pass
 from engram.kernels.availability import reason_unavailable
 from engram.nn.backbone import Backbone
+from engram.nn.folding import fold_norms
 from engram.nn.network import Network, Output, averaged
 from engram.nn.views import View, seen_as
 
@@ -30,7 +31,9 @@ FUSED_OPTIMISER = "sgd"  # the one whose update is a kernel of ours
 # Images of this many pixels are read channels-last on a CPU too: EfficientNet-Lite0 then reads 15.8 instead of 12.6
 # images of 224x224 pixels in a second of one core (n = 1; no file was kept).
 LARGE_PIXELS = 128 * 128
-INFERENCE_PIXELS = {"cpu": 512 * 32 * 32, "cuda": 4096 * 32 * 32}  # in a batch
+# In a batch. On a CPU: four images of 224x224 pixels. The largest map of EfficientNet-Lite0 then has 19 MB; the C
+# library returns blocks of 32 MB and more to the system at once, and getting them again took a third of the CPU time.
+INFERENCE_PIXELS = {"cpu": 4 * 224 * 224, "cuda": 4096 * 32 * 32}
 
 
 @dataclass(eq=False)
@@ -278,12 +281,17 @@ class Inference:
 
 
 def _plain_forward(network: Network, compute: Compute) -> Callable[[Tensor], Output]:
-    """Passes by torch's modules."""
+    """Passes by torch's modules; for large images on a CPU, the norms folded into the weights."""
+    height, width = compute.image_size
+    large = compute.device.type == "cpu" and height * width >= LARGE_PIXELS
+    backbone = fold_norms(network.backbone, compute.image_size) if large else network.backbone
 
     def forward(unit: Tensor) -> Output:
         layout = torch.channels_last if unit.shape[2] * unit.shape[3] >= LARGE_PIXELS else compute.layout
         with compute.autocast():
-            return network(unit.contiguous(memory_format=layout))
+            normalised = network.normalised(unit.contiguous(memory_format=layout))
+            maps, embedding = backbone(normalised)
+            return network.classify(maps, embedding, backbone.branch_embeddings(normalised))
 
     return forward
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -107,6 +108,15 @@ def default_batch(model: Model) -> int:
     return max(1, BATCH_PIXELS[model.engine.device.type] // (height * width))
 
 
+class Mistake(NamedTuple):
+    """An image with a wrong prediction: positions of its class and of the predicted one, and that one's probability."""
+
+    path: str
+    true: int
+    predicted: int
+    probability: float
+
+
 @dataclass(frozen=True, eq=False)
 class Evaluated:
     """Result of an evaluation.
@@ -115,6 +125,7 @@ class Evaluated:
     skipped: path and reason of unreadable files.
     learned: number of images that the model was trained on; None if it has no digests of some class.
     familiarity: of each image, if it was asked for.
+    mistakes: the images with a wrong prediction.
     """
 
     by: str
@@ -122,6 +133,7 @@ class Evaluated:
     skipped: list[tuple[str, str]]
     learned: int | None = 0
     familiarity: list[float] = field(default_factory=list)
+    mistakes: list[Mistake] = field(default_factory=list)
 
     @property
     def images(self) -> int:
@@ -164,9 +176,15 @@ def evaluate_batches(
 
     parts = decode_stream(paths, file_side(model.config.image_size), batch=default_batch(model))
     familiarity: list[float] = []
+    mistakes: list[Mistake] = []
     for part in predict_batches(model, compared(parts), by, doubt):
         true = np.array([position_of[path] for path in part.paths], dtype=np.int64)
-        np.add.at(counts, (true, part.shares.argmax(axis=1)), 1)
+        predicted = part.shares.argmax(axis=1)
+        np.add.at(counts, (true, predicted), 1)
+        mistakes += [
+            Mistake(part.paths[i], int(true[i]), int(predicted[i]), float(part.shares[i, predicted[i]]))
+            for i in np.flatnonzero(predicted != true).tolist()
+        ]
         skipped += part.skipped
         familiarity += [] if part.familiarity is None else part.familiarity.tolist()
-        yield Evaluated(by, counts, skipped, None if unknown else learned, familiarity)
+        yield Evaluated(by, counts, skipped, None if unknown else learned, familiarity, mistakes)

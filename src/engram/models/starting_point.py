@@ -10,6 +10,7 @@ from engram.methods.defaults import PRETRAINED_METHOD
 from engram.nn.pretrained import how_to_get, known_weights
 
 WEIGHTS: Final = "efficientnet-lite0"
+BETTER: Final = "efficientnet-lite0-lite2"  # used where both packages are installed
 SMALLEST_SIDE: Final = 96  # in pixels; for smaller images the network is too coarse
 _CHOICES: Final = ("method", "backbone", "weights")
 _OF_TRAINING: Final = ("settings", "augmentation", "augment")
@@ -31,7 +32,9 @@ def starting_point(
         return {"method": PRETRAINED_METHOD}, ""
     if not files or any(name in chosen for name in _CHOICES) or not _is_large(chosen.get("image_size")):
         return {}, ""
-    if not known_weights()[WEIGHTS]:
+    here = known_weights()
+    weights = BETTER if here.get(BETTER) else WEIGHTS
+    if not here[weights]:
         return {}, (
             "the network is trained from scratch; a pretrained one recognises photographs better and learns faster: "
             f"{how_to_get(WEIGHTS)}, and start a new model"
@@ -39,10 +42,10 @@ def starting_point(
     if trained:
         names = " and ".join(option(name) for name in trained)
         return {}, spelled(
-            f"the network is trained from scratch, because of {names}; without, the pretrained {WEIGHTS} would be "
+            f"the network is trained from scratch, because of {names}; without, the pretrained {weights} would be "
             "used, which recognises photographs better"
         )
-    return {"method": PRETRAINED_METHOD, "weights": WEIGHTS}, ""
+    return {"method": PRETRAINED_METHOD, "weights": weights}, ""
 
 
 def _is_large(side: Any) -> bool:

@@ -18,6 +18,7 @@ from engram.nn.imagenet_resnet import resnet18_imagenet, resnet50_imagenet
 from engram.nn.library_backbone import library_backbone
 from engram.nn.mobilenet import mobilenetv3_large
 from engram.nn.resnet import resnet10, resnet18, resnet18_small, resnet32
+from engram.nn.side_by_side import efficientnet_lite0_lite2
 from engram.nn.vision_transformer import vit_tiny
 from engram.nn.wide_resnet import wrn16_2, wrn28_2
 
@@ -68,6 +69,7 @@ for _name, _make in {
     "efficientnet-lite0": efficientnet_lite0,
     "efficientnet-lite1": efficientnet_lite1,
     "efficientnet-lite2": efficientnet_lite2,
+    "efficientnet-lite0-lite2": efficientnet_lite0_lite2,
     "resnet18-imagenet": resnet18_imagenet,
     "resnet50-imagenet": resnet50_imagenet,
     "mobilenetv3-large": mobilenetv3_large,

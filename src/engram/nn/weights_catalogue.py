@@ -12,6 +12,7 @@ class KnownWeights:
 
     file: the name of the published file. sha256, size: of that file, the size in bytes. package: the distribution that
     carries it, or none. url: its public address, or none. digest: of the converted tensors, if it was recorded.
+    parts: the names of known weights that these are, side by side; then there is no file.
     """
 
     file: str
@@ -21,9 +22,12 @@ class KnownWeights:
     package: str | None = None
     url: str | None = None
     digest: str | None = None
+    parts: tuple[str, ...] = ()
 
     @property
     def source(self) -> str:
+        if self.parts:
+            return " and ".join(KNOWN[part].source for part in self.parts)
         return f"the package {self.package}, {self.file}" if self.package else str(self.url)
 
 
@@ -58,6 +62,14 @@ KNOWN: Final[dict[str, KnownWeights]] = {
         *(2, "efficientnet-lite2-9656183e.pth", 24_666_229),
         sha256="9656183eaeafe8cbf0cf560089305d34668787f6a26377ccbe5be192ed3f855d",
         digest="6c45415c53d6b09c0e8d5fcaa0518a0a142ab5a3d88c36ac27ca951ea2e41ebc",
+    ),
+    "efficientnet-lite0-lite2": KnownWeights(
+        file="",
+        sha256="",
+        size=0,
+        licence="Apache 2.0",
+        parts=("efficientnet-lite0", "efficientnet-lite2"),
+        digest="6e0f5a71847d2a23cc7672a748d8864f116fd4c3158726d85fdcc5d27211acfd",
     ),
     "resnet18-imagenet": _torchvision(
         "resnet18-f37072fd.pth", "f37072fd47e89c5e827621c5baffa7500819f7896bbacec160b1a16c560e07ec", 46_830_571

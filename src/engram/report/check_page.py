@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import base64
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
 from engram.core.io import write_text
 from engram.core.provenance import version
 from engram.report.html_page import template
+from engram.report.thumbnails import thumbnail
 
 MOST = 200  # findings of a kind on the page
 MOST_PICTURES = 12  # of one finding
-_QUALITY = 80
 
 
 def write_check(
@@ -47,7 +44,7 @@ def write_check(
 def _finding(found: Any, pictures: Mapping[str, np.ndarray]) -> dict[str, Any]:
     return {
         "pictures": [
-            {"path": path, "label": label, "source": _source(pictures[path]) if path in pictures else ""}
+            {"path": path, "label": label, "source": thumbnail(pictures[path]) if path in pictures else ""}
             for path, label in list(zip(found.paths, found.labels, strict=True))[:MOST_PICTURES]
         ],
         "more": max(0, len(found.paths) - MOST_PICTURES),
@@ -55,10 +52,3 @@ def _finding(found: Any, pictures: Mapping[str, np.ndarray]) -> dict[str, Any]:
         "across": found.across,
         "suggested": found.suggested,
     }
-
-
-def _source(picture: np.ndarray) -> str:
-    """Return a thumbnail as an address that contains it."""
-    buffer = io.BytesIO()
-    Image.fromarray(picture).save(buffer, "JPEG", quality=_QUALITY)
-    return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"

@@ -19,7 +19,7 @@ from engram.report.groups import RunGroup, row_percent
 from engram.report.svg import CARD, GRID, INK, MARKERS, MUTED, ON_STRONG, SERIES, Drawing, finish
 
 WIDTH = 5.0  # inches; at 72 units an inch the text is near its nominal size on a phone and on a desk
-NAMED_CLASSES = 25
+NAMED_CLASSES, _LARGE_NAMES = 60, 25  # classes named beside a confusion matrix; up to the second, in large letters
 NUMBERED_STAGES = 12
 _LISTED_CLASSES = 300  # of more classes, only the CSV file has the names
 _KEY_COLUMNS, _KEY_LINE = 3, 0.165  # of the list of class names; inches
@@ -236,6 +236,8 @@ def confusion_matrix(
     percent = row_percent(counts)
     size = len(percent)
     side = 6.4 if needs_width(size) else WIDTH
+    if _LARGE_NAMES < size <= NAMED_CLASSES:
+        side = 1.6 + 0.19 * size
     is_listed = NAMED_CLASSES < size <= _LISTED_CLASSES
     below = _KEY_LINE * math.ceil(size / _KEY_COLUMNS) if is_listed else 0.0
     figure, axes = new_figure(side, side - 0.2 + below)
@@ -245,8 +247,9 @@ def confusion_matrix(
     _heat_map(axes, percent, "share of the true class's test images, %")
     if size <= NAMED_CLASSES:
         names = [plain(name, 18) for name in class_names]
-        axes.set_xticks(range(size), names, rotation=90, fontsize=9)
-        axes.set_yticks(range(size), names, fontsize=9)
+        letters = 9 if size <= _LARGE_NAMES else 8
+        axes.set_xticks(range(size), names, rotation=90, fontsize=letters)
+        axes.set_yticks(range(size), names, fontsize=letters)
         if size <= NUMBERED_STAGES:
             for row, column in np.argwhere(np.nan_to_num(percent) >= 0.5):
                 shade = ON_STRONG if percent[row, column] > 50 else INK

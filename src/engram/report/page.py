@@ -1,4 +1,4 @@
-"""Make the report about runs (an HTML page, figures as SVG, numbers as CSV), and the page about a model's accuracy."""
+"""Make the report about runs (an HTML page, figures as SVG, numbers as CSV)."""
 
 from __future__ import annotations
 
@@ -7,11 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from engram.core.io import write_text
 from engram.core.metrics import METRICS, TASK_METRICS
-from engram.core.provenance import version
 from engram.report import figures
 from engram.report import wording as words
 from engram.report.formatting import ACCURACY_WORDS, duration, glued, join, predictor_name
@@ -30,7 +26,6 @@ from engram.report.tables import PAIRED, csv_files, most_confused
 from engram.runs.directory import RESULT, runs_in
 
 _OPEN_CONFUSIONS = 3
-_NAMED = 20  # classes that an evaluation left out, listed at most
 _EXACT_COLUMNS = 6  # a wider table of stages has one digit instead of two, to fit the page
 _PREDICTOR_WORDS = {
     "cnn": "CNN: the class with the highest score of the classifier.",
@@ -274,27 +269,3 @@ def _merged(texts: list[Any]) -> list[tuple[str, str]]:
     """Return label and text of each line; if the runs differ, all texts."""
     labels = dict.fromkeys(label for text in texts for label in text)
     return [(label, ", ".join(dict.fromkeys(t[label] for t in texts if label in t))) for label in labels]
-
-
-def write_evaluation(found: dict[str, Any], out: Path) -> Path:
-    """Write the page, with its figure inside, and return its path. found: the output of `engram evaluate --json`."""
-    tested = [entry for entry in found["classes"] if entry["images"]]
-    names = [str(entry["class"]) for entry in found["classes"]]
-    counts = np.array(found["confusion"])
-    by = predictor_name(found["by"])
-    with drawing_style():
-        title = f"{by}, {found['images']} images"
-        alt = "Confusion matrix: rows true classes, columns predicted."
-        drawing = figures.confusion_matrix(counts, names, "in order of arrival", title, "confusion", alt)
-    text = template("evaluation.html.jinja").render(
-        found=found,
-        named=_NAMED,
-        tested=sorted(tested, key=lambda entry: entry["accuracy"]),
-        by=by,
-        drawing=drawing,
-        is_wide=figures.needs_width(len(names)),
-        pairs=most_confused(counts, names),
-        version=version(),
-    )
-    write_text(out, text)
-    return out

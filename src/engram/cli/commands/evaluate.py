@@ -35,12 +35,14 @@ from engram.cli.text import (
 )
 from engram.core.errors import EngramError
 from engram.core.io import typed_path
+from engram.data.decode.prefetch import decode_files
 from engram.data.sources.folder import walk_images
 from engram.models.doubt import Doubt, area_under_curve
 from engram.models.from_run import open_for_prediction
 from engram.models.labels import labels_by_name
 from engram.models.model import Model
 from engram.models.prediction import Evaluated, evaluate_batches, predict_files
+from engram.report.thumbnails import SIDE
 
 MATRIX = 20  # largest number of classes for a confusion matrix in the terminal
 PAIRS = 10
@@ -73,9 +75,9 @@ def evaluate_command(options: Evaluate, typed: Sequence[str]) -> int:
     if doubt is not None and threshold is not None:
         found["strangers"] = _strangers(model, done, doubt, threshold, options)
     if report is not None:
-        from engram.report.page import write_evaluation  # matplotlib takes a second to import
+        from engram.report.evaluation_page import write_evaluation  # matplotlib takes a second to import
 
-        write_evaluation(found, report)
+        write_evaluation(found, report, _pictures)
     if options.json:
         print_line(console, json.dumps(found, allow_nan=False))
     else:
@@ -84,6 +86,12 @@ def evaluate_command(options: Evaluate, typed: Sequence[str]) -> int:
         tell(f"{len(done.skipped)} of {len(paths)} images could not be read")
         return UNREADABLE
     return 0
+
+
+def _pictures(paths: Sequence[str]) -> dict[str, np.ndarray]:
+    """Return thumbnails of files by path, without those that cannot be read."""
+    images, positions, _ = decode_files(paths, SIDE, skip_bad=True)
+    return {paths[position]: image for position, image in zip(positions, images, strict=True)}
 
 
 def _folder(text: str) -> Path:
@@ -184,6 +192,15 @@ def summary(model: Model, done: Evaluated, unknown: Mapping[str, int], options: 
         "accuracy_of_images": done.accuracy_of_images,
         "classes": classes,
         "confusion": done.counts.tolist(),
+        "mistakes": [
+            {
+                "path": mistake.path,
+                "class": model.labels[mistake.true],
+                "predicted": model.labels[mistake.predicted],
+                "probability": mistake.probability,
+            }
+            for mistake in done.mistakes
+        ],
         "left_out": [{"class": name, "images": images} for name, images in unknown.items()],
         "unreadable": [path for path, _ in done.skipped],
     }

@@ -44,7 +44,7 @@ def export(at: At, request: Request) -> FileResponse:
 @ROUTES.get("/models/{name}/report.html", tags=["models"], response_class=HTMLResponse)
 def report(at: At, request: Request) -> FileResponse:
     """Return a page with the accuracy on held-out images, by class, and the confusion matrix."""
-    from engram.report.page import write_evaluation  # matplotlib takes a second to import
+    from engram.report.evaluation_page import write_evaluation  # matplotlib takes a second to import
 
     found = at.need()
     counts, _ = found.gallery().confusion(len(found.generation.names))
