@@ -153,6 +153,11 @@ def compare_four(folder: Path) -> dict[str, float]:
         if os.environ["RANK"] == str(number):
             with alone():
                 found[name] = apart(Played(config).state, shared.state)
+    # Norms of each process's own images: other numbers, which the engine compares after each stage.
+    replica = short_config("afc", batch_size=16, norms="replica")
+    found["norms of replicas"] = float(
+        apart(Played(replica).state, Played(replace(replica, norms="synchronised")).state) < 1e-3
+    )
     session = tiny_session(short_config("afc"), short_store())
     begin_stage(session, 0)
     engine, network, images = session.engine, session.learner.network, session.stage(0).pool.images

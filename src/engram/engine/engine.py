@@ -121,6 +121,7 @@ class Engine(Runtime):
                 totals = step()
             totals = [total.clone() for total in totals]
             totals = take(rest, totals) if rest else totals
+            self.average_norms(learner.network)
             return [processes.sum(total) for total in totals]
 
     # See `Passes`.

@@ -129,7 +129,7 @@ def kind_of_device(device: str) -> Device:
     if kind is None or (colon and kind != "cuda"):
         known = get_args(Device)
         raise EngramError(
-            f"{option('device')} is auto, cpu, cuda, or a GPU such as cuda:1, got {device!r:.40}: {suggest(name, known)}",
+            f"{option('device')} is auto, cpu, cuda or a GPU like cuda:1, got {device!r:.40}: {suggest(name, known)}",
             parameter="device",
             value=device,
         )
