@@ -21,7 +21,6 @@ from engram.core.io import writing
 from engram.core.plugins import VARIABLE
 from engram.core.processes import leave_processes
 from engram.core.torchrun import is_launched, launched_rank
-from engram.core.torchrun import launched_rank
 from engram.data.sources.load import FOLDERS, DataConfig, load_store
 from engram.data.store import ImageStore
 from engram.experiment.base_cache import StageCache, user_cache
