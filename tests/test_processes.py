@@ -26,6 +26,7 @@ from engram.core.errors import EngramError, SharedError
 from engram.core.events import BaseReused, EpochFinished, Event, RunFinished, StageFinished, Stopped, Warned
 from engram.core.processes import ALONE, Processes, join_processes
 from engram.core.torchrun import was_restarted
+from engram.data.memory import MemoryConfig
 from engram.data.store import ImageStore
 from engram.engine import Engine
 from engram.experiment.base_cache import StageCache
@@ -33,6 +34,7 @@ from engram.experiment.run_config import RunConfig
 from engram.experiment.runner import resume, run
 from engram.experiment.session import Session
 from engram.methods import METHODS
+from engram.methods.bic import BiC
 from helpers import begin_stage, last_state, tiny_config, tiny_session, toy_store
 from process_helpers import Group, values
 
@@ -50,8 +52,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def short_config(method: str, **changes: Any) -> RunConfig:
-    """Two stages of two classes, one epoch: batches of 10, and a smaller one at the end."""
-    config = tiny_config(method, **{"epochs": 1, "batch_size": 10} | changes)
+    """Two stages of two classes, one epoch: batches of 11, which are divided unevenly, and a smaller one at the end."""
+    config = tiny_config(method, **{"epochs": 1, "batch_size": 11} | changes)
     return config.with_settings(**SETTINGS.get(method, {}))
 
 
@@ -139,13 +141,20 @@ def test_a_method_learns_the_same_by_two_processes(method: str) -> None:
     assert max(*ours, *theirs) < CLOSE
 
 
+correct = BiC.correct
+
+
+def correct_without_mark(method: BiC, step: Step) -> dict[str, Tensor]:
+    return correct(method, step)
+
+
 def compare_four(folder: Path) -> dict[str, float]:
     """How far four processes are from one, in several cases of which each process plays one alone."""
     found: dict[str, float] = {}
     runs = {
-        "uneven parts": short_config("afc", batch_size=11),
+        "uneven parts": short_config("afc"),
         "undivided batches": short_config("afc", batch_size=7),
-        "a mean over exemplars": short_config("uniform", batch_size=11).with_settings(exemplars_only=True),
+        "a mean over exemplars": short_config("uniform").with_settings(exemplars_only=True),
         "mixed images": short_config("gdumb").with_settings(train__batch_size=9, cutmix__probability=1.0),
     }
     for number, (name, config) in enumerate(runs.items()):
@@ -153,6 +162,17 @@ def compare_four(folder: Path) -> dict[str, float]:
         if os.environ["RANK"] == str(number):
             with alone():
                 found[name] = apart(Played(config).state, shared.state)
+    corrected = short_config("bic", memory=MemoryConfig(size=8)).with_settings(validation=0.5, correction__epochs=4)
+    with alone():
+        single = Played(corrected)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BiC, "correct", correct_without_mark)
+        found["parameters in a loss of the whole batch"] = apart(single.state, Played(corrected).state)
+    # Norms of each process's own images: other numbers, which the engine compares after each stage.
+    replica = short_config("afc", batch_size=16, norms="replica")
+    found["norms of replicas"] = float(
+        apart(Played(replica).state, Played(replace(replica, norms="synchronised")).state) < 1e-3
+    )
     session = tiny_session(short_config("afc"), short_store())
     begin_stage(session, 0)
     engine, network, images = session.engine, session.learner.network, session.stage(0).pool.images

@@ -10,6 +10,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,7 @@ from engram.core.events import (
     Warned,
 )
 from engram.experiment.base_cache import StageCache, user_cache
-from engram.experiment.parallel import Workers, fast_switching, plan_members
+from engram.experiment.parallel import Member, Workers, fast_switching, plan_members
 from engram.experiment.run_config import directory_name
 from engram.experiment.runner import resume
 from engram.methods.blocks.lsc import LSCMethod
@@ -301,6 +303,45 @@ def test_a_run_that_another_process_does_is_left_to_it(alone: Path, tmp_path: Pa
     held.close()
     list(run_together(configs(), make_store(), tmp_path))
     assert outcome(tmp_path / "afc") == outcome(alone / "afc")
+
+
+def test_a_run_that_another_process_did_while_this_one_started_is_not_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its progress is read before the images and the network are made, and another process may be done by then."""
+    named, reads = {"naive": make_config("naive")}, []
+    workers = Workers(plan_members(named, make_store(), tmp_path), at_once=1)
+    read = Member.read_progress
+
+    def read_first(member: Member) -> Any:
+        found = read(member)
+        if not reads:
+            list(run(named["naive"], make_store(), tmp_path / "naive"))
+        reads.append(found.state)
+        return found
+
+    monkeypatch.setattr(Member, "read_progress", read_first)
+    (event,) = [event for _, event in workers.events()]
+    assert isinstance(event, RunSkipped)
+    assert reads == ["new", "done"]
+
+
+def test_runs_are_spread_over_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU: which one each run would get."""
+    chosen: list[int] = []
+
+    @contextmanager
+    def stream(workers: Workers, member: Member) -> Iterator[None]:
+        chosen.append(workers._places[member.name])
+        yield
+
+    monkeypatch.setattr(Workers, "_stream", stream)
+    members = plan_members({str(seed): replace(make_config("naive"), seed=seed) for seed in range(5)}, make_store())
+    assert [event for _, event in Workers(members, at_once=4, gpus=(3, 5)).events()]
+    assert sorted(chosen[:4]) == [3, 3, 5, 5]
+    assert set(chosen) == {3, 5}
+    with pytest.raises(EngramError, match="at most 60, got 61"):
+        Workers(members, at_once=61, gpus=(3, 5))
 
 
 def test_what_another_process_did_meanwhile_is_seen(tmp_path: Path) -> None:

@@ -127,6 +127,7 @@ class Engine(Runtime):
             if rest:
                 with next_images():
                     totals = take(rest, totals)
+            self.average_norms(learner.network)
             return [processes.sum(total) for total in totals]
 
     # See `Passes`.

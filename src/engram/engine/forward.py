@@ -27,6 +27,7 @@ from engram.nn.network import Network, Output, averaged
 from engram.nn.views import View, seen_as
 
 Precision = Literal["float32", "tf32", "bf16"]
+Norms = Literal["synchronised", "replica"]
 FUSED_OPTIMISER = "sgd"  # the one whose update is a kernel of ours
 # Images of this many pixels are read channels-last on a CPU too: EfficientNet-Lite0 then reads 15.8 instead of 12.6
 # images of 224x224 pixels in a second of one core (n = 1; no file was kept).
@@ -40,7 +41,7 @@ INFERENCE_PIXELS = {"cpu": 4 * 224 * 224, "cuda": 4096 * 32 * 32}
 class Compute:
     """How passes are computed: device, precision, augmentation. image_size: of images as the network sees them.
 
-    processes: those that share the work.
+    processes: those that share the work. norms: whether batch norms see the whole batch or the part of their process.
     """
 
     device: torch.device
@@ -48,6 +49,7 @@ class Compute:
     augmentation: Augmentation
     image_size: tuple[int, int]
     processes: Processes = ALONE
+    norms: Norms = "synchronised"
 
     def __post_init__(self) -> None:
         # On a CPU channels-last costs a fifth of the speed with resnet10, most of it in the distillation loss.

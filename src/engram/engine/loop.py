@@ -163,12 +163,14 @@ class PhaseLoop:
                     self._send_losses()
                 yield
             self.epoch, self.step, self._first = self.epoch + 1, 0, 0
+        self._runtime.average_norms(self._learner.network)
         for hooks in self._hooks:
             hooks.finish()
         self._runtime.buffers.save_image_state(self._stage)
 
     def state(self) -> PhaseState:
-        """Where the phase is now; raises NonFiniteLoss if the weights are worthless."""
+        """Where the phase is now; raises NonFiniteLoss if the weights are worthless. Every process must call it."""
+        self._runtime.average_norms(self._learner.network)
         for losses in self._ended:
             if losses.copied is not None:
                 losses.copied.synchronize()

@@ -53,7 +53,8 @@ class Runtime(Compute):
         forward = self._forward
         if forward is None or forward.batch_size < batch_size or not forward.optimiser.holds(learner.network):
             # Our kernels compute the statistics of a norm inside a convolution, where they cannot be synchronised.
-            is_fused = self.why_not_fused(learner.network.backbone) is None and self.processes.count == 1
+            is_synchronised = self.processes.count > 1 and self.norms == "synchronised"
+            is_fused = self.why_not_fused(learner.network.backbone) is None and not is_synchronised
             kind = FusedForward if is_fused else Forward
             forward = self._forward = kind(self, learner, batch_size)
             self.buffers.version += 1
@@ -77,8 +78,17 @@ class Runtime(Compute):
         return True
 
     def synchronised(self, share: Share) -> AbstractContextManager[object]:
-        """Inside this context, the batch norms of a pass over this part of a batch see all of the batch."""
-        return SynchronisedNorms(self.processes, share) if share.is_split else nullcontext()
+        """Inside this context, the batch norms of a pass over this part of a batch see all of it, if they should."""
+        is_needed = share.is_split and self.norms == "synchronised"
+        return SynchronisedNorms(self.processes, share) if is_needed else nullcontext()
+
+    @torch.no_grad()
+    def average_norms(self, network: Network) -> None:
+        """Make running statistics that each process computed of its own images their mean over the processes."""
+        if self.processes.count > 1 and self.norms == "replica":
+            for buffer in network.buffers():
+                if buffer.is_floating_point():
+                    self.processes.sum(buffer.div_(self.processes.count))
 
     def record(
         self, slot: Hashable, key: object, step: Callable[[], T], learner: Learner, what: str

@@ -246,8 +246,9 @@ class RunExecution:
     def _checkpoint(self, taken: StepTaken) -> Iterator[Event]:
         """Save a checkpoint inside a phase, after yielding the epochs that ended before it."""
         yield from taken.ended()
+        state = taken.state()
         if self.files is not None:
-            self._save(taken.state())
+            self._save(state)
             yield Checkpointed(taken.stage, taken.loop.phase.name, taken.loop.epoch + 1)
 
     def _result(self) -> Result:

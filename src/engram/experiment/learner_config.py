@@ -11,7 +11,7 @@ import torch
 from engram.contract import Settings
 from engram.contract.predictors import PREDICTORS
 from engram.contract.settings import MAIN_ROLES, OPTIMISERS, SCHEDULES, trainings, with_role
-from engram.core.errors import EngramError, option
+from engram.core.errors import EngramError, option, suggest
 from engram.core.registry import Registry, joined_versions
 from engram.core.serialize import convert_setting, from_plain, to_plain
 from engram.data.augment import Augmentation
@@ -120,6 +120,20 @@ def take_weights(given: str | Path | PretrainedWeights, backbone: str | None = N
     record, tensors = load_weights(given, backbone)
     keep(record, tensors)
     return record
+
+
+def kind_of_device(device: str) -> Device:
+    """Return the kind of a device that may be a GPU with its number, such as "cuda:1"."""
+    name, colon, _ = device.partition(":")
+    kind = next((each for each in get_args(Device) if each == name), None)
+    if kind is None or (colon and kind != "cuda"):
+        known = get_args(Device)
+        raise EngramError(
+            f"{option('device')} is auto, cpu, cuda or a GPU like cuda:1, got {device!r:.40}: {suggest(name, known)}",
+            parameter="device",
+            value=device,
+        )
+    return kind
 
 
 def resolve_device(

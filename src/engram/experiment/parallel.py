@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import traceback
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -23,7 +24,7 @@ from engram.experiment.image_placement import ImagePlacement
 from engram.experiment.members import Member, plan_members
 from engram.experiment.run_config import RunConfig
 from engram.experiment.runner import resume, run
-from engram.runs.directory import RunInUse
+from engram.runs.directory import RunExists, RunInUse
 
 __all__ = ["Member", "Workers", "plan_members", "run_together"]
 
@@ -40,6 +41,7 @@ def run_together(
     cache: StageCache | bool | None = True,
     command: str | None = None,
     images: ImagePlacement = "auto",
+    gpus: Sequence[int] = (),
 ) -> Generator[tuple[str, Event], None, None]:
     """Run several configurations: a generator of (name of the run, event).
 
@@ -52,11 +54,12 @@ def run_together(
     configs: by name, or a list whose names are made of recipe, order and seed.
     store: the images of all runs; None: read the data set that each configuration names, each once.
     directory: each run has a subdirectory with its name; complete runs are skipped, incomplete ones are resumed.
-    at_once: runs at the same time; None: 1 on a CPU and 12 on a GPU.
+    at_once: runs at the same time; None: 1 on a CPU and 12 on each GPU.
     stop: called after every step, in the thread of the run.
     cache: of trained base stages, so that runs with the same base stage train it once; True: that of the commands
         (`engram list cache`); False: each run trains its base stage.
     images: as for `run`.
+    gpus: the numbers of the GPUs that the runs are spread over; none: the first GPU, if they use one.
     """
     if is_launched():
         raise EngramError("torchrun starts several processes for one run; do several runs without it")
@@ -69,6 +72,7 @@ def run_together(
         cache=which_cache(cache),
         command=command,
         images=images,
+        gpus=gpus,
     )
     yield from workers.events()
 
@@ -100,9 +104,9 @@ def fast_switching() -> Iterator[None]:
                 sys.setswitchinterval(original)
 
 
-def default_at_once(members: Sequence[Member]) -> int:
+def default_at_once(members: Sequence[Member], gpus: int = 1) -> int:
     """The default number of runs at the same time: one run uses a whole CPU, but only a small part of a GPU."""
-    return ON_CUDA if any(member.config.device == "cuda" for member in members) else ON_CPU
+    return ON_CUDA * gpus if any(member.config.device == "cuda" for member in members) else ON_CPU
 
 
 class Workers:
@@ -122,15 +126,18 @@ class Workers:
         cache: StageCache | None = None,
         command: str | None = None,
         images: ImagePlacement = "auto",
+        gpus: Sequence[int] = (),
     ) -> None:
+        self._gpus = tuple(gpus) or (0,)
         if at_once is not None and at_once < 1:
             raise EngramError(f"the number of runs at a time must be at least 1, got {at_once}")
-        if at_once is not None and at_once > MOST:
+        most = MOST * len(self._gpus)
+        if at_once is not None and at_once > most:
             raise EngramError(
-                f"the number of runs at a time must be at most {MOST}, got {at_once}; more runs wait until others end"
+                f"the number of runs at a time must be at most {most}, got {at_once}; more runs wait until others end"
             )
         self.members = list(members)
-        self.at_once = default_at_once(members) if at_once is None else at_once
+        self.at_once = default_at_once(members, len(self._gpus)) if at_once is None else at_once
         self._stop = stop or (lambda: False)
         self._cancelled = False
         self._is_unread = False  # nobody reads the events any more
@@ -146,10 +153,11 @@ class Workers:
         unfinished = [member for member in members if member.progress.state != "done"]
         self._pending = sorted(unfinished, key=lambda member: -member.work)
         self._active: dict[str, threading.Thread] = {}
+        self._places: dict[str, int] = {}  # the GPU of each active run
         self._bases: dict[str, str] = {}  # the keys of base stages that are being trained or waited for, by run
         self._events: Queue[tuple[Member, Event | None]] = Queue(WAITING_EVENTS)
         self._threads = torch.get_num_threads()
-        self._streams: list[torch.cuda.Stream] = []  # not in use by a run
+        self._streams: dict[int, list[torch.cuda.Stream]] = {gpu: [] for gpu in self._gpus}  # not in use by a run
 
     def events(self) -> Generator[tuple[str, Event], None, None]:
         """The events of all runs, each with the name of its run."""
@@ -168,6 +176,7 @@ class Workers:
                 if event is None:
                     self._active.pop(member.name).join()
                     self._bases.pop(member.name, None)
+                    self._places.pop(member.name)
                 else:
                     if isinstance(event, (BaseReused, StageFinished)):
                         self._bases.pop(member.name, None)
@@ -187,6 +196,8 @@ class Workers:
             self._pending.remove(member)
             if self._shares and member.base_key is not None:
                 self._bases[member.name] = member.base_key
+            taken = Counter(self._places.values())
+            self._places[member.name] = min(self._gpus, key=lambda gpu: taken[gpu])
             # A daemon: quitting must not wait for it.
             thread = threading.Thread(target=self._work, args=(member,), name=member.name, daemon=True)
             self._active[member.name] = thread
@@ -231,6 +242,12 @@ class Workers:
 
     def _run(self, member: Member) -> Iterator[Event]:
         """The events of one run: started, resumed, or skipped if it is complete."""
+        try:
+            yield from self._events_of(member)
+        except RunExists:  # another process has done some of it, or all, since its progress was read
+            yield from self._events_of(member)
+
+    def _events_of(self, member: Member) -> Iterator[Event]:
         progress = member.read_progress()
         if progress.result is not None:
             yield RunSkipped(progress.result, str(member.directory))
@@ -249,9 +266,11 @@ class Workers:
         if member.config.device != "cuda":
             yield
             return
+        gpu = self._places[member.name]
+        torch.cuda.set_device(gpu)  # of this thread
         # Streams are reused by later runs: memory that the allocator keeps for one stream cannot be used on another.
         try:
-            stream = self._streams.pop()
+            stream = self._streams[gpu].pop()
         except IndexError:
             stream = torch.cuda.Stream(priority=MAIN_PRIORITY)
         try:
@@ -260,7 +279,7 @@ class Workers:
         finally:
             with suppress(RuntimeError):  # after a device error, which the run has already reported
                 stream.synchronize()
-            self._streams.append(stream)
+            self._streams[gpu].append(stream)
 
 
 def _failure(member: Member, error: Exception) -> RunFailed:

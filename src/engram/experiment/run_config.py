@@ -18,6 +18,7 @@ from engram.data.memory import MemoryConfig
 from engram.data.sources.load import DataConfig
 from engram.data.store import ImageStore
 from engram.data.stream import Stream, class_order, describe_order, order_text
+from engram.engine.forward import Norms
 from engram.experiment.learner_config import Device, LearnerConfig, Precision, resolve_device, take_weights
 from engram.methods import METHODS, find_method
 from engram.nn.pretrained import PretrainedWeights, describe_weights
@@ -40,6 +41,8 @@ class RunConfig(LearnerConfig):
     recipe: name of the recipe that this configuration was made from.
     weights: pretrained weights of the backbone that training starts from; as an argument also their name or file.
     blurry, repeat: shares of images and of classes that come again in later stages; see `arrival_stages`.
+    norms: of several processes that share the run: "synchronised": a batch norm sees the whole batch, so their number
+        makes no difference. "replica": it sees the part of its process, as in most other programs, which is faster.
     """
 
     method: str
@@ -59,6 +62,7 @@ class RunConfig(LearnerConfig):
     blurry: float = field(default=0.0, metadata=limits(at_least=0, below=1))
     repeat: float = field(default=0.0, metadata=limits(at_least=0, at_most=1))
     weights: PretrainedWeights | None = field(default=None, metadata={ADDED: True})
+    norms: Norms = field(default="synchronised", metadata={ADDED: True})
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "order", order_text(self.order))
@@ -112,8 +116,9 @@ class RunConfig(LearnerConfig):
         return replace_at(self, path, value)
 
     def to_plain(self) -> dict[str, Any]:
-        """Return the configuration as plain data; shares of 0 are left out, as in files of earlier versions."""
+        """Return the configuration as plain data; these defaults are left out, as in files of earlier versions."""
         left_out = [name for name in ("blurry", "repeat") if not getattr(self, name)]
+        left_out += ["norms"] if self.norms == "synchronised" else []
         return {key: value for key, value in super().to_plain().items() if key not in left_out}
 
     def fingerprint(self) -> str:

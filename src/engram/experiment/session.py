@@ -87,7 +87,7 @@ class Session:
         self._arrivals = arrival_stages(self._train_labels, self.stream, config.seed, **shares)
         device, precision = resolve_device(config.device, config.precision)
         seen = config.augmentation.view_size(store.image_size)
-        self.engine = Engine(torch.device(device), precision, config.augmentation, seen, processes)
+        self.engine = Engine(torch.device(device), precision, config.augmentation, seen, processes, config.norms)
         kept = store.train.images
         memory = Memory(config.memory, kept if is_mapped(kept) else None)
         mean, std = self.normalisation
@@ -147,7 +147,7 @@ class Session:
             "method": method_key,
         }
         if self.processes.count > 1:  # the last bits of sums depend on it
-            key["processes"] = self.processes.count
+            key["processes"] = [self.processes.count, self.config.norms]
         if self.config.weights is not None:
             key["weights"] = self.config.weights.digest
         if self.config.blurry or self.config.repeat:

@@ -35,6 +35,10 @@ class RunInUse(EngramError):
     """Another process is doing the run."""
 
 
+class RunExists(EngramError):
+    """The directory of a new run is not empty."""
+
+
 class RunDirectory:
     """Writes the files of one run. Only one process at a time may write to it. manifest: the content of run.json."""
 
@@ -52,7 +56,7 @@ class RunDirectory:
                     found = cls(path, {})
                     found._acquire()  # raises RunInUse if another process has just started the run
                     found.close()
-                raise EngramError(
+                raise RunExists(
                     f"{path} already exists and is not empty; 'engram resume {path}' continues a run, "
                     "or choose another directory"
                 )

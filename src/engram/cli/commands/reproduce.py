@@ -14,7 +14,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from engram.cli.commands.run_common import DRY_RUN, check_last_stage, check_running, read_images, use_threads
+from engram.cli.commands.run_common import (
+    DRY_RUN,
+    check_last_stage,
+    check_running,
+    choose_gpus,
+    read_images,
+    use_threads,
+)
 from engram.cli.commands.several import train_all
 from engram.cli.options.overrides import images_at, split_seeds, split_values
 from engram.cli.options.runs import Reproduce
@@ -26,6 +33,7 @@ from engram.core.io import typed_path
 from engram.core.provenance import processor_name
 from engram.data.sources.load import DataConfig
 from engram.data.store import ImageStore
+from engram.experiment.learner_config import kind_of_device
 from engram.experiment.parallel import ON_CPU, ON_CUDA, plan_members
 from engram.experiment.run_config import RunConfig
 from engram.report.formatting import count_runs, join
@@ -95,7 +103,8 @@ def reproduce_command(options: Reproduce, typed: Sequence[str]) -> int:
     configs, stores = with_images(plan, lambda data: read_images(data, console, silent=flags.quiet or flags.json))
     members = plan_members(configs, directory=runs, read=stores.__getitem__)
     check_last_stage(flags, *[member.stages for member in members])
-    return train_all(members, runs, flags, options.at_once, typed, console, lambda _: show(*plan_now()))
+    gpus = choose_gpus(flags, options.device)
+    return train_all(members, runs, flags, options.at_once, typed, console, lambda _: show(*plan_now()), gpus)
 
 
 def with_images(
@@ -128,7 +137,7 @@ def _asked(options: Reproduce) -> PaperRequest:
         orders=split_values("--orders", options.orders) or None,
         seeds=split_seeds(options.seeds),
         data_path=None if options.data is None else images_at(options.data),
-        device=options.device,
+        device=None if options.device is None else kind_of_device(options.device),
         precision=None if options.precision == "auto" else options.precision,
     )
 
@@ -271,7 +280,7 @@ def print_plan(
     console: Console, plan: PaperPlan, estimates: Sequence[Cost], completed: CompletedRuns, options: Reproduce
 ) -> None:
     """Print which runs the experiments need, how many are done, and how long the rest would take."""
-    here = this_hardware(options.device)
+    here = this_hardware(options.device and kind_of_device(options.device))
     if options.running.json:
         print_line(console, json.dumps(plan_json(plan, estimates, completed, here)))
         return

@@ -13,6 +13,7 @@ from engram.cli.commands.run_common import (
     DRY_RUN,
     check_last_stage,
     check_running,
+    choose_gpus,
     command_line,
     follow_run,
     new_directory,
@@ -20,6 +21,7 @@ from engram.cli.commands.run_common import (
     proceeding,
     read_images,
     refuse_used,
+    use_one_gpu,
     use_threads,
 )
 from engram.cli.commands.several import run_several
@@ -51,9 +53,11 @@ def run_command(options: Run, typed: Sequence[str]) -> int:
     flags = options.running
     check_running(flags, options.at_once)
     configs = configure_all(options)
+    gpus = choose_gpus(flags, options.training.device)
     if len(configs) > 1:
-        return run_several(options, configs, typed)
+        return run_several(options, configs, typed, gpus)
     config = configs[0]
+    use_one_gpu(gpus)
     given = None if options.out is None else typed_path(options.out)
     use_threads(flags.threads)
     processes = ALONE if options.dry_run else join_run(config)
@@ -101,6 +105,7 @@ def resume_command(options: Resume, _: Sequence[str]) -> int:
 def _continue(directory: str, images: str | None, flags: RunningFlags) -> int:
     """Continue the run in a directory. images: where they are, if they have moved."""
     place = typed_path(directory)
+    use_one_gpu(choose_gpus(flags))
     refuse_model(place)
     console = make_console()
     manifest = read_manifest(place)

@@ -20,10 +20,11 @@ from engram.core.events import Event, RunFinished, Stopped
 from engram.core.io import writing
 from engram.core.plugins import VARIABLE
 from engram.core.processes import leave_processes
-from engram.core.torchrun import launched_rank
+from engram.core.torchrun import is_launched, launched_rank
 from engram.data.sources.load import FOLDERS, DataConfig, load_store
 from engram.data.store import ImageStore
 from engram.experiment.base_cache import StageCache, user_cache
+from engram.experiment.learner_config import kind_of_device
 from engram.experiment.run_config import RunConfig
 from engram.runs.directory import CHECKPOINT, ERROR, MANIFEST, RESULT, free_directory, is_running, is_used
 from engram.runs.reader import MAX_THREADS, read_manifest, read_result
@@ -71,6 +72,44 @@ def use_threads(threads: int | None) -> None:
         import torch
 
         torch.set_num_threads(threads)
+
+
+def choose_gpus(flags: RunningFlags, device: str | None = None) -> tuple[int, ...]:
+    """Return the GPUs that --devices or --device cuda:N names; none if they name none."""
+    given, name = flags.devices, "--devices"
+    if device is not None and device != kind_of_device(device):
+        if given is not None:
+            raise EngramError(f"--device {device} and --devices {given} exclude each other; give only one of them")
+        given, name = device.partition(":")[2], "--device cuda:N"
+    if given is None:
+        return ()
+    numbers = [each.strip() for each in given.split(",")]
+    if not all(each.isdecimal() for each in numbers) or len(set(numbers)) < len(numbers):
+        raise EngramError(f"{name} takes numbers of GPUs, each once, such as 0,1; got {given!r:.60}")
+    if device == "cpu":
+        raise EngramError(f"--devices {given} are GPUs, and --device cpu uses none; give only one of them")
+    if is_launched():
+        raise EngramError(f"torchrun gives each process its GPU; leave out {name} (CUDA_VISIBLE_DEVICES limits them)")
+    import torch
+
+    count = torch.cuda.device_count()
+    if wrong := [each for each in numbers if int(each) >= count]:
+        here = f"this machine has {count}, numbered from 0" if count else "no CUDA device is available here"
+        raise EngramError(f"there is no GPU {wrong[0]}: {here}")
+    return tuple(map(int, numbers))
+
+
+def use_one_gpu(gpus: Sequence[int]) -> None:
+    """Make the GPU that was chosen the one of this process, for a single run."""
+    if len(gpus) > 1:
+        raise EngramError(
+            f"one run uses one GPU, got {len(gpus)}; 'torchrun --nproc-per-node {len(gpus)} -m engram run ...' shares "
+            "a run among several (docs/scale.md)"
+        )
+    if gpus:
+        import torch
+
+        torch.cuda.set_device(gpus[0])
 
 
 def command_line(typed: Sequence[str], configs: Iterable[RunConfig]) -> str:

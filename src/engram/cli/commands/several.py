@@ -46,8 +46,8 @@ from engram.track import Tracking
 STOP = "--stop-after-stage"
 
 
-def run_several(options: Run, configs: Sequence[RunConfig], typed: Sequence[str]) -> int:
-    """Run `engram run` with several runs."""
+def run_several(options: Run, configs: Sequence[RunConfig], typed: Sequence[str], gpus: Sequence[int]) -> int:
+    """Run `engram run` with several runs. gpus: see `Workers`."""
     flags, console = options.running, make_console()
     if is_launched():
         raise EngramError(
@@ -82,7 +82,7 @@ def run_several(options: Run, configs: Sequence[RunConfig], typed: Sequence[str]
             in_order = {member.name: last[member.name] for member in members if member.name in last}
             print_results(console, in_order, parent)
 
-    return train_all(members, parent, flags, options.at_once, typed, console, report)
+    return train_all(members, parent, flags, options.at_once, typed, console, report, gpus)
 
 
 def train_all(
@@ -93,6 +93,7 @@ def train_all(
     typed: Sequence[str],
     console: Console,
     report: Callable[[EndedRuns], None],
+    gpus: Sequence[int] = (),
 ) -> int:
     """Train the runs, call `report` with their last events, print failures and what is left, return the exit status."""
     if flags.threads is None:
@@ -100,9 +101,10 @@ def train_all(
     configs = [member.config for member in members]
     command = command_line(typed, configs)
     interrupt, cache = Interrupt(), shared_stages(flags)
-    workers = Workers(members, at_once=at_once, command=command, **proceeding(flags, interrupt))
+    workers = Workers(members, at_once=at_once, command=command, gpus=gpus, **proceeding(flags, interrupt))
     if not flags.quiet and not flags.json:
-        print_line(console, f"{count_runs(len(members))}, at most {workers.at_once} at a time, in {parent}")
+        spread = f" on {len(gpus)} GPUs" if len(gpus) > 1 else ""
+        print_line(console, f"{count_runs(len(members))}, at most {workers.at_once} at a time{spread}, in {parent}")
     progress = RunsProgress(members, None if cache is None else {entry.key for entry in cache.entries()})
     display = make_display(console, interrupt, quiet=flags.quiet, as_json=flags.json, progress=progress)
     last: EndedRuns = {}

@@ -12,7 +12,7 @@ from engram.core.errors import EngramError, option
 from engram.core.io import typed_path
 from engram.data.memory import RESERVOIR, MemoryConfig
 from engram.data.sources.load import FOLDERS
-from engram.experiment.learner_config import refuse_no_epochs, take_weights
+from engram.experiment.learner_config import kind_of_device, refuse_no_epochs, take_weights
 from engram.experiment.recipes import apply_changes, named_after_changes, online, recipe
 from engram.experiment.run_config import RunConfig
 from engram.methods import find_method
@@ -185,7 +185,10 @@ def _with_training(config: RunConfig, flags: TrainingFlags) -> RunConfig:
     if flags.weights is not None:
         weights = take_weights(flags.weights, flags.backbone)
         config = replace(config, weights=weights, backbone=weights.backbone)
-    return replace(config, **_given(flags, "seed", "backbone", "device", "precision"))
+    given = _given(flags, "seed", "backbone", "device", "precision")
+    if "device" in given:
+        given["device"] = kind_of_device(given["device"])
+    return replace(config, **given)
 
 
 def _given(flags: object, *names: str) -> dict[str, Any]:

@@ -8,12 +8,12 @@ from tyro.conf import UseAppendAction, arg
 
 from engram.cli.options import models
 from engram.cli.options.declare import Shown, options
-from engram.cli.options.models import Device, Json, Threads, Track
+from engram.cli.options.models import Json, Threads, Track
 
 OF_RECIPE: Final = "the recipe's"
 RUNS: Final = "runs"  # the directory of runs, if none is given
 
-DeviceOfRecipe = Annotated[Device | None, Shown("WHERE", OF_RECIPE), arg(help="auto, cpu or cuda.")]
+DeviceOfRecipe = Annotated[str | None, Shown("WHERE", OF_RECIPE), arg(help="auto, cpu, cuda, or a GPU such as cuda:1.")]
 Precision = Annotated[Literal["auto", "float32", "tf32", "bf16"] | None, Shown("KIND", OF_RECIPE)]
 AtOnce = Annotated[int | None, Shown("N", "1 on a CPU, 12 on a GPU")]
 PaperFile = Annotated[str | None, Shown("NAME|FILE", "AFC's")]
@@ -111,6 +111,8 @@ class RunningFlags:
     images: Annotated[Literal["auto", "resident", "streamed"], Shown("WHERE")] = "auto"
     """Images of a stage: all on the device (resident), or brought there batch by batch (streamed); auto streams them
     if they do not fit. The result is the same."""
+    devices: Annotated[str | None, Shown("N,N")] = None
+    """The GPUs to use, such as 0,1,2,3: several runs are spread over them."""
     track: Track = ()
     threads: Threads = None
     quiet: bool = False
