@@ -24,10 +24,12 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import torch
 
 from engram.core.errors import EngramError
 from engram.models.edit import rename_class
 from engram.models.learning import has_learning
+from engram.models.prediction import default_batch
 from engram.models.store.generations import Pointer
 from engram.serve.counters import Metrics
 from engram.serve.guard import CSP, Access
@@ -311,6 +313,29 @@ def test_requests_that_wait_become_one_batch_and_too_many_are_refused(folder: Pa
     assert np.allclose(np.concatenate([each.shares for each in found[1:]]), expected, atol=1e-6)
     assert [each.familiarity is not None for each in found] == [True, False, True, False]
     assert [each.embedding is not None for each in found] == [False, False, False, True]
+
+
+def test_batches_are_predicted_at_the_same_time_and_many_images_are_divided(folder: Path) -> None:
+    model = opened(folder / "known", images=False)
+    generation = Generation("known", model, Pointer("000001", "0" * 32))
+    read, together, batch = generation.read, threading.Barrier(2, timeout=60), default_batch(model)
+
+    def held(images: np.ndarray) -> Any:
+        together.wait()  # until another thread predicts as well
+        assert len(images) <= batch
+        return read(images)
+
+    generation.__dict__["read"] = held
+    images = pictures(NAMES[:3], 2, seed=9)[0]
+    many = np.concatenate([images] * (batch // len(images) + 1))
+    threads, batcher = torch.get_num_threads(), Batcher(Limits(), Metrics(), predictors=2)
+    found = asyncio.run(batcher.predict(generation, many, True, True))
+    batcher.close()
+    assert np.allclose(found.shares, model.probabilities(many), atol=1e-6)
+    assert found.familiarity is not None
+    assert found.embedding is not None
+    assert len(found.familiarity) == len(found.embedding) == len(many)
+    assert torch.get_num_threads() == threads
 
 
 def test_a_model_that_cannot_predict_fails_its_requests_only(folder: Path) -> None:

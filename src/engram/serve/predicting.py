@@ -106,10 +106,11 @@ class _Job:
 class Batcher:
     """Threads that predict whatever waits, up to a full batch at a time.
 
-    Torch's threads are divided among them. Threads that work on different batches need not wait for each other; those
-    that share a batch do at every layer, and a core that is busy with something else then holds up all of them.
+    A batch that is alone gets all of torch's threads; otherwise they are divided. Threads that work on different
+    batches need not wait for each other; those that share a batch do at every layer, and a core that is busy with
+    something else (decoding, requests) then holds up all of them.
 
-    predictors: number of threads; None chooses it by torch's number of threads.
+    predictors: number of threads; None chooses it by torch's number of threads, and is 1 on a GPU.
     """
 
     def __init__(self, limits: Limits, metrics: Metrics, predictors: int | None = None) -> None:
@@ -118,12 +119,12 @@ class Batcher:
         self._waiting = 0
         self._wake = threading.Condition()
         self._closed = False
-        of_torch = torch.get_num_threads()
-        count = predictors or min(MOST_PREDICTORS, of_torch)
-        each = max(1, of_torch // count)
+        self._busy = 0  # threads that predict
+        self._all = torch.get_num_threads()
+        count = predictors or (1 if torch.cuda.is_available() else min(MOST_PREDICTORS, self._all))
+        self._each = max(1, self._all // count)
         self._threads = [
-            threading.Thread(target=self._run, args=(each,), name=f"predict-{number}", daemon=True)
-            for number in range(count)
+            threading.Thread(target=self._run, name=f"predict-{number}", daemon=True) for number in range(count)
         ]
         for thread in self._threads:
             thread.start()
@@ -162,9 +163,10 @@ class Batcher:
             self._wake.notify_all()
         for thread in self._threads:
             thread.join()
+        torch.set_num_threads(self._all)
 
     def _take(self) -> list[_Job]:
-        """Wait for jobs; return those of the same generation that make a batch, in their order. None: closed."""
+        """Wait for jobs; return those of the same generation that make a batch, in their order. Nothing: closed."""
         with self._wake:
             while not self._jobs and not self._closed:
                 self._wake.wait()
@@ -179,16 +181,19 @@ class Batcher:
                 else:
                     left.append(job)
             self._jobs = left
+            torch.set_num_threads(self._each if left or self._busy else self._all)  # for what this thread computes
+            self._busy += 1
             return taken
 
-    def _run(self, threads: int) -> None:
-        torch.set_num_threads(threads)  # of operations that this thread calls
+    def _run(self) -> None:
         while jobs := self._take():
             try:
                 found: list[Answers | Exception] = [*_predict(jobs)]
                 self._metrics.batch(jobs[0].generation.name, sum(len(job.images) for job in jobs))
             except Exception as error:  # each request gets it; the thread goes on
                 found = [error] * len(jobs)
+            with self._wake:
+                self._busy -= 1
             by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Job, Answers | Exception]]] = {}
             for job, each in zip(jobs, found, strict=True):
                 by_loop.setdefault(job.loop, []).append((job, each))
