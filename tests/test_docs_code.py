@@ -2,7 +2,8 @@
 
 A block that cannot run here has the comment `<!-- not run: REASON -->` before it. Commands that train on CIFAR-100 or
 ImageNet need a download: they are planned by --dry-run, which checks every option. So are those of the method cards,
-if they have options; the contract suite trains every method. Commands that take seconds whatever the data, `export` and `report`, run once.
+if they have options; the contract suite trains every method. `export` and `report`, which take seconds whatever the
+data, run once.
 """
 
 from __future__ import annotations
