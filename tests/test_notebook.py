@@ -34,19 +34,23 @@ def test_the_notebook_runs(
     pytest.importorskip("IPython", reason="IPython is not installed")
     from IPython.core.displaypub import CapturingDisplayPublisher
     from IPython.core.interactiveshell import InteractiveShell
+    from traitlets.config import Config
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
-    shell = InteractiveShell()
+    shell = InteractiveShell.instance(config=Config({"HistoryManager": {"enabled": False}}))
     published: Any = CapturingDisplayPublisher(parent=shell)
     shell.display_pub = published
     shown: list[str] = []
-    for code in CODE:
-        done = shell.run_cell(code, store_history=False)
-        assert done.success, done.error_in_exec or done.error_before_exec
-        html = getattr(done.result, "_repr_html_", None)
-        shown.append(html() if html else "")
+    try:
+        for code in CODE:
+            done = shell.run_cell(code, store_history=False)
+            assert done.success, done.error_in_exec or done.error_before_exec
+            html = getattr(done.result, "_repr_html_", None)
+            shown.append(html() if html else "")
+    finally:
+        InteractiveShell.clear_instance()
     bars = [output["data"]["text/html"] for output in published.outputs if "text/html" in output["data"]]
     assert sum("<progress" in bar for bar in bars) > 6, "a bar that moves, for each run"
     assert "<svg" in shown[2], "a result draws its curve"
