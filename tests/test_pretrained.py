@@ -433,6 +433,15 @@ def test_a_network_of_torchvision(tmp_path: Path) -> None:
         build_backbone("torchvision:plan", seeded())
 
 
+def test_a_library_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "timm.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(
+        EngramError, match=r"timm, which is installed and cannot be imported \(operator torchvision::nms"
+    ):
+        build_backbone("timm:resnet18", seeded())
+
+
 def test_a_library_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engram.nn.library_backbone.find_spec", lambda name: None)
     with pytest.raises(EngramError, match=r"timm:resnet18 needs the package timm: pip install timm"):

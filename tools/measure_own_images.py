@@ -118,7 +118,7 @@ def lda(lessons: list[tuple[np.ndarray, np.ndarray]]) -> Iterator[tuple[Callable
         images, targets = torch.zeros(len(labels), 1, 1, 3, dtype=torch.uint8), torch.from_numpy(labels)
         pool = Samples(images, targets, content_ids(images), torch.zeros(len(labels), dtype=torch.bool))
         head.grow(new, torch.Generator())
-        method.fit(learner, Stage(number, known, new, pool), powers(features), targets)
+        method.fit(learner, Stage(number, known, new, pool), powers(features).mean(dim=1), targets)
         yield (
             partial(_linear, powers, head),
             sum(held.numel() * held.element_size() for held in learner.buffers.values()),

@@ -61,7 +61,8 @@ def maps_before(paths: list[str]) -> tuple[Tensor, LastBlock]:
     backbone.load_state_dict(tensors)
     assert isinstance(backbone, EfficientNetLite)
     backbone.eval()
-    size, mean, std = (record.image_size,) * 2, torch.tensor(record.mean), torch.tensor(record.std)
+    size = (record.image_size, record.image_size)
+    mean, std = torch.tensor(record.mean), torch.tensor(record.std)
     parts: list[Tensor] = []
     for start in range(0, len(paths), 4):
         images = torch.from_numpy(read_images(paths[start : start + 4], size))

@@ -56,8 +56,16 @@ def library_backbone(name: str) -> tuple[Make, str, str] | None:
         raise EngramError(
             f"the backbone {name} needs the package {library}: pip install {library}", parameter="backbone", value=name
         )
-    package: Any = importlib.import_module(library)
-    models = package.list_models() if library == "timm" else importlib.import_module("torchvision.models").list_models()
+    try:
+        package: Any = importlib.import_module("timm" if library == "timm" else "torchvision.models")
+    except Exception as error:  # such as a torchvision that was built for another torch
+        raise EngramError(
+            f"the backbone {name} needs the package {library}, which is installed and cannot be imported ({error}); "
+            "install the version that belongs to this version of torch",
+            parameter="backbone",
+            value=name,
+        ) from error
+    models = package.list_models()
     if model not in models:
         raise UnknownNameError(f"model of {library}", model, models)
     create = _timm if library == "timm" else _torchvision
