@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engram.core.errors import EngramError, SharedError
-from engram.core.torchrun import is_launched, launched_number
+from engram.core.torchrun import is_launched, launched_number, start_number
 
 T = TypeVar("T")
 
@@ -132,7 +132,11 @@ class JoinedProcesses(Processes):
             torch.cuda.set_device(local_rank)  # before the first use of "cuda"
         self._is_gloo = device != "cuda"
         with _lost():
-            dist.init_process_group("gloo" if self._is_gloo else "nccl", timeout=STEP_LIMIT)
+            store, _, _ = next(iter(dist.rendezvous("env://", timeout=STEP_LIMIT)))
+            # torchrun's store may still have the addresses of the processes before a restart.
+            store = dist.PrefixStore(f"engram/{start_number()}", store)
+            backend = "gloo" if self._is_gloo else "nccl"
+            dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=STEP_LIMIT)
             self._group = dist.group.WORLD
             # Notices a process that ended at once, whatever the limit is.
             control = dist.new_group(backend="gloo", timeout=WORK_LIMIT)

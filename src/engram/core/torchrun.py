@@ -23,7 +23,13 @@ def launched_rank() -> int:
 
 def was_restarted() -> bool:
     """Whether torchrun or Slurm has started this command before, and now starts it again."""
-    return any(launched_number(name) > 0 for name in RESTARTS if os.environ.get(name))
+    return start_number() != "0"
+
+
+def start_number() -> str:
+    """How often torchrun and Slurm have started this command again, as text; "0" at the first start."""
+    numbers = [launched_number(name) for name in RESTARTS if os.environ.get(name)]
+    return "-".join(map(str, numbers)) if any(numbers) else "0"
 
 
 def launched_number(name: str) -> int:

@@ -49,6 +49,7 @@ class DeviceBuffers:
         self.version = 0
         self.streamed = False
         self.counter = torch.zeros(1, dtype=torch.int64, device=device)
+        self.first_step = torch.zeros(1, dtype=torch.int64, device=device)  # the counter of a plan of one step
         self.history = torch.zeros(PLANNED_STEPS, TERMS, device=device)
         self.stage = torch.zeros((), dtype=torch.int64, device=device)
         self._arrival = torch.zeros(0, dtype=torch.int64, device=device)

@@ -86,12 +86,12 @@ class Engine(Runtime):
         plan.load(planned)
         sizes = [*[size] * full, rest]
         arrival = buffers.arrival(stage, learner.network.head.capacity)
-        processes, here = self.processes, torch.zeros_like(counter)
+        processes = self.processes
 
         def take(size: int, totals: list[Tensor]) -> list[Tensor]:
             share = processes.share(size)
             if share.is_split:
-                images = forward.images(pool, plan.part(counter, share.own), here, share.count)
+                images = forward.images(pool, plan.part(counter, share.own), buffers.first_step, share.count)
             else:
                 images = forward.images(pool, plan, counter, size)
             with self.synchronised(share):

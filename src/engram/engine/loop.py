@@ -108,7 +108,6 @@ class PhaseLoop:
         self._first = self.step  # of the current epoch, the first step whose loss is known
         self._runtime, self._learner, self._stage, self._index = runtime, learner, stage, index
         self._processes, self._reads_maps = runtime.processes, reads_maps
-        self._here = torch.zeros(1, dtype=torch.int64, device=runtime.device)  # the counter of a plan of one step
         self._forward = runtime.bind(learner, self.batch_size)
         masks = learner.network.trainable(phase.train, stage.num_old)
         held = None if resume is None else resume.optimiser
@@ -342,7 +341,7 @@ class PhaseLoop:
         mixed = [hooks for hooks in self._hooks if type(hooks).change_images is not StepHooks.change_images]
         if share.is_split and not mixed:
             own = self._plan.part(self._counter, share.own)
-            return forward.images(self._pool, own, self._here, share.count, phase.augment)
+            return forward.images(self._pool, own, self._runtime.buffers.first_step, share.count, phase.augment)
         images = forward.images(self._pool, self._plan, self._counter, size, phase.augment)
         for hooks in mixed:
             images = hooks.change_images(images)

@@ -150,14 +150,16 @@ class SynchronisedNorms(TorchFunctionMode):
 
 def _statistics(images: Tensor, processes: Processes, share: Share) -> tuple[Tensor, Tensor]:
     """Mean and variance (C,) of each channel over the whole batch; the same bits in every process."""
-    each = images.float().transpose(0, 1).flatten(1)
-    own_variance, own_mean = torch.var_mean(each, dim=1, correction=0)
-    table = torch.zeros(processes.count, 2, len(each), dtype=each.dtype, device=each.device)
+    own_variance, own_mean = torch.var_mean(images.float(), dim=_all_but_channels(images), correction=0)
+    table = own_mean.new_zeros(processes.count, 2, len(own_mean))
     table[processes.rank, 0], table[processes.rank, 1] = own_mean, own_variance
-    means, variances = processes.sum(table).unbind(dim=1)
-    parts = torch.tensor(share.counts, dtype=each.dtype, device=each.device)[:, None] / share.size
-    mean = (means * parts).sum(dim=0)
-    return mean, ((variances + (means - mean).square()) * parts).sum(dim=0)
+    processes.sum(table)
+    mean, variance = torch.zeros_like(own_mean), torch.zeros_like(own_mean)
+    for row, count in zip(table, share.counts, strict=True):
+        mean += row[0] * (count / share.size)
+    for row, count in zip(table, share.counts, strict=True):
+        variance += (row[1] + (row[0] - mean).square()) * (count / share.size)
+    return mean, variance
 
 
 class _Normalise(torch.autograd.Function):
@@ -188,7 +190,7 @@ class _Normalise(torch.autograd.Function):
         images, weight, mean, inverse = ctx.saved_tensors
         processes, share, gradient = ctx.processes, ctx.share, gradients[0].float()
         normalised = _standardised(images, mean, inverse)
-        others = [dim for dim in range(images.ndim) if dim != 1]
+        others = _all_but_channels(images)
         sums = torch.stack([gradient.sum(dim=others), (gradient * normalised).sum(dim=others)])
         own = sums.clone()  # of weight and bias each process has its own images' gradient, as of all parameters
         of_images = None
@@ -201,6 +203,10 @@ class _Normalise(torch.autograd.Function):
         of_weight = own[1].to(weight) if weight is not None and ctx.needs_input_grad[1] else None
         of_bias = own[0].to(mean) if ctx.needs_input_grad[2] else None
         return of_images, of_weight, of_bias, None, None, None, None
+
+
+def _all_but_channels(images: Tensor) -> list[int]:
+    return [dim for dim in range(images.ndim) if dim != 1]
 
 
 def _per_channel(values: Tensor, images: Tensor) -> Tensor:

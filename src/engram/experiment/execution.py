@@ -232,7 +232,7 @@ class RunExecution:
             return False
         is_due = self.files is not None and time.monotonic() - self.saved_at > self.checkpoint_seconds
         stopped, is_due = self.processes.any(self.wants_to_stop(), is_due)
-        if stopped or is_due:
+        if is_due or (stopped and (self.files is not None or self.processes.count > 1)):
             yield from self._checkpoint(taken)
         return stopped
 

@@ -61,7 +61,7 @@ def run_command(options: Run, typed: Sequence[str]) -> int:
     given = None if options.out is None else typed_path(options.out)
     use_threads(flags.threads)
     processes = ALONE if options.dry_run else join_run(config)
-    if was_restarted() and processes.from_first(lambda: _is_left_by_earlier_start(given)):
+    if was_restarted() and not options.dry_run and processes.from_first(lambda: _is_left_by_earlier_start(given)):
         return _continue(str(given), None, flags)
     silent = flags.quiet or flags.json or not processes.is_first
     if given is not None:
