@@ -279,7 +279,7 @@ def test_pixels_get_the_gradient_of_the_objective(index: int) -> None:
 def test_tuning_is_sgd_with_momentum_and_decay_of_normalised_pixels() -> None:
     session = tiny_session(quick_config())
     stage = learn_stage(session, 0)
-    images, network = stage.pool.images[:4], session.learner.network
+    images, network = stage.pool.pixels[:4], session.learner.network
     slope = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(2))
     training = Training(3, 10, 0.1, "steps", (0.5,), weight_decay=0.2, clip=0.2, remainder="keep")
     assert (slope * network.std > 0.2).any()
