@@ -136,11 +136,6 @@ class DeviceBuffers:
         padded = pad_images(read_pixels(stage.pool.images[rows]).to(self.device), self._pad)
         return padded, torch.arange(len(rows), device=self.device)
 
-    def release_images(self) -> None:
-        """Free the images on the device. What was recorded with them is recorded again."""
-        self._pool = self._stage = self._ring = None
-        self.version += 1
-
     def _capacity(self, count: int, image_bytes: int) -> int:
         """Rows for a pool of that many images: a small one has some to spare, a large one shrinks if half is unused."""
         held = 0 if self._pool is None else len(self._pool.labels)
