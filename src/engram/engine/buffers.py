@@ -97,8 +97,8 @@ class DeviceBuffers:
         assert self._pool is not None
         height, width = stage.pool.images.shape[1:3]
         if self._ring is None or self._ring.largest < batch_size:
-            self._ring = None  # free the old one first
-            self._pool = replace(self._pool, padded=self._pool.padded[:0])
+            self._ring = None  # free the old one first; a slice of it would keep it
+            self._pool = replace(self._pool, padded=self._pool.padded.new_empty(0, *self._pool.padded.shape[1:]))
             self._ring = ImageRing(self.device, batch_size, (height, width), self._pad)
             self.version += 1
         self._pool = replace(self._pool, padded=self._ring.images)
