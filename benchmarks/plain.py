@@ -31,7 +31,7 @@ class PlainImages(Dataset[Item]):
     """Images cropped, mirrored, brightened and normalised one at a time on the CPU; with label and exemplar flag."""
 
     def __init__(self, samples: Samples, augmentation: Augmentation, mean: np.ndarray, std: np.ndarray) -> None:
-        self.images = samples.images.numpy()
+        self.images = samples.pixels.numpy()
         self.labels = samples.labels.tolist()
         self.exemplar = samples.exemplar.tolist()
         self.augmentation = augmentation

@@ -259,7 +259,7 @@ def test_the_network_sees_mixed_images_and_the_loss_their_labels(monkeypatch: py
     for at, (images, step) in enumerate(zip(batches, steps, strict=True)):
         size = 2 if at % 3 == 2 else 4
         picked, partner, box = plan.rows[at, :size], partners[at, :size].tolist(), boxes[at].tolist()
-        plain = stage.pool.images[picked].permute(0, 3, 1, 2).numpy() / np.float32(255)
+        plain = stage.pool.pixels[picked].permute(0, 3, 1, 2).numpy() / np.float32(255)
         np.testing.assert_allclose(images.numpy(), slow_paste(plain, partner, box), atol=1e-6)
         different += not np.allclose(images.numpy(), plain)
         mixed = step.extra(Mixed)
@@ -288,7 +288,7 @@ def test_mixup_blends_each_image_with_its_partner(monkeypatch: pytest.MonkeyPatc
         assert mixed is not None
         share = float(mixed.share)
         shares.append(share)
-        plain = stage.pool.images[step.images.rows].permute(0, 3, 1, 2) / 255
+        plain = stage.pool.pixels[step.images.rows].permute(0, 3, 1, 2) / 255
         others = [row for row in range(len(plain)) if step.labels[row] == mixed.labels[0]]
         candidates = torch.stack([share * plain[0] + (1 - share) * plain[row] for row in others])
         assert min((candidates - seen[-1][0]).abs().amax(dim=(1, 2, 3))) < 1e-6

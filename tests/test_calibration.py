@@ -67,7 +67,7 @@ def confidence(model: Model, by: str) -> tuple[float, float]:
     """Mean confidence and share of right answers on the held-out images."""
     samples = model.heldout.samples()
     assert samples is not None
-    shares = model.probabilities(samples.images, by)
+    shares = model.probabilities(samples.pixels, by)
     return float(shares.max(axis=1).mean()), float((shares.argmax(axis=1) == samples.labels.numpy()).mean())
 
 

@@ -123,7 +123,7 @@ def test_more_of_a_held_out_burst_is_not_learned(tmp_path: Path) -> None:
     from engram.models.learning import learn_into
 
     list(learn_into(tmp_path / "m", images, names, config=config, device="cpu"))
-    held = opened(tmp_path / "m").heldout.of(0).images.numpy()
+    held = opened(tmp_path / "m").heldout.of(0).pixels.numpy()
     first = next(row for row in range(10) if (images[row] == held[0]).all())
     more = np.stack([burst(first, 3)[2], *(burst(seed, 1)[0] for seed in range(30, 33))])
     events = list(learn_into(tmp_path / "m", more, ["a"] * 4, known="refresh", epochs=1, device="cpu"))

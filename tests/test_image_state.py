@@ -128,7 +128,7 @@ def test_each_image_has_its_own_values_and_an_exemplar_takes_them_along(
         assert torch.bincount(kept.labels).tolist() == [quota] * stage.num_seen
         train = session.store.train
         assert [record.labels[image] for image in kept.sources.tolist()] == kept.labels.tolist()
-        assert torch.equal(torch.from_numpy(train.images[kept.sources.numpy()]), kept.images), "ids are stable"
+        assert torch.equal(torch.from_numpy(train.images[kept.sources.numpy()]), kept.pixels), "ids are stable"
     assert max(record.seen.values()) == 3 * 2 + 2
 
 
@@ -221,7 +221,7 @@ def samples_of(labels: list[int]) -> Samples:
 def assert_consistent(samples: Samples, numbers: list[int]) -> None:
     """These images, in this order, each with its own state."""
     assert samples.sources.tolist() == [10 * number for number in numbers]
-    assert samples.images[:, 0, 0, 0].tolist() == numbers
+    assert samples.pixels[:, 0, 0, 0].tolist() == numbers
     assert samples.state["seen"].tolist() == numbers
     assert samples.state["logits"].tolist() == [[number, number + 0.5] for number in numbers]
 
@@ -276,7 +276,7 @@ def test_a_model_keeps_the_tensors_of_its_exemplars(tmp_path: Path) -> None:
     assert samples is not None
     logits = samples.state["logits"]
     assert logits.isfinite().sum(dim=1).tolist() == [2] * 6 + [4] * 6, "as wide as the head was in their own stage"
-    assert torch.equal(samples.sources, content_ids(samples.images)), "ids do not depend on when a model is opened"
+    assert torch.equal(samples.sources, content_ids(samples.pixels)), "ids do not depend on when a model is opened"
     learn_lesson(path, NAMES[4:5])
     again = opened(path).learner
     assert again is not None

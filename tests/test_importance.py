@@ -90,7 +90,7 @@ def slow_importance(network: Network, variant: str, stage: Stage) -> list[np.nda
     """The mean over samples, divided by its mean over the channels of the map."""
     samples = [
         slow_squares(network, variant, image, int(label))
-        for image, label in zip(stage.pool.images, stage.pool.labels, strict=True)
+        for image, label in zip(stage.pool.pixels, stage.pool.labels, strict=True)
     ]
     result: list[np.ndarray] = []
     for i in range(len(samples[0])):
@@ -167,7 +167,7 @@ def test_a_small_last_batch_is_not_weighted_as_in_the_released_code() -> None:
     network = session.learner.network
     samples = [
         slow_squares(network, "released", image, int(label))
-        for image, label in zip(stage.pool.images, stage.pool.labels, strict=True)
+        for image, label in zip(stage.pool.pixels, stage.pool.labels, strict=True)
     ]
     order = torch.randperm(IMAGES, generator=seeded()).tolist()
     lopsided = sum(samples[i][0] for i in order[:12]) / 12**2 + samples[order[12]][0]

@@ -303,7 +303,7 @@ def test_a_held_out_image_that_is_removed_is_no_longer_learned(tmp_path: Path, w
     path = make(tmp_path / "model", A, config=held(weights))
     samples = opened(path).heldout.samples()
     assert samples is not None
-    gone = samples.images[:1].numpy()
+    gone = samples.pixels[:1].numpy()
     remove_images(path, gone)
     images, labels = pictures(A, 8)
     rows = [row for row, image in enumerate(images) if not np.array_equal(image, gone[0])]

@@ -263,7 +263,7 @@ def test_it_keeps_its_memory_budget(method: str) -> None:
         assert set(samples.labels.tolist()) == {label}
         # Each exemplar is an image of the training split, pixel by pixel, of the class it says.
         train = run_.session.store.train
-        apart = train.images[samples.sources.numpy()].astype(int) - samples.images.numpy()
+        apart = train.images[samples.sources.numpy()].astype(int) - samples.pixels.numpy()
         assert np.abs(apart).max() <= CHANGED.get(method, 0)
         assert set(train.class_ids[samples.sources.numpy()]) == {run_.session.stream.order[label]}
 

@@ -234,7 +234,7 @@ def slow_prototype_entropy(session: Session, tuned: Tensor, labels: Tensor, old:
     network = copy.deepcopy(session.learner.network).eval()
     with torch.no_grad():
         embedding = network(tuned).embedding.double()
-        features = network(to_unit(stage.pool.images)).embedding.double()
+        features = network(to_unit(stage.pool.pixels)).embedding.double()
     prototypes = [row.double() for row in old]
     for label in stage.new_labels:
         own = [row for row, its in zip(embedding, labels, strict=True) if its == label]
@@ -251,7 +251,7 @@ def test_pixels_get_the_gradient_of_the_objective(index: int) -> None:
     session = tiny_session(quick_config())
     stage = [learn_stage(session, before) for before in range(index + 1)][-1]
     rows = torch.cat([stage.rows_of(label)[:3] for label in stage.new_labels])
-    labels, images = stage.pool.labels[rows], stage.pool.images[rows]
+    labels, images = stage.pool.labels[rows], stage.pool.pixels[rows]
     old = F.normalize(torch.randn(stage.num_old, 64, generator=torch.Generator().manual_seed(0)), dim=1)
     once = Training(epochs=1, batch_size=500, lr=1.0, schedule="constant", momentum=0, weight_decay=0, clip=None)
     objective = partial(prototype_entropy, labels=labels, old=old)
@@ -279,7 +279,7 @@ def test_pixels_get_the_gradient_of_the_objective(index: int) -> None:
 def test_tuning_is_sgd_with_momentum_and_decay_of_normalised_pixels() -> None:
     session = tiny_session(quick_config())
     stage = learn_stage(session, 0)
-    images, network = stage.pool.images[:4], session.learner.network
+    images, network = stage.pool.pixels[:4], session.learner.network
     slope = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(2))
     training = Training(3, 10, 0.1, "steps", (0.5,), weight_decay=0.2, clip=0.2, remainder="keep")
     assert (slope * network.std > 0.2).any()
@@ -331,8 +331,8 @@ def test_a_part_at_a_time_comes_to_the_same(variant: Any, monkeypatch: pytest.Mo
         one, other = whole[label], parts[label]
         assert isinstance(one, Samples)
         assert isinstance(other, Samples)
-        assert (one.images.int() - other.images.int()).abs().max() <= 1
-        assert (one.images != stage.pool.images[stage.rows_of(label)[:3]]).any()
+        assert (one.pixels.int() - other.pixels.int()).abs().max() <= 1
+        assert (one.pixels != stage.pool.pixels[stage.rows_of(label)[:3]]).any()
 
 
 def test_a_rate_too_high_is_said() -> None:
@@ -365,8 +365,8 @@ def test_exemplars_serve_the_stage_s_images_better_after_learning() -> None:
     rows = torch.cat(
         [torch.cat([torch.nonzero(stage.pool.sources == source)[0] for source in own.sources]) for own in kept]
     )
-    before = entropy_of(session, stage, stage.pool.images[rows], rows)
-    after = entropy_of(session, stage, torch.cat([own.images for own in kept]), rows)
+    before = entropy_of(session, stage, stage.pool.pixels[rows], rows)
+    after = entropy_of(session, stage, torch.cat([own.pixels for own in kept]), rows)
     assert after < before - 1e-3, (before, after)
     share, mean = session.learner.buffers["exemplars.changed"].tolist()
     assert 0 < share <= 1
@@ -390,9 +390,9 @@ def test_a_copy_trained_on_learned_exemplars_does_better_on_the_stage_s_images(i
         with torch.no_grad():
             for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
                 parameter -= 0.5 * gradient
-            return float(F.cross_entropy(copied(to_unit(stage.pool.images)).logits, stage.pool.labels))
+            return float(F.cross_entropy(copied(to_unit(stage.pool.pixels)).logits, stage.pool.labels))
 
-    assert trained(samples.images) < trained(first)
+    assert trained(samples.pixels) < trained(first)
 
 
 def memories(session: Session, stages: int = 2) -> list[dict[int, Samples]]:
@@ -409,14 +409,14 @@ def memories(session: Session, stages: int = 2) -> list[dict[int, Samples]]:
 def test_old_exemplars_change_in_the_paper_s_form_alone(variant: Any) -> None:
     session = tiny_session(quick_config(variant=variant, inner_lr=0.5))
     base, later = memories(session)
-    changed = [not torch.equal(base[label].images, later[label].images) for label in base]
+    changed = [not torch.equal(base[label].pixels, later[label].pixels) for label in base]
     assert changed == [variant == "paper"] * 2
     train = session.store.train.images
     for label, samples in later.items():
         assert torch.equal(samples.sources, later[label].sources)
         assert samples.exemplar.all()
-        assert samples.images.dtype == torch.uint8
-        assert (torch.from_numpy(train[samples.sources.numpy()]) != samples.images).any()
+        assert samples.pixels.dtype == torch.uint8
+        assert (torch.from_numpy(train[samples.sources.numpy()]) != samples.pixels).any()
 
 
 def test_halves_see_each_other_and_no_class_twice() -> None:
@@ -437,7 +437,7 @@ def test_a_shared_budget_shrinks_learned_exemplars(variant: Any) -> None:
     assert [len(samples) for samples in later.values()] == [3] * 4
     for label in (0, 1):
         assert torch.equal(later[label].sources, base[label].sources[:3])
-        assert torch.equal(later[label].images, base[label].images[:3]) == (variant == "released")
+        assert torch.equal(later[label].pixels, base[label].pixels[:3]) == (variant == "released")
 
 
 def test_memory_keeps_changed_images_through_its_state() -> None:
@@ -452,7 +452,7 @@ def test_memory_keeps_changed_images_through_its_state() -> None:
     assert memory.of(0).exemplar.all()
     other = Memory(MemoryConfig(size=2))
     other.load_state_dict(memory.state_dict())
-    assert (other.of(0).images == 7).all()
+    assert (other.of(0).pixels == 7).all()
     assert other.of(1).sources.tolist() == [3]
 
 
@@ -470,7 +470,7 @@ def test_class_means_are_of_the_learned_exemplars() -> None:
         return torch.stack([F.normalize(unit[samples.labels == label].mean(0), dim=0) for label in (0, 1)])
 
     assert learner.class_means is not None
-    assert torch.allclose(learner.class_means, means(samples.images), atol=1e-5)
+    assert torch.allclose(learner.class_means, means(samples.pixels), atol=1e-5)
     assert not torch.allclose(learner.class_means, means(first), atol=1e-3)
 
 
@@ -480,7 +480,7 @@ def test_at_the_released_rate_nothing_but_the_rounding_down_shows() -> None:
         learn_stage(session, 0)
         samples = session.learner.memory.samples()
         assert samples is not None
-        apart = samples.images.int() - torch.from_numpy(session.store.train.images[samples.sources.numpy()]).int()
+        apart = samples.pixels.int() - torch.from_numpy(session.store.train.images[samples.sources.numpy()]).int()
         assert apart.max() <= 0
         assert apart.min() >= -most
 

@@ -37,7 +37,7 @@ def test_it_opens_and_answers_as_it_did(model: Path, request: pytest.FixtureRequ
     assert found.labels == [decode_label(label) for label in recorded["labels"]]
     assert list(found.predictors) == list(recorded["shares"])
     pictures = [memory.samples() for memory in (found.learner.memory, found.heldout)]
-    images = torch.cat([samples.images for samples in pictures if samples is not None])
+    images = torch.cat([samples.pixels for samples in pictures if samples is not None])
     for by, shares in recorded["shares"].items():
         assert np.allclose(found.probabilities(images, by), shares, atol=1e-4)
     told = read_manifest(model)

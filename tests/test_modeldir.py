@@ -178,22 +178,22 @@ def test_events_end_with_what_was_learned_and_forgotten(tmp_path: Path) -> None:
 def test_held_out_images_are_never_trained_on(taught: Path) -> None:
     model = opened(taught)
     assert model.learner is not None
-    exemplars = {image.numpy().tobytes() for label in range(5) for image in model.learner.memory.of(label).images}
-    held = [image.numpy().tobytes() for label in range(5) for image in model.heldout.of(label).images]
+    exemplars = {image.numpy().tobytes() for label in range(5) for image in model.learner.memory.of(label).pixels}
+    held = [image.numpy().tobytes() for label in range(5) for image in model.heldout.of(label).pixels]
     assert len(exemplars) == 15
     assert len(held) == 10
     assert not exemplars & set(held)
     lesson = Lesson(opened(taught), *pictures(NAMES[5:]), LessonOptions())
-    trained = {image.numpy().tobytes() for image in lesson.stage.pool.images}
+    trained = {image.numpy().tobytes() for image in lesson.stage.pool.pixels}
     assert not trained & set(held)
     assert not trained & {
-        image.numpy().tobytes() for label in (5, 6) for image in lesson.model.heldout.of(label).images
+        image.numpy().tobytes() for label in (5, 6) for image in lesson.model.heldout.of(label).pixels
     }
 
 
 def contents(samples: Samples) -> list[bytes]:
     """The pixels of each image, in order."""
-    return sorted(image.numpy().tobytes() for image in samples.images)
+    return sorted(image.numpy().tobytes() for image in samples.pixels)
 
 
 def trained_on(lesson: Lesson, label: int) -> list[bytes]:
@@ -224,7 +224,7 @@ def test_a_class_keeps_no_more_held_out_images_than_may_be(tmp_path: Path, monke
 
 def test_a_class_of_which_all_is_held_out_already_is_refused(tmp_path: Path) -> None:
     path = make(tmp_path / "m", NAMES[:2], config=tiny("naive", memory="none", validation=0.25))
-    held = opened(path).heldout.of(0).images.numpy()
+    held = opened(path).heldout.of(0).pixels.numpy()
     with pytest.raises(EngramError, match="nothing new of the class 'apple'"):
         Lesson(opened(path), held, ["apple"] * len(held), LessonOptions("refresh"))
 
@@ -313,7 +313,7 @@ def test_a_picture_that_is_held_out_is_not_learned_under_another_name(taught: Pa
     others = Lesson(before, *pictures(NAMES[5:6]), LessonOptions())
     assert not told(others)
     with pytest.raises(EngramError, match="nothing new of the class 'apfel'"):
-        Lesson(before, before.heldout.of(0).images.numpy(), ["apfel"] * 2, LessonOptions())
+        Lesson(before, before.heldout.of(0).pixels.numpy(), ["apfel"] * 2, LessonOptions())
 
 
 def test_pictures_with_two_names_in_one_lesson_are_learned_and_not_held_out() -> None:
@@ -394,7 +394,7 @@ def test_before_and_after_of_a_class_learned_again_are_of_the_same_images(
     known = [name for name in again if name in NAMES[:3]]
     assert learned.refreshed == known
     for name in known:
-        held = new.heldout.of(new.position(name)).images
+        held = new.heldout.of(new.position(name)).pixels
         assert len(held) == 4
         for by in ("cnn", "nme"):
             for model, when in ((old, "before"), (new, "after")):

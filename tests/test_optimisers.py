@@ -225,7 +225,7 @@ def test_an_optimiser_tunes_exemplars_too(clean_registries: None) -> None:
     session = tiny_session(tiny_config("replay"))
     stage = begin_stage(session, 0)
     training = Training(epochs=1, batch_size=12, lr=0.01, schedule="constant", optimiser="watched", clip=None)
-    images = stage.pool.images[:2]
+    images = stage.pool.pixels[:2]
 
     def objective(step: Any) -> Tensor:
         return step.tuned.sum()

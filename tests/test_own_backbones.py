@@ -206,7 +206,7 @@ def test_sensitivity_of_other_layers_is_that_of_single_images(add: Add, power: A
     network = learner.network.double()
     totals = {name: torch.zeros_like(value) for name, value in network.named_parameters()}
     for row in rows:
-        image = (stage.pool.images[row].double() / 255).permute(2, 0, 1)[None]
+        image = (stage.pool.pixels[row].double() / 255).permute(2, 0, 1)[None]
         _, embedding = network.backbone((image - network.mean) / network.std)
         value = network.head(embedding)[0, : stage.num_seen].square().sum()
         gradients = torch.autograd.grad(value, list(network.parameters()))

@@ -78,7 +78,7 @@ class ByHand:
         self.masks = self.network.trainable(session.method.phases(learner, stage, session.engine)[0].train, 2)
         self.path = {name: torch.zeros_like(value) for name, value in self.network.named_parameters()}
         self.stage, self.factor = stage, factor
-        self.images = stage.pool.images.permute(0, 3, 1, 2).float() / 255
+        self.images = stage.pool.pixels.permute(0, 3, 1, 2).float() / 255
 
     def penalty(self) -> Tensor:
         total = torch.zeros(())

@@ -172,7 +172,7 @@ def test_exemplars_are_chosen_on_unit_embeddings_of_the_network(text: str, selec
     assert list(chosen) == [0, 1]
     for label, rows in chosen.items():
         of_class = stage.rows_of(label)
-        features = unit_embeddings(session, stage.pool.images[of_class])
+        features = unit_embeddings(session, stage.pool.pixels[of_class])
         mean = features.mean(axis=0)
         if selection == "herding":
             expected = slow_herding(features, 5)
@@ -240,7 +240,7 @@ def test_class_means_are_unit_means_of_exemplars_and_their_mirrors() -> None:
     assert means is not None
     assert means.shape == (4, 64)
     for label in range(4):
-        images = learner.memory.of(label).images
+        images = learner.memory.of(label).pixels
         rows = [*unit_embeddings(session, images), *unit_embeddings(session, images, mirror=True)]
         mean = sum(rows) / len(rows)
         np.testing.assert_allclose(means[label].numpy(), mean / np.linalg.norm(mean), atol=1e-5)
@@ -339,7 +339,7 @@ def test_new_proxies_are_centres_of_the_old_models_embeddings_at_the_norm_of_the
     assert torch.equal(head.weight[:2], old[:2])
     assert (head.weight[4:] == 0).all()
     for label in (2, 3):
-        features = unit_embeddings(session, stage.pool.images[stage.rows_of(label)])
+        features = unit_embeddings(session, stage.pool.pixels[stage.rows_of(label)])
         assert len(features) == 24
         centres = head.weight[label].detach().double().numpy() / norm
         assert centres.shape == (10, 64)
@@ -379,6 +379,6 @@ def test_a_class_with_fewer_images_than_proxies_repeats_its_embeddings() -> None
     norm = head.weight[:2].detach().norm(dim=2).mean().item()
     stage = session.stage(1)
     session.method.grow(session.learner, stage, session.engine)
-    features = unit_embeddings(session, stage.pool.images[stage.rows_of(2)])
+    features = unit_embeddings(session, stage.pool.pixels[stage.rows_of(2)])
     for proxy in head.weight[2].detach().double().numpy() / norm:
         assert np.linalg.norm(features - proxy, axis=1).min() < 1e-4

@@ -37,7 +37,7 @@ def trained(**changes: Any) -> tuple[Session, Stage]:
 
 def gradients_of(network: Network, stage: Stage, row: int, kind: str) -> dict[str, Tensor]:
     """One image's gradient of the log-likelihood of its true or top label, or of the squared length of its scores."""
-    image, head = (stage.pool.images[row].double() / 255).permute(2, 0, 1)[None], network.head
+    image, head = (stage.pool.pixels[row].double() / 255).permute(2, 0, 1)[None], network.head
     maps, _ = network.backbone((image - network.mean) / network.std)
     scores = head.get_parameter("weight") @ maps[-1].relu().mean(dim=(2, 3))[0] + head.get_parameter("bias")
     scores = scores[: stage.num_seen]
@@ -116,7 +116,7 @@ def test_heads_that_compare_directions_have_a_sensitivity_too(head: str, power: 
     named = dict(network.named_parameters())
     theirs = {name: torch.zeros_like(value) for name, value in named.items()}
     for row in range(len(stage.pool)):
-        image = (stage.pool.images[row].double() / 255).permute(2, 0, 1)[None]
+        image = (stage.pool.pixels[row].double() / 255).permute(2, 0, 1)[None]
         embedding = network.backbone((image - network.mean) / network.std)[1][0]
         proxies = named["head.weight"][: stage.num_seen]
         scores = []
@@ -182,7 +182,7 @@ def test_the_sensitivity_does_not_depend_on_the_batches(label: Any, monkeypatch:
 def test_of_images_that_are_not_seen_whole_the_centre_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     session, stage = trained(augmentation=Augmentation(pad=0, view=0.5))
     edge = stage.pool.images.shape[1] // 4
-    cut = stage.pool.images[:, edge:-edge, edge:-edge]
+    cut = stage.pool.pixels[:, edge:-edge, edge:-edge]
     assert tuple(cut.shape[1:3]) == session.engine.image_size
     monkeypatch.setitem(engram.engine.sensitivity.PIXELS, "cpu", 5 * cut.shape[1] * cut.shape[2])
     batches: list[int] = []

@@ -240,7 +240,7 @@ def test_samples_are_marked_copies_class_by_class(history: list[list[int]], size
     assert samples is not None
     assert samples.exemplar.all()
     assert samples.labels.tolist() == sorted(samples.labels.tolist())
-    assert samples.images[:, 0, 0, 0].tolist() == [source % 256 for source in samples.sources.tolist()]
+    assert samples.pixels[:, 0, 0, 0].tolist() == [source % 256 for source in samples.sources.tolist()]
 
 
 @settings(max_examples=40, deadline=None)
@@ -265,8 +265,8 @@ def test_a_saved_memory_comes_back_and_goes_on_alike(history: list[list[int]], s
 def test_an_exemplar_does_not_change_with_the_pool_it_came_from() -> None:
     memory, pool = Memory(MemoryConfig("per_class", 2)), pool_of({0: 4}, first=5)
     memory.update(pool, {0: torch.tensor([2, 0])}, 1)
-    pool.images.zero_()
-    assert memory.of(0).images[:, 0, 0, 0].tolist() == [7, 5]
+    pool.pixels.zero_()
+    assert memory.of(0).pixels[:, 0, 0, 0].tolist() == [7, 5]
 
 
 def test_a_class_that_keeps_some_of_its_exemplars_keeps_its_place() -> None:

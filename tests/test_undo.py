@@ -545,7 +545,7 @@ def kept_of(path: Path, place: int) -> tuple[np.ndarray, np.ndarray]:
     """The exemplars and the held-out images of a class."""
     model = opened(path)
     assert model.learner is not None
-    return model.learner.memory.of(place).images.numpy(), model.heldout.of(place).images.numpy()
+    return model.learner.memory.of(place).pixels.numpy(), model.heldout.of(place).pixels.numpy()
 
 
 def test_images_are_taken_out_of_a_model(after: Path, model: Path) -> None:
@@ -620,7 +620,7 @@ def test_an_image_that_only_the_state_before_has_is_found(noted: bool, tmp_path:
     assert model.learner is not None
     samples = model.learner.memory.samples()
     assert samples is not None
-    now = {image.numpy().tobytes() for image in samples.images}
+    now = {image.numpy().tobytes() for image in samples.pixels}
     then = {content for name, content in everything(path).items() if f"/{before}/exemplars/" in name}
     only = np.stack([image for image in gone if image.tobytes() not in now and png(image) in then])
     done = remove_images(path, only[:1])

@@ -66,7 +66,7 @@ def answers(model: Model) -> dict[str, object]:
     shares: dict[str, list[list[float]]] = {}
     for by in model.predictors:
         pictures = [memory.samples() for memory in (model.learner.memory, model.heldout)]
-        images = torch.cat([samples.images for samples in pictures if samples is not None])
+        images = torch.cat([samples.pixels for samples in pictures if samples is not None])
         shares[by] = [[round(share, 6) for share in row] for row in model.probabilities(images, by).tolist()]
     return {"labels": [encode_label(label) for label in model.labels], "shares": shares}
 

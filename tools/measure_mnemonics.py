@@ -49,7 +49,7 @@ def rows_of(session: Session, stage: Stage, seed: int) -> Iterator[dict[str, Any
     """The rows of a stage that was just trained."""
     learner, engine = session.learner, session.engine
     chosen = torch.cat(list(choose_exemplars(learner, stage, engine).values()))
-    images, labels = stage.pool.images[chosen], stage.pool.labels[chosen]
+    images, labels = stage.pool.pixels[chosen], stage.pool.labels[chosen]
     kept = learner.memory.samples()
     dim = learner.network.backbone.dim
     old = torch.zeros(0, dim) if kept is None else unit_means(learner, kept, stage.num_old, engine)

@@ -132,9 +132,11 @@ class Measurement:
             return {"left out": "there is no GPU to limit"}
         total = torch.cuda.mem_get_info()[1]
         torch.cuda.set_per_process_memory_fraction(min(1.0, self.options.gpu_gb * 1e9 / total))
+        Engine.shares_memory = True  # with separate memory the recordings alone may need more
         try:
             return {"gpu_gb": self.options.gpu_gb, **self._placed("auto")}
         finally:
+            Engine.shares_memory = False
             torch.cuda.set_per_process_memory_fraction(1.0)
 
     def resnet18(self) -> dict[str, Any]:

@@ -98,8 +98,8 @@ class DeviceBuffers:
         assert self._pool is not None
         height, width = stage.pool.images.shape[1:3]
         if self._ring is None or self._ring.largest < batch_size:
-            self._ring = None  # free the old one first
-            self._pool = replace(self._pool, padded=self._pool.padded[:0])
+            self._ring = None  # free the old one first; a slice of it would keep it
+            self._pool = replace(self._pool, padded=self._pool.padded.new_empty(0, *self._pool.padded.shape[1:]))
             self._ring = ImageRing(self.device, batch_size, (height, width), self._pad)
             self.version += 1
         self._pool = replace(self._pool, padded=self._ring.images)
@@ -136,11 +136,6 @@ class DeviceBuffers:
             return self.pool(stage).padded, rows.to(self.device)
         padded = pad_images(read_pixels(stage.pool.images[rows]).to(self.device), self._pad)
         return padded, torch.arange(len(rows), device=self.device)
-
-    def release_images(self) -> None:
-        """Free the images on the device. What was recorded with them is recorded again."""
-        self._pool = self._stage = self._ring = None
-        self.version += 1
 
     def _capacity(self, count: int, image_bytes: int) -> int:
         """Rows for a pool of that many images: a small one has some to spare, a large one shrinks if half is unused."""

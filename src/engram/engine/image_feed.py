@@ -101,12 +101,12 @@ class ImageFeed:
             self._closed = True
             self._changed.notify_all()
         self._thread.join()
+        if self._ring.is_cuda:
+            self._ring.copying.synchronize()  # the next feed uses the staging memory, and the ring may be freed
         self._ring.next = (self._first + self._taken) % self._ring.slots
 
     def _bring_all(self) -> None:
         try:
-            if self._ring.is_cuda:
-                self._ring.copying.synchronize()  # copies of the feed before may still read the staging memory
             with ThreadPoolExecutor(READERS if self._ring.is_cuda else 1) as readers:
                 for number, rows in enumerate(self._batches):
                     with self._changed:
