@@ -45,7 +45,7 @@ def write_evaluation(found: dict[str, Any], out: Path, read: ReadPictures | None
         drawing=drawing,
         is_wide=figures.needs_width(len(names)),
         pairs=most_confused(counts, names),
-        **({} if read is None else _mistakes(found["mistakes"], read)),
+        **({"mistakes": []} if read is None else _mistakes(found["mistakes"], read)),
         version=version(),
     )
     write_text(out, text)

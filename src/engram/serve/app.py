@@ -20,7 +20,14 @@ from engram.serve.counters import Metrics
 from engram.serve.guard import PREFIX, describe
 from engram.serve.limits import Limits, Refused
 from engram.serve.predicting import Batcher, DecoderPool
-from engram.serve.routes import downloads, draft, lesson, models, predict, server
+from engram.serve.routes import (
+    downloads_routes,
+    draft_routes,
+    lesson_routes,
+    model_routes,
+    predict_routes,
+    server_routes,
+)
 from engram.serve.routes.common import Service
 from engram.serve.served_model import ServedModel, Watcher
 from engram.serve.uploads import Budget, Spool, temporary_folder
@@ -64,9 +71,11 @@ def make_app(served: Sequence[ServedModel], limits: Limits, metrics: Metrics) ->
         lifespan=lifespan,
         redirect_slashes=False,
     )
-    for subject in (server, models, predict, draft, lesson, downloads):
+    for subject in (server_routes, model_routes, predict_routes, draft_routes, lesson_routes, downloads_routes):
         app.include_router(subject.ROUTES, prefix=PREFIX)
-    app.add_api_route("/metrics", server.metrics, methods=["GET"], response_class=PlainTextResponse, tags=["server"])
+    app.add_api_route(
+        "/metrics", server_routes.metrics, methods=["GET"], response_class=PlainTextResponse, tags=["server"]
+    )
     app.add_exception_handler(HTTPException, _http_problem)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(EngramError, _mistake)
