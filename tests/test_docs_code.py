@@ -39,10 +39,10 @@ ELSEWHERE = {
     "docs/your-own-images.md": "test_walkthrough.py",
 }
 REASONS = {"minutes", "a GPU", "a download", "a checkout", "another package", "another program"}
-PROGRAMS = {"git", "pip", "make", "pytest", "python", "for", "tensorboard", "source"}  # other programs
+PROGRAMS = {"git", "pip", "torchrun", "make", "pytest", "python", "for", "tensorboard", "source"}  # other programs
 ONCE = ("export", "report")
 DONE: set[str] = set()
-LANGUAGES = {"python", "sh", "console", "text", "toml", "json", "javascript", "bibtex", ""}
+LANGUAGES = {"python", "sh", "bash", "console", "text", "toml", "json", "javascript", "bibtex", ""}
 BLOCK = re.compile(
     r"(?:^<!-- not run: (?P<reason>[^>]*) -->\n\n?)?"
     r"(?:^```(?P<language>\w*)\n(?P<fenced>.*?)^```$|(?<=\n\n)(?P<indented>(?:    [^\n]*\n|\n(?=    ))+))",

@@ -35,7 +35,7 @@ def test_the_tools_of_the_tests_are_pinned_and_have_every_extra() -> None:
     pinned = names([line for line in pins if line and not line.startswith("#")])
     wanted = names([*PROJECT["project"]["dependencies"], *extras["dev"]])
     assert wanted - pinned == set(), "without a pin"
-    for extra in ("docs", "estimator", "onnx", "pretrained", "serve", "tensorboard"):
+    for extra in ("docs", "estimator", "onnx", "serve", "tensorboard"):
         assert set(extras[extra]) <= set(extras["dev"]), extra
 
 
