@@ -384,7 +384,7 @@ def test_what_trains_a_base_stage_is_in_its_key() -> None:
     reading = {f"runs.{name}" for name in ("checked", "directory", "reader", "result", "stored_run")}
     reading |= {f"runs.{name}" for name in ("comparison", "curve_svg", "result_table")}  # how a result is shown
     helpers = {"core.errors", "core.events", "core.io", "core.memory_limits", "core.metrics", "core.provenance"}
-    helpers |= {"core.registry", "core.safe_folder"}
+    helpers |= {"core.registry", "core.safe_folder", "core.torchrun"}
     helpers |= {"core.state_file"}  # reads pretrained weights, whose digest is in the key
     helpers |= {"experiment.feature_pass"}  # after the training
     assert others == {f"engram.{name}" for name in values | helpers | reading}

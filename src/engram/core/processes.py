@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore, rendezvous  # pyright: ignore[reportPrivateImportUsage]
 
 from engram.core.errors import EngramError, SharedError
 from engram.core.torchrun import is_launched, launched_number, start_number
@@ -132,9 +133,9 @@ class JoinedProcesses(Processes):
             torch.cuda.set_device(local_rank)  # before the first use of "cuda"
         self._is_gloo = device != "cuda"
         with _lost():
-            store, _, _ = next(iter(dist.rendezvous("env://", timeout=STEP_LIMIT)))
+            store, _, _ = next(iter(rendezvous("env://", timeout=STEP_LIMIT)))
             # torchrun's store may still have the addresses of the processes before a restart.
-            store = dist.PrefixStore(f"engram/{start_number()}", store)
+            store = PrefixStore(f"engram/{start_number()}", store)
             backend = "gloo" if self._is_gloo else "nccl"
             dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=STEP_LIMIT)
             self._group = dist.group.WORLD

@@ -20,6 +20,7 @@ METHOD_FILE, METHOD_CODE = "method_file", f"method{CODE}"
 # Code in this package that the weights of a base stage depend on.
 _TRAINING = (
     "core/rng.py",
+    "core/processes.py",
     "data",
     "nn",
     "contract",
