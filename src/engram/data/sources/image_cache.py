@@ -222,7 +222,7 @@ class UnfinishedImages:
 
     def append(self, image: Images) -> None:
         """Write an image."""
-        left = memoryview(np.ascontiguousarray(image)).cast("B")
+        left = memoryview(np.ascontiguousarray(image).data).cast("B")
         while left:
             left = left[self._file.write(left) :]
 
