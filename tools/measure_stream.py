@@ -226,7 +226,10 @@ class Measurement:
 def backbone_pass(batch: int, side: int, device: torch.device, compiled: str | None = None) -> Callable[[], object]:
     """A forward and backward pass of the backbone in bf16 and channels-last, as the engine makes them."""
     backbone = build_backbone("resnet18", torch.Generator().manual_seed(0))
-    backbone = backbone.train().to(device).to(memory_format=torch.channels_last)
+    backbone = backbone.train().to(device)
+    for weight in backbone.parameters():
+        if weight.ndim == 4:
+            weight.data = weight.data.contiguous(memory_format=torch.channels_last)
     images = torch.rand(batch, 3, side, side, device=device).contiguous(memory_format=torch.channels_last)
     forward = backbone if compiled is None else torch.compile(backbone, mode=compiled)
 
