@@ -387,4 +387,5 @@ def test_what_trains_a_base_stage_is_in_its_key() -> None:
     helpers |= {"core.registry", "core.safe_folder", "core.torchrun"}
     helpers |= {"core.state_file"}  # reads pretrained weights, whose digest is in the key
     helpers |= {"experiment.feature_pass"}  # after the training
+    helpers |= {"experiment.image_placement"}  # resident and streamed images give the same bits
     assert others == {f"engram.{name}" for name in values | helpers | reading}
