@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,16 @@ import pytest
 
 PRELOADED = "float64_engram"
 LIMIT = 600.0  # seconds
+
+
+def fork_server(preload: str) -> ForkServerContext:
+    """A context whose processes are forked from one that has imported this module, and no other test's."""
+    context = multiprocessing.get_context("forkserver")
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    if server._preload_modules != [preload]:
+        server._stop()
+        context.set_forkserver_preload([preload])
+    return context
 
 
 def _work(pipe: Connection, rank: int, count: int, port: int, function: Callable[..., Any], given: Any) -> None:
@@ -42,8 +53,7 @@ class Group:
 
     def __init__(self, count: int, function: Callable[..., Any], *given: Any, each: Sequence[Any] = ()) -> None:
         """each: one more argument, another for each process."""
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([PRELOADED])
+        context = fork_server(PRELOADED)
         with pytest.MonkeyPatch.context() as patch:
             paths = (str(Path(__file__).parent), *sys.path)
             patch.setenv("PYTHONPATH", os.pathsep.join(path for path in paths if path))

@@ -278,9 +278,9 @@ def test_the_order_within_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     listen(Session, "evaluate", "evaluate")
     original = Engine.start
 
-    def start(self: Engine, learner: Any, stage: Any, phase: Any, *rest: Any) -> Any:
+    def start(self: Engine, learner: Any, stage: Any, phase: Any, *rest: Any, **named: Any) -> Any:
         heard.append(phase.name)
-        return original(self, learner, stage, phase, *rest)
+        return original(self, learner, stage, phase, *rest, **named)
 
     monkeypatch.setattr(Engine, "start", start)
     list(run(tiny_config("afc", base=4), toy_store()))

@@ -362,7 +362,7 @@ def test_a_second_ctrl_c_quits_at_once(photos: Path, tmp_path: Path) -> None:
     for _ in range(15):
         process.send_signal(signal.SIGINT)
         time.sleep(0.1)
-    err = process.communicate(timeout=10)[1]
+    err = process.communicate(timeout=60)[1]  # the main thread shares one core with two busy ones
     assert process.returncode == 130
     assert err == "engram: quit at once; the same command again continues from the last checkpoints\n"
 

@@ -6,7 +6,6 @@ ENGRAM_KILLS and ENGRAM_MUTATIONS say how many of each; the numbers here are for
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 import shutil
@@ -25,6 +24,7 @@ from engram.models.model import Model
 from engram.models.store.codec import read_manifest
 from engram.models.store.generations import NoModelYet
 from model_helpers import NAMES, learn_in_child, make, opened, pictures, same, tiny
+from process_helpers import fork_server
 
 KILLS = int(os.environ.get("ENGRAM_KILLS", "8"))
 MUTATIONS = int(os.environ.get("ENGRAM_MUTATIONS", "100"))
@@ -35,8 +35,7 @@ class Children:
     """Processes that learn, each forked from one that has imported everything."""
 
     def __init__(self) -> None:
-        self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(["model_helpers"])
+        self.context = fork_server("model_helpers")
 
     def run(self, path: Path, names: tuple[str, ...], kill_after: float | None) -> tuple[float, int | None]:
         """Seconds it took and how it ended, killed after that time unless it had ended."""

@@ -633,8 +633,8 @@ def test_text_that_looks_like_code_stays_text_in_tables_and_figures(tmp_path: Pa
 
 
 def test_many_classes_are_numbered_and_named_below(tmp_path: Path) -> None:
-    names = [f"sign {i}" for i in range(43)]
-    runs = [fake_run(tmp_path / "some", class_names=names, **{**LIGHT, "stage_sizes": (40, 3)})]
+    names = [f"sign {i}" for i in range(63)]
+    runs = [fake_run(tmp_path / "some", class_names=names, **{**LIGHT, "stage_sizes": (60, 3)})]
     svg = (write_report(runs).with_name("report_files") / "confusion_afc_cnn.svg").read_text(encoding="utf-8")
     assert "predicted class, numbered as below" in svg
     assert all(f">{i} {name}<" in svg for i, name in enumerate(names))
