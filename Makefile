@@ -1,5 +1,6 @@
 # make demo   install into .venv and run the demo (one to three minutes on two CPU cores)
 # make test   install and run every check (CONSTRAINTS= for the newest versions instead of the pinned ones, after make clean)
+# make test-all  the same with the slow tests, which repeat others with more methods, kills and damaged files
 # make setup  install alone
 # make docs   build the documentation site into site/
 # make wheel  build wheel and sdist and try them outside the checkout (some minutes; PYTHON= for another version)
@@ -9,13 +10,16 @@ CONSTRAINTS ?= --constraint constraints.txt
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test setup check format docs wheel pages clean
+.PHONY: demo test test-all setup check format docs wheel pages clean
 
 demo: setup
 	$(BIN)/engram demo
 
 test: setup check
 	$(BIN)/pytest -n auto --dist worksteal
+
+test-all: setup check
+	$(BIN)/pytest -n auto --dist worksteal -m ''
 
 setup: $(STAMP)
 

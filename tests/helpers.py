@@ -40,7 +40,7 @@ from engram.experiment.run_config import RunConfig
 from engram.experiment.runner import resume, run
 from engram.experiment.session import Session
 from engram.experiment.stage_work import best_label, class_scores
-from engram.methods import find_method
+from engram.methods import METHODS, find_method
 from engram.nn.network import Network, Output
 
 # Where tests on real images look for them; they skip where these are not.
@@ -52,7 +52,20 @@ MEMORY = {
     "all": MemoryConfig(budget="all", size=0),
     "optional": MemoryConfig(budget="none", size=0),
 }
+# Methods with a head, a backbone or a memory of their own kind: what is tested for each of them holds for the others,
+# which `make test-all` tests too.
+VARIED = ("afc", "bedrock", "bic", "der", "derpp", "foster", "gdumb", "lda", "memo", "mnemonics", "podnet-dde", "si")
 NO_AUGMENTATION = Augmentation(pad=0, flip=False, brightness=0.0)
+
+
+def varied_methods(*given: Any) -> list[Any]:
+    """Every registered method, with these arguments, as a parameter; those that are like another one are slow tests."""
+    return [
+        pytest.param(
+            name, *given, marks=[] if name in VARIED else [pytest.mark.slow], id="-".join(map(str, (name, *given)))
+        )
+        for name in sorted(METHODS)
+    ]
 
 
 def toy_store(

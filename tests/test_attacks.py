@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TOOLS = Path(__file__).parents[1] / "tools"
 # Each way in which a command can go wrong, and a word of the fault that it must be reported as.
 BROKEN = """
@@ -75,12 +77,14 @@ hard:unfinished:1:1 hard:unfinished:2:1 edit:lesson:0:1 signed:lesson:0:1 signed
 """
 
 
+@pytest.mark.slow
 def test_damaged_files_are_refused_or_give_the_same_numbers(tmp_path: Path) -> None:
     chosen = [word for case in CASES.split() for word in ("--case", case)]
     found = attack(TOOLS / "attack_files.py", *chosen, cwd=tmp_path)
     assert f"{len(CASES.split())} mutations in" in found
 
 
+@pytest.mark.slow
 def test_killed_and_interrupted_runs_continue_to_the_same_result(tmp_path: Path) -> None:
     numbers = ["--kills", "1", "--terms", "1", "--interrupts", "0", "--pairs", "1", "--lessons", "1"]
     found = attack(TOOLS / "attack_processes.py", *numbers, "--seed", "1", cwd=tmp_path)

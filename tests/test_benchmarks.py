@@ -333,6 +333,7 @@ def test_growth_sees_which_part_grows_with_the_square() -> None:
 
 
 @pytest.mark.filterwarnings(FORKING)
+@pytest.mark.slow
 def test_every_part_runs_and_says_where_its_numbers_come_from(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,15 +17,12 @@ from engram.cli.main import main
 from engram.core.events import Learned
 from engram.data.augment import Augmentation
 from engram.data.memory import MemoryConfig
-from engram.methods import METHODS
 from engram.models.model import Model
 from engram.models.onnx_export import export_onnx
-from helpers import tiny_config, toy_store
+from helpers import tiny_config, toy_store, varied_methods
 from test_methods_contract import SETTINGS
 
 Runs = Callable[[str], tuple[Path, RunResult]]
-# Methods whose runs cannot be predicted with, exported or taught on, with the reason. All of ours can.
-CANNOT: dict[str, str] = {}
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +43,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, store: ImageStore) -> Runs:
     return made
 
 
-@pytest.mark.parametrize("method", sorted(METHODS.keys() - CANNOT.keys()))
+@pytest.mark.parametrize("method", varied_methods())
 def test_a_run_of_every_method_predicts_as_measured_is_exported_and_learns_more(
     method: str, runs: Runs, exported: set[tuple[Any, ...]], store: ImageStore, tmp_path: Path
 ) -> None:

@@ -24,7 +24,6 @@ from engram.core.events import Checkpointed, EpochFinished, Learned, Stopped, Wa
 from engram.core.safe_folder import digest
 from engram.core.serialize import replace_at
 from engram.data.stage import Samples
-from engram.methods import METHODS
 from engram.models import lesson_plan as fitting
 from engram.models.edit import remove_class, save_model
 from engram.models.learning import has_learning, learn_into
@@ -34,6 +33,7 @@ from engram.models.model import Model
 from engram.models.model_config import LATER_LEAST, ModelConfig
 from engram.models.store.codec import read_manifest
 from engram.models.store.generations import NoModelYet
+from helpers import varied_methods
 from model_helpers import NAMES, everything, learn, make, memory_of, opened, pictures, png, same, scores, tiny
 
 
@@ -128,7 +128,7 @@ def test_the_epochs_that_fit_are_the_most_that_do(monkeypatch: pytest.MonkeyPatc
     assert fitting.epochs_that_fit(lesson, 1e9).epochs == fitting.MOST_EPOCHS
 
 
-@pytest.mark.parametrize("method", sorted(METHODS))
+@pytest.mark.parametrize("method", varied_methods())
 def test_a_model_that_went_through_files_is_the_one_that_did_not(method: str, tmp_path: Path) -> None:
     config = tiny(method, epochs=1, memory=memory_of(method), validation=0.25)
     straight = in_memory(config, NAMES[:3], NAMES[3:5])
@@ -773,7 +773,7 @@ def assert_scores_left(found: dict[str, np.ndarray], before: dict[str, np.ndarra
         np.testing.assert_allclose(left, np.delete(before[by], place, axis=1), rtol=1e-6, atol=1e-6, err_msg=by)
 
 
-@pytest.mark.parametrize(("method", "place"), [*((method, 2) for method in sorted(METHODS)), ("afc", 0), ("afc", 4)])
+@pytest.mark.parametrize(("method", "place"), [*varied_methods(2), ("afc", 0), ("afc", 4)])
 def test_a_removed_class_is_gone_and_the_others_are_as_they_were(method: str, place: int, tmp_path: Path) -> None:
     config = tiny(method, epochs=1, memory=memory_of(method), validation=0.25)
     path = make(tmp_path / "m", NAMES[:3], NAMES[3:5], config=config)
