@@ -1,6 +1,6 @@
 # make demo   install into .venv and run the demo (one to three minutes on two CPU cores)
 # make test   install and run every check (CONSTRAINTS= for the newest versions instead of the pinned ones, after make clean)
-# make test-all  the same with the slow tests, which repeat others with more methods, kills and damaged files
+# make test-all  the same with the slow tests: more methods, kills, damaged files, and more of the served page
 # make setup  install alone
 # make docs   build the documentation site into site/
 # make wheel  build wheel and sdist and try them outside the checkout (some minutes; PYTHON= for another version)

@@ -40,6 +40,7 @@ class Visitor(Browser):
             self.call("Page.setInterceptFileChooserDialog", enabled=True)
         self.resize(width, height)
         self.call("Page.navigate", url="about:blank")
+        self.take_events()  # what the page before said when it lost its server
         self.call("Page.navigate", url=url)
         self.wait(f"document.querySelector('{drawn}') !== null", "the page to be drawn")
 

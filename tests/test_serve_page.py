@@ -309,6 +309,7 @@ def two_models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, 
         yield str(api.base_url.join("/")), place / "photos"
 
 
+@pytest.mark.slow
 def test_camera_paste_compare_and_downloads(visitor: Visitor, two_models: tuple[str, Path], tmp_path: Path) -> None:
     url, photos = two_models
     visitor.visit(url)
@@ -316,6 +317,7 @@ def test_camera_paste_compare_and_downloads(visitor: Visitor, two_models: tuple[
     visitor.click("Camera")
     visitor.wait("document.querySelector('video')?.videoWidth > 0", "the picture of the camera")
     visitor.click("Take a photo")
+    visitor.wait("document.querySelector('.strip img') !== null", "the photo")
     visitor.click("Use the photos")
     visitor.wait("document.querySelectorAll('.shot .ranks').length === 1", "the prediction of the photo")
     assert visitor.evaluate("document.querySelector('.shot img').naturalWidth") > 100
@@ -357,6 +359,7 @@ def downloaded(file: Path) -> bytes:
     return file.read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(AXE is None, reason="no axe-core: pip install axe-core-python")
 def test_axe_finds_no_serious_fault(visitor: Visitor, two_models: tuple[str, Path]) -> None:
     assert AXE is not None

@@ -149,7 +149,7 @@ def test_labels_are_those_of_the_model_that_was_asked(served: Path) -> None:
     learner = classifier.model_.learner
     assert learner is not None
     # Another thread's change comes in the midst of the pass.
-    hook = learner.network.register_forward_hook(lambda *_: classifier._adopt(other.model_))
+    hook = learner.network.head.register_forward_hook(lambda *_: classifier._adopt(other.model_))
     assert classifier.predict(images).tolist() == alone.tolist()
     hook.remove()
     assert "apple" not in classifier.predict(images)
