@@ -30,7 +30,7 @@ LIMIT = 600.0  # seconds
 def fork_server(preload: str) -> ForkServerContext:
     """A context whose processes are forked from one that has imported this module, and no other test's."""
     context = multiprocessing.get_context("forkserver")
-    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = forkserver._forkserver
     if server._preload_modules != [preload]:
         server._stop()
         context.set_forkserver_preload([preload])
