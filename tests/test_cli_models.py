@@ -455,7 +455,7 @@ def test_predict_counts_what_it_passes_over_in_folders(engram: Engram, taught: P
     for name in ("a.jpg", "b.jfif", "c.JPE"):
         (inbox / name).unlink()
     nothing = engram("predict", taught, "inbox")
-    assert (nothing.status, nothing.err.splitlines()[1]) == (2, "engram: there is no image in inbox")
+    assert (nothing.status, nothing.err.splitlines()[1]) == (2, "engram: no images found in inbox")
 
 
 def test_names_that_look_alike_are_told(engram: Engram, tmp_path: Path) -> None:

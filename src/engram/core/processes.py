@@ -85,7 +85,7 @@ class Processes:
         return tensor
 
     def collect(self, part: Tensor, share: Share) -> Tensor:
-        """The whole batch, of which every process has its part; the same bits in every process."""
+        """Return the whole batch in every process, from the part that each has; the same bits everywhere."""
         whole = part.new_zeros(share.size, *part.shape[1:])
         whole[share.own] = part
         return self.sum(whole)
@@ -99,7 +99,7 @@ class Processes:
         return [value]
 
     def from_first(self, work: Callable[[], T]) -> T:
-        """What the work returns in process 0, which is the only one to do it."""
+        """Do the work in process 0 only, and return its result in every process."""
         return work()
 
     def tensors_from_first(self, tensors: Mapping[str, Tensor] | None) -> Mapping[str, Tensor] | None:

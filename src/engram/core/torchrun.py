@@ -1,4 +1,4 @@
-"""What torchrun and Slurm say about this process in its environment variables."""
+"""Environment variables that torchrun and Slurm set: rank, number of processes, restarts."""
 
 from __future__ import annotations
 

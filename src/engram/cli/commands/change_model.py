@@ -96,7 +96,7 @@ def _given_files(typed: Sequence[str]) -> list[str]:
     check_paths(places)
     paths = [path for path in expand(places) if path is not None]
     if not paths:
-        raise EngramError(f"there is no image in {', '.join(places)}")
+        raise EngramError(f"no images found in {', '.join(places)}")
     return paths
 
 

@@ -59,7 +59,7 @@ def evaluate_command(options: Evaluate, typed: Sequence[str]) -> int:
     prepare_hardware(options.hardware)
     refuse_models("evaluate", options.images)
     if options.strangers is not None and next(walk_images(_folder(options.strangers)), None) is None:
-        raise EngramError(f"there is no image in {options.strangers}")
+        raise EngramError(f"no images found in {options.strangers}")
     paths, labels = list_labelled(options.images, options.table)
     model = open_for_prediction(typed_path(options.model), options.hardware.device)
     paths, places, unknown = known_images(model, paths, labels, options.images)

@@ -68,7 +68,7 @@ def predict_command(options: Predict, typed: Sequence[str]) -> int:
     if not done and not unreadable:
         if set(paths) == {STANDARD_INPUT}:
             raise EngramError("standard input named no image; give it the path of an image or a folder on each line")
-        raise EngramError(f"there is no image in {', '.join(paths)}")
+        raise EngramError(f"no images found in {', '.join(paths)}")
     if unreadable:
         tell(f"{unreadable} of {done + unreadable} images could not be read")
         return UNREADABLE
