@@ -21,7 +21,8 @@ from engram.methods.lda import CLASSES, COUNTS, FACTORS, MEANS, discriminants
 from engram.models import learning
 from engram.models import starting_point as start
 from engram.models.digests import digest_of
-from engram.models.edit import merge_classes, move_images, remove_class, remove_images, save_model, undo
+from engram.models.edit import merge_classes, remove_class, save_model, undo
+from engram.models.edit_images import move_images, remove_images
 from engram.models.learning import learn_into
 from engram.models.model import Model
 from engram.models.model_config import ModelConfig

@@ -23,7 +23,8 @@ from engram import EngramError, IncrementalClassifier, read_manifest, remove_cla
 from engram.contract.exemplars import class_means
 from engram.core.events import Stopped
 from engram.models.digests import digest_of, digests_in
-from engram.models.edit import merge_classes, move_images, save_model
+from engram.models.edit import merge_classes, save_model
+from engram.models.edit_images import move_images
 from engram.models.learning import has_learning, learn_into
 from engram.models.store.codec import open_model
 from helpers import Engram, assert_refused, unpack_archive

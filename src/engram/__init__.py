@@ -46,11 +46,11 @@ if TYPE_CHECKING:
     from engram.experiment.trained import TrainedRun as TrainedRun
     from engram.experiment.trained import open_run as open_run
     from engram.models.edit import merge_classes as merge_classes
-    from engram.models.edit import move_images as move_images
     from engram.models.edit import remove_class as remove_class
-    from engram.models.edit import remove_images as remove_images
     from engram.models.edit import rename_class as rename_class
     from engram.models.edit import undo as undo
+    from engram.models.edit_images import move_images as move_images
+    from engram.models.edit_images import remove_images as remove_images
     from engram.models.from_run import model_from_run as model_from_run
     from engram.models.learning import learn_into as learn_into
     from engram.models.model_config import ModelConfig as ModelConfig
@@ -87,7 +87,8 @@ _PUBLIC = {
     "contract.optimisers": ["Optimiser", "register_optimiser"],
     "contract.predictors": ["ImageOutputs", "register_predictor"],
     "contract.schedules": ["register_schedule"],
-    "models.edit": ["merge_classes", "move_images", "remove_class", "remove_images", "rename_class", "undo"],
+    "models.edit": ["merge_classes", "remove_class", "rename_class", "undo"],
+    "models.edit_images": ["move_images", "remove_images"],
     "models.from_run": ["model_from_run"],
     "models.learning": ["learn_into"],
     "models.model_config": ["ModelConfig"],

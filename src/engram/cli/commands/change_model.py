@@ -17,16 +17,8 @@ from engram.cli.streams import confirmed, tell
 from engram.cli.text import back_to, count_classes, make_console, more_steps, print_line, shorten
 from engram.core.errors import EngramError
 from engram.core.io import typed_path
-from engram.models.edit import (
-    RemovedImages,
-    Undone,
-    merge_classes,
-    move_images,
-    remove_class,
-    remove_images,
-    rename_class,
-    undo,
-)
+from engram.models.edit import Undone, merge_classes, remove_class, rename_class, undo
+from engram.models.edit_images import RemovedImages, move_images, remove_images
 from engram.models.from_run import is_run, model_from_run, open_for_prediction
 from engram.models.labels import encode_label
 from engram.models.model import Model
