@@ -22,7 +22,7 @@ from engram.core.rng import generator
 from engram.data.stage import NEVER
 from engram.engine.buffers import PLANNED_STEPS, TERMS, DeviceBuffers
 from engram.engine.capture import NotRecordable
-from engram.engine.loop import Epoch, NonFiniteLoss
+from engram.engine.loss_history import Epoch, NonFiniteLoss
 from engram.experiment.session import Session
 from engram.methods.blocks.batches import CutMix, SecondStream
 from engram.methods.dde import Neighbours, TrackMomentum

@@ -23,7 +23,8 @@ from engram import EngramError, resume, run
 from engram.core.checkpoint import Checkpoint, load_checkpoint, read_data, save_checkpoint
 from engram.core.events import RunFinished, Stopped, Warned
 from engram.core.io import TEMPORARY, lock, remove_temporaries, write_bytes
-from engram.engine.loop import Epoch, PhaseLoop
+from engram.engine.loop import PhaseLoop
+from engram.engine.loss_history import Epoch
 from engram.experiment.members import progress_of
 from engram.experiment.runner import settle
 from engram.runs import directory as rundir

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -23,6 +22,7 @@ from engram.core.errors import EngramError
 from engram.data.stage import Stage
 from engram.engine.buffers import TERMS
 from engram.engine.forward import Forward
+from engram.engine.loss_history import Epoch, LossHistory
 from engram.engine.planning import plan_epochs
 from engram.engine.runtime import Runtime
 from engram.engine.sharing import collect_output, collected_pass
@@ -33,10 +33,6 @@ T = TypeVar("T")
 # On a GPU the host is at most STRIDE * STRIDES steps ahead: a request to stop is answered soon, and the driver's queue
 # does not fill up, which would delay the launches of other runs.
 STRIDE, STRIDES = 16, 4
-
-
-class NonFiniteLoss(EngramError):
-    """A loss became infinite or NaN; the weights are worthless from then on."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,25 +51,6 @@ class PhaseState:
     extensions: dict[str, Tensor] = field(default_factory=dict)
     terms: Tensor | None = None
     image_state: dict[str, Tensor] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Epoch:
-    """A finished epoch (from 0): the mean of each loss term over its steps, and its last learning rate."""
-
-    number: int
-    terms: dict[str, float]
-    lr: float
-
-
-@dataclass(frozen=True, eq=False)
-class _EpochLosses:
-    """The losses of an epoch, being copied to the host. first: the first step whose loss is known."""
-
-    epoch: int
-    first: int
-    values: Tensor
-    copied: torch.cuda.Event | None  # None on a CPU
 
 
 class PhaseLoop:
@@ -105,7 +82,6 @@ class PhaseLoop:
         self.phase = phase
         self.steps, self.batch_size, self._last = phase.batches(len(self.rows))
         self.epoch, self.step = (0, 0) if resume is None else (resume.epoch, resume.step)
-        self._first = self.step  # of the current epoch, the first step whose loss is known
         self._runtime, self._learner, self._stage, self._index = runtime, learner, stage, index
         self._processes, self._reads_maps = runtime.processes, reads_maps
         self._forward = runtime.bind(learner, self.batch_size)
@@ -125,15 +101,11 @@ class PhaseLoop:
         self._hooks: list[StepHooks] = [hooks for hooks in attached if hooks is not None]
         self._streams = _stream_slices(phase)
         self._weights, self._counter = buffers.weights(phase.weights), buffers.counter
-        self._history = buffers.history
-        if resume is not None and resume.terms is not None:
-            self._first = self.step - len(resume.terms)
-            self._history[self._first : self.step, : resume.terms.shape[1]] = resume.terms.to(self._history.device)
+        self._history, lr = buffers.history, learning_rates(phase.training, self.steps)
+        self._losses = LossHistory(self._history, self.steps, lr, f"stage {stage.index}, phase {phase.name}")
+        self._losses.continue_from(self.step, None if resume is None else resume.terms)
         self._arrival = buffers.arrival(stage, learner.network.head.capacity)
-        self._lr = learning_rates(phase.training, self.steps)
         self._planned = range(self.epoch, self.epoch)  # the epochs in the plan
-        self._term_names: list[str] = []
-        self._ended: deque[_EpochLosses] = deque()
         self._launched: deque[torch.cuda.Event] = deque()  # one every STRIDE steps
         self._taken = 0
         self._takers: dict[int, Callable[[], list[str]]] = {}  # by batch size
@@ -154,14 +126,16 @@ class PhaseLoop:
             self._counter.fill_(first_row + self.step)
             while self.step < self.steps:
                 with self._next_images():
-                    self._term_names = self._taker(self._last if self.step == self.steps - 1 else self.batch_size)()
+                    take = self._taker(self._last if self.step == self.steps - 1 else self.batch_size)
+                    self._losses.names = take()
                 self.step += 1
                 if self._runtime.device.type == "cuda":
                     self._wait_for_device()
                 if self.step == self.steps:
-                    self._send_losses()
+                    self._losses.end_epoch(self.epoch, first_row)
                 yield
-            self.epoch, self.step, self._first = self.epoch + 1, 0, 0
+            self.epoch, self.step = self.epoch + 1, 0
+            self._losses.continue_from(0, None)
         self._runtime.average_norms(self._learner.network)
         for hooks in self._hooks:
             hooks.finish()
@@ -170,12 +144,8 @@ class PhaseLoop:
     def state(self) -> PhaseState:
         """Where the phase is now; raises NonFiniteLoss if the weights are worthless. Every process must call it."""
         self._runtime.average_norms(self._learner.network)
-        for losses in self._ended:
-            if losses.copied is not None:
-                losses.copied.synchronize()
-            self._check(losses.epoch, losses.first, losses.values)
-        terms = self._values().clone()
-        self._check(self.epoch, self._first, terms)
+        self._losses.check_ended()
+        terms = self._terms_so_far().clone()
         self._runtime.buffers.save_image_state(self._stage)
         return PhaseState(
             rows=self.rows,
@@ -189,33 +159,18 @@ class PhaseLoop:
 
     def terms(self) -> dict[str, float]:
         """The mean of each loss term over this epoch's steps so far. Waits for the device."""
-        values = self._values()
-        self._check(self.epoch, self._first, values)
-        return self._means(values)
+        return self._losses.means(self._terms_so_far())
 
     def finished(self, wait: bool = False) -> Iterator[Epoch]:
         """The epochs that ended since the last call and whose loss has arrived; with `wait`, all of them.
 
         Raises NonFiniteLoss if a term was infinite or NaN.
         """
-        while self._ended:
-            losses = self._ended[0]
-            if losses.copied is not None:
-                if not wait and not losses.copied.query():
-                    return
-                losses.copied.synchronize()
-            self._ended.popleft()
-            self._check(losses.epoch, losses.first, losses.values)
-            lr = float(self._lr[(losses.epoch + 1) * self.steps - 1])
-            yield Epoch(losses.epoch, self._means(losses.values), lr)
+        return self._losses.finished(wait)
 
-    def _means(self, values: Tensor) -> dict[str, float]:
-        return dict(zip(self._term_names, values.mean(dim=0).tolist(), strict=True))
-
-    def _values(self) -> Tensor:
+    def _terms_so_far(self) -> Tensor:
         """The terms (steps, terms) of this epoch's steps so far, on the CPU."""
-        start = (self.epoch - self._planned.start) * self.steps
-        return self._history[start + self._first : start + self.step, : len(self._term_names)].cpu()
+        return self._losses.so_far(self.epoch, (self.epoch - self._planned.start) * self.steps, self.step)
 
     def _wait_for_device(self) -> None:
         """Wait until the device is at most some steps behind."""
@@ -227,36 +182,6 @@ class PhaseLoop:
         self._launched.append(reached)
         if len(self._launched) > STRIDES:
             self._launched.popleft().synchronize()
-
-    def _send_losses(self) -> None:
-        """Start to copy the epoch's losses to the host."""
-        start = (self.epoch - self._planned.start) * self.steps
-        values = self._history[start + self._first : start + self.steps, : len(self._term_names)]
-        copied = None
-        if values.is_cuda:
-            on_host = torch.empty(values.shape, pin_memory=True)
-            on_host.copy_(values, non_blocking=True)
-            copied = torch.cuda.Event()
-            copied.record()
-            values = on_host
-        else:
-            values = values.clone()
-        self._ended.append(_EpochLosses(self.epoch, self._first, values, copied))
-
-    def _check(self, epoch: int, first: int, values: Tensor) -> None:
-        """Raise NonFiniteLoss if a term of an epoch's steps, from `first` on, is not finite."""
-        bad = torch.nonzero(~values.isfinite().all(dim=1))
-        if len(bad) == 0:
-            return
-        row = int(bad[0])
-        named = dict(zip(self._term_names, values[row].tolist(), strict=True))
-        terms = ", ".join(f"{name} = {value:g}" for name, value in named.items())
-        is_first = (epoch, first + row) == (0, 0)
-        raise NonFiniteLoss(
-            f"the loss {'is not' if is_first else 'stopped being'} finite in stage {self._stage.index}, "
-            f"phase {self.phase.name}, epoch {epoch + 1}, step {first + row + 1} of {self.steps} ({terms}); "
-            f"nothing was saved after it: {_first_step_advice(named) if is_first else 'try a lower learning rate'}"
-        )
 
     def _plan_ahead(self) -> None:
         """Plan as many epochs, from this one on, as the plan can hold."""
@@ -435,12 +360,3 @@ def _stack_terms(terms: Terms, most: int, phase: str) -> Tensor:
     if not values.requires_grad:
         raise EngramError(f"no term of the {phase} phase depends on what it trains, so there is nothing to learn")
     return values
-
-
-def _first_step_advice(terms: Mapping[str, float]) -> str:
-    """Advice for terms that are not finite before the phase has changed anything."""
-    wrong = " and ".join(repr(name) for name, value in terms.items() if not math.isfinite(value))
-    return (
-        f"it is the first step of the phase, so look at how {wrong} is computed (the logits of classes not yet seen "
-        "are minus infinity) before trying a lower learning rate"
-    )
