@@ -64,7 +64,7 @@ def recording_session(monkeypatch: pytest.MonkeyPatch, recording: type) -> Sessi
     """A session that would record its steps, on a CPU."""
     monkeypatch.setattr("engram.engine.runtime.CapturedStep", recording)
     session = Session(make_config(increment=1, settings__train__remainder="drop"), make_store())
-    session.engine.capture = True
+    session.engine.capture, session.engine.shares_memory = True, False
     return session
 
 

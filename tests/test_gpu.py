@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,13 +15,16 @@ from conftest import make_config, make_store
 from engram import ImageStore, RunConfig, recipe, run_together, train
 from engram.contract import AfterUpdate, Step, Terms
 from engram.core.events import BaseReused, RunFinished, StageFinished, Warned
+from engram.core.processes import ALONE, JoinedProcesses, Processes
 from engram.data.augment import Augmentation
-from engram.engine import Engine, PhaseLoop
+from engram.engine import Engine, PhaseLoop, runtime
 from engram.engine.capture import CapturedStep
+from engram.engine.compiled import CompiledForward, why_not_compiled
 from engram.engine.forward import Forward
 from engram.engine.planning import plan_sweep
 from engram.experiment.base_cache import StageCache
 from engram.experiment.execution import RunExecution
+from engram.experiment.image_placement import ImagePlacement
 from engram.experiment.session import Session
 from engram.methods.dde import NeighbourLogits
 from engram.methods.mnemonics import as_factored, convolution_weights
@@ -50,10 +55,19 @@ def leave_to_modules(engine: Engine) -> None:
     engine._forward = None
 
 
-def at_second_stage(precision: str, *, capture: bool = True, by_modules: bool = False) -> tuple[Session, PhaseLoop]:
+def at_second_stage(
+    precision: str,
+    *,
+    capture: bool = True,
+    by_modules: bool = False,
+    images: ImagePlacement = "resident",
+    shares_memory: bool = True,
+    processes: Processes = ALONE,
+) -> tuple[Session, PhaseLoop]:
     """A session with a base stage behind it, the same bit for bit whatever is asked, before a stage with a teacher."""
     config = make_config(device="cuda", precision=precision, settings__train__epochs=12)
-    session = Session(config, make_store(train=24))
+    session = Session(config, make_store(train=24), images, processes)
+    session.engine.shares_memory = shares_memory
     learner, engine, method = session.learner, session.engine, session.method
     base = session.stage(0)
     method.grow(learner, base, engine)
@@ -70,7 +84,7 @@ def at_second_stage(precision: str, *, capture: bool = True, by_modules: bool = 
     return session, engine.start(learner, stage, method.phases(learner, stage, engine)[0], 0)
 
 
-def first_steps(precision: str, steps: int = 50, **how: bool) -> tuple[list[dict[str, float]], torch.Tensor]:
+def first_steps(precision: str, steps: int = 50, **how: Any) -> tuple[list[dict[str, float]], torch.Tensor]:
     """The loss terms of the first steps of a stage with a teacher, and the parameters after them."""
     session, loop = at_second_stage(precision, **how)
     losses: list[dict[str, float]] = []
@@ -86,6 +100,79 @@ def first_steps(precision: str, steps: int = 50, **how: bool) -> tuple[list[dict
 def test_recorded_and_eager_steps_agree(precision: str) -> None:
     eager, eager_values = first_steps(precision, capture=False)
     recorded, recorded_values = first_steps(precision, capture=True)
+    assert recorded == eager
+    assert torch.equal(recorded_values, eager_values)
+
+
+@pytest.mark.parametrize("how", [{"images": "streamed"}, {"shares_memory": False}], ids=["streamed", "separate memory"])
+def test_where_images_and_recordings_are_changes_no_bit(how: dict[str, Any]) -> None:
+    losses, values = first_steps("bf16")
+    others, other_values = first_steps("bf16", **how)
+    assert others == losses
+    assert torch.equal(other_values, values)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own modules, when it loads its compiler
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_compiled_passes_agree_with_the_modules(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded and eager steps have the same bits; the modules round differently."""
+
+    def steps(
+        *, is_compiled: bool, capture: bool = True, size: int = 128
+    ) -> tuple[list[dict[str, float]], torch.Tensor]:
+        monkeypatch.setattr(runtime, "why_not_compiled", why_not_compiled if is_compiled else lambda *_: "not now")
+        config = replace(
+            make_config(device="cuda", precision=precision, settings__train__epochs=2),
+            backbone="resnet18",
+            augmentation=Augmentation(pad=0, view=1.0),
+        )
+        session = Session(config, make_store(train=24, size=128))
+        learner, engine, method = session.learner, session.engine, session.method
+        engine.capture = capture
+        losses = list[dict[str, float]]()
+        for index in range(2):
+            stage = session.stage(index)
+            method.grow(learner, stage, engine)
+            loop = engine.start(learner, stage, method.phases(learner, stage, engine)[0], 0)
+            for taken, _ in enumerate(loop, start=1):
+                losses.append(loop.terms())
+                if taken == 4:
+                    break
+            assert isinstance(engine._forward, CompiledForward) == is_compiled
+            if index == 0:
+                method.finish(learner, stage, engine)
+                learner.snapshot_teacher()
+        return losses, torch.cat([parameter.detach().flatten() for parameter in learner.network.parameters()])
+
+    recorded, values = steps(is_compiled=True)
+    eager, eager_values = steps(is_compiled=True, capture=False)
+    assert recorded == eager
+    assert torch.equal(values, eager_values)
+    plain, plain_values = steps(is_compiled=False)
+    assert recorded[0] == pytest.approx(plain[0], rel=0.05 if precision == "bf16" else 1e-3)
+    assert (values - plain_values).norm() / plain_values.norm() < (0.05 if precision == "bf16" else 1e-2)
+
+
+class OneOfTwo(JoinedProcesses):
+    """A process that takes half of every batch, and sums by NCCL over itself alone: the other is missing."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1, 0, "cuda")
+        self.count = 2
+
+
+def test_steps_of_a_process_among_several_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": 0, "WORLD_SIZE": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    processes = OneOfTwo()
+    try:
+        eager, eager_values = first_steps("bf16", steps=20, capture=False, processes=processes)
+        recorded, recorded_values = first_steps("bf16", steps=20, processes=processes)
+    finally:
+        torch.distributed.destroy_process_group()
     assert recorded == eager
     assert torch.equal(recorded_values, eager_values)
 

@@ -6,7 +6,7 @@ decode    files a second from JPEGs into the cache, and the seconds of a start w
 steps     images a second of the base stage's step, and of the step with a teacher after it, resident and streamed;
           the ratio; the peak of GPU memory beside its estimate, and of RAM
 sharing   whether recordings that share memory give the same weights, and what they save
-limited   the base stage with `--gpu-gb` of GPU memory allowed: whether it is streamed, images a second, peaks
+limited   the base stage streamed with `--gpu-gb` of GPU memory allowed: images a second, peaks; in a process of its own
 resnet18  forward and backward passes of the backbone alone: torch's modules, recorded, and compiled by torch, with
           batches of 128 and 16; the share of the floor
 
@@ -123,7 +123,6 @@ class Measurement:
             weights.append({name: value.cpu().clone() for name, value in session.learner.network.state_dict().items()})
             found["shared" if shares else "separate"] = part
             del session
-        Engine.shares_memory = False
         found["equal"] = all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
         return found
 
@@ -132,11 +131,9 @@ class Measurement:
             return {"left out": "there is no GPU to limit"}
         total = torch.cuda.mem_get_info()[1]
         torch.cuda.set_per_process_memory_fraction(min(1.0, self.options.gpu_gb * 1e9 / total))
-        Engine.shares_memory = True  # with separate memory the recordings alone may need more
-        try:
-            return {"gpu_gb": self.options.gpu_gb, **self._placed("auto")}
+        try:  # streamed, as ImageNet's own base stage would be
+            return {"gpu_gb": self.options.gpu_gb, **self._placed("streamed")}
         finally:
-            Engine.shares_memory = False
             torch.cuda.set_per_process_memory_fraction(1.0)
 
     def resnet18(self) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def free_device_memory(device: torch.device) -> int:
 
     allocated = torch.cuda.memory_allocated(device)
     free, total = torch.cuda.mem_get_info(device)
-    allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    allowed = int(torch.cuda.get_per_process_memory_fraction(device.index) * total)
     return min(free + torch.cuda.memory_reserved(device) - allocated, allowed - allocated)
 
 

@@ -57,6 +57,7 @@ class Branch:
 
 
 WARM_UP = 2
+MAX_UNUSED_BYTES = 1 << 30  # memory that torch may hold unused when a step is recorded
 # One recording at a time per process. The work of other threads is not recorded, but they share the compilation of
 # kernels and the garbage collector.
 _RECORDING = threading.Lock()
@@ -109,6 +110,9 @@ class CapturedStep(Generic[T]):
                     step()
                     restore()  # after each step: a phase may have fewer steps than the warm-up
                 stream.synchronize()
+                unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+                if unused > MAX_UNUSED_BYTES:  # a recording cannot use what the warm-up left to the allocator
+                    torch.cuda.empty_cache()
                 self._graph = torch.cuda.CUDAGraph()
                 collecting = gc.isenabled()
                 gc.collect()

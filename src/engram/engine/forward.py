@@ -73,7 +73,8 @@ class Compute:
 class Forward:
     """The passes of a step over one learner, and its update, by torch's modules.
 
-    height_dim: dimension of a batch of images that is their height; the width is the next.
+    height_dim: dimension of a batch of images that is their height; the width is the next. batch_size: the largest.
+    full_batch: the size of a batch of the present phase or sweep, except its last one.
     """
 
     height_dim = 2
@@ -82,6 +83,7 @@ class Forward:
         self, compute: Compute, learner: Learner, batch_size: int, layout: torch.memory_format | None = None
     ) -> None:
         self._compute, self._learner, self.batch_size = compute, learner, batch_size
+        self.full_batch = batch_size
         self.optimiser = FlatOptimiser(learner.network, layout or compute.layout)
 
     def refresh(self, frozen: bool = False) -> None:

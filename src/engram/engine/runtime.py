@@ -14,8 +14,10 @@ from engram.core.errors import EngramError
 from engram.core.processes import Share
 from engram.engine.buffers import DeviceBuffers
 from engram.engine.capture import CapturedStep, GraphMemory, NotRecordable
+from engram.engine.compiled import CompiledForward, why_not_compiled
 from engram.engine.forward import Compute, Forward, FusedForward, Precision
 from engram.engine.sharing import SynchronisedNorms
+from engram.nn.backbone import Backbone
 from engram.nn.network import Network
 
 T = TypeVar("T")
@@ -27,10 +29,10 @@ class Runtime(Compute):
     """The buffers, forward passes and recordings of one device, which phases, sweeps and other passes use.
 
     shares_memory: the recordings share one pool of memory. They never run at the same time, and a warm-up before each
-    recording makes the tensors that outlive a step, outside of the pool. Off until it is measured on a GPU.
+    recording makes the tensors that outlive a step, outside of the pool.
     """
 
-    shares_memory = False
+    shares_memory = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -52,13 +54,21 @@ class Runtime(Compute):
         """The passes over the learner; made once, and again only if the network has new tensors."""
         forward = self._forward
         if forward is None or forward.batch_size < batch_size or not forward.optimiser.holds(learner.network):
-            # Our kernels compute the statistics of a norm inside a convolution, where they cannot be synchronised.
+            # Our kernels compute the statistics of a norm inside a convolution, where they cannot be synchronised, and
+            # what replaces a norm is not compiled.
             is_synchronised = self.processes.count > 1 and self.norms == "synchronised"
-            is_fused = self.why_not_fused(learner.network.backbone) is None and not is_synchronised
-            kind = FusedForward if is_fused else Forward
-            forward = self._forward = kind(self, learner, batch_size)
+            forward = self._forward = self._kind(learner.network.backbone, is_synchronised)(self, learner, batch_size)
             self.buffers.version += 1
+        forward.full_batch = batch_size
         return forward
+
+    def _kind(self, backbone: Backbone, is_synchronised: bool) -> type[Forward]:
+        """The fastest passes that can run the backbone."""
+        if is_synchronised:
+            return Forward
+        if self.why_not_fused(backbone) is None:
+            return FusedForward
+        return CompiledForward if why_not_compiled(self, backbone) is None else Forward
 
     def drops_last_image(self, network: Network, size: int, last: int) -> bool:
         """Whether a last batch of one image, after batches of `size`, must be dropped.

@@ -16,7 +16,7 @@ from torch import Tensor
 from engram.contract import Learner, Passes, RecipeHints, Stage, Step, Terms, both_imagenets, register, setting
 from engram.contract.phase import mean_over_images
 from engram.methods.blocks import losses, lsc
-from engram.methods.blocks.lsc import LSC_NME, LSCMethod, LSCSettings, Variant, distilled, stage_weight
+from engram.methods.blocks.lsc import LSC_IMAGENET, LSC_NME, LSCMethod, LSCSettings, Variant, distilled, stage_weight
 from engram.methods.blocks.phases import check_finite, sampled_rows
 
 
@@ -57,15 +57,7 @@ def read_importance(step: Step) -> list[Tensor]:
     shares_base=True,
     recipes=RecipeHints(
         nme=LSC_NME,
-        imagenet=both_imagenets(
-            {
-                "lambda_disc": 10.0,
-                "train.epochs": 90,
-                "train.weight_decay": 1e-4,
-                "finetune.lr": 0.02,
-                "finetune.weight_decay": 1e-4,
-            }
-        ),
+        imagenet=both_imagenets({"lambda_disc": 10.0, **LSC_IMAGENET}),
     ),
 )
 class AFC(LSCMethod[AFCSettings]):

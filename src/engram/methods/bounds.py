@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import final
 
-from engram.contract import Learner, Passes, Phase, RecipeHints, Stage, register
+from engram.contract import Learner, Passes, Phase, RecipeHints, Stage, both_imagenets, register
 from engram.core.rng import generator
 from engram.methods.blocks.cosine import NEW_AND_SCALE
-from engram.methods.blocks.lsc import LSC_NME, Classify, LSCMethod, LSCSettings
+from engram.methods.blocks.lsc import LSC_IMAGENET, LSC_NME, Classify, LSCMethod, LSCSettings
 from engram.methods.blocks.phases import EVERYTHING, main_phase
 
 
@@ -33,7 +33,7 @@ class Naive(LSCMethod[LSCSettings]):
     title="Memory, no distillation",
     paper="Kang, Park, Han, CVPR 2022 (Table 4: fine-tuning)",
     shares_base=True,
-    recipes=RecipeHints(nme=LSC_NME),
+    recipes=RecipeHints(nme=LSC_NME, imagenet=both_imagenets(LSC_IMAGENET)),
 )
 class Replay(LSCMethod[LSCSettings]):
     """Trains on the new images and the exemplars together, then fine-tunes the head on a balanced set."""

@@ -81,10 +81,16 @@ class Network(nn.Module):
         """Images in [0, 1] as the backbone expects them."""
         return (images - self.mean) / self.std
 
-    def forward(self, images: Tensor, train_backbone: bool = True) -> Output:
+    def forward(
+        self,
+        images: Tensor,
+        train_backbone: bool = True,
+        run_backbone: Callable[[Tensor], tuple[tuple[Tensor, ...], Tensor]] | None = None,
+    ) -> Output:
+        """Output for images in [0, 1]. run_backbone: what computes the pass of the backbone instead of its modules."""
         normalised = self.normalised(images)
         with torch.set_grad_enabled(train_backbone and torch.is_grad_enabled()):
-            maps, embedding = self.backbone(normalised)
+            maps, embedding = (run_backbone or self.backbone)(normalised)
         return self.classify(maps, embedding, self.backbone.branch_embeddings(normalised))
 
     def classify(self, maps: tuple[Tensor, ...], embedding: Tensor, branches: Tensor | None = None) -> Output:

@@ -109,11 +109,16 @@ class ResNet(Backbone):
         shrunk = math.prod(group.stride * (2 if group.pooled else 1) for group in self.specification)
         return -(-size[0] // shrunk), -(-size[1] // shrunk)
 
+    def group_pass(self, number: int, x: Tensor) -> Tensor:
+        """The map of a group from that of the one before; of the first, from the images, by the stem."""
+        if number == 0:
+            x = F.relu(self.bn(self.conv(x)), inplace=True)
+        return self.groups[number](F.max_pool2d(x, 3, stride=2, padding=1) if self.pooled[number] else x)
+
     def forward(self, x: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-        x = F.relu(self.bn(self.conv(x)), inplace=True)
         maps: list[Tensor] = []
-        for group, pooled in zip(self.groups, self.pooled, strict=True):
-            x = group(F.max_pool2d(x, 3, stride=2, padding=1) if pooled else x)
+        for number in range(len(self.groups)):
+            x = self.group_pass(number, x)
             maps.append(x)
         return tuple(maps), x.mean(dim=(2, 3))
 

@@ -25,6 +25,13 @@ Variant = Literal["released", "paper"]
 
 # The head of the paper's NME rows: sharper, and without a learned scale.
 LSC_NME = {"sharpness": 3.0, "learned_scale": False}
+# AFC's settings for ImageNet, without those of its distillation.
+LSC_IMAGENET = {
+    "train.epochs": 90,
+    "train.weight_decay": 1e-4,
+    "finetune.lr": 0.02,
+    "finetune.weight_decay": 1e-4,
+}
 # The differences between the AFC paper and its released code, by setting. docs/afc.md describes each.
 DIFFERENCES: dict[str, dict[Variant, Any]] = {
     "similarity": {"released": "distance", "paper": "cosine"},
