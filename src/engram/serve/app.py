@@ -17,9 +17,10 @@ from starlette.staticfiles import StaticFiles
 from engram.core.errors import EngramError
 from engram.core.provenance import version
 from engram.serve.counters import Metrics
+from engram.serve.decoder_pool import DecoderPool
 from engram.serve.guard import PREFIX, describe
 from engram.serve.limits import Limits, Refused
-from engram.serve.predicting import Batcher, DecoderPool
+from engram.serve.predicting import Batcher
 from engram.serve.routes import (
     downloads_routes,
     draft_routes,
@@ -42,15 +43,15 @@ def make_app(served: Sequence[ServedModel], limits: Limits, metrics: Metrics) ->
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         with temporary_folder() as folder:
             batcher, decoders = Batcher(limits, metrics), DecoderPool(limits)
-            watcher = Watcher(served)
+            watcher, memory = Watcher(served), Budget(limits.memory_bytes)
             app.state.service = Service(
                 {model.name: model for model in served},
                 limits,
                 metrics,
                 batcher,
                 decoders,
-                Spool(folder, limits),
-                Budget(limits.memory_bytes),
+                Spool(folder, limits, memory),
+                memory,
             )
             try:
                 yield
@@ -71,7 +72,7 @@ def make_app(served: Sequence[ServedModel], limits: Limits, metrics: Metrics) ->
         lifespan=lifespan,
         redirect_slashes=False,
     )
-    for subject in (server_routes, model_routes, predict_routes, draft_routes, lesson_routes, downloads_routes):
+    for subject in (predict_routes, server_routes, model_routes, draft_routes, lesson_routes, downloads_routes):
         app.include_router(subject.ROUTES, prefix=PREFIX)
     app.add_api_route(
         "/metrics", server_routes.metrics, methods=["GET"], response_class=PlainTextResponse, tags=["server"]

@@ -30,6 +30,7 @@ HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "permissions-policy": "camera=(self), microphone=(), geolocation=()",
 }
+_ENCODED = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 API, PREFIX = "/api/", "/api/v1"
 HEALTH = f"{PREFIX}/health"
@@ -117,9 +118,7 @@ class Guard:
                 status = message["status"]
                 given = message.get("headers", [])
                 have = {name.lower() for name, _ in given}
-                extra = [
-                    (name.encode(), value.encode()) for name, value in HEADERS.items() if name.encode() not in have
-                ]
+                extra = [header for header in _ENCODED if header[0] not in have]
                 if b"cache-control" not in have:  # a new version's page must not meet old files of it
                     extra.append((b"cache-control", b"no-store" if scope["path"].startswith(API) else b"no-cache"))
                 if not body.is_read:  # whatever else comes belongs to this request, so nothing can follow it

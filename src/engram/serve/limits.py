@@ -12,7 +12,7 @@ class Limits:
     """Limits of requests and of drafts. Images are also bounded by the decoder (`data/decode/image.py`).
 
     files, file_bytes, request_bytes: of one upload. json_bytes: of a JSON body with images; json_other: of any other.
-    spool_bytes, memory_bytes: of all uploads that are being received at the same time, in files and (JSON) in memory.
+    spool_bytes, memory_bytes: of all uploads that are being received at the same time, in all and in memory.
     waiting_images: accepted for prediction and not answered yet. requests: predictions at the same time.
     draft_images, draft_bytes: of all images that wait to be taught to one model.
     header_seconds: to send the header. idle_seconds: between two parts of a body. body_seconds: for a whole body, and

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
+from itertools import islice
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
+from engram.contract.predictors import ImageOutputs
 from engram.core.errors import EngramError
 from engram.data.decode.image import Images
-from engram.data.decode.prefetch import Decoders
 from engram.models.inputs import file_side
 from engram.models.model import Model, refuse_not_finite
 from engram.models.prediction import default_batch
@@ -29,6 +27,7 @@ from engram.serve.limits import Limits, busy
 
 UNKNOWN_RATE = 0.05
 MOST_PREDICTORS = 4
+FEW, LINGER_SECONDS = 8, 0.02  # images that are not worth a batch of their own yet, and how long they wait for others
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,9 +49,9 @@ class Generation:
         return file_side(self.model.config.image_size)
 
     @cached_property
-    def read(self) -> Callable[[np.ndarray], torch.Tensor]:
-        """From images to the logits of the method's predictor."""
-        return self.model.logit_reader()
+    def read(self) -> Callable[[np.ndarray], tuple[torch.Tensor, ImageOutputs]]:
+        """From images to the logits of the method's predictor, and the outputs they come from."""
+        return self.model.score_reader()
 
     @property
     def can_doubt(self) -> bool:
@@ -108,7 +107,8 @@ class Batcher:
 
     A batch that is alone gets all of torch's threads; otherwise they are divided. Threads that work on different
     batches need not wait for each other; those that share a batch do at every layer, and a core that is busy with
-    something else (decoding, requests) then holds up all of them.
+    something else (decoding, requests) then holds up all of them. Each image of a very small batch takes longer; so a
+    few images wait a moment for others while another batch is being predicted.
 
     predictors: number of threads; None chooses it by torch's number of threads, and is 1 on a GPU.
     """
@@ -168,10 +168,11 @@ class Batcher:
     def _take(self) -> list[_Job]:
         """Wait for jobs; return those of the same generation that make a batch, in their order. Nothing: closed."""
         with self._wake:
-            while not self._jobs and not self._closed:
-                self._wake.wait()
-            if not self._jobs:
-                return []
+            while not self._jobs:
+                if self._closed:
+                    return []
+                self._wake.wait_for(lambda: self._jobs or self._closed)
+                self._wake.wait_for(self._is_worth_it, LINGER_SECONDS)
             first = self._jobs[0].generation
             room, taken, left = default_batch(first.model), [], deque[_Job]()
             for job in self._jobs:
@@ -184,6 +185,13 @@ class Batcher:
             torch.set_num_threads(self._each if left or self._busy else self._all)  # for what this thread computes
             self._busy += 1
             return taken
+
+    def _is_worth_it(self) -> bool:
+        """Whether what waits should be predicted now; another thread may have taken it."""
+        if not self._jobs or not self._busy or self._closed:
+            return True
+        few = min(FEW, default_batch(self._jobs[0].generation.model))
+        return sum(len(job.images) for job in islice(self._jobs, few)) >= few
 
     def _run(self) -> None:
         while jobs := self._take():
@@ -227,11 +235,11 @@ def _predict(jobs: Sequence[_Job]) -> list[Answers]:
     generation = jobs[0].generation
     model = generation.model
     images = np.concatenate([job.images for job in jobs]) if len(jobs) > 1 else jobs[0].images
-    logits = generation.read(images)
+    logits, outputs = generation.read(images)
     shares = refuse_not_finite(logits.softmax(dim=1).cpu().numpy())
     familiarity = None
     if any(job.doubt for job in jobs):
-        familiarity = model.doubt_of().familiarity_of(logits).cpu().numpy()
+        familiarity = model.doubt_of().familiarity_of(logits, outputs).cpu().numpy()
     answers: list[Answers] = []
     at = 0
     for job in jobs:
@@ -249,31 +257,3 @@ def unit_embeddings(model: Model, images: np.ndarray) -> np.ndarray:
     assert model.learner is not None
     tensor = torch.from_numpy(np.require(images, requirements=["C", "W"]))
     return F.normalize(model.engine.embed(model.learner.network, tensor).float(), dim=1).cpu().numpy()
-
-
-class DecoderPool:
-    """Decodes files of requests in processes that may die of them."""
-
-    def __init__(self, limits: Limits, workers: int | None = None) -> None:
-        count = workers or min(16, max(2, os.cpu_count() or 1))
-        self._decoders = Decoders(count, 32, limits.decode_seconds)
-        self._threads = ThreadPoolExecutor(count, "decode")
-
-    async def decode(self, paths: Sequence[Path], size: int) -> list[Images | str]:
-        """Return the central square of each image, or the reason why it cannot be read."""
-        loop = asyncio.get_running_loop()
-        chunks = [paths[at : at + 4] for at in range(0, len(paths), 4)]
-        tasks = [loop.run_in_executor(self._threads, self.decode_now, chunk, size) for chunk in chunks]
-        return [each for found in await asyncio.gather(*tasks) for each in found]
-
-    def decode_now(self, paths: Sequence[Path], size: int) -> list[Images | str]:
-        """Decode in the calling thread."""
-        images, reasons = self._decoders.decode([str(path) for path in paths], size)
-        read = iter(images)
-        return [next(read) if reason is None else reason for reason in reasons]
-
-    def close(self) -> None:
-        """End the processes."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        self._decoders.close()
-        self._threads.shutdown()

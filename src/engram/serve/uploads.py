@@ -1,4 +1,4 @@
-"""Read multipart uploads into files while they arrive, within limits.
+"""Read multipart uploads into files while they arrive, within limits; small ones are held in memory if they may be.
 
 Files get names of the server's. The name that a client gives a file is only text.
 """
@@ -24,22 +24,33 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 
 from engram.core.errors import EngramError
 from engram.core.io import lock
+from engram.data.decode.prefetch import File
 from engram.serve.limits import Limits, Refused, busy
 
 _TEMPORARY, _LOCK = "engram-serve-", ".lock"
 OLD = 3600.0  # seconds after which a folder that no server has locked was left by one that was killed
 FIELDS, FIELD_BYTES, HEADER_BYTES, NAME_LENGTH = 16, 4096, 8192, 255
+SMALL_BYTES = 64 * 2**10  # of a file that is held in memory
 
 
 @dataclass
 class Received:
-    """A file of an upload. name: as the client calls it. error: why it cannot be used."""
+    """A file of an upload. name: as the client calls it. error: why it cannot be used.
+
+    content: of a small file, which then is not at `path`.
+    """
 
     name: str
     path: Path
     size: int = 0
     digest: str = ""
     error: str | None = None
+    content: bytearray | None = None
+
+    @property
+    def source(self) -> File:
+        """What is to be decoded."""
+        return str(self.path) if self.content is None else self.content
 
 
 @dataclass
@@ -64,6 +75,13 @@ class Budget:
                 raise busy("the server is receiving too many bytes at the moment; try again")
             self._used += size
 
+    def try_reserve(self, size: int) -> bool:
+        """Count bytes that are held, if that is within the limit."""
+        with self._lock:
+            fits = self._used + size <= self._limit
+            self._used += size if fits else 0
+            return fits
+
     def give_back(self, size: int) -> None:
         """Count bytes that are no longer held."""
         with self._lock:
@@ -71,11 +89,14 @@ class Budget:
 
 
 class Spool(Budget):
-    """A folder for files of requests, with a limit on the bytes of all of them together."""
+    """A folder for files of requests, with a limit on the bytes of all of them together.
 
-    def __init__(self, folder: Path, limits: Limits) -> None:
+    memory: small files are held in memory within this budget. None: all are written to the folder.
+    """
+
+    def __init__(self, folder: Path, limits: Limits, memory: Budget | None = None) -> None:
         super().__init__(limits.spool_bytes)
-        self.folder = folder
+        self.folder, self.memory = folder, memory
         self._numbers = itertools.count()
 
     def new_path(self) -> Path:
@@ -85,10 +106,37 @@ class Spool(Budget):
     def release(self, files: list[Received]) -> None:
         """Delete the files that are still there, and give their bytes back."""
         for file in files:
-            with suppress(OSError):
-                file.path.unlink()
+            if file.content is None:
+                with suppress(OSError):
+                    file.path.unlink()
+            else:
+                self._forget(file)
             self.give_back(file.size)
             file.size = 0
+
+    def hold(self, file: Received, part: memoryview) -> bool:
+        """Add a part to the content of a small file; False if it is not small or there is no room for it."""
+        content = file.content
+        if content is None or self.memory is None or len(content) + len(part) > SMALL_BYTES:
+            return False
+        if not self.memory.try_reserve(len(part)):
+            return False
+        content += part
+        return True
+
+    def write(self, file: Received) -> IO[bytes]:
+        """Open the file at its path for more content, with what was held of it."""
+        opened = file.path.open("xb")
+        if file.content is not None:
+            opened.write(file.content)
+            self._forget(file)
+        return opened
+
+    def _forget(self, file: Received) -> None:
+        """Hold the content no longer."""
+        if file.content is not None and self.memory is not None:
+            self.memory.give_back(len(file.content))
+        file.content = None
 
 
 def clean_name(text: str) -> str:
@@ -237,7 +285,10 @@ class _Reader:
         given = clean_name(options[b"filename"].decode(errors="replace"))
         self._received = Received(given, self._spool.new_path())
         self.upload.files.append(self._received)
-        self._file = self._received.path.open("xb")
+        if self._spool.memory is None:
+            self._file = self._spool.write(self._received)
+        else:
+            self._received.content = bytearray()
         self._hash = blake2b(digest_size=16)
 
     def _data(self, data: bytes, start: int, end: int) -> None:
@@ -247,7 +298,7 @@ class _Reader:
                 raise Refused(413, f"the field {self._field[0][:40]!r} is longer than {FIELD_BYTES} bytes")
             return
         received = self._received
-        if self._file is None or received is None:
+        if received is None:
             return
         size = received.size + end - start
         if size > self._limits.file_bytes:
@@ -256,6 +307,10 @@ class _Reader:
         received.size = size
         part = memoryview(data)[start:end]
         self._hash.update(part)
+        if self._spool.hold(received, part):
+            return
+        if self._file is None:
+            self._file = self._spool.write(received)
         self._file.write(part)
 
     def _end_part(self) -> None:

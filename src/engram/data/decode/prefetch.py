@@ -38,6 +38,7 @@ _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from engram.data.decode.prefetch import serve; serve()"
 )
 
+File = str | bytes | bytearray  # a path, or the content of a file
 DecodedChunk = tuple[Images, list[str | None]]  # images that could be read, and for each file the reason or None
 
 
@@ -123,7 +124,11 @@ class _Pool:
         self._submitted += len(paths)
         if self._decoders is None and not self._no_processes and self._submitted > IN_PROCESS_FILES:
             self._start_processes()
-        decode = self._decode_here if self._decoders is None else self._decoders.decode
+        decoders = self._decoders
+
+        def decode(part: Sequence[str]) -> DecodedChunk:
+            return self._decode_here(part) if decoders is None else decoders.decode(part)
+
         chunk = min(_CHUNK, -(-len(paths) // self.workers))
         return [self._threads.submit(decode, paths[at : at + chunk]) for at in range(0, len(paths), chunk)]
 
@@ -181,9 +186,9 @@ def decode_files(
     return images[: len(kept)], kept, skipped
 
 
-def decode_chunk(paths: Sequence[str], size: int, large: LoadLarge) -> DecodedChunk:
+def decode_chunk(files: Sequence[File], size: int, large: LoadLarge) -> DecodedChunk:
     """Decode files one after the other in this process."""
-    found = [try_decode(path, size, True, large) for path in paths]
+    found = [try_decode(file, size, True, large) for file in files]
     images = [image for image in found if not isinstance(image, str)]
     pixels = np.stack(images) if images else np.empty((0, size, size, 3), dtype=np.uint8)
     return pixels, [image if isinstance(image, str) else None for image in found]
@@ -224,23 +229,23 @@ class Decoders:
         self._all.append(process)
         return process
 
-    def decode(self, paths: Sequence[str], size: int | None = None) -> DecodedChunk:
+    def decode(self, files: Sequence[File], size: int | None = None) -> DecodedChunk:
         """Decode files in an idle process."""
         size = size or self._size
-        for _ in range(2):  # twice: the process may have been killed for another reason than these files
-            found = self._try(paths, size)
+        for _ in range(2 if len(files) == 1 else 1):  # twice: it may have been killed for another reason than the file
+            found = self._try(files, size)
             if found is not None:
                 return found
-        if len(paths) == 1:
+        if len(files) == 1:
             return np.empty((0, size, size, 3), dtype=np.uint8), ["the decoder crashes on it"]
-        parts = [self.decode([path], size) for path in paths]
+        parts = [self.decode([file], size) for file in files]
         return np.concatenate([images for images, _ in parts]), [reason for _, reasons in parts for reason in reasons]
 
-    def _try(self, paths: Sequence[str], size: int) -> DecodedChunk | None:
+    def _try(self, files: Sequence[File], size: int) -> DecodedChunk | None:
         """Decode files in an idle process; if it dies, start another one and return None."""
         process = self._idle.get()
         try:
-            return self._request(process, paths, size)
+            return self._request(process, files, size)
         except (OSError, ValueError, EOFError):
             process.kill()
             process.wait()
@@ -257,10 +262,14 @@ class Decoders:
         finally:
             self._idle.put(process)
 
-    def _request(self, process: subprocess.Popen[bytes], paths: Sequence[str], size: int) -> DecodedChunk:
+    def _request(self, process: subprocess.Popen[bytes], files: Sequence[File], size: int) -> DecodedChunk:
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.write(json.dumps([size, *paths]).encode() + b"\n")
+        what = [file if isinstance(file, str) else len(file) for file in files]
+        process.stdin.write(json.dumps([size, *what]).encode() + b"\n")
+        for file in files:
+            if not isinstance(file, str):
+                process.stdin.write(file)
         process.stdin.flush()
         if self._seconds is not None:
             answer = select.poll()
@@ -291,7 +300,10 @@ class Decoders:
 
 
 def serve() -> None:
-    """Run as a decoding process: read lines with a size and paths, write the reasons and the pixels of each line."""
+    """Run as a decoding process: read lines with a size and files, write the reasons and the pixels of each line.
+
+    A file is its path, or its length; then its bytes follow the line.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process decides when to stop
     lock = int(sys.argv[2])
     # Keep the pipe for answers only: what libraries print from here on goes to stderr.
@@ -306,8 +318,9 @@ def serve() -> None:
             fcntl.lockf(lock, fcntl.LOCK_UN)
 
     for line in sys.stdin.buffer:
-        size, *paths = json.loads(line)
-        images, reasons = decode_chunk(paths, size, one_at_a_time)
+        size, *what = json.loads(line)
+        files = [each if isinstance(each, str) else sys.stdin.buffer.read(each) for each in what]
+        images, reasons = decode_chunk(files, size, one_at_a_time)
         answers.write(json.dumps(reasons).encode() + b"\n")
         answers.write(images.reshape(-1).data)
         answers.flush()

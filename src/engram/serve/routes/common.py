@@ -11,8 +11,9 @@ from fastapi import Depends, Request
 
 from engram.serve import answers
 from engram.serve.counters import Metrics
+from engram.serve.decoder_pool import DecoderPool
 from engram.serve.limits import Limits, Refused
-from engram.serve.predicting import Batcher, DecoderPool
+from engram.serve.predicting import Batcher
 from engram.serve.served_model import ServedModel
 from engram.serve.uploads import Budget, Received, Spool, read_multipart
 

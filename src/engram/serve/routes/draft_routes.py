@@ -88,7 +88,7 @@ async def add_images(at: Taught, request: Request) -> answers.DraftAdded:
         fields = await receive_images(request, own.spool, service.limits, files)
         label = class_name(fields.get("class", ""))
         refuse_no_image(files)
-        decoded = await service.decoders.decode([file.path for file in files], THUMBNAIL)
+        decoded = await service.decoders.decode([file.source for file in files], THUMBNAIL)
         for file, image in zip(files, decoded, strict=True):
             file.error = f"it cannot be read ({image})" if isinstance(image, str) else None
         before = {id(each) for each in own.rejected()}
@@ -103,7 +103,7 @@ async def add_images(at: Taught, request: Request) -> answers.DraftAdded:
 @ROUTES.get("/models/{name}/draft/images/{image}", tags=["teach"], response_class=Response, responses=PICTURE)
 async def draft_image(at: Taught, request: Request, image: str) -> Response:
     """Return a thumbnail of an image of the draft."""
-    (found,) = await service_of(request).decoders.decode([at.draft.path(image)], THUMBNAIL)
+    (found,) = await service_of(request).decoders.decode([str(at.draft.path(image))], THUMBNAIL)
     if isinstance(found, str):
         raise Refused(409, f"the image cannot be read ({found})")
     content = await run_in_threadpool(to_png, found)

@@ -131,7 +131,7 @@ async def _predictions(
     found: OpenGeneration, service: Service, files: Sequence[Received], asked: _Asked
 ) -> dict[str, Any]:
     generation = found.generation
-    decoded = await service.decoders.decode([file.path for file in files], generation.side)
+    decoded = await service.decoders.decode([file.source for file in files], generation.side)
     images = [image for image in decoded if not isinstance(image, str)]
     read = iter(())
     if images:
