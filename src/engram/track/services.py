@@ -159,7 +159,10 @@ SERVICES: dict[str, Callable[[str], Tracker]] = {
 
 
 def check_tracker(text: str) -> tuple[str, Callable[[], Tracker]]:
-    """Return name and maker of a tracker; refuse one that is not installed or cannot be meant.
+    """Return name and maker of a tracker; refuse one that cannot be meant.
+
+    The maker raises an error if the package is not installed, or Weights & Biases has no login: a tracker that is
+    missing stops no run.
 
     text: tensorboard, wandb, mlflow, each perhaps with =WHERE (a folder, a project, an experiment), or a folder.
     """
@@ -167,17 +170,21 @@ def check_tracker(text: str) -> tuple[str, Callable[[], Tracker]]:
     if name in SERVICES:
         if equals and not where:
             raise EngramError(f"{option('track')} needs a value after {text!r}, such as {text}somewhere")
-        if find_spec(name) is None:
-            raise EngramError(f"{option('track', name)} needs the package {name}: pip install {name}")
-        if name == "wandb":
-            _check_login()
-        return name, lambda: SERVICES[name](where)
+        return name, lambda: _make(name, where)
     if "/" not in text and not Path(text).exists() and (near := nearest(name, SERVICES)):
         raise EngramError(f"there is no tracker {text!r}: did you mean {near[0]!r}? Write ./{text} for a folder")
     place = typed_path(text)
     if not text or (place.exists() and not place.is_dir()):
         raise EngramError(f"{option('track')} must be {', '.join(SERVICES)} or a folder, got {text!r}")
     return text, lambda: FolderTracker(text)
+
+
+def _make(name: str, where: str) -> Tracker:
+    if find_spec(name) is None:
+        raise EngramError(f"{option('track', name)} needs the package {name}: pip install {name}")
+    if name == "wandb":
+        _check_login()
+    return SERVICES[name](where)
 
 
 def _check_login() -> None:

@@ -1,4 +1,4 @@
-"""Tell trackers what happens in runs and lessons, from their events. A tracker that fails never stops a run."""
+"""Tell trackers about runs and lessons, from their events. One that fails or is missing never stops a run."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from engram.core import events
+from engram.core.errors import EngramError
 from engram.core.events import Event, Warned
 from engram.core.provenance import versions
 from engram.core.serialize import flatten
@@ -187,6 +188,8 @@ def _learned(event: events.Learned) -> dict[str, float]:
 
 
 def _warning(name: str, error: Exception) -> Warned:
+    if isinstance(error, EngramError):  # a sentence by itself
+        return Warned(f"the run continues without the tracker {name}: {error}")
     reason = " ".join(str(error).split())[:200]
     return Warned(f"the tracker {name} failed ({type(error).__name__}: {reason}); the run continues without it")
 

@@ -44,7 +44,7 @@ def check_running(flags: RunningFlags, at_once: int | None = None) -> None:
     if flags.checkpoint_minutes < 0:
         raise EngramError(f"--checkpoint-minutes must be 0 or more, got {flags.checkpoint_minutes:g}")
     check_threads(flags.threads)
-    Tracking(flags.track)  # refuses what is not installed
+    Tracking(flags.track)  # refuses what cannot be meant
     if at_once is not None and at_once < 1:
         raise EngramError(f"--at-once must be at least 1, got {at_once}")
 
