@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from engram.models.accuracies import balanced_accuracy, is_harmed, plain_accuracy
+from engram.models.history import LessonRecord
 from engram.models.lesson_plan import forgetting_warnings
-from engram.models.model import LessonRecord
 
 
 def test_a_class_with_many_images_counts_more_only_in_plain_accuracy() -> None:

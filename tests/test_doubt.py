@@ -14,9 +14,11 @@ from PIL import Image
 from engram import IncrementalClassifier
 from engram.cli.commands import evaluate
 from engram.cli.main import main
+from engram.contract.predictors import ImageOutputs
 from engram.core.errors import EngramError
-from engram.models.doubt import Doubt, area_under_curve
+from engram.models.doubt import DoubtByMeans, DoubtByScores, area_under_curve, doubt_from_state
 from engram.models.edit import remove_class, save_model
+from engram.nn.network import Output
 from model_helpers import learn, make, opened, pictures, tiny
 
 KNOWN = ("apple", "boat", "camel")
@@ -33,7 +35,7 @@ def scores(per_class: int, classes: int = 8, seed: int = 0) -> tuple[torch.Tenso
 def test_the_stated_share_of_known_images_is_called_unknown() -> None:
     shares = []
     for seed in range(10):
-        doubt = Doubt.fit(*scores(6, seed=seed), {})
+        doubt = DoubtByScores.fit(*scores(6, seed=seed), {})
         assert doubt is not None
         fresh, _ = scores(100, seed=100 + seed)
         shares.append(float((doubt.familiarity_of(fresh) < doubt.threshold(0.05)).double().mean()))
@@ -41,7 +43,7 @@ def test_the_stated_share_of_known_images_is_called_unknown() -> None:
 
 
 def test_strangers_are_less_familiar() -> None:
-    doubt = Doubt.fit(*scores(6), {})
+    doubt = DoubtByScores.fit(*scores(6), {})
     assert doubt is not None
     between = torch.from_numpy(np.random.default_rng(1).normal(0.75, 1, (500, 8)))
     known = doubt.familiarity_of(scores(50, seed=2)[0])
@@ -50,13 +52,40 @@ def test_strangers_are_less_familiar() -> None:
     assert area_under_curve([2, 3], [0, 1]) == 1
 
 
+def seen(embedding: torch.Tensor) -> ImageOutputs:
+    """Outputs of a network whose head sees these features."""
+    return ImageOutputs([Output((), embedding, embedding, embedding, torch.ones(()), embedding)])
+
+
+def test_a_stranger_has_features_that_point_elsewhere() -> None:
+    rng = np.random.default_rng(3)
+    some, labels = scores(6)
+    means = torch.from_numpy(rng.normal(0, 1, (8, 30)))
+    features = means[labels] + torch.from_numpy(rng.normal(0, 0.3, (len(labels), 30)))
+    assert DoubtByMeans.fit(some[:10], features[:10], means, means) is None
+    doubt = DoubtByMeans.fit(some, features, means, means)
+    assert doubt is not None
+    known = doubt.familiarity_of(some, seen(3 * features))  # their length makes no difference
+    assert torch.allclose(known.sort().values, doubt.familiarity)
+    elsewhere = doubt.familiarity_of(some, seen(torch.from_numpy(rng.normal(0, 1, features.shape))))
+    assert area_under_curve(known.numpy(), elsewhere.numpy()) > 0.9
+    undecided = doubt.familiarity_of(torch.zeros_like(some), seen(features))
+    assert area_under_curve(known.numpy(), undecided.numpy()) > 0.9
+    again = doubt_from_state(doubt.state(), 8, 30)
+    assert torch.equal(again.familiarity_of(some, seen(features)), doubt.familiarity_of(some, seen(features)))
+    flat = torch.tensor([[1.0, 0.0], [1.0, 1.0]]).double()
+    for changed, width in (({}, 31), ({"typical": flat}, 30), ({"centres": doubt.centres.float()}, 30)):
+        with pytest.raises(EngramError, match="the model is damaged"):
+            doubt_from_state({**doubt.state(), **changed}, 8, width)
+
+
 def test_too_few_held_out_images_are_refused(tmp_path: Path) -> None:
-    assert Doubt.fit(*scores(2), {}) is None
+    assert DoubtByScores.fit(*scores(2), {}) is None
     some, labels = scores(6)
     lacking = labels != 3
-    assert Doubt.fit(some[lacking], labels[lacking], {}) is None
-    assert Doubt.fit(some[lacking], labels[lacking], {3: some[~lacking]}) is not None
-    doubt = Doubt.fit(some, labels, {})
+    assert DoubtByScores.fit(some[lacking], labels[lacking], {}) is None
+    assert DoubtByScores.fit(some[lacking], labels[lacking], {3: some[~lacking]}) is not None
+    doubt = DoubtByScores.fit(some, labels, {})
     assert doubt is not None
     with pytest.raises(EngramError, match="needs at least 100 held-out images, and this model has 48"):
         doubt.threshold(0.01)
@@ -90,7 +119,7 @@ def test_a_model_says_what_it_does_not_know(taught: Path) -> None:
 def test_removing_a_class_measures_again(taught: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(taught, tmp_path / "copy"))
     remove_class(copy, "boat")
-    assert opened(copy).doubts["cnn"].means.shape == (2, 2)
+    assert opened(copy).doubts["cnn"].state()["means"].shape == (2, 2)
 
 
 @pytest.fixture
@@ -136,7 +165,7 @@ def test_the_exported_network_has_the_same_doubt(taught: Path, tmp_path: Path) -
     session = runtime.InferenceSession(str(tmp_path / "m.onnx"))
     images = pictures(("apple", "dingo"), 20, seed=3)[0]
     (found,) = session.run(["familiarity"], {"images": images})
-    ours = model.doubt_of().familiarity_of(model.logit_reader()(images)).numpy()
+    ours = model.doubt_of().familiarity_of(*model.score_reader()(images)).numpy()
     np.testing.assert_allclose(found, ours, atol=0.05)  # float32 logits: large only for images very close to a class
     thresholds = json.loads(session.get_modelmeta().custom_metadata_map["unknown_below"])
     assert set(thresholds) == {"0.05", "0.1", "0.2"}
@@ -154,7 +183,9 @@ def test_strangers_are_refused_before_anything_is_evaluated(
     assert main(["evaluate", str(few), "known", "--strangers", "strangers", "--device", "cpu"]) == 2
     assert "cannot tell unknown images" in capsys.readouterr().err
     model = opened(few)
-    model.doubts = {by: Doubt(torch.eye(3).double(), torch.eye(3).double(), torch.zeros(9).double()) for by in ("cnn",)}
+    model.doubts = {
+        by: DoubtByScores(torch.eye(3).double(), torch.eye(3).double(), torch.zeros(9).double()) for by in ("cnn",)
+    }
     save_model(model, folders / "nine")
     assert main(["evaluate", str(folders / "nine"), "known", "--strangers", "strangers", "--device", "cpu"]) == 2
     assert "needs at least 20 held-out images, and this model has 9" in capsys.readouterr().err

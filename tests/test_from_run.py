@@ -85,9 +85,14 @@ def exported() -> set[tuple[Any, ...]]:
 
 
 def structure(model: Model, by: str) -> tuple[Any, ...]:
-    """What the graph of an exported network depends on: its predictor, its modules and what the head does to scores."""
+    """What the graph of an exported network depends on: its predictor, its modules and what the head does to scores.
+
+    The nearest mean depends on the embedding alone.
+    """
     assert model.learner is not None
     network = model.learner.network
+    if by == "nme":
+        return by, *((name, type(module).__name__) for name, module in network.backbone.named_modules())
     modules = [(name, type(module).__name__) for name, module in network.named_modules()]
     return by, type(network.head).__name__, repr(network.head), *modules
 

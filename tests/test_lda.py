@@ -17,15 +17,17 @@ from safetensors.torch import save_file
 from engram.core.errors import EngramError
 from engram.core.events import Checkpointed, Learned, Progress, Stopped, Warned
 from engram.experiment import feature_pass
-from engram.methods.lda import CLASSES, COUNTS, FACTORS, MEANS, discriminants
+from engram.methods.lda import CLASSES, COUNTS, FACTORS, MEANS, Statistics, discriminants
 from engram.models import learning
 from engram.models import starting_point as start
 from engram.models.digests import digest_of
+from engram.models.doubt import DoubtByMeans
 from engram.models.edit import merge_classes, remove_class, save_model, undo
 from engram.models.edit_images import move_images, remove_images
 from engram.models.learning import learn_into
 from engram.models.model import Model
 from engram.models.model_config import ModelConfig
+from engram.models.onnx_export import export_onnx
 from engram.models.store.codec import read_manifest
 from engram.nn.backbones import build_backbone
 from engram.nn.pretrained import keep, load_weights
@@ -334,6 +336,25 @@ def test_evaluation_counts_held_out_images_as_learned_and_info_says_which_head_p
     told = json.loads(engram("evaluate", path, write_folders(tmp_path / "seen", A, 8), "--json").out)
     assert told["learned_from"] == 8 * len(A)
     assert "fitted to all images, 6 held-out ones included" in " ".join(engram("info", path).out.split())
+
+
+def test_means_with_and_without_held_out_images_tell_strangers(tmp_path: Path, weights: Path) -> None:
+    learn(tmp_path / "m", A, count=40, config=config(weights, validation=0.25))
+    model = opened(tmp_path / "m", precision="float32")
+    doubt, learner, held = model.doubt_of(), model.learner, model.heldout.samples()
+    assert isinstance(doubt, DoubtByMeans)
+    assert learner is not None
+    assert held is not None
+    means = Statistics.of(learner).plus(model.features(held.pixels), held.labels).means[: len(A)]
+    unit = means / means.norm(dim=1, keepdim=True)
+    np.testing.assert_allclose(doubt.centres.numpy(), unit.numpy(), atol=CLOSE)
+    assert not np.allclose(learner.buffers[MEANS][: len(A)].numpy(), means.numpy(), atol=1e-4)
+    runtime = pytest.importorskip("onnxruntime")
+    export_onnx(model, tmp_path / "m.onnx")
+    session = runtime.InferenceSession(str(tmp_path / "m.onnx"))
+    images = pictures((*A, "dingo"), 8, seed=3)[0]
+    (found,) = session.run(["familiarity"], {"images": images})
+    np.testing.assert_allclose(found, doubt.familiarity_of(*model.score_reader()(images)).numpy(), atol=1e-4)
 
 
 def test_undo_restores_every_bit(tmp_path: Path, weights: Path) -> None:

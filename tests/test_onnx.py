@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,8 @@ onnx: Any = pytest.importorskip("onnx", reason="engram[onnx] is not installed")
 onnxruntime: Any = pytest.importorskip("onnxruntime", reason="engram[onnx] is not installed")
 
 # A head of local similarities, one whose scores are corrected, and a backbone more at every stage. test_from_run.py
-# exports a network of every structure.
-HEADS = ("afc", "bic", "der")
+# exports a network of every structure and compares the probabilities, so the last two are slow tests.
+HEADS = ("afc", pytest.param("bic", marks=pytest.mark.slow), pytest.param("der", marks=pytest.mark.slow))
 
 
 def taught(path: Path, method: str = "afc") -> Path:
@@ -37,7 +38,31 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return taught(tmp_path_factory.mktemp("models") / "afc")
 
 
-@pytest.mark.parametrize("by", ["cnn", "nme"])
+@pytest.fixture(scope="module")
+def program(model: Path) -> Any:
+    """torch's export of the model's network."""
+
+    class MadeError(Exception):
+        pass
+
+    def stop(program: Any, *_: object) -> None:
+        raise MadeError(program)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(export, "convert", stop)
+        with pytest.raises(MadeError) as made:
+            export_onnx(open_model(model, "cpu", "float32")[0], model.parent / "none.onnx")
+    return made.value.args[0]
+
+
+@pytest.fixture
+def exported_once(program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch exports the network of the same model once; most of the time of an export is this."""
+    done = SimpleNamespace(run_decompositions=lambda: program)
+    monkeypatch.setattr(torch.export, "export", lambda *_, **__: done)
+
+
+@pytest.mark.parametrize("by", ["cnn", pytest.param("nme", marks=pytest.mark.slow)])
 def test_the_temperature_goes_with_the_file(model: Path, by: str, tmp_path: Path) -> None:
     ours = open_model(model, "cpu", "float32")[0]
     images, _ = pictures(NAMES, 3, seed=5)
@@ -106,6 +131,7 @@ def test_a_norm_may_be_written_in_powers(model: Path, tmp_path: Path, monkeypatc
     assert (tmp_path / "model.onnx").exists(), out
 
 
+@pytest.mark.usefixtures("exported_once")
 def test_a_network_that_answers_otherwise_is_not_written(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,6 +141,7 @@ def test_a_network_that_answers_otherwise_is_not_written(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("exported_once")
 def test_an_operation_that_is_not_known_is_named(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(onnxgraph._OPERATIONS, "relu")
     with pytest.raises(EngramError, match=r"relu.* cannot be exported"):
@@ -132,6 +159,7 @@ def test_without_onnx_it_says_what_to_install(
     )
 
 
+@pytest.mark.usefixtures("exported_once")
 def test_a_damaged_picture_does_not_stop_it(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = Path(shutil.copytree(model, tmp_path / "model"))
     picture = place / "generations" / "000002" / "heldout" / "00000" / "00001.png"

@@ -806,3 +806,10 @@ def test_images_may_be_named_on_standard_input_slowly(
     (tmp_path / "it.png").write_bytes(png(held[0]))
     monkeypatch.setattr("engram.cli.commands.change_model.expand", lambda typed: iter([None, "it.png", None]))
     assert engram("remove", model, "--images", "-").out.startswith("1 of 1 images were found\n")
+
+
+def test_an_emptied_folder_of_a_lesson_is_deleted(tmp_path: Path) -> None:
+    path = make(tmp_path / "model", NAMES[:2])
+    (path / "learning").mkdir()  # as a kill leaves it while a finished lesson's checkpoint is deleted
+    learn(path, NAMES[:2])  # nothing is new
+    assert not (path / "learning").exists()

@@ -130,6 +130,15 @@ class Method(ABC, Generic[SettingsT]):
         features, labels: of further images, as for `fit`; they count in this solution and are not kept.
         """
 
+    def class_centres(
+        self, learner: Learner, features: Tensor | None = None, labels: Tensor | None = None
+    ) -> Tensor | None:
+        """Return the means (K, D') of the classes' features, if the method keeps them; they help to tell strangers.
+
+        features, labels: of further images, as for `solve`.
+        """
+        return None
+
     def remove(self, learner: Learner, labels: Sequence[int]) -> None:
         """Called after classes were removed from the learner (`Learner.drop`), if the method keeps statistics.
 

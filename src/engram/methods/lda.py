@@ -177,6 +177,15 @@ class LDA(Method[LDASettings]):
         head.weight[:known] = weights.to(head.weight)
         head.bias[:known] = biases.to(head.bias)
 
+    def class_centres(self, learner: Learner, features: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
+        """The means of the classes' features, from the statistics and these further images."""
+        means, counts = (learner.buffers[name][: learner.num_classes].clone() for name in (MEANS, COUNTS))
+        if features is not None and labels is not None:
+            labels = labels.to(means.device)
+            sums = (means * counts[:, None]).index_add(0, labels, features.to(means))
+            means = sums / (counts + torch.bincount(labels, minlength=len(counts)))[:, None]
+        return means
+
 
 @dataclass(frozen=True, eq=False)
 class Statistics:

@@ -18,8 +18,9 @@ from engram.data.memory import Memory
 from engram.data.stage import Samples
 from engram.models.digests import digest_of, digests_in
 from engram.models.edit import refuse_unfinished_lesson, unless_damaged
+from engram.models.history import LessonRecord, current_time
 from engram.models.inputs import are_paths, read_images
-from engram.models.model import LessonRecord, Model, current_time
+from engram.models.model import Model
 from engram.models.store.codec import open_model, pack_model, read_manifest
 from engram.models.store.generations import (
     FILE,

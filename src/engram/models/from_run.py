@@ -16,7 +16,8 @@ from engram.data.stage import content_ids
 from engram.data.store import ImageStore
 from engram.experiment.learner_config import Device, Precision
 from engram.experiment.run_config import RunConfig
-from engram.models.model import KnownClass, LessonRecord, Model
+from engram.models.history import KnownClass, LessonRecord
+from engram.models.model import Model
 from engram.models.model_config import ModelConfig
 from engram.models.store.codec import open_model
 from engram.runs.directory import CHECKPOINT, MANIFEST

@@ -295,10 +295,10 @@ def _epochs_of_checkpoint(writer: Writer, base: Pointer | None) -> int | None:
 def _unfinished(writer: Writer, base: Pointer | None) -> Checkpoint | None:
     """Return the checkpoint of an unfinished lesson of this generation, or None; delete that of a finished one."""
     checkpoint = writer.learning()
-    if checkpoint is not None and checkpoint.data.get("base") != (None if base is None else base.digest):
-        writer.drop_learning()  # the lesson was finished, but the process was killed before it deleted this
-        return None
-    return checkpoint
+    if checkpoint is not None and checkpoint.data.get("base") == (None if base is None else base.digest):
+        return checkpoint
+    writer.drop_learning()  # the lesson was finished, but the process was killed before or while it deleted this
+    return None
 
 
 def _checkpoint_to_resume(

@@ -13,8 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram.contract import Method
-from engram.contract.learner import Learner
 from engram.contract.settings import with_role
 from engram.core.checkpoint import Checkpoint
 from engram.core.errors import EngramError, option
@@ -22,13 +20,15 @@ from engram.core.events import Checkpointed, Event, Learned, StageStarted, Warne
 from engram.core.serialize import flatten, to_plain
 from engram.data.stage import Samples, Stage, content_ids
 from engram.data.store import pixel_statistics, some
-from engram.experiment.feature_pass import DONE, FEATURES, PHASE, FeaturesTaken
-from engram.experiment.stage_work import PhasePlan, StageWork, StepTaken, TimeEstimate, pack_phase, unpack_phase
+from engram.experiment.feature_pass import PHASE, FeaturesTaken
+from engram.experiment.stage_work import PhasePlan, StageWork, StepTaken, TimeEstimate
 from engram.methods import find_method
 from engram.models.accuracies import balanced_accuracy, plain_accuracy
+from engram.models.history import KnownClass, LessonRecord, current_time
 from engram.models.hold_out import HoldOut
 from engram.models.labels import in_order
-from engram.models.model import KnownClass, LessonRecord, Model, current_time
+from engram.models.lesson_checkpoint import feature_checkpoint, restore_lesson, step_checkpoint
+from engram.models.model import Model
 from engram.models.split import ClassSplit, LessonSplit
 
 CHECKED = 64  # images whose scores must be finite after a lesson
@@ -242,14 +242,14 @@ class Lesson:
         )
         if self._warning is not None:
             yield Warned(self._warning)
-        at = None if resume is None else _restore(resume, model.method, learner, stage, clock)
+        at = None if resume is None else restore_lesson(resume, model.method, learner, stage, clock)
         outlook: TimeEstimate | None = None
         for event in work.train(at):
             if isinstance(event, FeaturesTaken):
                 yield event.progress(stage.index + 1)
                 stopping = policy.stop()
                 if policy.save is not None and (stopping or policy.is_due()):
-                    policy.write(_feature_checkpoint(learner, len(work.phases), clock))
+                    policy.write(feature_checkpoint(learner, len(work.phases), clock))
                     yield Checkpointed(stage.index, PHASE, 0)
                 if stopping:
                     return None
@@ -265,7 +265,7 @@ class Lesson:
             stopping = policy.stop()
             if policy.save is not None and (stopping or policy.is_due()):
                 yield from event.ended()
-                policy.write(_checkpoint(learner, event, clock))
+                policy.write(step_checkpoint(learner, event, clock))
                 yield Checkpointed(stage.index, event.loop.phase.name, event.loop.epoch + 1)
             if stopping:
                 return None
@@ -364,42 +364,3 @@ def _labelled(parts: list[tuple[int, Tensor]]) -> Samples:
 def _with_heldout(model: Model) -> list[tuple[int, KnownClass]]:
     """Return the classes that have held-out images, with their positions."""
     return [(place, known) for place, known in enumerate(model.classes) if place in model.heldout.labels]
-
-
-def _checkpoint(learner: Learner, taken: StepTaken, clock: dict[str, float]) -> Checkpoint:
-    packed, phase = pack_phase(*taken.state())
-    data = {"phase": phase, "clock": clock, "notes": learner.notes}
-    return Checkpoint(learner.state_dict() | packed, data)
-
-
-def _feature_checkpoint(learner: Learner, phases: int, clock: dict[str, float]) -> Checkpoint:
-    """A checkpoint inside the feature pass, after that many phases."""
-    return Checkpoint(learner.state_dict(), {"phases": phases, "clock": clock, "notes": learner.notes})
-
-
-def _restore(checkpoint: Checkpoint, method: Method, learner: Learner, stage: Stage, clock: dict[str, float]) -> Any:
-    """Load a checkpoint; refuse one that does not fit the lesson."""
-    tensors, data = dict(checkpoint.tensors), checkpoint.data
-    try:
-        at = (int(data["phases"]), None) if "phases" in data else unpack_phase(tensors, data["phase"])
-        statistics = set(learner.buffers)
-        learner.load_state_dict(tensors)
-        if statistics:
-            kept = {name: value for name, value in learner.buffers.items() if name not in (FEATURES, DONE)}
-            method.check_buffers(learner, kept)
-        if at is None or (
-            at[1] is not None and not 0 <= int(at[1].rows.min()) <= int(at[1].rows.max()) < len(stage.pool)
-        ):
-            raise ValueError("rows")
-        shapes = {name: value.shape for name, value in learner.network.named_parameters()}
-        held = {} if at[1] is None else at[1].optimiser
-        kept = ((name.partition(".")[2], value.shape) for name, value in held.items())
-        if any(name and shapes.get(name) != shape for name, shape in kept):
-            raise ValueError("optimiser")
-        clock.update({str(kind): float(seconds) for kind, seconds in data["clock"].items()})
-        learner.notes[:] = [str(note) for note in data["notes"]]
-    except Exception as error:
-        raise EngramError(
-            f"learning cannot be resumed: its checkpoint does not fit ({error}); drop it with {option('restart', True)}"
-        ) from error
-    return at

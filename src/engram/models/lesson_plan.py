@@ -17,10 +17,11 @@ from engram.data.store import some
 from engram.experiment.stage_work import AFTER, PhasePlan, StageWork, StepTaken
 from engram.methods import find_method
 from engram.models.accuracies import is_harmed
+from engram.models.history import LessonRecord
 from engram.models.inputs import LessonImages
 from engram.models.labels import similar_label_warnings
 from engram.models.lesson import Lesson
-from engram.models.model import LessonRecord, Model
+from engram.models.model import Model
 from engram.models.model_config import VALIDATION_LEAST, ModelConfig
 from engram.models.split import knows_all
 

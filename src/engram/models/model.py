@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,66 +23,13 @@ from engram.experiment.networks import check_network, make_backbone, make_networ
 from engram.methods import find_method
 from engram.models.calibration import fit_temperature
 from engram.models.digests import digests_in, join_digests
-from engram.models.doubt import FEWEST, MOST_CLASSES, Doubt
+from engram.models.doubt import FEWEST, MOST_CLASSES, Doubt, DoubtByMeans, DoubtByScores
+from engram.models.history import KnownClass, LessonRecord, current_time
 from engram.models.model_config import ModelConfig
 from engram.nn.backbone import Backbone
 
 # NME's logits are the cosine similarities to the class means, multiplied by this.
 NME_SHARPNESS = 10.0
-
-
-@dataclass(frozen=True)
-class KnownClass:
-    """A class that a model knows.
-
-    stage: index in the model's history of the lesson that taught it.
-    images: number of images it was trained on in that lesson.
-    accuracy: percent of its held-out images, by predictor; empty without held-out images.
-    digests: concatenated digests of all images it was ever trained on; empty in models of early versions.
-    """
-
-    label: Hashable
-    stage: int
-    images: int
-    accuracy: dict[str, float] = field(default_factory=dict)
-    digests: bytes = field(default=b"", repr=False)
-
-
-@dataclass(frozen=True)
-class LessonRecord:
-    """An entry of a model's history: a lesson ("learned"), the removal of a class ("removed"), two classes that became
-    one ("merged"), or images that are of another class now ("moved").
-
-    images: number of images given, or moved.
-    before, after: accuracy on the classes known before and not learned again, in percent, by predictor.
-    new: accuracy on all classes of the lesson.
-    classes: number of classes of the lesson; 0 if an early version did not record it.
-    refreshed_before, refreshed_after: accuracy on the classes learned again, both on the images held out after it.
-        These accuracies are balanced: means over classes.
-    plain: the same accuracies of all images, by the names of these fields. heldout: number of held-out images of the
-        classes of "after", "new" and "refreshed_after". Both are empty if an early version did not record them.
-    """
-
-    what: str
-    date: str
-    images: int = 0
-    epochs: int = 0
-    seconds: float = 0.0
-    device: str = ""
-    precision: str = ""
-    before: dict[str, float] = field(default_factory=dict)
-    after: dict[str, float] = field(default_factory=dict)
-    new: dict[str, float] = field(default_factory=dict)
-    classes: int = 0
-    refreshed_before: dict[str, float] = field(default_factory=dict)
-    refreshed_after: dict[str, float] = field(default_factory=dict)
-    plain: dict[str, dict[str, float]] = field(default_factory=dict)
-    heldout: dict[str, int] = field(default_factory=dict)
-
-
-def current_time() -> str:
-    """Return the time of now, as the history records it."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 class Model:
@@ -218,17 +164,23 @@ class Model:
 
     def logit_reader(self, by: str | None = None) -> Callable[[np.ndarray | Tensor], Tensor]:
         """Return a function from images to the logits of the probabilities, on the device."""
+        read = self.score_reader(by)
+        return lambda images: read(images)[0]
+
+    def score_reader(self, by: str | None = None) -> Callable[[np.ndarray | Tensor], tuple[Tensor, ImageOutputs]]:
+        """Return a function from images to the logits (N, K) of the probabilities and the outputs they come from."""
         learner, by = self._trained(), self.predictor(by)
         if not self.classes:
             raise EngramError("the model knows no class; let it learn some")
         read = self.engine.inference(learner.network)
 
-        def calibrated_logits(images: np.ndarray | Tensor) -> Tensor:
+        def scores(images: np.ndarray | Tensor) -> tuple[Tensor, ImageOutputs]:
             if isinstance(images, np.ndarray):
                 images = torch.from_numpy(np.require(images, requirements=["C", "W"]))
-            return self._logits(by, ImageOutputs(read.outputs(images)))
+            outputs = ImageOutputs(read.outputs(images))
+            return self._logits(by, outputs), outputs
 
-        return calibrated_logits
+        return scores
 
     def _logits(self, by: str, outputs: ImageOutputs) -> Tensor:
         """Return the logits of the probabilities of a predictor, for these outputs of the network."""
@@ -256,9 +208,9 @@ class Model:
 
         rate: share of images of known classes that are called unknown by mistake, measured on held-out images.
         """
-        doubt, read = self.doubt_of(by), self.logit_reader(by)
+        doubt, read = self.doubt_of(by), self.score_reader(by)
         threshold = doubt.threshold(rate)
-        return (doubt.familiarity_of(read(images)) < threshold).cpu().numpy()
+        return (doubt.familiarity_of(*read(images)) < threshold).cpu().numpy()
 
     def predictor(self, by: str | None) -> str:
         """Return the predictor of that name, or the default for None; refuse one that the model does not have."""
@@ -381,7 +333,7 @@ class Model:
             if temperature is not None:
                 self.temperatures[by] = temperature
                 logits[by] /= temperature
-        self.doubts = self._fit_doubts(logits, samples.labels)
+        self.doubts = self._fit_doubts(logits, outputs, samples.labels)
         self.classes = tuple(
             replace(known, accuracy={by: values[label] for by, values in found.items() if label in values})
             for label, known in enumerate(self.classes)
@@ -390,15 +342,22 @@ class Model:
             self.method.solve(learner, outputs.features, samples.labels)
             self.learned_heldout = join_digests(samples.pixels.numpy())
 
-    def _fit_doubts(self, logits: dict[str, Tensor], labels: Tensor) -> dict[str, Doubt]:
-        """Estimate by predictor what known images look like. logits, labels: of the held-out images."""
-        memory = self._trained().memory
+    def _fit_doubts(self, logits: dict[str, Tensor], outputs: ImageOutputs, labels: Tensor) -> dict[str, Doubt]:
+        """Estimate by predictor what known images look like. logits, outputs, labels: of the held-out images."""
+        learner = self._trained()
+        before = self.method.class_centres(learner)
+        if before is not None:
+            means = self.method.class_centres(learner, outputs.features, labels)
+            assert means is not None
+            fitted = {by: DoubtByMeans.fit(own, outputs.features.cpu(), before, means) for by, own in logits.items()}
+            return {by: doubt for by, doubt in fitted.items() if doubt is not None}
+        memory = learner.memory
         lacking = [place for place in range(len(self.classes)) if place not in self.heldout.labels]
         others = {place: memory.of(place).pixels for place in lacking if place in memory.labels}
         found: dict[str, Doubt] = {}
         for by, own in logits.items():
             read = self.logit_reader(by)
-            doubt = Doubt.fit(own, labels, {place: read(images) for place, images in others.items()})
+            doubt = DoubtByScores.fit(own, labels, {place: read(images) for place, images in others.items()})
             if doubt is not None:
                 found[by] = doubt
         return found

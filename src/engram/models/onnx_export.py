@@ -22,7 +22,7 @@ from engram.core.io import write_bytes
 from engram.core.provenance import version
 from engram.core.serialize import to_plain
 from engram.data.store import Images
-from engram.models.doubt import Doubt
+from engram.models.doubt import DIRECTION, Doubt, DoubtByMeans, DoubtByScores
 from engram.models.labels import encode_label
 from engram.models.model import NME_SHARPNESS, Model
 from engram.models.onnx_graph import IR_VERSION, OPSET, Graph, convert
@@ -50,7 +50,7 @@ class Exported:
 
 
 class _ExportedNetwork(nn.Module):
-    """Network from uint8 images (N, H, W, 3) to probabilities (N, K), their logits and the embedding."""
+    """Network from uint8 images (N, H, W, 3) to probabilities (N, K), their logits, the embedding and the features."""
 
     def __init__(self, model: Model, by: str) -> None:
         super().__init__()
@@ -62,14 +62,15 @@ class _ExportedNetwork(nn.Module):
         self.temperature = model.temperatures.get(by, 1.0)
         self.register_buffer("means", learner.class_means if by == "nme" else None)
 
-    def forward(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         output = averaged(self.network, self.network, images.permute(0, 3, 1, 2).float() / 255)
         logits = output.logits[:, : self.classes]
         if self.by == "nme":
             assert isinstance(self.means, Tensor)
             logits = NME_SHARPNESS * (F.normalize(output.embedding, dim=1) @ self.means.T)
         logits = logits / self.temperature
-        return logits.softmax(dim=1), logits, output.embedding
+        features = output.embedding if output.features is None else output.features
+        return logits.softmax(dim=1), logits, output.embedding, features
 
 
 def require_onnx() -> None:
@@ -125,13 +126,13 @@ def _to_onnx(model: Model, by: str) -> bytes:
         program = torch.export.export(network, (sample,), dynamic_shapes=open_number, strict=False)
         program = program.run_decompositions()
     graph = Graph()
-    outputs = convert(program, graph, INPUT)
+    *outputs, features = convert(program, graph, INPUT)
     widths: dict[str, tuple[int, ...]] = dict(
         zip(OUTPUTS, ((len(model.classes),), (len(model.classes),), (learner.network.backbone.dim,)), strict=True)
     )
     doubt = model.doubts.get(by)
     if doubt is not None:
-        outputs.append(_add_familiarity(graph, outputs[1], doubt))
+        outputs.append(_add_familiarity(graph, outputs[1], features, doubt))
         widths[FAMILIARITY] = ()
     for name, output in zip(outputs, widths, strict=True):
         graph.nodes.append(helper.make_node("Identity", [name], [output]))
@@ -160,8 +161,28 @@ def _to_onnx(model: Model, by: str) -> bytes:
     return proto.SerializeToString()
 
 
-def _add_familiarity(graph: Graph, logits: str, doubt: Doubt) -> str:
+def _add_familiarity(graph: Graph, logits: str, features: str, doubt: Doubt) -> str:
     """Add how much an image is like those of a known class, as `Doubt.familiarity_of`; return its name."""
+    if isinstance(doubt, DoubtByMeans):
+        return _by_means(graph, logits, features, doubt)
+    assert isinstance(doubt, DoubtByScores)
+    return _by_scores(graph, logits, doubt)
+
+
+def _by_means(graph: Graph, logits: str, features: str, doubt: DoubtByMeans) -> str:
+    (lead, lead_deviation), (cosine, cosine_deviation) = doubt.typical.tolist()
+    first, second = _extremes(graph, logits, largest=1)
+    above = graph.add("Sub", [graph.add("Sub", [first, second]), graph.constant(lead)])
+    length = graph.add("ReduceL2", [features], axes=[1], keepdims=1)
+    unit = graph.add("Div", [features, graph.add("Max", [length, graph.constant(1e-12)])])
+    cosines = graph.add("MatMul", [unit, graph.constant(doubt.centres.T.contiguous().float())])
+    nearest = graph.add("ReduceMax", [cosines], axes=[1], keepdims=0)
+    towards = graph.add("Sub", [nearest, graph.constant(cosine)])
+    parts = [(above, 1 / lead_deviation), (towards, DIRECTION / cosine_deviation)]
+    return graph.add("Add", [graph.add("Mul", [part, graph.constant(factor)]) for part, factor in parts])
+
+
+def _by_scores(graph: Graph, logits: str, doubt: DoubtByScores) -> str:
     there = doubt.means @ doubt.whitening
     # Relative to a point amid the classes, so that float32 is exact enough for the differences.
     centre = doubt.means.mean(dim=0)
@@ -173,10 +194,16 @@ def _add_familiarity(graph: Graph, logits: str, doubt: Doubt) -> str:
     theirs = graph.constant((there**2).sum(dim=1).float())
     squares = graph.add("Add", [graph.add("Add", [cross, own]), theirs])
     squares = graph.add("Max", [squares, graph.constant(1e-9)])
-    near = [graph.add("TopK", [squares, graph.constant([count])], axis=1, largest=0) for count in (1, 2)]
-    first = graph.add("Log", [graph.add("ReduceMax", [near[0]], axes=[1], keepdims=0)])
-    second = graph.add("Log", [graph.add("ReduceMax", [near[1]], axes=[1], keepdims=0)])
+    first, second = (graph.add("Log", [value]) for value in _extremes(graph, squares, largest=0))
     return graph.add("Sub", [second, graph.add("Mul", [first, graph.constant(2.0)])])
+
+
+def _extremes(graph: Graph, values: str, largest: int) -> tuple[str, str]:
+    """Add the first and the second of each row's values, from the largest down or from the smallest up."""
+    near = [graph.add("TopK", [values, graph.constant([count])], axis=1, largest=largest) for count in (1, 2)]
+    last = "ReduceMin" if largest else "ReduceMax"
+    first, second = (graph.add(last, [part], axes=[1], keepdims=0) for part in near)
+    return first, second
 
 
 def _images_to_check(model: Model) -> Images:

@@ -55,12 +55,12 @@ def predict_batches(
     model: Model, batches: Iterable[Decoded], by: str | None = None, doubt: Doubt | None = None
 ) -> Iterator[Predicted]:
     """Predict batches in their order; a GPU works on the next batch while the caller uses this one."""
-    read = model.logit_reader(by)
+    read = model.score_reader(by)
 
     def answers(images: np.ndarray) -> Tensor:
         """Return the probabilities, and the familiarity as a last column if it was asked for."""
-        logits = read(images)
-        last = [] if doubt is None else [doubt.familiarity_of(logits)[:, None]]
+        logits, outputs = read(images)
+        last = [] if doubt is None else [doubt.familiarity_of(logits, outputs)[:, None]]
         return torch.cat([logits.softmax(dim=1), *last], dim=1)
 
     classes = len(model.classes)

@@ -22,8 +22,9 @@ from engram.data.memory import STATE
 from engram.data.stage import content_ids
 from engram.experiment.learner_config import Device, Precision
 from engram.models.digests import DIGEST_BYTES
-from engram.models.doubt import Doubt
-from engram.models.model import LessonRecord, Model
+from engram.models.doubt import Doubt, doubt_from_state
+from engram.models.history import LessonRecord
+from engram.models.model import Model
 from engram.models.store.generations import (
     MANIFEST,
     POINTER,
@@ -326,7 +327,9 @@ def _doubts(model: Model, state: dict[str, Tensor], path: Path) -> dict[str, Dou
         parts.setdefault(by, {})[tensor] = state.pop(name)
     if unknown := parts.keys() - set(model.method.predictors):
         raise EngramError(f"{path} has statistics of a predictor {min(unknown)!r:.40} that the model does not have")
-    return {by: Doubt.from_state(tensors, len(model.classes)) for by, tensors in parts.items()}
+    weight = state.get(f"{_HEAD}weight")  # it was compared with the head
+    width = 0 if weight is None else weight.shape[-1]
+    return {by: doubt_from_state(tensors, len(model.classes), width) for by, tensors in parts.items()}
 
 
 def _check_head(model: Model, state: dict[str, Tensor], path: Path) -> None:

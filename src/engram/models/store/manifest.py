@@ -15,8 +15,9 @@ from engram.core.serialize import to_plain
 from engram.data.memory import Memory
 from engram.models.calibration import COLDEST, HOTTEST
 from engram.models.digests import DIGEST_BYTES
+from engram.models.history import KnownClass, LessonRecord
 from engram.models.labels import decode_label, encode_label
-from engram.models.model import KnownClass, LessonRecord, Model
+from engram.models.model import Model
 from engram.models.model_config import ModelConfig
 from engram.runs.checked import Source, checked
 
