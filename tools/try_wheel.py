@@ -2,6 +2,7 @@
 
     python tools/try_wheel.py --python python3.13            # the wheel: demo, README, two rows of a table
     python tools/try_wheel.py --python python3.11 --sdist    # also: unpack the sdist and run a part of its tests
+    python tools/try_wheel.py --dist dist/                   # those that are built already
 
 The environment is made in a temporary folder and removed at the end, unless --environment names a folder for it.
 It takes some minutes, most of them for the demo and the table, and downloads torch.
@@ -41,11 +42,13 @@ def main() -> int:
     parser.add_argument("--python", default=sys.executable, help="the interpreter to try")
     parser.add_argument("--environment", type=Path, help="a folder for the environment, which is kept and used again")
     parser.add_argument("--sdist", action="store_true", help="also unpack the sdist and run a part of its tests")
+    parser.add_argument("--dist", type=Path, help="a folder with wheel and sdist; without it, they are built")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="engram-wheel-") as scratch:
         place = Path(scratch)
         bin = make_environment(given.python, given.environment or place / "environment")
-        wheel, sdist = build(bin, place / "dist")
+        dist = given.dist.resolve() if given.dist else build(bin, place / "dist")
+        (wheel,), (sdist,) = dist.glob("*.whl"), dist.glob("*.tar.gz")
         version = run(bin / "python", "-c", "import platform; print(platform.python_version())", cwd=place).strip()
         print(f"Python {version}: {wheel.name}, {sdist.name}", flush=True)
         try_wheel(bin, wheel, place / "empty")
@@ -62,12 +65,11 @@ def make_environment(python: str, folder: Path) -> Path:
     return bin
 
 
-def build(bin: Path, folder: Path) -> tuple[Path, Path]:
+def build(bin: Path, folder: Path) -> Path:
     """Build wheel and sdist of the checkout."""
     pip(bin, "install", "hatchling")
     run(bin / "python", "-m", "hatchling", "build", "--directory", folder, cwd=ROOT)
-    (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
-    return wheel, sdist
+    return folder
 
 
 def try_wheel(bin: Path, wheel: Path, folder: Path) -> None:
