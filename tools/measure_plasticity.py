@@ -5,11 +5,11 @@ images of each class is learned, in three lessons (half of the classes, a quarte
 and the others measure the accuracy after the last lesson; no test image is used. Ways:
 
 - frozen: LDA on the embedding of the network as it comes, what `engram learn` does by default;
-- last block, first lesson: the last block and the head convolution are trained on the first lesson (cross-entropy, and
-  a penalty on the distance from the original embedding), then frozen; LDA on the new embedding. Later lessons cannot
-  change the features, because of earlier images only statistics are kept;
+- last blocks, first lesson: the last blocks (--blocks) and the head convolution are trained on the first lesson
+  (cross-entropy, and a penalty on the distance from the original embedding), then frozen; LDA on the new embedding.
+  Later lessons cannot change the features, because of earlier images only statistics are kept;
 - both: LDA on the original embedding and the trained one, concatenated;
-- last block, all at once: the same training on the images of all lessons, which no lesson has: the limit of this way.
+- last blocks, all at once: the same training on the images of all lessons, which no lesson has: the limit of this way.
 
 Batch norms keep the statistics that they come with. Images are learned and measured in two views, the image and its
 mirror image.
@@ -42,20 +42,21 @@ LEARNED = {"many": 0.75, "few": 0.2}  # share of the images of a class
 BATCH = 32
 
 
-class LastBlock(nn.Module):
-    """The last block and what follows it: from the map before (N, C, H, W) to the embedding (N, 1280)."""
+class LastBlocks(nn.Module):
+    """The last blocks and what follows them: from the map before (N, C, H, W) to the embedding (N, 1280)."""
 
-    def __init__(self, backbone: EfficientNetLite) -> None:
+    def __init__(self, backbone: EfficientNetLite, count: int) -> None:
         super().__init__()
-        self.block, self.convolution, self.norm = backbone.blocks[-1], backbone.conv_head, backbone.bn1
+        self.blocks = nn.Sequential(*list(backbone.blocks)[-count:])
+        self.convolution, self.norm = backbone.conv_head, backbone.bn1
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.relu6(self.norm(self.convolution(self.block(x)))).mean(dim=(2, 3))
+        return F.relu6(self.norm(self.convolution(self.blocks(x)))).mean(dim=(2, 3))
 
 
 @torch.no_grad()
-def maps_before(paths: list[str]) -> tuple[Tensor, LastBlock]:
-    """The maps before the last block, (N, 2, C, H, W) of an image and its mirror image, and the last block."""
+def maps_before(paths: list[str], count: int) -> tuple[Tensor, LastBlocks]:
+    """The maps before the last blocks, (N, 2, C, H, W) of an image and its mirror image, and these blocks."""
     record, tensors = load_weights(WEIGHTS)
     backbone = build_backbone(WEIGHTS, torch.Generator())
     backbone.load_state_dict(tensors)
@@ -70,16 +71,16 @@ def maps_before(paths: list[str]) -> tuple[Tensor, LastBlock]:
         views = []
         for view in (x, x.flip(3)):
             out = F.relu6(backbone.bn0(backbone.conv_stem(view.contiguous(memory_format=torch.channels_last))))
-            for block in backbone.blocks[:-1]:
+            for block in list(backbone.blocks)[:-count]:
                 out = block(out)
             views.append(out.contiguous())
         parts.append(torch.stack(views, dim=1))
         if start % 200 == 0:
             print(f"{start} of {len(paths)} images", file=sys.stderr)
-    return torch.cat(parts), LastBlock(backbone)
+    return torch.cat(parts), LastBlocks(backbone, count)
 
 
-def train(last: LastBlock, maps: Tensor, labels: Tensor, options: argparse.Namespace, seed: int) -> LastBlock:
+def train(last: LastBlocks, maps: Tensor, labels: Tensor, options: argparse.Namespace, seed: int) -> LastBlocks:
     """A trained copy."""
     generator = torch.Generator().manual_seed(seed)
     original, trained = last, copy.deepcopy(last)
@@ -89,7 +90,10 @@ def train(last: LastBlock, maps: Tensor, labels: Tensor, options: argparse.Names
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)
     groups = [{"params": trained.parameters(), "lr": options.lr}, {"params": head.parameters(), "lr": 20 * options.lr}]
-    optimiser = torch.optim.AdamW(groups, weight_decay=1e-4)
+    if options.sgd:
+        optimiser: torch.optim.Optimizer = torch.optim.SGD(groups, momentum=0.9, weight_decay=1e-4)
+    else:
+        optimiser = torch.optim.AdamW(groups, weight_decay=1e-4)
     steps = options.epochs * ((len(labels) + BATCH - 1) // BATCH)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, [options.lr, 20 * options.lr], total_steps=steps)
     for _ in range(options.epochs):
@@ -108,7 +112,7 @@ def train(last: LastBlock, maps: Tensor, labels: Tensor, options: argparse.Names
 
 
 @torch.no_grad()
-def embed(last: LastBlock, maps: Tensor) -> Tensor:
+def embed(last: LastBlocks, maps: Tensor) -> Tensor:
     """Roots of the embedding, averaged over the views, as LDA sees them, (N, 1280)."""
     parts = [last(part.flatten(0, 1)).sqrt().view(len(part), 2, -1).mean(dim=1) for part in maps.split(BATCH)]
     return torch.cat(parts).double()
@@ -131,6 +135,8 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--blocks", type=int, default=1, help="trained blocks before the head convolution")
+    parser.add_argument("--sgd", action="store_true", help="SGD with momentum 0.9 instead of AdamW")
     parser.add_argument("--distil", type=float, default=0.01)
     options = parser.parse_args()
     rows: list[dict[str, object]] = []
@@ -139,7 +145,7 @@ def main() -> None:
         lessons = sorted(Path(folder).glob("lesson*")) or [Path(folder)]
         found = [list_classes(str(part)) for part in lessons]
         paths, names = ([each for part in found for each in part[i]] for i in range(2))
-        maps, last = maps_before(paths)
+        maps, last = maps_before(paths, options.blocks)
         places = torch.tensor(np.unique(names, return_inverse=True)[1])
         frozen = embed(last, maps)
         count = int(places.max()) + 1
@@ -155,13 +161,13 @@ def main() -> None:
                     learned[own[: max(2, round(share * len(own)))]] = True
                 first = learned & (labels < count // 2)
                 embeddings = {"frozen": frozen}
-                for way, used in {"last block, first lesson": first, "last block, all at once": learned}.items():
+                for way, used in {"last blocks, first lesson": first, "last blocks, all at once": learned}.items():
                     started = time.process_time()
                     trained = train(last, maps[used], labels[used], options, draw)
                     seconds = time.process_time() - started
                     embeddings[way] = embed(trained, maps)
                     print(f"{name} {kind} {draw} {way}: {seconds:.0f} CPU s of training", file=sys.stderr)
-                embeddings["both"] = torch.cat([frozen, embeddings["last block, first lesson"]], dim=1)
+                embeddings["both"] = torch.cat([frozen, embeddings["last blocks, first lesson"]], dim=1)
                 for way, features in embeddings.items():
                     value = round(accuracy(features, labels, learned), 2)
                     rows.append({"set": name, "learned": kind, "draw": draw, "way": way, "accuracy": value})

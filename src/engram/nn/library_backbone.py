@@ -65,9 +65,9 @@ def library_backbone(name: str) -> tuple[Make, str, str] | None:
             parameter="backbone",
             value=name,
         ) from error
-    models = package.list_models()
+    models = {*package.list_models(), *(package.list_models(pretrained=True) if library == "timm" else ())}
     if model not in models:
-        raise UnknownNameError(f"model of {library}", model, models)
+        raise UnknownNameError(f"model of {library}", model, sorted(models))
     create = _timm if library == "timm" else _torchvision
 
     def make(generator: torch.Generator) -> LibraryBackbone:
@@ -83,8 +83,10 @@ def library_backbone(name: str) -> tuple[Make, str, str] | None:
 def _timm(model: str) -> LibraryBackbone:
     timm: Any = importlib.import_module("timm")
     try:
-        module = timm.create_model(model, pretrained=False, num_classes=0, dynamic_img_size=True)
-    except TypeError:  # only transformers have that argument, and only they have a fixed image size without it
+        # Any size, also one that patches do not divide.
+        flexible = {"dynamic_img_size": True, "dynamic_img_pad": True}
+        module = timm.create_model(model, pretrained=False, num_classes=0, **flexible)
+    except TypeError:  # only transformers have these arguments, and only they have a fixed image size without them
         module = timm.create_model(model, pretrained=False, num_classes=0)
     about = module.default_cfg
     dim = getattr(module, "head_hidden_size", None) or module.num_features
