@@ -49,7 +49,8 @@ class Learner:
         if present is not None and present.shape == value.shape:
             present.copy_(value)
         else:
-            self.buffers[name] = value.detach().clone()
+            # Laid out as if read from a file: products of another layout may be summed in another order.
+            self.buffers[name] = value.detach().clone(memory_format=torch.contiguous_format)
 
     def snapshot_teacher(self) -> None:
         """Make the current network the teacher of the next stage."""
