@@ -57,18 +57,7 @@ def run_several(options: Run, configs: Sequence[RunConfig], typed: Sequence[str]
     parent = typed_path(options.out or RUNS)
     silent = flags.quiet or flags.json
     use_threads(flags.threads)
-    missing: list[str] = []
-
-    def read(data: DataConfig) -> ImageStore:
-        outline = outline_store(data) if options.dry_run else None
-        if outline is None:
-            return read_images(data, console, silent=silent)
-        if any((parent / directory_name(config)).exists() for config in configs if config.data == data):
-            raise EngramError(f"the runs in {parent} cannot be compared with their images: {outline[1]}")
-        missing.append(outline[1])
-        return outline[0]
-
-    members = plan_members(configs, directory=parent, read=read)
+    members, missing = plan_runs(options, configs, console, outlined=options.dry_run)
     check_last_stage(flags, *[member.stages for member in members])
     _warn_of_other_code(members)
     if options.dry_run:
@@ -83,6 +72,28 @@ def run_several(options: Run, configs: Sequence[RunConfig], typed: Sequence[str]
             print_results(console, in_order, parent)
 
     return train_all(members, parent, flags, options.at_once, typed, console, report, gpus)
+
+
+def plan_runs(
+    options: Run, configs: Sequence[RunConfig], console: Console, outlined: bool
+) -> tuple[list[Member], list[str]]:
+    """Return the runs, and a sentence for each data set that is not decoded yet.
+
+    outlined: such a data set is not decoded; blank images stand for its own.
+    """
+    flags, parent = options.running, typed_path(options.out or RUNS)
+    missing: list[str] = []
+
+    def read(data: DataConfig) -> ImageStore:
+        outline = outline_store(data) if outlined else None
+        if outline is None:
+            return read_images(data, console, silent=flags.quiet or flags.json)
+        if any((parent / directory_name(config)).exists() for config in configs if config.data == data):
+            raise EngramError(f"the runs in {parent} cannot be compared with their images: {outline[1]}")
+        missing.append(outline[1])
+        return outline[0]
+
+    return plan_members(configs, directory=parent, read=read), missing
 
 
 def train_all(

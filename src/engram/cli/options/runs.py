@@ -152,6 +152,38 @@ class Run:
 
 
 @options
+class Submit(Run):
+    """Train recipes as jobs of a Slurm cluster, or as processes of this machine if it has no Slurm.
+
+    The runs are those of 'engram run' with the same options, and are divided among the jobs. A job whose time is over,
+    or that is preempted, saves and is queued again. The same command again submits what is left, and prints the results
+    when nothing is. Needs the package submitit.
+
+    For example:
+        engram submit afc-cifar100-b50-s10 --orders 1,2,3 --out /shared/runs
+        engram submit afc-cifar100-b50-s10 --slurm partition=gpu --slurm mem=32G
+        engram submit afc-mini-b10-s5 replay-mini-b10-s5 --jobs 1 --gpus 0 --wait
+    """
+
+    out: Annotated[str | None, Shown("DIR", RUNS)] = None
+    """The directory that holds the runs, which every job must be able to write; logs go to its folder jobs."""
+    at_once: Annotated[int | None, Shown("N", "so many that all runs begin")] = None
+    """How many of its runs a job trains at a time."""
+    jobs: Annotated[int | None, Shown("N", "one for each run")] = None
+    """Number of jobs."""
+    gpus: Annotated[int, Shown("N")] = 1
+    """GPUs of each job; 0 for none. Each run uses one."""
+    cpus: Annotated[int | None, Shown("N", "the cluster's default")] = None
+    """CPU cores of each job."""
+    hours: Annotated[float, Shown("H")] = 24.0
+    """Time limit of each job. When it is over, the job is queued again, ten times at most."""
+    slurm: Annotated[UseAppendAction[tuple[str, ...]], Shown("KEY=VALUE")] = ()
+    """An option of sbatch, such as partition=gpu or account=lab."""
+    wait: bool = False
+    """Wait until the jobs have ended, then print the results. Ctrl-C ends the waiting, but no job of a cluster."""
+
+
+@options
 class Resume:
     """Continue a run from its last checkpoint.
 
@@ -332,6 +364,6 @@ COMMANDS: Final[dict[str, type]] = {
     for kind in (
         *(Demo, models.Learn, models.Predict, models.Info, models.Evaluate, models.Check),
         *(models.Remove, models.Rename, models.Merge, models.Move, models.Undo, models.Export, models.Serve),
-        *(Run, Resume, List, Report, Reproduce, Results, Prepare, Doctor),
+        *(Run, Submit, Resume, List, Report, Reproduce, Results, Prepare, Doctor),
     )
 }
