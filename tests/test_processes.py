@@ -333,6 +333,9 @@ def test_the_first_process_owns_the_display_and_a_restart_continues(tmp_path: Pa
     first, second = values(Group(2, command, typed, tmp_path))  # not a restart: the directory is refused, once
     assert (first[0], second) == (2, (2, ""))
     assert "engram resume" in first[1]
+    first, second = values(Group(2, command, [*typed, "--seed", "2"], tmp_path, 1))
+    assert (first[0], second) == (2, (2, ""))
+    assert "holds a run with other settings (seed is 1 there and 2 here)" in first[1]
     first, second = values(Group(2, command, typed, tmp_path, 1))
     assert first[0] == second[0] == 0, first
     assert "average incremental accuracy" in first[1]

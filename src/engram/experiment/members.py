@@ -21,7 +21,7 @@ from engram.experiment.session import Session
 from engram.runs.checked import Source, checked
 from engram.runs.directory import CHECKPOINT, MANIFEST, is_used
 from engram.runs.reader import read_manifest, read_progress
-from engram.runs.stored_run import RunProgress, StagePosition
+from engram.runs.stored_run import RunManifest, RunProgress, StagePosition
 
 SHOWN_DIFFERENCES = 3
 
@@ -173,6 +173,17 @@ def progress_of(directory: Path, config: RunConfig, fingerprint: str) -> RunProg
     if directory.is_dir() and not (directory / MANIFEST).exists():
         raise EngramError(f"{directory} holds something that is not a run; choose another {option('directory')}")
     manifest = read_manifest(directory)
+    refuse_other_settings(directory, manifest, config)
+    if manifest.data.fingerprint != fingerprint:
+        raise EngramError(f"{directory} holds a run of other images; choose another {option('directory')}")
+    progress = read_progress(directory, manifest)
+    if progress.state == "done":
+        return progress
+    return replace(progress, position=_position(directory / CHECKPOINT, progress.finished))
+
+
+def refuse_other_settings(directory: Path, manifest: RunManifest, config: RunConfig) -> None:
+    """Refuse the run in a directory if its configuration is not this one."""
     # Parsed by this version, so a run saved before a setting existed is still the same run.
     theirs = RunConfig.from_plain(manifest.config)
     if theirs.fingerprint() != config.fingerprint():
@@ -180,12 +191,6 @@ def progress_of(directory: Path, config: RunConfig, fingerprint: str) -> RunProg
             f"{directory} holds a run with other settings ({_differences(theirs, config)}); "
             f"choose another {option('directory')}"
         )
-    if manifest.data.fingerprint != fingerprint:
-        raise EngramError(f"{directory} holds a run of other images; choose another {option('directory')}")
-    progress = read_progress(directory, manifest)
-    if progress.state == "done":
-        return progress
-    return replace(progress, position=_position(directory / CHECKPOINT, progress.finished))
 
 
 def _position(checkpoint: Path, finished: int) -> StagePosition | None:

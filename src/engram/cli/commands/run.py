@@ -39,6 +39,7 @@ from engram.core.torchrun import launched_rank, was_restarted
 from engram.data.image_rows import is_mapped
 from engram.data.sources.load import outline_store
 from engram.data.store import ImageStore
+from engram.experiment.members import refuse_other_settings
 from engram.experiment.run_config import RunConfig, directory_name
 from engram.experiment.runner import join_run, resume, run
 from engram.experiment.session import Session
@@ -61,7 +62,11 @@ def run_command(options: Run, typed: Sequence[str]) -> int:
     given = None if options.out is None else typed_path(options.out)
     use_threads(flags.threads)
     processes = ALONE if options.dry_run else join_run(config)
-    if was_restarted() and not options.dry_run and processes.from_first(lambda: _is_left_by_earlier_start(given)):
+    if (
+        was_restarted()
+        and not options.dry_run
+        and processes.from_first(lambda: _is_left_by_earlier_start(given, config))
+    ):
         return _continue(str(given), None, flags)
     silent = flags.quiet or flags.json or not processes.is_first
     if given is not None:
@@ -86,14 +91,17 @@ def run_command(options: Run, typed: Sequence[str]) -> int:
     return follow_run(events, console, interrupt, flags, place)
 
 
-def _is_left_by_earlier_start(given: Path | None) -> bool:
-    """Whether the same command, which torchrun or Slurm starts again, has left a run to continue."""
+def _is_left_by_earlier_start(given: Path | None, config: RunConfig) -> bool:
+    """Whether the same command, which torchrun or Slurm starts again, has left a run to continue; refuse another."""
     if given is None:
         raise EngramError(
             "this command was started again and cannot find the run of its first start; give that run's directory "
             "with --out, so that each start continues it"
         )
-    return (given / MANIFEST).exists()
+    if not (given / MANIFEST).exists():
+        return False
+    refuse_other_settings(given, read_manifest(given), config.on_this_machine())
+    return True
 
 
 def resume_command(options: Resume, _: Sequence[str]) -> int:
