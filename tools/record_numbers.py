@@ -24,6 +24,9 @@ from typing import Any
 
 from safetensors.numpy import load_file
 
+from engram.contract.settings import MAIN_ROLES, with_role
+from engram.methods import find_method
+
 THREADS = "1"
 TIMES = ("seconds", "began", "ended", "time")
 LESSONS = 6, 2  # classes of the first lesson and of the second
@@ -58,7 +61,8 @@ def without_times(value: Any) -> Any:
 def record_run(method: str, folder: Path) -> dict[str, Any]:
     """A short run of the method on the embedded set."""
     out = folder / method
-    size = ("--base", "10", "--increment", "10", "--epochs", "2", "--out", str(out))
+    trains = with_role(find_method(method).settings(), *MAIN_ROLES)  # some methods only solve for a head
+    size = ("--base", "10", "--increment", "10", *(("--epochs", "2") if trains else ()), "--out", str(out))
     here = ("--threads", THREADS, "--no-cache", "--device", "cpu", "--quiet")
     engram("run", f"{method}-mini-b10-s5", *size, *here)
     return {"result": without_times(json.loads((out / "result.json").read_text())), "tensors": digests(out)}
