@@ -152,22 +152,25 @@ async def put_load(address: tuple[str, int], requests: Sequence[bytes], connecti
     return load
 
 
-def command_rate(model: Path, files: Path, threads: int | None) -> tuple[float, float]:
-    """Images a second of `engram predict`, from its first answers to its last; and its milliseconds of CPU for one."""
+def command_rate(model: Path, files: Path, threads: int | None) -> tuple[float, float, float]:
+    """Images a second of `engram predict`, from its first answers to its last; its milliseconds of CPU for an image;
+    and how many cores something else took meanwhile."""
     flags = [] if threads is None else ["--threads", str(threads)]
     command = [sys.executable, "-m", "engram", "predict", str(model), str(files), "--quiet", *flags]
     times: list[float] = []
-    marks: list[tuple[int, float]] = []  # images and seconds of CPU when the first line of a batch came
+    marks: list[tuple[int, float, float]] = []  # images, and its and all seconds of CPU, when a batch's first line came
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ) as process:
         assert process.stdout is not None
         for _ in process.stdout:
             times.append(time.perf_counter())
             if len(times) == 1 or times[-1] - times[-2] > 0.005:
                 with suppress(OSError):  # it ends
-                    marks.append((len(times), cpu_seconds(process.pid)))
+                    marks.append((len(times), cpu_seconds(process.pid), machine_seconds()))
     first = sum(at <= times[0] + 0.02 for at in times)  # the first batch: started before its lines came
-    (some, before), (most, after) = marks[0], marks[-2]  # at the last one its processes may be gone
-    return (len(times) - first) / (times[-1] - times[0]), 1000 * (after - before) / (most - some)
+    one, last = marks[0], marks[-2]  # at the last batch its processes may be gone
+    images, own, everything = (b - a for a, b in zip(one, last, strict=True))
+    others = (everything - own) / (times[last[0] - 1] - times[0])
+    return (len(times) - first) / (times[-1] - times[0]), 1000 * own / images, others
 
 
 def memory_of(process: int) -> int:
@@ -241,7 +244,7 @@ def under_load(
     memory = {"after_warm_up": memory_of(server.pid)}
     rounds: list[dict[str, Any]] = []
     for _ in range(options.rounds):
-        rate, alone = command_rate(model, files, options.threads)
+        rate, alone, beside = command_rate(model, files, options.threads)
         before = cpu_seconds(server.pid), time.process_time(), machine_seconds()
         load = load_for(options.seconds)
         after = cpu_seconds(server.pid), time.process_time(), machine_seconds()
@@ -257,7 +260,10 @@ def under_load(
                     "server": 1000 * server_cpu / count,
                     "clients": 1000 * clients_cpu / count,
                 },
-                "cores_taken_by_others": (all_cpu - server_cpu - clients_cpu) / load.span,
+                "cores_taken_by_others": {
+                    "engram_predict": beside,
+                    "load": (all_cpu - server_cpu - clients_cpu) / load.span,
+                },
                 "memory_bytes_after": memory_of(server.pid),
             }
         )
