@@ -21,6 +21,7 @@ import time
 import urllib.request
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -151,15 +152,25 @@ async def put_load(address: tuple[str, int], requests: Sequence[bytes], connecti
     return load
 
 
-def command_rate(model: Path, files: Path, threads: int | None) -> float:
-    """Images a second of `engram predict`, from its first answers to its last."""
+def command_rate(model: Path, files: Path, threads: int | None) -> tuple[float, float, float]:
+    """Images a second of `engram predict`, from its first answers to its last; its milliseconds of CPU for an image;
+    and how many cores something else took meanwhile."""
     flags = [] if threads is None else ["--threads", str(threads)]
     command = [sys.executable, "-m", "engram", "predict", str(model), str(files), "--quiet", *flags]
+    times: list[float] = []
+    marks: list[tuple[int, float, float]] = []  # images, and its and all seconds of CPU, when a batch's first line came
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ) as process:
         assert process.stdout is not None
-        times = [time.perf_counter() for _ in process.stdout]
+        for _ in process.stdout:
+            times.append(time.perf_counter())
+            if len(times) == 1 or times[-1] - times[-2] > 0.005:
+                with suppress(OSError):  # it ends
+                    marks.append((len(times), cpu_seconds(process.pid), machine_seconds()))
     first = sum(at <= times[0] + 0.02 for at in times)  # the first batch: started before its lines came
-    return (len(times) - first) / (times[-1] - times[0])
+    one, last = marks[0], marks[-2]  # at the last batch its processes may be gone
+    images, own, everything = (b - a for a, b in zip(one, last, strict=True))
+    others = (everything - own) / (times[last[0] - 1] - times[0])
+    return (len(times) - first) / (times[-1] - times[0]), 1000 * own / images, others
 
 
 def memory_of(process: int) -> int:
@@ -233,24 +244,29 @@ def under_load(
     memory = {"after_warm_up": memory_of(server.pid)}
     rounds: list[dict[str, Any]] = []
     for _ in range(options.rounds):
-        busy, rate = os.getloadavg()[0], command_rate(model, files, options.threads)
-        before = cpu_seconds(server.pid), time.process_time()
+        rate, alone, beside = command_rate(model, files, options.threads)
+        before = cpu_seconds(server.pid), time.process_time(), machine_seconds()
         load = load_for(options.seconds)
-        after = cpu_seconds(server.pid), time.process_time()
+        after = cpu_seconds(server.pid), time.process_time(), machine_seconds()
         count = max(1, len(load.seconds))
+        server_cpu, clients_cpu, all_cpu = (b - a for a, b in zip(before, after, strict=True))
         rounds.append(
             {
                 "engram_predict_images_per_second": rate,
                 **load.summary(),
                 "of_predict": count / load.span / rate,
                 "cpu_milliseconds_per_image": {
-                    part: 1000 * (b - a) / count
-                    for part, a, b in zip(("server", "clients"), before, after, strict=True)
+                    "engram_predict": alone,
+                    "server": 1000 * server_cpu / count,
+                    "clients": 1000 * clients_cpu / count,
                 },
-                "load_average_before": busy,
+                "cores_taken_by_others": {
+                    "engram_predict": beside,
+                    "load": (all_cpu - server_cpu - clients_cpu) / load.span,
+                },
+                "memory_bytes_after": memory_of(server.pid),
             }
         )
-    memory["after_load"] = memory_of(server.pid)
     add_to_draft(place, kind)
     states: list[str] = []
 
@@ -277,6 +293,12 @@ def under_load(
         "during_lesson": busy_load.summary() | {"lesson": states[-1], "generation": call(place)["generation"]},
         "memory_bytes": memory,
     }
+
+
+def machine_seconds() -> float:
+    """Seconds of CPU of everything on this machine."""
+    user, nice, system, _, _, interrupts, soft, stolen = map(int, Path("/proc/stat").read_text().split()[1:9])
+    return (user + nice + system + interrupts + soft + stolen) / os.sysconf("SC_CLK_TCK")
 
 
 def cpu_seconds(process: int) -> float:
@@ -310,7 +332,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = {kind: measure(kind, options) for kind in options.kinds}
     record = {
         "command": shlex.join(["python", "-m", "benchmarks.serve", *given]),
-        "versions": versions() | {name: _version(name) for name in ("fastapi", "uvicorn", "h11")},
+        "versions": versions() | {name: _version(name) for name in ("fastapi", "uvicorn", "httptools")},
         "hardware": hardware("cpu", processor_name(), options.threads or torch.get_num_threads()),
         "connections": options.connections,
         **found,

@@ -17,6 +17,7 @@ from typing import Any
 from test_report_browser import Browser
 
 ROOT = Path(__file__).parents[1]
+PATIENCE = 180.0  # seconds: a lesson or a check beside other work takes its time
 KEYS = {"Tab": 9, "Enter": 13, "Escape": 27, " ": 32}
 # An element by its visible name, as a person or a screen reader finds it.
 FIND = """(selector, name, among) =>
@@ -25,6 +26,17 @@ FIND = """(selector, name, among) =>
   const said = (e.getAttribute('aria-label') ?? e.textContent).trim().replace(/\\s+/g, ' ');
   return name === null || said === name || e.textContent.trim().replace(/\\s+/g, ' ') === name;
 })"""
+
+# The middle of an element if it is where it was at the last call, and is what a click there would meet.
+STEADY = """e => {
+  if (!e) return null;
+  e.scrollIntoView({block: 'center', behavior: 'instant'});
+  const box = e.getBoundingClientRect(), x = box.x + box.width / 2, y = box.y + box.height / 2;
+  const before = window.steady;
+  window.steady = {e, x, y};
+  const met = document.elementFromPoint(x, y);
+  return before?.e === e && before.x === x && before.y === y && e.contains(met) ? {x, y} : null;
+}"""
 
 
 class Visitor(Browser):
@@ -50,13 +62,13 @@ class Visitor(Browser):
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
 
-    def wait(self, expression: str, what: str, seconds: float = 60.0) -> Any:
+    def wait(self, expression: str, what: str, seconds: float = PATIENCE) -> Any:
         """Wait until an expression is true, and return its value."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             if value := self.evaluate(expression):
                 return value
-            time.sleep(0.05)
+            time.sleep(0.02)
         text = self.evaluate("document.body.innerText")
         raise AssertionError(f"waited {seconds:.0f} s for {what}; the page says:\n{text}")
 
@@ -64,22 +76,17 @@ class Visitor(Browser):
         """Return the visible text of an element."""
         return str(self.evaluate(f"document.querySelector({json.dumps(selector)})?.innerText ?? ''"))
 
-    def wait_text(self, pattern: str, selector: str = "main", seconds: float = 60.0) -> str:
+    def wait_text(self, pattern: str, selector: str = "main", seconds: float = PATIENCE) -> str:
         """Wait for a text in an element, and return all of it."""
         inside = f"(document.querySelector({json.dumps(selector)})?.innerText ?? '')"
         self.wait(f"/{pattern}/i.test({inside})", f"/{pattern}/", seconds)
         return self.text(selector)
 
     def point(self, selector: str, name: str | None = None, among: str = "dialog[open], body") -> tuple[float, float]:
-        """Wait for an element, scroll to it, and return the middle of it."""
+        """Wait for an element that neither moves nor is covered, with the page scrolled to it; return its middle."""
         found = f"({FIND})({json.dumps(selector)}, {json.dumps(name)}, {json.dumps(among)})"
-        self.wait(f"Boolean({found})", f"{selector} {name or ''}")
-        middle = (
-            f"(e => {{ e.scrollIntoView({{block: 'center', behavior: 'instant'}}); const b = e.getBoundingClientRect();"
-            f" return [b.x + b.width / 2, b.y + b.height / 2]; }})({found})"
-        )
-        x, y = self.evaluate(middle)
-        return x, y
+        place = self.wait(f"({STEADY})({found})", f"{selector} {name or ''}")
+        return place["x"], place["y"]
 
     def click(self, name: str | None, selector: str = "button, a, summary, label", among: str | None = None) -> None:
         """Click the element with that name."""
@@ -117,7 +124,7 @@ class Visitor(Browser):
 
     def choose_files(self, files: Sequence[Path]) -> None:
         """Answer the file chooser that the page has opened."""
-        end = time.monotonic() + 10
+        end = time.monotonic() + PATIENCE
         while not (asked := [e for e in self.events if e.get("method") == "Page.fileChooserOpened"]):
             assert time.monotonic() < end, "the page opens no file chooser"
             self.evaluate("1")

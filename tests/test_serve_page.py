@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from model_helpers import make, pictures
-from page_visitor import Server, Visitor, requested
+from page_visitor import PATIENCE, Server, Visitor, requested
 from serve_helpers import serving
 from test_report_browser import BROWSER, OVERFLOWING
 
@@ -352,7 +352,7 @@ def paste(page: Visitor, file: Path) -> None:
 
 def downloaded(file: Path) -> bytes:
     """The content of a file once the browser has it."""
-    end = time.monotonic() + 60
+    end = time.monotonic() + PATIENCE
     while not file.exists():  # it has another name before
         assert time.monotonic() < end, f"no {file.name}"
         time.sleep(0.05)
@@ -406,7 +406,9 @@ def test_axe_finds_no_serious_fault(visitor: Visitor, two_models: tuple[str, Pat
 def axe(page: Visitor, source: str) -> list[Any]:
     """The faults that axe-core calls serious or critical."""
     page.evaluate(f"{source}; 0")
-    page.evaluate("window.faults = null; axe.run().then(r => { window.faults = r.violations; }); 0")
-    page.wait("window.faults !== null", "axe")
+    done = "faults => { window.faults = faults.violations; }, error => { window.failure = String(error); }"
+    page.evaluate(f"window.faults = window.failure = null; axe.run().then({done}); 0")
+    page.wait("window.faults !== null || window.failure !== null", "axe")
+    assert page.evaluate("window.failure") is None
     bad = "window.faults.filter(f => ['serious', 'critical'].includes(f.impact))"
     return page.evaluate(f"{bad}.map(f => [f.id, f.nodes.slice(0, 5).map(n => [n.html, n.failureSummary])])")

@@ -2,8 +2,8 @@
 
 Makes a small model, starts `engram serve` with a token in a process of its own, and sends what a stranger on the
 network, another page in the browser or a broken client could send: wrong names of the host, foreign origins, wrong
-tokens, tricks with paths, uploads without end, image bombs, slow connections, and N mutations of valid requests (none
-of which could change the model even if it were valid). A case is a fault if
+tokens, tricks with paths, headers and uploads without end, image bombs, slow connections, and N mutations of valid
+requests (none of which could change the model even if it were valid). A case is a fault if
 
 - it is answered by another status than it should be, by 500, or not at all within some seconds;
 - the server ends, prints a traceback, takes much memory, or no longer answers a valid request as before;
@@ -47,6 +47,7 @@ BOUNDARY = "attack"
 CLASSES = ("apple", "boat")
 PREFIX = "/api/v1/models/model"
 REPLY_SECONDS = 30.0
+HEADER_MOST = 32 * 2**20  # bytes after which the server should have closed a connection; sockets hold some of them
 MEMORY_BYTES = 400 * 2**20  # that the server may take beyond what it had
 REFUSALS = {400, 401, 403, 404, 405, 408, 409, 411, 413, 414, 415, 421, 422, 431, 503}
 TRICKS = (
@@ -269,6 +270,29 @@ class Attack:
             ids = json.dumps({"ids": [trick], "class": trick}).encode()
             self.expect("move", ask("PATCH", f"{PREFIX}/draft/images", ids, "application/json"), 404, 422)
 
+    def headers(self) -> None:
+        """Headers, trailers and chunks that never end: the connection is closed after a bounded number of bytes."""
+        whole = self.target.request("POST", f"{PREFIX}/predict", kind="application/json", Transfer_Encoding="chunked")
+        whole = whole.replace(b"Content-Length: 0\r\n", b"")
+        starts = {
+            "address": b"GET /",
+            "header": whole[:-2] + b"X: ",
+            "trailer": whole + b"0\r\nX: ",
+            "chunk": whole + b"1;x=",
+        }
+        for what, start in starts.items():
+            sent, block = 0, b"x" * 2**16
+            with socket.create_connection(self.target.place, timeout=REPLY_SECONDS) as connection:
+                try:
+                    connection.sendall(start)
+                    while sent < HEADER_MOST:
+                        sent += connection.send(block)
+                except OSError:
+                    pass  # the server has closed its end
+            self.seen[f"endless {what} ended"] += sent < HEADER_MOST
+            if sent >= HEADER_MOST:
+                self.faults.append(f"the server took {sent} bytes of {what} without an end")
+
     def uploads(self, size: int) -> None:
         """Too much, too many, and what is no image."""
         ask = self.target.ask
@@ -441,6 +465,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             memory = target.memory()
             attack.access()
             attack.paths()
+            attack.headers()
             attack.uploads(options.upload)
             attack.mutations(options.count)
             if not options.quick:

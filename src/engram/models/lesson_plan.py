@@ -153,7 +153,7 @@ def forgetting_warnings(entry: LessonRecord, undoable: bool) -> Iterator[Warned]
         ]
         if lost:
             on = f" on {images} held-out images" if images else ""
-            back = "take it back ('engram undo', in Python undo) and learn again" if undoable else "learn again"
+            back = "take it back (undo) and learn again" if undoable else "learn again"
             yield Warned(
                 spelled(
                     f"the lesson lowered the held-out accuracy of {which} ({', '.join(lost)}{on}); {back} with more "

@@ -15,8 +15,8 @@ class Limits:
     spool_bytes, memory_bytes: of all uploads that are being received at the same time, in all and in memory.
     waiting_images: accepted for prediction and not answered yet. requests: predictions at the same time.
     draft_images, draft_bytes: of all images that wait to be taught to one model.
-    header_seconds: to send the header. idle_seconds: between two parts of a body. body_seconds: for a whole body, and
-    one second more for each `slowest` bytes.
+    header_seconds, header_bytes: of a header. idle_seconds: between two parts of a body. body_seconds: for a whole
+    body, and one second more for each `slowest` bytes.
     streams: clients that follow lessons at the same time. connections: at the same time.
     decode_seconds: to decode one image.
     """
@@ -33,6 +33,7 @@ class Limits:
     draft_images: int = 20_000
     draft_bytes: int = 20 * 2**30
     header_seconds: float = 10.0
+    header_bytes: int = 32 * 2**10
     idle_seconds: float = 10.0
     body_seconds: float = 30.0
     slowest: int = 16 * 2**10

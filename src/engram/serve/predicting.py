@@ -110,6 +110,8 @@ class Batcher:
     something else (decoding, requests) then holds up all of them. Each image of a very small batch takes longer; so a
     few images wait a moment for others while another batch is being predicted.
 
+    Batches have one of few sizes (`batch_size`): torch keeps kernels for every size that it has met, megabytes each.
+
     predictors: number of threads; None chooses it by torch's number of threads, and is 1 on a GPU.
     """
 
@@ -149,7 +151,7 @@ class Batcher:
 
     async def predict(self, generation: Generation, images: Images, doubt: bool, embed: bool) -> Answers:
         """Return the predictions of some images, which were admitted."""
-        loop, batch = asyncio.get_running_loop(), default_batch(generation.model)
+        loop, batch = asyncio.get_running_loop(), batch_size(default_batch(generation.model))
         jobs = [_Job(generation, images[at : at + batch], doubt, embed, loop) for at in range(0, len(images), batch)]
         with self._wake:
             self._jobs += jobs
@@ -174,7 +176,8 @@ class Batcher:
                 self._wake.wait_for(lambda: self._jobs or self._closed)
                 self._wake.wait_for(self._is_worth_it, LINGER_SECONDS)
             first = self._jobs[0].generation
-            room, taken, left = default_batch(first.model), [], deque[_Job]()
+            waiting = sum(len(job.images) for job in self._jobs if job.generation is first)
+            room, taken, left = batch_size(min(waiting, default_batch(first.model))), [], deque[_Job]()
             for job in self._jobs:
                 if job.generation is first and (not taken or len(job.images) <= room):
                     taken.append(job)
@@ -210,6 +213,20 @@ class Batcher:
                     loop.call_soon_threadsafe(_deliver, pairs)
 
 
+def batch_size(most: int) -> int:
+    """Return the largest of 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, ... that is not more than `most`."""
+    power = 1 << (most.bit_length() - 1)
+    return power + power // 2 if power + power // 2 <= most else power
+
+
+def filled(images: Images) -> Images:
+    """Return the images with black ones behind them, so that their number is the size of a batch."""
+    size = len(images)
+    while batch_size(size) != size:
+        size += 1
+    return images if size == len(images) else np.pad(images, ((0, size - len(images)), (0, 0), (0, 0), (0, 0)))
+
+
 def _deliver(pairs: list[tuple[_Job, Answers | Exception]]) -> None:
     for job, found in pairs:
         job.answer(found)
@@ -235,7 +252,7 @@ def _predict(jobs: Sequence[_Job]) -> list[Answers]:
     generation = jobs[0].generation
     model = generation.model
     images = np.concatenate([job.images for job in jobs]) if len(jobs) > 1 else jobs[0].images
-    logits, outputs = generation.read(images)
+    logits, outputs = generation.read(filled(images))
     shares = refuse_not_finite(logits.softmax(dim=1).cpu().numpy())
     familiarity = None
     if any(job.doubt for job in jobs):
@@ -255,5 +272,5 @@ def _predict(jobs: Sequence[_Job]) -> list[Answers]:
 def unit_embeddings(model: Model, images: np.ndarray) -> np.ndarray:
     """Return the embeddings (N, D) of images with length 1."""
     assert model.learner is not None
-    tensor = torch.from_numpy(np.require(images, requirements=["C", "W"]))
-    return F.normalize(model.engine.embed(model.learner.network, tensor).float(), dim=1).cpu().numpy()
+    tensor = torch.from_numpy(np.require(filled(images), requirements=["C", "W"]))
+    return F.normalize(model.engine.embed(model.learner.network, tensor).float(), dim=1)[: len(images)].cpu().numpy()

@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import secrets
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import h11
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from engram.core.errors import EngramError, option
 from engram.serve.app import make_app
 from engram.serve.children import ChildOptions
 from engram.serve.counters import Metrics
 from engram.serve.guard import Access, Guard, is_loopback
+from engram.serve.http_connection import connection_type
 from engram.serve.limits import Limits
 from engram.serve.served_model import ServedModel, unique_names
 
 SHORTEST_TOKEN = 16
 END_SECONDS = 5  # for answers that are being sent when the server ends
-HEADER_BYTES = 32 * 2**10
 
 
 @dataclass(frozen=True)
@@ -67,7 +63,7 @@ class ModelServer:
         app = Guard(make_app(self._models, limits, metrics), access, limits, metrics)
         self._config = uvicorn.Config(
             app,
-            http=_protocol(limits),
+            http=connection_type(limits),
             ws="none",
             loop="asyncio",
             lifespan="on",
@@ -79,7 +75,6 @@ class ModelServer:
             limit_concurrency=limits.connections,
             timeout_keep_alive=max(1, int(limits.header_seconds)),
             timeout_graceful_shutdown=END_SECONDS,
-            h11_max_incomplete_event_size=HEADER_BYTES,
         )
         self._server: uvicorn.Server | None = None
 
@@ -139,55 +134,3 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         closing = [asyncio.to_thread(model.lessons.close) for model in self._models]
         await asyncio.gather(*closing, super().shutdown(sockets))
-
-
-def _protocol(limits: Limits) -> type[asyncio.Protocol]:
-    """Return uvicorn's protocol with a limit on the time that a header takes, from the connection or its first byte.
-
-    What is not HTTP is refused in JSON, and never by a second answer to a request that has one.
-    """
-
-    class Protocol(H11Protocol):
-        _deadline: asyncio.TimerHandle | None = None
-
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self._wait_for_header()
-
-        def data_received(self, data: bytes) -> None:
-            cycle = self.cycle
-            if self._deadline is None and (cycle is None or cycle.response_complete):
-                self._wait_for_header()
-            super().data_received(data)
-            if self.cycle is not cycle:  # a header has come
-                self._forget_deadline()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._forget_deadline()
-            super().connection_lost(exc)
-
-        def send_400_response(self, msg: str) -> None:
-            if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-                content = json.dumps({"error": "this is not a valid HTTP request"}).encode()
-                headers = [("content-type", "application/json"), ("content-length", str(len(content)))]
-                answer = h11.Response(
-                    status_code=400, headers=[*headers, ("connection", "close")], reason=b"Bad Request"
-                )
-                for event in (answer, h11.Data(data=content), h11.EndOfMessage()):
-                    self.transport.write(self.conn.send(event) or b"")
-            self.transport.close()
-
-        def _wait_for_header(self) -> None:
-            self._deadline = self.loop.call_later(limits.header_seconds, self._too_slow)
-
-        def _forget_deadline(self) -> None:
-            if self._deadline is not None:
-                self._deadline.cancel()
-                self._deadline = None
-
-        def _too_slow(self) -> None:
-            self._deadline = None
-            if not self.transport.is_closing():
-                self.transport.close()
-
-    return Protocol

@@ -37,7 +37,7 @@ SMALL_BYTES = 64 * 2**10  # of a file that is held in memory
 class Received:
     """A file of an upload. name: as the client calls it. error: why it cannot be used.
 
-    content: of a small file, which then is not at `path`.
+    content: of a small file, which then is not at `path`. digest: empty if small files may be held.
     """
 
     name: str
@@ -214,7 +214,7 @@ class _Reader:
         self._headers: dict[bytes, bytes] = {}
         self._file: IO[bytes] | None = None
         self._received: Received | None = None
-        self._hash = blake2b(digest_size=16)
+        self._hash: blake2b | None = None
         self._field: tuple[str, bytearray] | None = None
         self._complete = False
         self._parser = MultipartParser(
@@ -287,9 +287,9 @@ class _Reader:
         self.upload.files.append(self._received)
         if self._spool.memory is None:
             self._file = self._spool.write(self._received)
+            self._hash = blake2b(digest_size=16)
         else:
             self._received.content = bytearray()
-        self._hash = blake2b(digest_size=16)
 
     def _data(self, data: bytes, start: int, end: int) -> None:
         if self._field is not None:
@@ -306,7 +306,8 @@ class _Reader:
         self._spool.reserve(end - start)
         received.size = size
         part = memoryview(data)[start:end]
-        self._hash.update(part)
+        if self._hash is not None:
+            self._hash.update(part)
         if self._spool.hold(received, part):
             return
         if self._file is None:
@@ -318,8 +319,9 @@ class _Reader:
             self.upload.fields[self._field[0]] = bytes(self._field[1]).decode(errors="replace")
             self._field = None
         if self._received is not None:
-            self._received.digest = self._hash.hexdigest()
-            self._received = None
+            if self._hash is not None:
+                self._received.digest = self._hash.hexdigest()
+            self._received = self._hash = None
         self.close()
 
     def _end(self) -> None:

@@ -18,7 +18,7 @@ from engram.core.errors import EngramError
 from engram.core.io import typed_path
 from engram.models.store.writer import refuse_other_directory
 
-NEEDED = ("fastapi", "uvicorn", "python_multipart")
+NEEDED = ("fastapi", "uvicorn", "httptools", "python_multipart")
 TOKEN = "ENGRAM_TOKEN"  # variable
 
 

@@ -367,7 +367,7 @@ class Serve:
     The page and the API (/api/v1, described by /api/v1/openapi.json) are on this machine only, unless --host names
     another address; then a token is needed. A model that does not exist yet is made by its first lesson. Images that
     wait to be taught are in a folder MODEL.draft beside the model. Ctrl-C ends the server; a lesson saves first. Needs
-    fastapi, uvicorn and python-multipart: pip install '.[serve]' in the checkout.
+    fastapi, uvicorn, httptools and python-multipart: pip install '.[serve]' in the checkout.
 
     For example:
         engram serve model

@@ -141,7 +141,9 @@ on("lesson", (before) => {
   if (state === before.state && Boolean(interrupted) === Boolean(before.interrupted)) return;
   const link = (text) => h("a", { href: address("teach"), class: "button small" }, text);
   if (before.state === "running" && state === "finished") {
-    notify(`The lesson is finished: the model has learned ${listing(result?.new ?? [])}.`, { action: shown !== "teach" && link("See the result") });
+    const said = `The lesson is finished: the model has learned ${listing(result?.new ?? [])}.`;
+    if (shown === "teach") announce(said); // the result is there to see
+    else notify(said, { action: link("See the result") });
   } else if (before.state === "running" && state === "failed") {
     notify("The lesson failed.", { error: true, action: shown !== "teach" && link("See why") });
   } else if (interrupted) {

@@ -63,7 +63,7 @@ export function historyView() {
           series.length ? lessonChart(series, learned.map((_, place) => place + 1)) : h("p", { class: "hint" }, "No images were held out, so no accuracy was measured.")),
         h("section", { "aria-labelledby": "lessons-title" }, h("h2", { id: "lessons-title" }, "Lessons and changes"),
           h("ol", { class: "timeline" }, lessons.map((entry, place) => lesson(entry, place, lessons, by)).reverse()))),
-      h("section", { class: "card", "aria-labelledby": "matrix-title" }, h("h2", { id: "matrix-title" }, "What is taken for what"), matrix));
+      h("section", { class: "card", "aria-labelledby": "matrix-title" }, h("h2", { id: "matrix-title" }, "Which classes are mixed up"), matrix));
     fillLater(matrix, confusionMatrix());
   }
 

@@ -93,7 +93,7 @@ export async function confusionMatrix() {
   const of = model();
   const { classes, matrix, cells = {} } = await api.get(path("/confusion"));
   const total = matrix.flat().reduce((sum, n) => sum + n, 0);
-  if (!total) return h("p", { class: "hint" }, "No image was held out, so nothing is known about confusions.");
+  if (!total) return h("p", { class: "hint" }, "No image was held out, so it is not known which classes are mixed up.");
   const right = matrix.reduce((sum, row, i) => sum + row[i], 0);
   const open = (i, j) => {
     const ids = cells[`${i},${j}`] ?? [];

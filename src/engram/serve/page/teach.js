@@ -484,7 +484,7 @@ export function teachView() {
     meter.setAttribute("aria-valuenow", String(Math.floor(100 * done)));
     runningTitle.textContent = classes?.length ? `Learning ${listing(classes)}` : "Learning";
     const what = sentence(PHASES[progress?.phase] ?? progress?.phase ?? "starting").replace(/\.$/, "");
-    const epoch = progress?.epochs ? `epoch ${progress.epoch} of ${progress.epochs}` : "";
+    const epoch = progress?.epochs ? `epoch ${Math.max(1, progress.epoch)} of ${progress.epochs}` : "";
     const text = [`${Math.floor(100 * done)} %`, what, epoch].filter(Boolean).join(" · ");
     if (phase.textContent !== text) phase.textContent = text;
     const left = progress?.seconds_left;
@@ -551,7 +551,7 @@ export function teachView() {
       h("div", { class: "actions start" },
         h("a", { class: "button main", href: `#/${encodeURIComponent(store.name)}/recognise` }, icon("eye"), h("span", {}, "Recognise images")), undo),
       sentences(store.lesson.notes ?? []),
-      figures(result), lossOf(store.lesson.losses ?? []), h("h3", {}, "Class by class"), learnedTable(result), h("h3", {}, "What is taken for what"), matrix);
+      figures(result), lossOf(store.lesson.losses ?? []), h("h3", {}, "Class by class"), learnedTable(result), h("h3", {}, "Which classes are mixed up"), matrix);
     fillLater(matrix, confusionMatrix());
     return section;
   }

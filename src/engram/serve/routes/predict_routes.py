@@ -139,7 +139,10 @@ async def _predictions(
         if asked.neighbours:
             gallery = await run_in_threadpool(found.gallery)
         done = await service.batcher.predict(
-            generation, np.stack(images), asked.rate is not None, bool(asked.neighbours)
+            generation,
+            np.stack(images) if len(images) > 1 else images[0][None],
+            asked.rate is not None,
+            bool(asked.neighbours),
         )
         read = iter(_entries(generation, done, asked, gallery))
     entries: list[dict[str, Any]] = []
@@ -154,7 +157,7 @@ async def _predictions(
 def _entries(generation: Generation, done: Answers, asked: _Asked, gallery: Gallery | None) -> list[dict[str, Any]]:
     names = generation.names
     best = best_positions(done.shares, asked.top)
-    shares = np.take_along_axis(done.shares, best, axis=1).tolist()
+    shares = done.shares[np.arange(len(best))[:, None], best].tolist()
     threshold = generation.threshold(asked.rate)
     unknown: list[bool | None] = [None] * len(best)
     if threshold is not None and done.familiarity is not None:
