@@ -376,7 +376,8 @@ def test_commands_track_one_run_several_and_a_lesson(
     assert "without the tracker mlflow: --track mlflow needs the package mlflow" in capsys.readouterr().err
     (lesson,) = (tmp_path / "lessons").iterdir()
     assert lesson.name.startswith("model-lesson1-")
-    assert json.loads((lesson / "run.json").read_text())["config"]["method"] == "afc"
+    config = json.loads((lesson / "run.json").read_text())["config"]
+    assert (config["method"], config["settings.train.epochs"]) == ("afc", 2), "of this lesson"
     found = lines(lesson)
     assert sum("epoch" in line for line in found) >= 2
     assert "accuracy_new/cnn" in found[-1]
