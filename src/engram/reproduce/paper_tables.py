@@ -272,7 +272,7 @@ def _does_not(paper: Paper, tables: Sequence[Experiment], cells: Sequence[Measur
         for experiment in tables
         for text in remarks(paper, _of(experiment, cells))
     ]
-    known = f"\nWhy, as far as known:\n\n{chr(10).join(why)}\n" if why else ""
+    known = f"\nWhy, as far as known:\n\n{(chr(10) * 2).join(why)}\n" if why else ""
     text = "\n".join(_named(cells, (FURTHER,))) or "Nothing that was measured."
     return f"## What does not\n\nFurther off than one point and the paper's standard deviation:\n\n{text}\n{known}"
 
