@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,12 +63,58 @@ def test_labels_are_named_and_images_are_the_same() -> None:
 def test_models_learn_them(tmp_path: Path) -> None:
     model = IncrementalClassifier(epochs=1, device="cpu").fit(columns())
     assert list(model.classes_) == ["apple", "boat"]
+    in_arrays = columns()
+    in_arrays.rows = [{"image": row["image"], "label": np.int64(row["label"])} for row in in_arrays.rows]
+    assert ImageStore.from_dataset(in_arrays).class_names == ("apple", "boat")
     assert list(model.predict(columns())) == list(model.predict(pictures(NAMES[:2], 6)[0]))
     for _ in learn_into(tmp_path / "model", columns(), config=tiny("naive", epochs=1), device="cpu"):
         pass
     assert open_model(tmp_path / "model", "cpu")[0].labels == ["apple", "boat"]
     with pytest.raises(EngramError, match="there are no labels; give one for each image, or a data set"):
         list(learn_into(tmp_path / "other", pictures(NAMES[:2], 6)[0]))
+
+
+class Column(Sequence[Any]):
+    """What one column of such a data set looks like."""
+
+    column_name = "image"
+
+    def __init__(self, values: list[Any]) -> None:
+        self.values = values
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, place: Any) -> Any:
+        return self.values[place]
+
+
+def test_images_and_labels_are_columns() -> None:
+    rows = columns().rows
+    x, y = (Column([row[name] for row in rows]) for name in ("image", "label"))
+    model = IncrementalClassifier("naive", epochs=1, device="cpu").fit(x, y)
+    assert list(model.classes_) == [0, 1]
+    assert list(model.predict(x)) == list(model.predict(list(x)))
+    assert len(ImageStore.from_arrays(x, y, x, y).train.images) == len(x)
+
+
+class Batches:
+    """What a loader of torch looks like."""
+
+    dataset, batch_size = columns(), 4
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"test": columns(), "train": columns()}, r"X is a dict; give one data set of it, such as X\['train'\]"),
+        (Batches(), r"X is a Batches, which shuffles and batches; give its data set, X\.dataset"),
+        (iter(columns().rows), "X is a list_iterator, which can only be iterated; give a data set with a length"),
+    ],
+)
+def test_what_is_not_one_data_set_is_refused(given: Any, message: str) -> None:
+    with pytest.raises(EngramError, match=message):
+        IncrementalClassifier().fit(given)
 
 
 @pytest.mark.parametrize(
@@ -94,3 +141,5 @@ def test_real_data_sets() -> None:
     store = ImageStore.from_dataset(made, made)
     assert store.class_names == ("apple", "boat")
     assert np.array_equal(store.train.images, x)
+    model = IncrementalClassifier("naive", epochs=1, device="cpu").fit(made["image"], made["label"])
+    assert list(model.predict(made["image"])) == list(model.predict(x))

@@ -276,7 +276,7 @@ def test_grey_images_and_images_that_are_not_square() -> None:
         (torch.zeros(2, 8, 8, 3, device="meta"), "holds no values"),
         (Pairs([torch.zeros(3, 8, 8), torch.zeros(3, 8, 9)]), r"X differ in size: one has 8x8 pixels and X\[1\] 9x8"),
         (Pairs([]), "X holds 0 sample"),
-        (range(3), r"X\[0\] is 0; the items of a data set must be pairs"),
+        (range(3), r"X\[0\] is of type int; the items of a data set must be pairs"),
         (type("Stream", (torch.utils.data.IterableDataset,), {"__iter__": iter})(), "images are an array"),
     ],
 )

@@ -104,11 +104,17 @@ def test_comparison_is_mean_and_sample_deviation_by_recipe(stored: list[Path]) -
 
 @pytest.mark.parametrize(
     ("given", "message"),
-    [([], "no result to compare"), (["x"], "'x' is not a result"), ([{"recipe": 1}], "is not a result")],
+    [([], "no result to compare"), ([1], "1 is not a result"), (["x"], "x"), ([{"recipe": 1}], "is not a result")],
 )
 def test_what_is_no_result_is_refused(given: list[Any], message: str) -> None:
     with pytest.raises(EngramError, match=message):
         compare(given)
+
+
+def test_a_run_that_is_not_finished_is_refused(tmp_path: Path) -> None:
+    stopped = fake_run(tmp_path / "stopped", finished=1, stage_sizes=(4, 2, 2), images_per_class=6, importance=False)
+    with pytest.raises(EngramError, match="stopped is a run that was stopped after stage 0 of 2; finish it"):
+        compare({"ours": stopped})
 
 
 def test_an_unknown_predictor_is_refused(result: RunResult) -> None:
@@ -160,7 +166,8 @@ def test_the_command_writes_the_comparison(
     out = tmp_path / f"table{suffix}"
     assert main(["results", "table", str(out), *map(str, stored)]) == 0
     assert capsys.readouterr().out.split(": ")[1] == "2 rows, of 6 runs\n"
-    table = compare([parse_result(run) for run in stored])
+    table = compare(stored)
+    assert table == compare([parse_result(run) for run in stored])
     written = out.read_text(encoding="utf-8")
     if suffix == ".csv":
         assert written.splitlines()[0].startswith("recipe,n,average cnn,average cnn std,")

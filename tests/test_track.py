@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import sys
 import time
 import types
@@ -143,8 +144,11 @@ def test_calls_of_wandb(recorded: Recorded, fake: Any, monkeypatch: pytest.Monke
     assert [named for name, _, named in calls if name == "finish"] == [{"exit_code": 0}]
 
 
-def test_calls_of_mlflow(recorded: Recorded, fake: Any) -> None:
+def test_calls_of_mlflow(recorded: Recorded, fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = fake("mlflow")
+    retries = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
+    monkeypatch.setenv(retries, "")
+    monkeypatch.delenv(retries)  # and again at the end
     events = list(Tracking("mlflow").follow(iter(recorded[1])))
     assert events == recorded[1], "no warning"
     made = [values for name, values, _ in calls if name == "create_experiment"]
@@ -158,6 +162,7 @@ def test_calls_of_mlflow(recorded: Recorded, fake: Any) -> None:
         "confusion-nme.png",
     }
     assert [values[1] for name, values, _ in calls if name == "set_terminated"] == ["FINISHED"]
+    assert os.environ[retries] == "2", "a server that does not answer holds a run up for seconds, not minutes"
 
 
 @pytest.fixture
@@ -376,7 +381,8 @@ def test_commands_track_one_run_several_and_a_lesson(
     assert "without the tracker mlflow: --track mlflow needs the package mlflow" in capsys.readouterr().err
     (lesson,) = (tmp_path / "lessons").iterdir()
     assert lesson.name.startswith("model-lesson1-")
-    assert json.loads((lesson / "run.json").read_text())["config"]["method"] == "afc"
+    config = json.loads((lesson / "run.json").read_text())["config"]
+    assert (config["method"], config["settings.train.epochs"]) == ("afc", 2), "of this lesson"
     found = lines(lesson)
     assert sum("epoch" in line for line in found) >= 2
     assert "accuracy_new/cnn" in found[-1]

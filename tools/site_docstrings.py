@@ -1,4 +1,4 @@
-"""Docstrings as Markdown for the site: lists of parameters as lists, examples as code."""
+"""Docstrings as Markdown for the site: lists of parameters as lists, examples as code, pages as links."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import griffe
 
 HEADING = re.compile(r"^Parameters\n-+\n", re.MULTILINE)
-NAME = re.compile(r"^([a-z_]\w*(?:, [a-z_]\w*)*): ", re.MULTILINE)
+NAME = re.compile(r"(?:\A|\n|(?<=\.) +)([a-z_]\w*(?:, [a-z_]\w*)*): ")
+PAGE = re.compile(r"\bdocs/([\w-]+)\.md\b")
 CODE = re.compile(r"(?:^(?:>>>|\.\.\.) ?.*\n?)+", re.MULTILINE)
 
 
@@ -21,9 +22,10 @@ class PlainDocstrings(griffe.Extension):
 
 
 def as_markdown(text: str) -> str:
-    """The text with `name: what it is` as items of a list, and `>>> ` lines as a block of code."""
+    """The text with `name: what it is` as items of a list, `>>> ` lines as a block of code, and pages as links."""
+    text = PAGE.sub(r"[\1](../\1.html)", text)  # the entries are in docs/reference/
     parts = HEADING.sub("\n", text).split("\n\n")
-    listed = [NAME.sub(r"- `\1`: ", part) if NAME.match(part.lstrip("\n")) else part for part in parts]
+    listed = [NAME.sub(r"\n- `\1`: ", part).strip("\n") if NAME.match(part.lstrip("\n")) else part for part in parts]
     return CODE.sub(_fenced, "\n\n".join(listed))
 
 

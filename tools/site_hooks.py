@@ -55,6 +55,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return link[0] if target is None else link[1] + site_path(here, target) + link[3]
 
     markdown = ENTRY.sub(r"::: \1", markdown)
+    markdown = markdown.replace("± ", "±\u00a0")  # in narrow columns
     parts = FENCED.split(markdown)
     return "".join(part if FENCED.match(part) else LINK.sub(moved, part) for part in parts)
 

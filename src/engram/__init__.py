@@ -57,8 +57,8 @@ if TYPE_CHECKING:
     from engram.models.store.codec import open_model as open_model
     from engram.models.store.codec import read_manifest as read_manifest
     from engram.report.page import write_report as write_report
-    from engram.runs.comparison import compare as compare
     from engram.runs.result import Result as Result
+    from engram.runs.run_comparison import compare as compare
     from engram.runs.stored_run import RunResult as RunResult
 
 # Must be set before torch is imported. Threads of torch wait for each other some hundred times per step, and keep their
@@ -94,7 +94,7 @@ _PUBLIC = {
     "models.model_config": ["ModelConfig"],
     "models.store.codec": ["open_model", "read_manifest"],
     "report.page": ["write_report"],
-    "runs.comparison": ["compare"],
+    "runs.run_comparison": ["compare"],
     "runs.result": ["Result"],
     "runs.stored_run": ["RunResult"],
 }

@@ -17,7 +17,7 @@ from engram.contract import Settings
 from engram.core.errors import EngramError, suggest
 from engram.core.events import Event
 from engram.core.memory_limits import return_memory
-from engram.data.arrays import is_dataset, read_dataset
+from engram.data.arrays import is_dataset, read_dataset, refuse_without_labels
 from engram.data.augment import Augmentation
 from engram.data.memory import MemoryConfig
 from engram.data.store import Images
@@ -300,6 +300,7 @@ def _labelled_images(X: Any, y: Any) -> tuple[Any, list[Hashable]]:
         X, found = read_dataset(X, "X")
         y = found if y is None else y
     if y is None:
+        refuse_without_labels(X, "X")
         raise EngramError("requires y to be passed, but the target y is None")
     return X, plain_labels(y)
 

@@ -22,7 +22,7 @@ def as_array(value: Any, what: str) -> npt.NDArray[Any]:
         advice = "give it to ImageStore.from_dataset, or to fit and partial_fit without y"
         raise EngramError(f"{what} is a data set ({type(value).__name__}), not one array; {advice}")
     try:
-        if isinstance(value, (list, tuple)):
+        if isinstance(value, (list, tuple)) or is_column(value):
             value = [_pixels_of(item) for item in value]
         return np.asarray(_pixels_of(value))
     except (TypeError, ValueError, RuntimeError) as error:  # lists of different lengths, for example
@@ -95,9 +95,26 @@ def is_dataset(given: Any) -> bool:
         return True
     if isinstance(given, (list, tuple, str, bytes, bytearray, Mapping, Set)):
         return False
-    if hasattr(given, "__array__") or hasattr(given, "shape") or hasattr(given, "read"):
+    if hasattr(given, "__array__") or hasattr(given, "shape") or hasattr(given, "read") or is_column(given):
         return False
     return hasattr(given, "__len__") and hasattr(given, "__getitem__")
+
+
+def is_column(given: Any) -> bool:
+    """Return whether this is one column of a data set of Hugging Face, which reads its values when they are needed."""
+    return isinstance(given, Sequence) and hasattr(given, "column_name")
+
+
+def refuse_without_labels(given: Any, what: str) -> None:
+    """Refuse what is not one data set of images and labels, and say how to get it."""
+    kind = type(given).__name__
+    if isinstance(given, Mapping):
+        name = next((key for key in given if key == "train"), next(iter(given), "train"))
+        raise EngramError(f"{what} is a {kind}; give one data set of it, such as {what}[{name!r}]")
+    if hasattr(given, "dataset") and hasattr(given, "batch_size"):
+        raise EngramError(f"{what} is a {kind}, which shuffles and batches; give its data set, {what}.dataset")
+    if not hasattr(given, "__len__") and hasattr(given, "__iter__"):
+        raise EngramError(f"{what} is a {kind}, which can only be iterated; give a data set with a length and items")
 
 
 def read_dataset(dataset: Any, what: str, rows: Sequence[int] | None = None) -> tuple[Images, list[Any]]:
@@ -112,7 +129,10 @@ def read_dataset(dataset: Any, what: str, rows: Sequence[int] | None = None) -> 
     for row in range(len(dataset)) if rows is None else rows:
         item, place = item_of(row), f"{what}[{row}]"
         if not isinstance(item, (tuple, list)) or len(item) != 2:
-            raise EngramError(f"{place} is {item!r:.60}; the items of a data set must be pairs of an image and a label")
+            kind = type(item).__name__
+            raise EngramError(
+                f"{place} is of type {kind}; the items of a data set must be pairs of an image and a label"
+            )
         image = item[0]
         if _is_tensor(image) and image.ndim == 3 and image.shape[0] in (1, 3) and image.shape[2] not in (1, 3):
             image = image.permute(1, 2, 0)
@@ -144,6 +164,7 @@ def _column_items(dataset: Any, what: str) -> Callable[[int], tuple[Any, Any]]:
     def item(row: int) -> tuple[Any, Any]:
         found = dataset[row]
         value = found[label]
+        value = value.item() if hasattr(value, "item") else value  # of a data set in the format of torch or NumPy
         if isinstance(names, list) and isinstance(value, int):
             if not 0 <= value < len(names):
                 raise EngramError(f"{what}[{row}] has the label {value}, which has no name; leave the row out")

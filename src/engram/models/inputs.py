@@ -14,7 +14,7 @@ from PIL import Image
 
 from engram.core.errors import EngramError
 from engram.core.memory_limits import check_memory
-from engram.data.arrays import as_array, as_images, is_dataset, read_dataset
+from engram.data.arrays import as_array, as_images, is_column, is_dataset, read_dataset
 from engram.data.decode.image import Images, Source, choose_size, read_all, try_decode, why_unreadable
 from engram.data.decode.prefetch import decode_files, decode_stream
 
@@ -36,6 +36,8 @@ def are_paths(given: Any) -> bool:
 
 def read_images(given: Any, size: tuple[int, int] | None, preferred: int | None = None) -> Images:
     """Read images of that size. None: the size of arrays; for files the preferred side, or that of `choose_size`."""
+    if is_column(given):
+        given = list(given)
     if are_paths(given):
         paths = _paths(given)
         images, _, _ = decode_files(paths, (preferred or choose_size(paths)) if size is None else file_side(size))
@@ -117,6 +119,10 @@ class LessonImages:
 
 def read_batches(given: Any, size: tuple[int, int]) -> Iterator[Images]:
     """Read images in batches, so that the memory needed does not depend on their number."""
+    if is_column(given):
+        for start in range(0, _length(given), BATCH):
+            yield from read_batches(list(given[start : start + BATCH]), size)
+        return
     if are_paths(given):
         for part in decode_stream(_paths(given), file_side(size), batch=BATCH):
             if part.skipped:

@@ -15,7 +15,7 @@ from engram.core.checkpoint import Checkpoint
 from engram.core.errors import EngramError, UnknownNameError, option, spelled
 from engram.core.events import Event, Stopped
 from engram.core.serialize import flatten
-from engram.data.arrays import is_dataset, read_dataset
+from engram.data.arrays import is_dataset, read_dataset, refuse_without_labels
 from engram.data.store import some
 from engram.experiment.learner_config import Device, Precision, take_weights
 from engram.models.from_run import model_from_run
@@ -104,6 +104,7 @@ def learn_into(
         raise EngramError(f"{option('undo_steps')} must be 1 to {MOST_UNDO_STEPS}, got {undo_steps}")
     if labels is None:
         if not is_dataset(images):
+            refuse_without_labels(images, "images")
             raise EngramError("there are no labels; give one for each image, or a data set of images and labels")
         images, labels = read_dataset(images, "images")
     epochs, given = plain_number(epochs), plain_labels(labels)

@@ -6,7 +6,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -29,6 +29,7 @@ from engram.models.hold_out import HoldOut
 from engram.models.labels import in_order
 from engram.models.lesson_checkpoint import feature_checkpoint, restore_lesson, step_checkpoint
 from engram.models.model import Model
+from engram.models.model_config import ModelConfig
 from engram.models.split import ClassSplit, LessonSplit
 
 CHECKED = 64  # images whose scores must be finite after a lesson
@@ -45,6 +46,22 @@ class LessonOptions:
 
     known: Literal["refuse", "refresh"] = "refuse"
     epochs: int | None = None
+
+
+@dataclass(frozen=True)
+class LessonStarted(StageStarted):
+    """A lesson has started. config: the model's, with the epochs of this lesson. In files it is a stage's start."""
+
+    config: ModelConfig
+
+    @property
+    def name(self) -> str:
+        """The event's name in files."""
+        return "stage_started"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the event as files have it."""
+        return {name: value for name, value in super().to_json().items() if name != "config"}
 
 
 @dataclass(eq=False)
@@ -237,9 +254,9 @@ class Lesson:
         clock: dict[str, float] = {}
         work = StageWork(model.method, learner, model.engine, stage, stage.index + 1, clock=clock)
         names = [str(label) for label in self.new]
-        yield StageStarted(
-            stage.index, stage.index + 1, names, stage.num_seen, len(stage.pool), int(stage.pool.exemplar.sum())
-        )
+        kept = int(stage.pool.exemplar.sum())
+        config = replace(model.config, settings=model.method.settings)
+        yield LessonStarted(stage.index, stage.index + 1, names, stage.num_seen, len(stage.pool), kept, config)
         if self._warning is not None:
             yield Warned(self._warning)
         at = None if resume is None else restore_lesson(resume, model.method, learner, stage, clock)

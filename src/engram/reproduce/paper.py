@@ -275,7 +275,8 @@ class _PaperReader:
             known = {thing.label for thing in getattr(experiments[about], what)}
             for name in sorted(set(getattr(remark, what)) - known):
                 self.source.fail(f"a remark on {about} names {name!r} among its {what}: {suggest(name, known)}")
-        return replace(remark, text=" ".join(remark.text.split()))
+        paragraphs = (" ".join(part.split()) for part in remark.text.split("\n\n"))
+        return replace(remark, text="\n\n".join(paragraphs))
 
     def _experiment(self, entry: _ExperimentEntry) -> Experiment:
         name = entry.name

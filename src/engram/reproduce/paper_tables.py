@@ -268,9 +268,11 @@ def _reproduces(cells: Sequence[Measured]) -> str:
 
 def _does_not(paper: Paper, tables: Sequence[Experiment], cells: Sequence[Measured]) -> str:
     why = [
-        f"- {experiment.heading}: {text}" for experiment in tables for text in remarks(paper, _of(experiment, cells))
+        f"- {experiment.heading}: {text}".replace("\n\n", "\n\n    ")
+        for experiment in tables
+        for text in remarks(paper, _of(experiment, cells))
     ]
-    known = f"\nWhy, as far as known:\n\n{chr(10).join(why)}\n" if why else ""
+    known = f"\nWhy, as far as known:\n\n{(chr(10) * 2).join(why)}\n" if why else ""
     text = "\n".join(_named(cells, (FURTHER,))) or "Nothing that was measured."
     return f"## What does not\n\nFurther off than one point and the paper's standard deviation:\n\n{text}\n{known}"
 

@@ -20,7 +20,7 @@ from engram.experiment.recipes import recipe, recipe_names
 from engram.report.formatting import natural_key
 from engram.reproduce.paper import PAPERS
 from engram.reproduce.records import KIND, Record, parse_line, protocol_key, read_record
-from engram.runs.comparison import compare
+from engram.runs.comparison import compare_results
 from engram.runs.directory import MANIFEST, runs_in
 from engram.runs.reader import parse_result, read_manifest
 from engram.runs.result_table import ResultTable
@@ -172,7 +172,7 @@ def table_of(records: Sequence[Record]) -> ResultTable:
             first = next(iter(runs.values()))
             several = f" [{number}: {first.precision} on {first.machine}]" if len(kinds) > 1 else ""
             rows[name + several] = [record.result for record in runs.values()]
-    return compare(rows)
+    return compare_results(rows)
 
 
 def _settings(record: Record) -> dict[str, Any]:

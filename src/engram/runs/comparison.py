@@ -13,23 +13,10 @@ MEASURES = {"average_incremental_accuracy": "average", "final_accuracy": "final"
 AnyResult = Mapping[str, Any]  # what `train` returns, or the content of result.json
 
 
-def compare(
+def compare_results(
     results: Iterable[AnyResult] | Mapping[str, AnyResult | Sequence[AnyResult]], predictor: str | None = None
 ) -> ResultTable:
-    """Return a table of results in percent: average incremental accuracy, final accuracy and forgetting.
-
-    The table is shown in a notebook, and has `to_frame()`, `to_markdown()` and `to_latex()`. A standard deviation is
-    that of a sample (n - 1).
-
-    Parameters
-    ----------
-    results: what `train` returned, a row for each recipe; or by name, one or several for each name.
-    predictor: only this one, such as "cnn"; None: all of them.
-
-    >>> from engram import compare, recipe, train
-    >>> results = [train(recipe("afc-mini-b10-s5").with_value("order", str(order))) for order in (1, 2, 3)]
-    >>> print(compare(results).to_latex())
-    """
+    """Return a table of results, a row for each recipe or each name; `engram.compare` also takes directories."""
     rows = _named(results)
     if not rows:
         raise EngramError("there is no result to compare; give at least one")
@@ -50,20 +37,21 @@ def compare(
 
 def _named(results: Any) -> dict[str, list[AnyResult]]:
     """Return the results by the name of their row."""
-    if _is_result(results):
+    if is_result(results):
         results = [results]
     if isinstance(results, Mapping):
-        rows = {str(name): [given] if _is_result(given) else list(given) for name, given in results.items()}
+        rows = {str(name): [given] if is_result(given) else list(given) for name, given in results.items()}
         rows = {name: row for name, row in rows.items() if row}
     else:
         rows = {}
         for result in results:
-            rows.setdefault(str(result["recipe"]) if _is_result(result) else "", []).append(result)
-    wrong = [result for row in rows.values() for result in row if not _is_result(result)]
+            rows.setdefault(str(result["recipe"]) if is_result(result) else "", []).append(result)
+    wrong = [result for row in rows.values() for result in row if not is_result(result)]
     if wrong:
-        raise EngramError(f"{repr(wrong[0])[:60]} is not a result; give what train() returned")
+        raise EngramError(f"{repr(wrong[0])[:60]} is not a result; give what train() returned, or the run's directory")
     return rows
 
 
-def _is_result(given: Any) -> bool:
+def is_result(given: Any) -> bool:
+    """Return whether this has the content of a result."""
     return isinstance(given, Mapping) and all(name in given for name in ("recipe", *MEASURES))

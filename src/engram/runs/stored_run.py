@@ -13,7 +13,7 @@ import numpy as np
 from engram.core import metrics
 from engram.core.provenance import own_code
 from engram.runs.checked import Count, Percent, Seconds, Size
-from engram.runs.comparison import compare
+from engram.runs.comparison import compare_results
 from engram.runs.curve_svg import curve_svg
 from engram.runs.result_table import ResultTable
 
@@ -152,7 +152,7 @@ class RunResult(Mapping[str, Any]):
 
     def to_latex(self) -> str:
         """Return average, final accuracy and forgetting as a LaTeX table with one row; `compare` makes larger ones."""
-        return compare([self]).to_latex()
+        return compare_results([self]).to_latex()
 
     def _repr_html_(self) -> str:
         name = f"<strong>{escape(self.recipe)}</strong>"

@@ -97,6 +97,8 @@ class MlflowTracker:
         self._experiment = where or PROJECT
 
     def start(self, run: TrackedRun) -> None:
+        # MLflow itself waits minutes for a server that does not answer, and the run would wait with it.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         mlflow: Any = importlib.import_module("mlflow")
         self._entities: Any = importlib.import_module("mlflow.entities")
         # The client and not the functions of the module: these have one active run for a whole thread.

@@ -173,10 +173,8 @@ def _by_predictor(kinds: Mapping[str, Mapping[str, float | None]]) -> dict[str, 
 
 
 def _summary(event: Event) -> dict[str, float]:
-    if isinstance(event, events.Learned):
-        return _learned(event)
     if not isinstance(event, events.RunFinished):
-        return {}
+        return {}  # of a lesson everything is logged at its end
     result = {f"summary/{title}": event.result[key] for key, title in MEASURES.items()}
     return _by_predictor(result) | {"summary/seconds": event.result["seconds"]}
 

@@ -38,7 +38,7 @@ from engram.cli.text import (
     shorten,
 )
 from engram.core.errors import EngramError
-from engram.core.events import EpochsChosen, Event, Learned, StageStarted, Stopped
+from engram.core.events import EpochsChosen, Event, Learned, Stopped
 from engram.core.io import typed_path
 from engram.data.sources.folder import check_not_nested
 from engram.data.sources.table import is_table
@@ -46,6 +46,7 @@ from engram.models.file_groups import NONE, check_grouping, group_keys
 from engram.models.inputs import ImageFiles
 from engram.models.labels import labels_by_name
 from engram.models.learning import has_learning, learn_into
+from engram.models.lesson import LessonStarted
 from engram.models.lesson_plan import LearnedBefore, LearningResumed, LessonNotice, LessonRead
 from engram.models.store.codec import read_manifest_if_exists
 from engram.track import TrackedRun, Tracking
@@ -91,20 +92,17 @@ def learn_command(options: Learn, typed: Sequence[str]) -> int:
     number = 1 + (0 if manifest is None else len(manifest["history"]))
     command = shlex.join(["engram", *(word for word in typed if word != "--restart")])  # --restart would drop it again
     named = f"{place.resolve().name}-lesson{number}"
-    tracked = tracking.follow(events, _describe(named, {} if manifest is None else manifest["config"]))
+    tracked = tracking.follow(events, _describe(named))
     return _follow(_print_sentences(tracked, console, options), number, console, interrupt, options, command)
 
 
-def _describe(name: str, config: dict[str, Any]) -> Callable[[Event], TrackedRun | None]:
-    """Return a function that describes the lesson to trackers when it starts. config: of the model; {} if it is new."""
-    chosen = config
+def _describe(name: str) -> Callable[[Event], TrackedRun | None]:
+    """Return a function that describes the lesson to trackers when it starts."""
 
     def describe_lesson(event: Event) -> TrackedRun | None:
-        nonlocal chosen
-        if isinstance(event, LessonRead) and event.config is not None:
-            chosen = event.config.to_plain()
-        about = {"method": chosen.get("method", ""), "lesson": name}
-        return describe(name, chosen, about) if isinstance(event, StageStarted) else None
+        if not isinstance(event, LessonStarted):
+            return None
+        return describe(name, event.config.to_plain(), {"method": event.config.method, "lesson": name})
 
     return describe_lesson
 
