@@ -7,10 +7,12 @@ FROM python:3.12-slim
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
 COPY src ./src
-# torch without CUDA, which a CPU does not need, first: the other packages take the torch that is there. The pretrained
-# weights (17 MB) are what a new model starts from.
-# hadolint ignore=DL3013
-RUN pip install --no-cache-dir torch --index-url https://download.pytorch.org/whl/cpu \
+# The pretrained weights (17 MB) are what a new model starts from. torch brings several gigabytes of CUDA, which a CPU does
+# not need; pytorch.org/get-started says with which arguments pip installs it without:
+#   docker build -t engram --build-arg TORCH="torch --index-url ..." .
+ARG TORCH=torch
+# hadolint ignore=DL3013,SC2086
+RUN pip install --no-cache-dir $TORCH \
     && pip install --no-cache-dir '.[serve,pretrained]' \
     && rm -rf /src/*
 # Any user may run it: what the program keeps for itself goes to a folder that everybody can write to.
