@@ -7,8 +7,8 @@ FROM python:3.12-slim
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
 COPY src ./src
-# The pretrained weights (17 MB) are what a new model starts from. torch brings several gigabytes of CUDA, which a CPU does
-# not need; pytorch.org/get-started says with which arguments pip installs it without:
+# The pretrained weights (17 MB) are what a new model starts from. torch brings several gigabytes of CUDA, which a CPU
+# does not need; pytorch.org/get-started says with which arguments pip installs it without:
 #   docker build -t engram --build-arg TORCH="torch --index-url ..." .
 ARG TORCH=torch
 # hadolint ignore=DL3013,SC2086
