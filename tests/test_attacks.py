@@ -73,7 +73,7 @@ CASES = """
 swap:cache:0:1 fifo:cache:0:1 signed:cache:1:1 swap:unfinished:1:1 edit:inside:2:2 signed:inside:4:1 link:unfinished:4:1
 rename:finished:3:1 rename:paper:2:1 edit:paper:0:2 edit:finished:42:2 fifo:results:0:1 link:results:4:1
 edit:results:20:8 rename:finished:0:8 edit:cache:41:11 edit:finished:41:11 edit:finished:44:11 edit:results:60:11
-hard:unfinished:1:1 hard:unfinished:2:1 edit:lesson:0:1 signed:lesson:0:1 signed:pretrained:0:1
+hard:unfinished:1:1 hard:unfinished:2:1 edit:lesson:0:1 signed:lesson:0:1 signed:pretrained:0:1 edit:weights:27:52
 """
 
 

@@ -24,6 +24,7 @@ from engram.models.digests import digest_of
 from engram.models.doubt import DoubtByMeans
 from engram.models.edit import merge_classes, remove_class, save_model, undo
 from engram.models.edit_images import move_images, remove_images
+from engram.models.from_run import open_for_prediction
 from engram.models.learning import learn_into
 from engram.models.model import Model
 from engram.models.model_config import ModelConfig
@@ -477,6 +478,12 @@ def test_learn_starts_from_a_pretrained_network(tmp_path: Path, engram: Engram) 
     other = engram("learn", tmp_path / "other", folder, "--image-size", 96, "--weights", start.WEIGHTS)
     assert "lda, resnet10 (pretrained)" in other.out  # weights without a method: the same
     more = write_folders(tmp_path / "more", B)
+    images = np.random.default_rng(0).integers(0, 256, (3, 96, 96, 3), dtype=np.uint8)
+    exact, rounded = (open_for_prediction(model, "cpu", bf16=bf16).logit_reader()(images) for bf16 in (False, True))
+    assert not torch.equal(exact, rounded)
+    assert torch.allclose(exact, rounded, rtol=0.1, atol=0.1 * float(exact.abs().max()))
+    assert engram("predict", model, folder, "--bf16").status == 0
+    assert "balanced accuracy" in engram("evaluate", model, folder, "--bf16").out
     assert "forgotten, points" in engram("learn", model, more, "--holdout", 0.2).out
     told = engram("learn", model, write_folders(tmp_path / "last", C), "--epochs", 3)
     assert told.status == 2

@@ -8,7 +8,7 @@ import sys
 import types
 import warnings
 from contextlib import redirect_stderr
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from engram.models.learning import learn_into
 from engram.models.model_config import ModelConfig
 from engram.models.onnx_graph import IR_VERSION, OPSET, Graph, convert
 from engram.nn import pretrained
+from engram.nn.backbone import Backbone
 from engram.nn.backbones import BACKBONES, build_backbone
 from engram.nn.convnext import ConvNeXt
 from engram.nn.dinov2 import DINOv2Transformer
@@ -186,6 +187,27 @@ def test_positions_are_as_dinov2_interpolates_them() -> None:
     assert torch.equal(backbone._positions((37, 37)), backbone.pos_embed[:, 1:])
 
 
+class LikeLibraries(Backbone):
+    """What networks of timm and torchvision need: an average in another layout, and attention within windows."""
+
+    dim = 16
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 4, stride=4)
+        self.attend = nn.Linear(8, 24)
+        for value in self.parameters():
+            nn.init.normal_(value, std=0.5, generator=generator)
+
+    def forward(self, x: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+        x = self.conv(x)
+        mean = F.adaptive_avg_pool2d(x.contiguous(memory_format=torch.channels_last), 1).flatten(1)
+        windows = x.view(-1, 8, 2, 4, 2, 4).permute(0, 2, 4, 3, 5, 1).reshape(-1, 16, 8)
+        parts = self.attend(windows).view(windows.shape[0], 16, 3, 2, 4).permute(2, 0, 3, 1, 4)
+        seen = F.scaled_dot_product_attention(*parts, attn_mask=torch.ones(16, 16).tril())
+        return (), torch.cat([mean, seen.transpose(1, 2).reshape(x.shape[0], -1, 8).mean(dim=1)], dim=1)
+
+
 # A network of each family, shallower than the published ones: export takes seconds for each.
 @pytest.mark.parametrize(
     ("make", "size"),
@@ -195,8 +217,9 @@ def test_positions_are_as_dinov2_interpolates_them() -> None:
         (lambda generator: MobileNetV3((*LARGE[:4], *LARGE[6:8], LARGE[10]), generator), 33),
         (lambda generator: ConvNeXt((8, 16, 24, 32), (1, 2, 1, 1), generator), 40),
         (lambda generator: DINOv2Transformer(24, 4, 2, generator), 30),
+        (LikeLibraries, 32),
     ],
-    ids=["efficientnet", "resnet", "mobilenet", "convnext", "dinov2"],
+    ids=["efficientnet", "resnet", "mobilenet", "convnext", "dinov2", "libraries"],
 )
 def test_onnxruntime_gives_the_same_embedding(make: Any, size: int) -> None:
     helper: Any = pytest.importorskip("onnx.helper", reason="engram[onnx] is not installed")
@@ -381,6 +404,9 @@ def test_a_published_file_is_checked_and_converted(monkeypatch: pytest.MonkeyPat
     record, state = load_weights("resnet10")
     assert record.source == known.url
     assert torch.equal(tensors_of(record)["conv.weight"], state["conv.weight"])
+    changed = replace(record, mean=(0.9, 0.9, 0.9), name="x")
+    path.write_bytes(save(state, metadata={"engram": json.dumps(asdict(changed))}))
+    assert load_weights("resnet10")[0] == record, "the catalogue says what known weights are for"
     file.write_bytes(file.read_bytes() + b"x")
     path.unlink()
     with pytest.raises(EngramError, match="is not the published file of resnet10"):

@@ -244,11 +244,15 @@ def test_a_converted_file_with_another_record_is_refused(tmp_path: Path) -> None
         ("[1]", "cannot be read"),
         (json.dumps({"name": "x"}), "cannot be read"),
         ("{" * 5000, "cannot be read"),
+        (json.dumps("x" * 5000), "cannot be read"),
+        (json.dumps({"x" * 5000: "x"}), "cannot be read"),
+        (json.dumps({"image_size": "x" * 5000}), "cannot be read"),
     ):
         file = tmp_path / "x.safetensors"
         file.write_bytes(save(tensors, metadata={"engram": about}))
-        with pytest.raises(EngramError, match=said):
+        with pytest.raises(EngramError, match=said) as refusal:
             load_weights(file)
+        assert len(str(refusal.value)) < 600
     found, about = parse_tensors(save(tensors, metadata={"a": "b"}), Path("x"))
     assert about == {"a": "b"}
     assert found.keys() == tensors.keys()

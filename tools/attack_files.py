@@ -1,8 +1,8 @@
 """Attacks the files that engram reads: python tools/attack_files.py [--count N] [--seed S] [--only KIND]
 
 Makes small originals with the real commands: a finished run, an unfinished one, one that stopped inside a stage, a
-cache of base stages, a file of results, a paper, a model, a model of a pretrained network and one whose lesson stopped
-inside its features. Then it damages a copy and runs the commands that read it. A case is a fault if a command
+cache of base stages, a file of results, a paper, a model, a model of a pretrained network, one whose lesson stopped
+inside its features, and files of weights. Then it damages a copy and runs what reads it. A case is a fault if a command
 
 - prints a traceback or "unexpected error", ends by a signal, takes much memory, or hangs (more CPU time than
   --limit, or none for some seconds);
@@ -54,6 +54,7 @@ from engram.experiment import feature_pass
 from engram.models.lesson import CheckpointPolicy
 from engram.models.store.generations import GENERATIONS, MANIFEST, POINTER, pointer_checksum
 from engram.nn.backbones import build_backbone
+from engram.nn.pretrained import VARIABLE, find_weights, load_weights
 from engram.reproduce.records import content_digest
 from engram.runs.reader import config_hash
 
@@ -70,6 +71,7 @@ TINY += ("--batch-size", "16", "--backbone", "resnet10", "--device", "cpu", "--t
 # A model of a pretrained network: a lesson takes a fraction of a second, and saves its features every few images.
 STATISTICS = ("--method", "lda", "--backbone", "resnet10", "--image-size", "32", "--holdout", "0.6")
 FEATURE_BATCH = 4
+KNOWN = "efficientnet-lite0"  # weights that an installed package carries
 PAPER = """
 title = "A paper in miniature"
 published = "numbers.json"
@@ -234,6 +236,30 @@ def print_scores(run: Path) -> Callable[[], int]:
     return action
 
 
+def print_weights(folder: Path) -> Callable[[], int]:
+    """The action that reads known weights and files of weights, and prints the record of the known ones."""
+
+    def action() -> int:
+        os.environ[VARIABLE] = str(folder)
+        try:
+            record, _ = load_weights(KNOWN)
+            shown = {
+                "side": record.image_size,
+                "mean": record.mean,
+                "std": record.std,
+                "sha": int(record.digest[:12], 16),
+            }
+            print(json.dumps(shown))
+            for file in ("archive.pth", "legacy.pth"):
+                load_weights(folder / file, "resnet10")
+        except EngramError as error:
+            print(f"engram: {error}", file=sys.stderr)
+            return 2
+        return 0
+
+    return action
+
+
 # Originals
 
 
@@ -384,6 +410,18 @@ class Originals:
                 raise SystemExit(f"the original could not be made: {outcome}")
         return place
 
+    def weights(self) -> Path:
+        """Known weights as they were converted, and two files that torch saved."""
+        place = self.root / "weights"
+        if not place.exists():
+            os.environ[VARIABLE] = str(place)
+            if find_weights(KNOWN) is None:
+                raise SystemExit(f"the weights {KNOWN} are not installed")
+            state = build_backbone("resnet10", torch.Generator().manual_seed(5)).state_dict()
+            torch.save(state, place / "archive.pth")
+            torch.save(state, place / "legacy.pth", _use_new_zipfile_serialization=False)
+        return place
+
 
 # What the commands show
 
@@ -510,6 +548,9 @@ LIST_CACHE = Reading("list cache", lambda arena: command("list", "cache", "--jso
 INFO = Reading("info", lambda arena: command("info", arena / "target", "--json"), shown_json)
 
 
+WEIGHTS_READ = Reading("weights", lambda arena: print_weights(arena / "target"), shown_json, ("target",))
+
+
 def _reproduce(arena: Path) -> list[object]:
     paper = arena / "target" / "paper.toml"
     return ["reproduce", "all", "--paper", paper, "--out", arena / "runs", "--results", "none", "--data", arena / "out"]
@@ -565,6 +606,7 @@ TARGETS = {
     "model": Target(Originals.model, lambda originals: [INFO, _predict(originals.photos)]),
     "pretrained": Target(Originals.pretrained, lambda originals: [INFO, _predict(originals.photos)], Originals.lesson),
     "lesson": Target(Originals.lesson, lambda originals: [INFO, _learn(originals.lessons()[1])], Originals.pretrained),
+    "weights": Target(Originals.weights, lambda _: [WEIGHTS_READ]),
 }
 
 
@@ -997,8 +1039,8 @@ WEIGHTS = {"edit": 5, "flip": 2, "link": 2, "signed": 2, "rename": 2}  # of the 
 # Papers have no checksum. A paper is named by who runs the command, who
 # may give a pipe. The time of a cached base stage is set when it is used.
 UNFIT = {
-    "signed": ("paper",),
-    "rename": ("cache", "model", "pretrained", "lesson"),
+    "signed": ("paper", "weights"),
+    "rename": ("cache", "model", "pretrained", "lesson", "weights"),
     "fifo": ("paper",),
     "hard": ("cache",),
 }

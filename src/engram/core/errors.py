@@ -96,7 +96,7 @@ class UnknownNameError(EngramError):
     def __init__(self, kind: str, name: object, valid: Iterable[str], prefix: str = "", hint: str = "") -> None:
         names = sorted(set(valid))
         near = nearest(str(name), names)
-        text = f"no {kind} {prefix + str(name)!r}: {_suggestion(near, names, prefix)}{hint and f' {hint}'}"
+        text = f"no {kind} {prefix + str(name)!r:.120}: {_suggestion(near, names, prefix)}{hint and f' {hint}'}"
         super().__init__(text, parameter=kind, value=name, suggestions=near)
 
 

@@ -42,7 +42,7 @@ def from_plain(cls: type[T], data: Any, where: str = "") -> T:
     where: dotted path of the data, for messages.
     """
     if not isinstance(data, dict):
-        raise EngramError(f"{where or cls.__name__} should be a table of settings, got {data!r}")
+        raise EngramError(f"{where or cls.__name__} should be a table of settings, got {data!r:.80}")
     hints = type_hints(cls)
     values: dict[str, Any] = {}
     for key, item in data.items():
@@ -122,13 +122,13 @@ def _convert(hint: Any, item: Any, label: str) -> Any:
     if origin is Literal:
         if item not in arguments:
             options = ", ".join(str(argument) for argument in arguments)
-            raise EngramError(f"{label} must be one of {options}, got {item!r}")
+            raise EngramError(f"{label} must be one of {options}, got {item!r:.80}")
         return item
     if origin is tuple:
         if isinstance(item, str):
             item = [part for part in item.split(",") if part]
         if not isinstance(item, (list, tuple)):
-            raise EngramError(f"{label} should be a list, got {item!r}")
+            raise EngramError(f"{label} should be a list, got {item!r:.80}")
         return tuple(_convert(arguments[0], part, label) for part in item)
     return _convert_scalar(hint, item, label)
 
@@ -147,4 +147,4 @@ def _convert_scalar(hint: Any, item: Any, label: str) -> Any:
         if number is not None and math.isfinite(number) and (isinstance(item, str) or number == item):
             return number
     kind = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(hint, str(hint))
-    raise EngramError(f"{label} should be {kind}, got {item!r}")
+    raise EngramError(f"{label} should be {kind}, got {item!r:.80}")

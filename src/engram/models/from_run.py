@@ -126,8 +126,17 @@ def _referred_images(
     return torch.from_numpy(np.ascontiguousarray(found.train.images[sources.numpy()]))
 
 
-def open_for_prediction(path: Path, device: Device = "auto", precision: Precision = "auto") -> Model:
-    """Open the model or the run at that path, to predict with it."""
+def open_for_prediction(
+    path: Path, device: Device = "auto", precision: Precision = "auto", bf16: bool = False
+) -> Model:
+    """Open the model or the run at that path, to predict with it.
+
+    bf16: compute so on a CPU too, where models and runs do not learn so. A GPU does it anyway.
+    """
     if is_run(path):
-        return model_from_run(path, device, precision, exemplars=False)
-    return open_model(path, device, precision, images=False)[0]
+        model = model_from_run(path, device, precision, exemplars=False)
+    else:
+        model, _ = open_model(path, device, precision, images=False)
+    if bf16:
+        model.engine.precision = "bf16"
+    return model

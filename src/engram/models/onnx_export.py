@@ -6,7 +6,8 @@ import importlib
 import io
 import json
 import warnings
-from contextlib import redirect_stderr
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -157,8 +158,19 @@ def _to_onnx(model: Model, by: str) -> bytes:
         rates = [rate for rate in UNKNOWN_RATES if len(doubt.familiarity) * rate >= 1]
         described["unknown_below"] = json.dumps({f"{rate:g}": doubt.threshold(rate) for rate in rates})
     helper.set_model_props(proto, described)
-    checker.check_model(proto, full_check=True)
+    with _refusing("the check of its graph"):
+        checker.check_model(proto, full_check=True)
     return proto.SerializeToString()
+
+
+@contextmanager
+def _refusing(who: str) -> Iterator[None]:
+    """Say in one sentence that a graph is refused. A network of another library may need what is not translated yet."""
+    try:
+        yield
+    except Exception as error:  # onnx and onnxruntime have many types, and no common one
+        reason = next(iter(str(error).splitlines()), "")[:200]
+        raise EngramError(f"this model's network cannot be exported yet: {who} fails ({reason})") from error
 
 
 def _add_familiarity(graph: Graph, logits: str, features: str, doubt: Doubt) -> str:
@@ -221,7 +233,8 @@ def _images_to_check(model: Model) -> Images:
 def _difference(model: Model, content: bytes, images: Images, by: str) -> float:
     """Return the largest difference of the probabilities, in batches of different sizes."""
     runtime: Any = importlib.import_module("onnxruntime")
-    session = runtime.InferenceSession(content, providers=["CPUExecutionProvider"])
     parts = [images[:1], images[1:]]
-    theirs = np.concatenate([session.run([OUTPUTS[0]], {INPUT: part})[0] for part in parts])
+    with _refusing("onnxruntime"):
+        session = runtime.InferenceSession(content, providers=["CPUExecutionProvider"])
+        theirs = np.concatenate([session.run([OUTPUTS[0]], {INPUT: part})[0] for part in parts])
     return float(np.abs(theirs - model.probabilities(images, by)).max())

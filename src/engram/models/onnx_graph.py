@@ -93,6 +93,10 @@ def _call(graph: Graph, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
         return OPEN
     if kind.startswith("_assert"):
         return None
+    if kind == "as_strided" and _is_same(node):
+        return arguments[0]
+    if kind in ("view", "expand"):
+        arguments = (arguments[0], _sizes(node))
     if kind not in _OPERATIONS:
         _refuse(node)
     return _OPERATIONS[kind](graph, *arguments, **named)
@@ -100,6 +104,28 @@ def _call(graph: Graph, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
 
 def _refuse(node: fx.Node) -> NoReturn:
     raise EngramError(f"this model's network uses the operation {node.target}, which cannot be exported yet")
+
+
+def _sizes(node: fx.Node) -> list[Any]:
+    """The shape of a result: OPEN where it depends on N, -1 where an expansion leaves such a size as it is."""
+    given = node.args[0].meta["val"].shape if isinstance(node.args[0], fx.Node) else ()
+    sizes = [size if isinstance(size, int) else OPEN for size in node.meta["val"].shape]
+    if str(node.target) == "aten.expand.default":
+        for place, size in enumerate(given, start=len(sizes) - len(given)):
+            sizes[place] = sizes[place] if isinstance(size, int) else -1
+    return sizes
+
+
+def _is_same(node: fx.Node) -> bool:
+    """Whether a new view of memory has the elements of its input where they were: a mean's, in another layout."""
+    places: list[tuple[Any, ...]] = []
+    for each in (node.args[0], node):
+        assert isinstance(each, fx.Node)
+        value: Tensor = each.meta["val"]
+        sizes = zip(map(str, value.shape), map(str, value.stride()), strict=True)
+        places.append((value.storage_offset(), *((size, step) for size, step in sizes if size != "1")))
+        places[-1] += (value.dim(),)
+    return places[0] == places[1]
 
 
 class _Open:
@@ -211,6 +237,15 @@ def _expand(graph: Graph, x: Any, shape: Sequence[Any], **_: Any) -> Any:
     return graph.add("Expand", [_name(graph, x), graph.add("Concat", parts, axis=0)])
 
 
+def _any(graph: Graph, x: str, dim: int, keepdim: bool = False) -> str:
+    found = graph.add("ReduceMax", [_cast(graph, x, torch.int64)], axes=[dim], keepdims=int(keepdim))
+    return _cast(graph, found, torch.bool)
+
+
+def _full_like(graph: Graph, x: str, value: float, **_: Any) -> str:
+    return graph.add("Expand", [graph.constant(float(value)), graph.add("Shape", [x])])
+
+
 def _addmm(graph: Graph, bias: Any, first: Any, second: Any) -> str:
     product = graph.add("MatMul", [_name(graph, first), _name(graph, second)])
     return graph.add("Add", [product, _name(graph, bias)])
@@ -236,6 +271,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "abs": _plain("Abs"),
     "add.Tensor": _scaled("Add"),
     "addmm": _addmm,
+    "any.dim": _any,
     "bmm": _plain("MatMul"),
     "cat": lambda graph, parts, dim=0: graph.add("Concat", [_name(graph, part) for part in parts], axis=dim),
     "clamp": _clamp,
@@ -244,17 +280,21 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "constant_pad_nd": _pad,
     "convolution": _convolution,
     "div.Tensor": _plain("Div"),
+    "eq.Scalar": _plain("Equal"),
     "exp": _plain("Exp"),
     "expand": _expand,
+    "full_like": _full_like,
     "gelu": _gelu,
     "hardtanh": _clamp,
     "index_select": lambda graph, x, dim, places: graph.add("Gather", [x, _name(graph, places)], axis=dim),
     "linalg_vector_norm": _norm,
+    "logical_not": _plain("Not"),
     "max_pool2d": lambda graph, x, size, stride, padding=(0, 0): graph.add(
         "MaxPool", [x], kernel_shape=list(size), strides=list(stride), pads=[*padding, *padding]
     ),
     "mean.dim": _mean,
     "mm": _plain("MatMul"),
+    "mul.Scalar": _plain("Mul"),
     "mul.Tensor": _plain("Mul"),
     "native_layer_norm": _layer_norm,
     "neg": _plain("Neg"),

@@ -19,6 +19,7 @@ from engram.models.model import Model, refuse_not_finite
 # Pixels in a batch. On a CPU larger batches are slower: tens of megabytes are freed and allocated again each time.
 # On a GPU smaller ones are slower: it finishes them before Python has launched the next one.
 BATCH_PIXELS = {"cpu": 64 * 32 * 32, "cuda": 4096 * 32 * 32}
+FEWEST_ROUNDED = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +106,10 @@ def best_positions(shares: np.ndarray, count: int) -> np.ndarray:
 def default_batch(model: Model) -> int:
     """Return the number of images per batch that is fastest on the device."""
     height, width = model.config.image_size
-    return max(1, BATCH_PIXELS[model.engine.device.type] // (height * width))
+    device = model.engine.device.type
+    # On a CPU the weights are rounded to bfloat16 again for every batch.
+    least = FEWEST_ROUNDED if device == "cpu" and model.engine.precision == "bf16" else 1
+    return max(least, BATCH_PIXELS[device] // (height * width))
 
 
 class Mistake(NamedTuple):

@@ -121,13 +121,10 @@ def load_weights(given: str | Path, backbone: str | None = None) -> tuple[Pretra
     backbone: the network that the weights of a file are for, unless the file says so.
     """
     if str(given) in KNOWN:
-        path = find_weights(str(given))
-        if path is None:
-            raise EngramError(f"the weights {given} are not on this machine: {how_to_get(str(given))}")
-    elif os.sep not in str(given) and not Path(given).suffix and not Path(given).exists():
+        return _load_known(str(given), backbone)
+    if os.sep not in str(given) and not Path(given).suffix and not Path(given).exists():
         raise _unknown(str(given))
-    else:
-        path = typed_path(given)
+    path = typed_path(given)
     content = read_file(path)
     found = hashlib.sha256(content).hexdigest()
     for name, known in KNOWN.items():
@@ -143,6 +140,17 @@ def load_weights(given: str | Path, backbone: str | None = None) -> tuple[Pretra
     stem, source = re.sub(r"[^\w.-]", "_", path.stem), f"the file {re.sub(r'[^ -~]', '_', path.name)[:80]}"
     name = f"file-{stem[:80]}"
     return _record(name, backbone, UNKNOWN_LICENCE, source, state), state
+
+
+def _load_known(name: str, backbone: str | None) -> tuple[PretrainedWeights, dict[str, Tensor]]:
+    """The tensors of known weights from their converted file, with the record of the catalogue."""
+    path = find_weights(name)
+    if path is None:
+        raise EngramError(f"the weights {name} are not on this machine: {how_to_get(name)}")
+    _check_backbone(backbone, name, path)
+    tensors, about = parse_tensors(read_file(path), path)
+    _, state = _own(tensors, about.get(_ENTRY, "nothing"), path, name)
+    return _record(name, name, KNOWN[name].licence, KNOWN[name].source, state), state
 
 
 def keep(record: PretrainedWeights, tensors: Mapping[str, Tensor]) -> Path:

@@ -61,7 +61,7 @@ def evaluate_command(options: Evaluate, typed: Sequence[str]) -> int:
     if options.strangers is not None and next(walk_images(_folder(options.strangers)), None) is None:
         raise EngramError(f"no images found in {options.strangers}")
     paths, labels = list_labelled(options.images, options.table)
-    model = open_for_prediction(typed_path(options.model), options.hardware.device)
+    model = open_for_prediction(typed_path(options.model), options.hardware.device, bf16=options.bf16)
     paths, places, unknown = known_images(model, paths, labels, options.images)
     console = make_console()
     doubt = None if options.strangers is None else model.doubt_of(options.by)

@@ -248,18 +248,19 @@ def _epochs_line(event: EpochsChosen) -> str:
 
 def _tell_learned(console: Console, event: Learned, options: Learn) -> None:
     """Print what was learned, kept and forgotten."""
-    print_line(console, learned_line(event))
+    measured = bool(event.new_accuracy or event.after)
+    print_line(console, learned_line(event, with_accuracy=options.quiet or not measured))
     if options.quiet:
         return
-    if event.new_accuracy or event.after:
+    if measured:
         print_table(console, lesson_table(event))
         if options.by_class:
             print_table(console, by_class_table(event))
     print_line(console, f"next: engram predict {shlex.quote(options.model)} PATH")
 
 
-def learned_line(event: Learned) -> str:
-    """Return the result of a lesson in one line."""
+def learned_line(event: Learned, with_accuracy: bool) -> str:
+    """Return the result of a lesson in one line. with_accuracy: no table with the accuracies follows."""
     again = list(map(printable, event.refreshed))
     new = [printable(name) for name in event.new if name not in event.refreshed]
     parts = [f"learned {shorten(new, 50)}"] if new else []
@@ -271,12 +272,12 @@ def learned_line(event: Learned) -> str:
         ("the old", "before", "after"),
     ):
         said += [f"of {which} {_both(event, before)} before and {_both(event, after)} now"] if shares[after] else []
-    accuracy = f"; held-out accuracy (mean over classes; plain: of all images) {', '.join(said)}" if said else ""
+    accuracy = f"; held-out accuracy (mean over classes; plain: of all images) {', '.join(said)}"
     exemplars = f"{event.exemplars} image{'s' if event.exemplars != 1 else ''} kept"
     where = f" ({event.path})" if event.path else ""
     return (
         f"{', '.join(parts)} in {duration(event.seconds)}; {count_classes(event.num_classes)} known, {exemplars}"
-        f"{accuracy}{where}"
+        f"{accuracy if said and with_accuracy else ''}{where}"
     )
 
 

@@ -44,7 +44,7 @@ def predict_command(options: Predict, typed: Sequence[str]) -> int:
     paths = [str(typed_path(text)) for text in options.paths]
     check_paths(paths)
     prepare_hardware(options.hardware)
-    model = open_for_prediction(typed_path(options.model), options.hardware.device)
+    model = open_for_prediction(typed_path(options.model), options.hardware.device, bf16=options.bf16)
     model.predictor(options.by)
     doubt = None if options.unknown is None else model.doubt_of(options.by)
     threshold = None if doubt is None or options.unknown is None else doubt.threshold(options.unknown)

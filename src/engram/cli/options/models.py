@@ -174,6 +174,9 @@ class Predict:
     by mistake, such as 0.05, measured on held-out images."""
     batch: Annotated[int | None, Shown("N", "by the image size")] = None
     """Images per batch."""
+    bf16: bool = False
+    """Compute in bfloat16 on a CPU too: about twice as fast for large images where the processor has AMX; the
+    probabilities change a little."""
     quiet: bool = False
     """Show no progress bar."""
     json: bool = False
@@ -215,6 +218,9 @@ class Evaluate:
     """Write an HTML page with the confusion matrix."""
     strangers: Annotated[str | None, Shown("FOLDER")] = None
     """A folder of images of other things: how well the model tells them from images of its classes."""
+    bf16: bool = False
+    """Compute in bfloat16 on a CPU too: about twice as fast for large images where the processor has AMX; the
+    probabilities change a little."""
     quiet: bool = False
     """Print only the accuracy."""
     json: Json = False
