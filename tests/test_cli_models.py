@@ -183,7 +183,7 @@ def test_known_classes_are_left_out_or_learned_again(engram: Engram, model: Path
     again = engram("learn", model, both, *QUICK, "--more-of-known")
     assert again.status == 0
     assert "learned again apple, goose" in again.out
-    for words in ("of those learned again cnn", "learned again, before", "learned again, now"):
+    for words in ("learned again, before", "learned again, now"):
         assert words in again.out
     assert "classes learned now" not in again.out
     assert opened(model).labels == [*NAMES[1:5], "apple", "goose"]
