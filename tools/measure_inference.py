@@ -148,7 +148,11 @@ def main() -> None:
     def classes(embedding: Tensor) -> Tensor:
         return network.classify((), embedding).scores.argmax(dim=1)
 
-    found: dict[str, Any] = {"command": " ".join(["python", "tools/measure_inference.py", *sys.argv[1:]]), "versions": versions(), "images": len(images)}
+    found: dict[str, Any] = {
+        "command": " ".join(["python", "tools/measure_inference.py", *sys.argv[1:]]),
+        "versions": versions(),
+        "images": len(images),
+    }
     found |= {"hardware": hardware("cpu", processor_name(), torch.get_num_threads()), "image_size": size}
     found["passes_per_second"] = {
         name: {"median": round(median(each), 2), "rounds": [round(rate, 2) for rate in each]}
