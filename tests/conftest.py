@@ -30,6 +30,8 @@ from helpers import Engram, Outcome
 # The problems here are too small for a second thread to pay, and one thread gives the same sums on every machine.
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # nor in the processes that tests start
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton, which looks then and at each launch
 HOMES = itertools.count()
 # Each takes most of a minute or more: begun last, it would leave the other core idle.
 FIRST = ("test_old_classes_are_kept_where_naive_training_forgets_them", "test_scikit_learns_checks_pass")
