@@ -8,8 +8,8 @@ WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
 COPY src ./src
 # The pretrained weights (17 MB) are what a new model starts from. torch brings several gigabytes of CUDA, which a CPU
-# does not need; pytorch.org/get-started says with which arguments pip installs it without:
-#   docker build -t engram --build-arg TORCH="torch --index-url ..." .
+# does not need; pytorch.org/get-started shows the arguments of pip for torch without CUDA:
+#   docker build -t engram --build-arg TORCH="ARGUMENTS" .
 ARG TORCH=torch
 # hadolint ignore=DL3013,SC2086
 RUN pip install --no-cache-dir $TORCH \

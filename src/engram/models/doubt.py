@@ -33,7 +33,7 @@ _CLOSE = 1e-9  # smallest squared distance
 
 
 class Doubt(ABC):
-    """What tells strangers from known images.
+    """Statistics that tell images of unknown classes from those of known ones.
 
     familiarity: (N,), of held-out images, smallest first; each was measured without the image itself.
     """

@@ -1,4 +1,4 @@
-"""What a model records about its classes and its history."""
+"""Records of a model: its classes and its lessons."""
 
 from __future__ import annotations
 

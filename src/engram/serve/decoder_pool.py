@@ -96,7 +96,7 @@ class DecoderPool:
                 images, reasons = self._decoders.decode([file for job in jobs for file in job.files], jobs[0].size)
                 read = iter(images)
                 found = [next(read) if reason is None else reason for reason in reasons]
-            except Exception as error:  # each request gets it; the thread goes on
+            except Exception as error:  # every waiting request gets the error, and the thread continues
                 found = error
             at, pairs = 0, list[tuple[_Job, list[Images | str] | Exception]]()
             for job in jobs:

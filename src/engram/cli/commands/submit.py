@@ -163,7 +163,7 @@ def _has_slurm() -> bool:
 
 
 def _executor(options: Submit, parent: Path) -> Any:
-    """What submits the jobs: to Slurm if it is there, or starts processes."""
+    """Return submitit's executor: for Slurm, or for processes of this machine if it has no Slurm."""
     import submitit
 
     folder = (parent / LOGS).absolute()

@@ -167,7 +167,7 @@ class Submit(Run):
 
     out: Annotated[str | None, Shown("DIR", RUNS)] = None
     """The directory that holds the runs, which every job must be able to write; logs go to its folder jobs."""
-    at_once: Annotated[int | None, Shown("N", "so many that all runs begin")] = None
+    at_once: Annotated[int | None, Shown("N", "enough to start all runs")] = None
     """How many of its runs a job trains at a time."""
     jobs: Annotated[int | None, Shown("N", "one for each run")] = None
     """Number of jobs."""
