@@ -68,7 +68,7 @@ def _compiled(network: Network, compute: Compute) -> BackbonePass:
         from engram.kernels.pooled_stem import pooled_stem
 
         blocks = torch.compile(backbone.groups[0], **how)
-        groups[0] = lambda images: blocks(pooled_stem(images, backbone.conv, backbone.bn))
+        groups[0] = lambda x: blocks(pooled_stem(x, backbone.conv, backbone.bn))
 
     def run(x: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
         maps: list[Tensor] = []
