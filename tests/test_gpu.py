@@ -113,9 +113,12 @@ def test_where_images_and_recordings_are_changes_no_bit(how: dict[str, Any]) -> 
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own modules, when it loads its compiler
-@pytest.mark.parametrize("precision", ["float32", "bf16"])
-def test_compiled_passes_agree_with_the_modules(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("precision", "own_stem"), [("float32", False), ("bf16", False), ("bf16", True)])
+def test_compiled_passes_agree_with_the_modules(
+    precision: str, own_stem: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Recorded and eager steps have the same bits; the modules round differently."""
+    monkeypatch.setattr(CompiledForward, "own_stem", own_stem)
 
     def steps(
         *, is_compiled: bool, capture: bool = True, size: int = 128

@@ -6,6 +6,7 @@ decode    files a second from JPEGs into the cache, and the seconds of a start w
 steps     images a second of the base stage's step, and of the step with a teacher after it, resident and streamed;
           the ratio; the peak of GPU memory beside its estimate, and of RAM
 sharing   whether recordings that share memory give the same weights, and what they save
+stem      the streamed steps with torch's stem and with ours
 limited   the base stage streamed with `--gpu-gb` of GPU memory allowed: images a second, peaks; in a process of its own
 resnet18  forward and backward passes of the backbone alone: torch's modules, recorded, and compiled by torch, with
           batches of 128 and 16; the share of the floor
@@ -39,6 +40,7 @@ from engram.core.provenance import hardware, processor_name, versions
 from engram.data.sources.load import DataConfig, load_store
 from engram.data.store import ImageStore
 from engram.engine import Engine
+from engram.engine.compiled import CompiledForward
 from engram.experiment.image_placement import ImagePlacement
 from engram.experiment.run_config import RunConfig
 from engram.experiment.session import Session
@@ -124,6 +126,13 @@ class Measurement:
             found["shared" if shares else "separate"] = part
             del session
         found["equal"] = all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+        return found
+
+    def stem(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for own in (False, True):
+            CompiledForward.own_stem = own
+            found["ours" if own else "torch"] = self._placed("streamed")
         return found
 
     def limited(self) -> dict[str, Any]:
@@ -264,7 +273,7 @@ VARIANTS: dict[str, Callable[..., Callable[[], object]]] = {
     "compiled, recorded": lambda *where: backbone_pass(*where, compiled="reduce-overhead"),
     "compiled, tuned": lambda *where: backbone_pass(*where, compiled="max-autotune"),
 }
-PARTS = ("decode", "steps", "sharing", "limited", "resnet18")
+PARTS = ("decode", "steps", "sharing", "stem", "limited", "resnet18")
 
 
 @contextmanager

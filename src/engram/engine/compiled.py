@@ -33,15 +33,20 @@ def why_not_compiled(compute: Compute, backbone: Backbone) -> str | None:
 class CompiledForward(Forward):
     """Passes whose norms, ReLUs and sums torch compiles into few kernels; convolutions stay those of cuDNN.
 
-    In bf16 a stem with max pooling is a kernel of ours. Only full batches are compiled: partial ones have another size
-    in every stage.
+    Only full batches are compiled: partial ones have another size in every stage.
+
+    own_stem: in bf16, a stem with max pooling is our kernel (`kernels/pooled_stem.py`). Not the default: it was tried
+    in Triton's interpreter only, not on a GPU (`tools/measure_stream.py --parts stem`).
     """
+
+    own_stem = False
 
     def __init__(self, compute: Compute, learner: Learner, batch_size: int) -> None:
         super().__init__(compute, learner, batch_size)
         # Compiling makes the nodes that add up gradients, on another stream than the one that a step is recorded on.
         torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
-        self._student, self._teacher = (_compiled(each, compute) for each in (learner.network, learner.teacher))
+        own_stem = self.own_stem and compute.precision == "bf16"
+        self._student, self._teacher = (_compiled(each, own_stem) for each in (learner.network, learner.teacher))
 
     def student(self, images: Tensor, train_backbone: bool) -> Output:
         with self._compute.autocast():
@@ -55,7 +60,7 @@ class CompiledForward(Forward):
         return compiled if len(images) == self.full_batch else None
 
 
-def _compiled(network: Network, compute: Compute) -> BackbonePass:
+def _compiled(network: Network, own_stem: bool) -> BackbonePass:
     """The pass of the network's backbone, compiled group by group: losses need gradients at the maps between them."""
     dynamo: Any = torch._dynamo.config
     dynamo.recompile_limit = max(dynamo.recompile_limit, COMPILED_FORMS)
@@ -64,7 +69,7 @@ def _compiled(network: Network, compute: Compute) -> BackbonePass:
     # deterministic: torch would otherwise choose between kernels, and so between orders of sums, by timing them.
     how: dict[str, Any] = {"fullgraph": True, "dynamic": False, "options": {"deterministic": True}}
     groups = [torch.compile(partial(backbone.group_pass, number), **how) for number in range(len(backbone.groups))]
-    if compute.precision == "bf16" and backbone.pooled[0]:
+    if own_stem and backbone.pooled[0]:
         from engram.kernels.pooled_stem import pooled_stem
 
         blocks = torch.compile(backbone.groups[0], **how)

@@ -170,7 +170,7 @@ def pooled_map(x: Tensor, weight: Tensor, scale: Tensor, shift: Tensor, keep: bo
         KEEP=keep,
         PATCH=PATCH,
         BLOCK=BLOCK,
-        num_warps=4,
+        num_warps=8,
     )
     return out, places
 
