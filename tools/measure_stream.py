@@ -6,7 +6,7 @@ decode    files a second from JPEGs into the cache, and the seconds of a start w
 steps     images a second of the base stage's step, and of the step with a teacher after it, resident and streamed;
           the ratio; the peak of GPU memory beside its estimate, and of RAM
 sharing   whether recordings that share memory give the same weights, and what they save
-stem      the streamed steps with our stem, which `steps` does not use
+stem      the streamed steps with torch's stem in place of ours
 limited   the base stage streamed with `--gpu-gb` of GPU memory allowed: images a second, peaks; in a process of its own
 resnet18  forward and backward passes of the backbone alone: torch's modules, recorded, and compiled by torch, with
           batches of 128 and 16; the share of the floor
@@ -129,11 +129,11 @@ class Measurement:
         return found
 
     def stem(self) -> dict[str, Any]:
-        CompiledForward.own_stem = True
+        CompiledForward.own_stem = False
         try:
             return self._placed("streamed")
         finally:
-            CompiledForward.own_stem = False
+            CompiledForward.own_stem = True
 
     def limited(self) -> dict[str, Any]:
         if not torch.cuda.is_available():
