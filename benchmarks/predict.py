@@ -123,13 +123,13 @@ def decoded(model: Model, images: Images, paths: list[str], rounds: int) -> None
     starts = [*range(0, len(images), batch)] * rounds
     parts = (Decoded(paths[start : start + batch], images[start : start + batch], []) for start in starts)
     for part in predict_batches(model, parts):
-        write_lines(io.StringIO(), model, part, 1, False)
+        write_lines(io.StringIO(), model.labels, part, 1, False)
 
 
 def command(model: Model, paths: list[str]) -> None:
     """The command's own loop."""
     for part in predict_files(model, paths):
-        write_lines(io.StringIO(), model, part, 1, False)
+        write_lines(io.StringIO(), model.labels, part, 1, False)
 
 
 def decoding(paths: list[str], size: int) -> None:

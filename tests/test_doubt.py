@@ -19,7 +19,7 @@ from engram.core.errors import EngramError
 from engram.models.doubt import DoubtByMeans, DoubtByScores, area_under_curve, doubt_from_state
 from engram.models.edit import remove_class, save_model
 from engram.nn.network import Output
-from model_helpers import learn, make, opened, pictures, tiny
+from model_helpers import learn, make, opened, pictures, png, tiny
 
 KNOWN = ("apple", "boat", "camel")
 
@@ -159,6 +159,7 @@ def test_the_exported_network_has_the_same_doubt(taught: Path, tmp_path: Path) -
     pytest.importorskip("onnx")
     runtime = pytest.importorskip("onnxruntime")
     from engram.models.onnx_export import export_onnx
+    from engram.models.onnx_model import ExportedModel
 
     model = opened(taught, precision="float32")
     export_onnx(model, tmp_path / "m.onnx")
@@ -170,6 +171,16 @@ def test_the_exported_network_has_the_same_doubt(taught: Path, tmp_path: Path) -
     thresholds = json.loads(session.get_modelmeta().custom_metadata_map["unknown_below"])
     assert set(thresholds) == {"0.05", "0.1", "0.2"}
     assert thresholds["0.05"] == pytest.approx(model.doubt_of().threshold(0.05))
+    files = [tmp_path / f"{number}.png" for number in range(len(images))]
+    for file, image in zip(files, images, strict=True):
+        file.write_bytes(png(image))
+    exported = ExportedModel(tmp_path / "m.onnx")
+    parts = list(exported.predict_files(map(str, files), doubt=True))
+    measured = np.concatenate([part.familiarity for part in parts if part.familiarity is not None])
+    np.testing.assert_allclose(measured, found, atol=1e-3)
+    assert exported.threshold(0.1) == thresholds["0.1"]
+    with pytest.raises(EngramError, match=r"0\.07: an exported model has limits for 0\.05, 0\.1, 0\.2 only"):
+        exported.threshold(0.07)
 
 
 def test_strangers_are_refused_before_anything_is_evaluated(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +20,7 @@ from engram.cli.main import main
 from engram.models import onnx_export as export
 from engram.models import onnx_graph as onnxgraph
 from engram.models.onnx_export import export_onnx
-from model_helpers import NAMES, make, memory_of, pictures, tiny
+from model_helpers import NAMES, make, memory_of, pictures, png, tiny
 
 onnx: Any = pytest.importorskip("onnx", reason="engram[onnx] is not installed")
 onnxruntime: Any = pytest.importorskip("onnxruntime", reason="engram[onnx] is not installed")
@@ -112,6 +114,45 @@ def test_the_file_says_what_it_is(model: Path, tmp_path: Path, capsys: pytest.Ca
     assert out.read_bytes() == before
     assert main(["export", str(model), str(out), "--overwrite", "--by", "nme", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["by"] == "nme"
+
+
+def lines(model: Path, images: Path, *flags: str) -> list[dict[str, Any]]:
+    """The output of `engram predict --json`."""
+    out = io.StringIO()
+    with redirect_stdout(out):
+        assert main(["predict", str(model), str(images), "--json", *flags]) == 0
+    return [json.loads(line) for line in out.getvalue().splitlines()]
+
+
+def test_predict_takes_an_exported_file(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, inbox = tmp_path / "model.onnx", tmp_path / "inbox"
+    assert main(["export", str(model), str(out)]) == 0
+    inbox.mkdir()
+    for number, image in enumerate(pictures(NAMES[:5], 3, seed=5)[0]):
+        (inbox / f"{number:02}.png").write_bytes(png(image))
+    ours, theirs = lines(model, inbox, "--top", "3"), lines(out, inbox, "--top", "3", "--batch", "2")
+    assert len(ours) == 15
+    for mine, other in zip(ours, theirs, strict=True):
+        assert (mine["path"], mine["class"]) == (other["path"], other["class"])
+        assert [best["probability"] for best in other["top"]] == pytest.approx(
+            [best["probability"] for best in mine["top"]], abs=1e-4
+        )
+    capsys.readouterr()
+    (tmp_path / "damaged.onnx").write_bytes(out.read_bytes()[:1000])
+    other = onnx.load(out)
+    del other.metadata_props[:]
+    onnx.save(other, tmp_path / "foreign.onnx")
+    for name, flags, sentence in (
+        ("model", ["--by", "nme"], "was exported to predict by cnn"),
+        ("model", ["--bf16"], "leave out --bf16"),
+        ("model", ["--unknown", "0.1"], "cannot tell unknown images"),
+        ("damaged", [], "onnxruntime cannot read"),
+        ("foreign", [], "is not a file that 'engram export' wrote"),
+    ):
+        assert main(["predict", str(tmp_path / f"{name}.onnx"), str(inbox), *flags]) == 2
+        said = capsys.readouterr()
+        assert sentence in said.err, name
+        assert (said.out, said.err.count("\n")) == ("", 1)
 
 
 def test_a_norm_may_be_written_in_powers(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

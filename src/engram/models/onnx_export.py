@@ -74,11 +74,12 @@ class _ExportedNetwork(nn.Module):
         return logits.softmax(dim=1), logits, output.embedding, features
 
 
-def require_onnx() -> None:
-    """Refuse if a needed package is not installed."""
-    missing = [name for name in ("onnx", "onnxruntime") if find_spec(name) is None]
+def require_onnx(*packages: str) -> None:
+    """Refuse if a package is not installed; without names, one of those that an export needs."""
+    needed = packages or ("onnx", "onnxruntime")
+    missing = [name for name in needed if find_spec(name) is None]
     if missing:
-        raise EngramError(f"{' and '.join(missing)} must be installed for this: pip install onnx onnxruntime")
+        raise EngramError(f"{' and '.join(missing)} must be installed for this: pip install {' '.join(needed)}")
 
 
 def export_onnx(model: Model, path: str | Path, by: str | None = None) -> Exported:

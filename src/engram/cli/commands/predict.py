@@ -8,10 +8,12 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from itertools import repeat
-from typing import Any, TextIO
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 
@@ -26,7 +28,7 @@ from engram.data.sources.folder import is_image, leads_up, walk_files, walk_imag
 from engram.models.doubt import check_rate
 from engram.models.from_run import open_for_prediction
 from engram.models.labels import encode_label
-from engram.models.model import Model
+from engram.models.onnx_model import ExportedModel
 from engram.models.prediction import Predicted, best_positions, predict_files
 
 STANDARD_INPUT = "-"
@@ -44,10 +46,7 @@ def predict_command(options: Predict, typed: Sequence[str]) -> int:
     paths = [str(typed_path(text)) for text in options.paths]
     check_paths(paths)
     prepare_hardware(options.hardware)
-    model = open_for_prediction(typed_path(options.model), options.hardware.device, bf16=options.bf16)
-    model.predictor(options.by)
-    doubt = None if options.unknown is None else model.doubt_of(options.by)
-    threshold = None if doubt is None or options.unknown is None else doubt.threshold(options.unknown)
+    predictor = _open_predictor(options)
     # No progress bar if the results are printed on the same terminal.
     hidden = options.quiet or sys.stdout.isatty()
     console = make_console(stderr=True, quiet=hidden)
@@ -58,8 +57,8 @@ def predict_command(options: Predict, typed: Sequence[str]) -> int:
     others: Counter[str] = Counter()
     with nullcontext() if hidden else bar(console, "predicting") as progress:
         task = None if progress is None else progress.add_task("", total=total)
-        for part in predict_files(model, expand(paths, others), options.by, options.batch, doubt):
-            write_lines(sys.stdout, model, part, options.top, options.json, threshold)
+        for part in predictor.predict(expand(paths, others)):
+            write_lines(sys.stdout, predictor.labels, part, options.top, options.json, predictor.threshold)
             tell_unreadable(part.skipped, len(part.skipped))
             done, unreadable = done + len(part.paths), unreadable + len(part.skipped)
             if progress is not None and task is not None:
@@ -73,6 +72,37 @@ def predict_command(options: Predict, typed: Sequence[str]) -> int:
         tell(f"{unreadable} of {done + unreadable} images could not be read")
         return UNREADABLE
     return 0
+
+
+class _Predictor(NamedTuple):
+    """What predicts files: a model, a run, or an exported network. threshold: familiarity of unknown images."""
+
+    labels: Sequence[Hashable]
+    predict: Callable[[Iterable[str | None]], Iterator[Predicted]]
+    threshold: float | None
+
+
+def _open_predictor(options: Predict) -> _Predictor:
+    place, rate = typed_path(options.model), options.unknown
+    if place.suffix == ".onnx" and place.is_file():
+        return _open_exported(place, options)
+    model = open_for_prediction(place, options.hardware.device, bf16=options.bf16)
+    model.predictor(options.by)
+    doubt = None if rate is None else model.doubt_of(options.by)
+    predict = partial(predict_files, model, by=options.by, batch=options.batch, doubt=doubt)
+    return _Predictor(model.labels, predict, None if doubt is None or rate is None else doubt.threshold(rate))
+
+
+def _open_exported(place: Path, options: Predict) -> _Predictor:
+    if options.bf16 or options.hardware.device == "cuda":
+        given = "--bf16" if options.bf16 else "--device cuda"
+        raise EngramError(f"onnxruntime computes an exported model in float32 on the CPU; leave out {given}")
+    exported, rate = ExportedModel(place), options.unknown
+    if options.by not in (None, exported.by):
+        raise EngramError(f"{place} was exported to predict by {exported.by}; leave out --by, or export it by another")
+    threshold = None if rate is None else exported.threshold(rate)
+    predict = partial(exported.predict_files, batch=options.batch, doubt=rate is not None)
+    return _Predictor(exported.labels, predict, threshold)
 
 
 def check_paths(given: Iterable[str]) -> None:
@@ -148,14 +178,19 @@ def _fits(names: Sequence[str], parts: Sequence[str]) -> bool:
 
 
 def write_lines(
-    out: TextIO, model: Model, part: Predicted, top: int, as_json: bool, threshold: float | None = None
+    out: TextIO,
+    labels: Sequence[Hashable],
+    part: Predicted,
+    top: int,
+    as_json: bool,
+    threshold: float | None = None,
 ) -> None:
     """Write a line for each image of a batch; JSON also has a line for each unreadable file.
 
-    threshold: familiarity below which an image is unknown; None asks no such question.
+    labels: names of the classes. threshold: familiarity below which an image is unknown; None asks no such question.
     """
-    best = best_positions(part.shares, min(top, len(model.classes)))
-    names = [encode_label(label) if as_json else printable(label) for label in model.labels]
+    best = best_positions(part.shares, min(top, len(labels)))
+    names = [encode_label(label) if as_json else printable(label) for label in labels]
     shares = np.take_along_axis(part.shares, best, axis=1)
     columns = [
         zip([names[place] for place in places], column, strict=True)

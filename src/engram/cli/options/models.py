@@ -160,10 +160,13 @@ class Predict:
         engram predict model inbox --top 3
         engram predict model 'inbox/**/*.png' --json
         find inbox -name '*.jpg' | engram predict model -
+        engram predict model.onnx inbox
     """
 
     hardware: HardwareFlags
-    model: ModelOrRun
+    model: Annotated[str, Shown("MODEL", positional=True)]
+    """The model directory, the directory of a finished run, or a file of 'engram export', which onnxruntime computes:
+    faster for large images on a CPU."""
     paths: Annotated[tuple[str, ...], Shown("PATH [PATH ...]", positional=True)]
     """Files, folders, patterns such as 'inbox/*.png', or - to read paths from standard input, one per line."""
     top: Annotated[int, Shown("K")] = 1
