@@ -387,7 +387,7 @@ def test_what_is_not_finite_before_anything_moved_is_not_blamed_on_the_learning_
 
 @pytest.mark.parametrize(
     ("given", "expected"),
-    [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
+    [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
 )
 def test_threads_do_not_wait_busily_for_long_unless_somebody_said_how(given: dict[str, str], expected: str) -> None:
     names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
