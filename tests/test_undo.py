@@ -228,7 +228,7 @@ def test_nothing_of_a_class_that_was_removed_for_good_is_kept(model: Path) -> No
     assert generations(model) == ["000003"]
     assert not own & set(everything(model).values())
     assert b"boat" not in b"".join(everything(model).values())
-    with pytest.raises(EngramError, match="nothing to undo: something was removed from it for good"):
+    with pytest.raises(EngramError, match="nothing to undo: something was removed from it permanently"):
         undo(model)
     learn(model, NAMES[5:6])
     assert undo(model).gone == ["falcon"]

@@ -293,7 +293,7 @@ def learn_arguments(model: object, lesson: Path, *more: object) -> list[object]:
 
 
 class Originals:
-    """What is attacked: made once, copied for each case."""
+    """The files to attack: made once, copied for each case."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.home = root, root / "home"
@@ -1074,7 +1074,7 @@ class Case:
 
 @dataclass
 class Finding:
-    """What became of a case. notes: the faults, one line each."""
+    """The result of a case. notes: the faults, one line each."""
 
     case: Case
     what: str

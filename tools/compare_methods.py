@@ -89,7 +89,7 @@ class Row:
 
 
 def read_times(folder: Path) -> tuple[dict[str, Cost], list[dict[str, Any]]]:
-    """What each method costs by the folder's methods-*.json, and those files; refuses files of different hardware."""
+    """Return the cost of each method by the folder's methods-*.json, and those files; refuse different hardware."""
     files = sorted(folder.glob("methods-*.json"))
     read = [_read_time_file(file) for file in files]
     machines = [{key: value for key, value in record["hardware"].items() if key != "system"} for _, record in read]
@@ -256,7 +256,7 @@ def _average(row: Row) -> str:
 
 
 def _found(row: Row) -> list[str]:
-    """What else the runs of a row came to, the mean of each number, or that there are none."""
+    """Return the other metrics of a row's runs, as means, or a remark that there are none."""
     if not row.records:
         return ["not run"] * len(FOUND)
     last = fmean(record.result.final_accuracy[row.predictor] for record in row.records)
@@ -294,7 +294,7 @@ def _base_and_later(record: Record, predictor: str) -> tuple[float, float]:
 
 
 def _still(rows: Sequence[Row]) -> str:
-    """What a network would have that knows its base classes as well as the best of these, and never another."""
+    """Return the accuracy of a network that knows its base classes as well as the best of these, and no others."""
     runs = [row for row in rows if row.records]
     if not runs:
         return ""

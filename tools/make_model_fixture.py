@@ -61,7 +61,7 @@ def thin(model: Model) -> None:
 
 
 def answers(model: Model) -> dict[str, object]:
-    """What the model says of its own pictures."""
+    """Return the model's predictions for its own pictures."""
     assert model.learner is not None
     shares: dict[str, list[list[float]]] = {}
     for by in model.predictors:

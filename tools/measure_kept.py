@@ -91,7 +91,7 @@ def kept_with(config: RunConfig, store: ImageStore) -> dict[str, int]:
 
 
 def kept_bytes(config: RunConfig, store: ImageStore) -> dict[str, int]:
-    """What the learner holds after the last stage, in bytes: network, images, and everything else."""
+    """Return the bytes that the learner holds after the last stage: network, images, and everything else."""
     session = Session(config, store)
     for _ in RunExecution(session, None, None, None, 10.0, None).events(resumed=False):
         pass

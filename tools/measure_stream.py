@@ -78,7 +78,7 @@ def synchronise(device: torch.device) -> None:
 
 
 class Measurement:
-    """What the parts share: the options, the images and the recipe."""
+    """Shared by the parts: the options, the images and the recipe."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options

@@ -34,7 +34,7 @@ FIXTURE = Path(__file__).resolve().parent.parent / "tests" / "fixtures" / "ten-c
 
 
 def engram(*arguments: str) -> str:
-    """What an engram command prints; an error if it fails."""
+    """Return the output of an engram command; an error if it fails."""
     done = subprocess.run([sys.executable, "-m", "engram", *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"engram {' '.join(arguments)} failed:\n{done.stdout}\n{done.stderr}")
@@ -87,7 +87,7 @@ def record_lessons(folder: Path) -> dict[str, Any]:
 
 
 def record(names: list[str]) -> dict[str, Any]:
-    """What is computed by these methods (none given: by all of the package), and by two lessons."""
+    """Return the numbers of these methods (none given: of all of the package), and of two lessons."""
     methods = names or sorted(entry["method"] for entry in json.loads(engram("list", "methods", "--json")))
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:

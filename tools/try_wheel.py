@@ -117,7 +117,7 @@ def timed(title: str, *command: str | Path, folder: Path) -> None:
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    """What a command prints; it must succeed, and sees no package but those of its environment."""
+    """Return the output of a command; it must succeed, and sees no package but those of its environment."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "ENGRAM"))}
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -62,8 +62,8 @@ if TYPE_CHECKING:
     from engram.runs.stored_run import RunResult as RunResult
 
 # Must be set before torch is imported. Threads of torch wait for each other some hundred times per step, and keep their
-# core busy for long before they sleep, which slows everything if other programs run: with 10,000 turns, on two busy cores,
-# predicting photographs took three times as long as with 1,000. On idle cores 1,000 is as fast, and 300 is slower.
+# core busy for long before they sleep, which slows everything if other programs run. On two busy cores, predicting
+# photographs took three times as long with 10,000 turns as with 1,000. On idle ones 1,000 is as fast; 300 is slower.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 

@@ -18,7 +18,7 @@ from engram.nn.network import Output
 
 
 class ImageOutputs:
-    """What the network returns for N images, in eval mode.
+    """The network's outputs for N images, in eval mode.
 
     embedding: (N, D), not normalised. scores: (N, K), of the head, minus infinity for classes not seen yet. logits: the
     scores times the learned scale, if there is one. features: (N, D'), exactly what the head sees.

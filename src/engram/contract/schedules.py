@@ -45,7 +45,7 @@ def learning_rates(training: Training, steps_per_epoch: int) -> Tensor:
 
 
 def _scheduled(training: Training, steps_per_epoch: int) -> Tensor:
-    """What the schedule returns, checked."""
+    """Return the schedule's factor, checked."""
     total = training.epochs * steps_per_epoch
     rates = SCHEDULES.find(training.schedule)(training, steps_per_epoch)
     if not isinstance(rates, Tensor) or rates.shape != (total,):

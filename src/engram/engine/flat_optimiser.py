@@ -86,7 +86,7 @@ class FlatOptimiser:
                 self.fill(held, {name: saved[f"{kind}.{name}"] for name in self._places})
 
     def saved(self) -> dict[str, Tensor]:
-        """What `begin` continues with: copies of the tensors held, those of parameters as "KIND.PARAMETER"."""
+        """Return the state that `begin` continues from: copies of the tensors, parameters as KIND.PARAMETER."""
         saved = {kind: self.held[kind].clone() for kind in self._rule.scalars}
         for kind in self._rule.state:
             saved |= {f"{kind}.{name}": value for name, value in self.by_name(self.held[kind]).items()}

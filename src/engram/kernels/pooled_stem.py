@@ -246,7 +246,7 @@ def _follow(norm: nn.BatchNorm2d, mean: Tensor, variance: Tensor) -> None:
 def pooled_stem(images: Tensor, conv: nn.Conv2d, norm: nn.BatchNorm2d) -> Tensor:
     """Max pooling (3x3, stride 2) of ReLU of norm of convolution (3x3) of images (B, 3, H, W), in bf16.
 
-    The images get no gradient. In eval mode, nothing does.
+    The images get no gradient. In eval mode, nothing has a gradient.
     """
     x = images.detach().to(torch.bfloat16).permute(0, 2, 3, 1).contiguous()
     if norm.training:

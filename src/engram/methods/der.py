@@ -78,7 +78,7 @@ class ExpandingBackbone(ResNet):
         return len({name.removeprefix(OLDER).split(".")[0] for name in names if name.startswith(OLDER)})
 
     def _frozen_copy(self) -> nn.Module:
-        """What is added at a stage: here the whole newest backbone."""
+        """Return a frozen copy of the part that a stage added: here the whole newest backbone."""
         copy = ResNet(self.specification, torch.Generator())
         state = self.state_dict()
         copy.load_state_dict({name: state[name] for name in copy.state_dict()})

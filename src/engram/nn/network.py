@@ -65,7 +65,7 @@ class Network(nn.Module):
 
     @property
     def views(self) -> tuple[View, ...]:
-        """What predictions are averaged over (`averaged`); the first is the image as it is."""
+        """The views that predictions are averaged over (`averaged`); the first is the image as it is."""
         return (PLAIN,)
 
     @contextmanager

@@ -261,7 +261,7 @@ class LessonInfo(Answer):
 
 
 class UndoneLesson(Answer):
-    """What undoing the last change has changed."""
+    """The result of undoing the last change."""
 
     gone: list[str]
     again: list[str] = Field(description="Classes that are as they were before.")

@@ -41,7 +41,7 @@ class Histogram:
 
 
 class Metrics:
-    """What the server has done. Every method may be called by any thread."""
+    """Counters of the server's work. Every method may be called by any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

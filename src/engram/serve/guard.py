@@ -1,4 +1,4 @@
-"""What every request passes first: Host, Origin, token, the size and pace of its body; and the headers of answers."""
+"""Checks of every request: Host, Origin, token, the size and pace of its body; and the headers of answers."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def _same_origin(origin: str, host: str) -> bool:
 
 
 def _route(scope: Scope, status: int) -> str:
-    """Return the route with its placeholders: there are only so many of them."""
+    """Return the route with its placeholders, so that the number of names is limited."""
     path = getattr(scope.get("route"), "path", None)
     if path is None:
         return "page" if status < 400 else "none"

@@ -83,7 +83,7 @@ class Listener:
             self._events.put_nowait(item)
 
     async def next(self, seconds: float) -> tuple[str, dict[str, Any]] | Literal["silence"] | None:
-        """Return the next event, None at the end, or "silence" after so many seconds without one."""
+        """Return the next event, None at the end, or "silence" after that many seconds without one."""
         try:
             return await asyncio.wait_for(self._events.get(), seconds)
         except TimeoutError:

@@ -201,7 +201,7 @@ class Batcher:
             try:
                 found: list[Answers | Exception] = [*_predict(jobs)]
                 self._metrics.batch(jobs[0].generation.name, sum(len(job.images) for job in jobs))
-            except Exception as error:  # each request gets it; the thread goes on
+            except Exception as error:  # each request gets it; the thread continues
                 found = [error] * len(jobs)
             with self._wake:
                 self._busy -= 1

@@ -49,13 +49,13 @@ class Received:
 
     @property
     def source(self) -> File:
-        """What is to be decoded."""
+        """The content to decode."""
         return str(self.path) if self.content is None else self.content
 
 
 @dataclass
 class Upload:
-    """What an upload contained: files, and other fields by name."""
+    """The content of an upload: files, and other fields by name."""
 
     files: list[Received] = field(default_factory=list)
     fields: dict[str, str] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What a tracker is told about a run, and the protocol that each tracker implements."""
+"""The data that trackers get about a run, and the protocol that each tracker implements."""
 
 from __future__ import annotations
 

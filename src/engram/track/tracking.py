@@ -138,7 +138,7 @@ class _Followed:
                 tracker.finish("failed", {})
 
     def _calls(self, event: Event) -> Iterator[Callable[[Tracker], None]]:
-        """What to tell each tracker."""
+        """Yield the calls that each tracker gets for an event."""
         if isinstance(event, events.EpochFinished):
             numbers = {f"loss/{event.phase}/{term}": value for term, value in event.terms.items()}
             numbers |= {f"lr/{event.phase}": event.lr, "seconds/epoch": event.seconds, "stage_of_epoch": event.stage}

@@ -75,7 +75,7 @@ def predict_command(options: Predict, typed: Sequence[str]) -> int:
 
 
 class _Predictor(NamedTuple):
-    """What predicts files: a model, a run, or an exported network. threshold: familiarity of unknown images."""
+    """A model, a run or an exported network, ready to predict files. threshold: familiarity below it means unknown."""
 
     labels: Sequence[Hashable]
     predict: Callable[[Iterable[str | None]], Iterator[Predicted]]

@@ -1,6 +1,7 @@
 """Decoding of many image files in batches, one batch ahead of the consumer, by threads and then by other processes.
 
-For small images most of the work is in Python, where threads take turns; so many files are decoded in processes.
+For small images most of the work is in Python, where threads take turns. So a large number of files is decoded in
+processes.
 """
 
 from __future__ import annotations

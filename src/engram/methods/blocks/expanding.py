@@ -1,4 +1,4 @@
-"""What methods with a growing network share: copies that never change, a head that grows in both directions."""
+"""Shared by methods with a growing network: copies that never change, a head that grows in both directions."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ FIRST, LEFT_OUT, REMOVED, UNDONE, SAVED, LIMIT = "first", "left out", "removed",
 NOTHING_KEPT = {
     FIRST: "there was no model before its first lesson",
     LEFT_OUT: "the state before was not kept, as asked for",
-    REMOVED: "something was removed from it for good, and the states before still had that",
+    REMOVED: "something was removed from it permanently, and the states before still had that",
     UNDONE: "its last lesson was undone already, and only one was kept",
     SAVED: "it was saved as a whole, replacing the model that was there",
     LIMIT: "the states before this one are not kept any more",

@@ -1,4 +1,4 @@
-"""What the routes share: the service, the model that a request names, answers, and uploads."""
+"""Shared by the routes: the service, the model that a request names, answers, and uploads."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ IMAGES_SCHEMA = {"type": "array", "items": {"type": "string", "format": "binary"
 
 @dataclass
 class Service:
-    """What the routes work with."""
+    """The objects that the routes work with."""
 
     models: dict[str, ServedModel]
     limits: Limits

@@ -1,4 +1,4 @@
-"""What a model knows, its pictures, and changes that need no lesson."""
+"""Routes about a model: its classes, its pictures, and changes that need no lesson."""
 
 from __future__ import annotations
 
