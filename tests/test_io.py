@@ -88,3 +88,20 @@ def test_only_a_regular_file_is_locked(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(EngramError, match="not a regular file"):
         lock(tmp_path / "pipe")
+
+
+def test_freed_memory_is_used_again() -> None:
+    """Blocks of 40 MB, one after the other: each of 10,000 pages and more; only the first ones come from the system."""
+    code = (
+        "import resource, sys\n"
+        "from engram.core.memory_limits import keep_freed_memory\n"
+        "if sys.argv[1] == 'keep':\n"
+        "    keep_freed_memory()\n"
+        "for _ in range(20):\n"
+        "    b'x' * 40_000_000\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)\n"
+    )
+    faults = {how: int(subprocess.check_output([sys.executable, "-c", code, how])) for how in ("keep", "as it is")}
+    if faults["as it is"] < 100_000:
+        pytest.skip("this C library, or these large pages, have no such cost")
+    assert faults["keep"] < 50_000

@@ -13,6 +13,7 @@ from contextlib import suppress
 
 from engram.cli.streams import tell
 from engram.core.errors import DetailsNote, EngramError, SharedError, explain, spell_options
+from engram.core.memory_limits import keep_freed_memory
 from engram.core.torchrun import is_launched, launched_rank
 
 # Modules in cli/commands that are not named after their command. They are imported when needed: most import torch.
@@ -92,6 +93,7 @@ def _dispatch(given: list[str]) -> int:
     from engram.core.plugins import load_plugins
 
     load_plugins()
+    keep_freed_memory()
     module = importlib.import_module(f"engram.cli.commands.{_MODULES.get(name, name)}")
     return getattr(module, f"{name}_command")(options, given)
 

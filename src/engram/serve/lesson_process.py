@@ -17,6 +17,7 @@ from typing import Any, TextIO
 from engram.core.errors import EngramError, explain, spell_options
 from engram.core.events import Learned
 from engram.core.io import write_json
+from engram.core.memory_limits import keep_freed_memory
 from engram.data.decode.prefetch import decode_files
 from engram.data.store import Images
 from engram.models.image_check import ImageFinding, check_images
@@ -36,6 +37,7 @@ def main() -> None:
     os.dup2(2, 1)  # what libraries print is not an answer
     request = json.loads(sys.stdin.readline())
     os.nice(NICENESS)
+    keep_freed_memory()
     stop = threading.Event()
     threading.Thread(target=_wait_for_stop, args=(stop,), daemon=True).start()
     with spell_options(
