@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -234,6 +235,19 @@ def test_files_are_those_of_the_rows_also_of_held_out_and_of_skipped_images(fold
         assert len(files_of(each)) == len(each.train)
         for file, square in zip(files_of(each), each.train.images, strict=True):
             assert np.array_equal(imagenet.decode_square(file, SIDE), square)
+
+
+@pytest.mark.parametrize("mode", ["L", "CMYK", "P", "RGBA"])
+def test_files_of_other_kinds_are_converted_as_in_the_protocol(mode: str, tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    image = Image.fromarray(random.integers(0, 256, (20, 30, 3), dtype=np.uint8)).convert(mode)
+    options = {"transparency": b"\0" * 256} if mode == "P" else {}
+    image.save(tmp_path / "x.JPEG", "JPEG" if mode in ("L", "CMYK") else "PNG", **options)
+    numbers, out = random.random(NUMBERS).tolist(), np.zeros((SEEN, SEEN, 3), np.uint8)
+    Photographs(tmp_path, ("x.JPEG",), "").crop_into(0, numbers, out)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about the transparency of the palette
+        assert np.array_equal(out, slow_crop(tmp_path / "x.JPEG", numbers)[0])
 
 
 # Several processes

@@ -142,13 +142,14 @@ def decode_crop(file: Source, choose: Callable[[int, int], tuple[int, int, int, 
 
     choose: returns left, top, right and bottom of the part, from width and height of the image.
     """
-    part = _decode_part(file, choose)
-    rgb = part if part.mode == "RGB" else part.convert("RGB")
-    return np.asarray(rgb.resize(size, Image.Resampling.BILINEAR))
+    with no_warnings():
+        part = _decode_part(file, choose)  # the rest of the image is freed, before the part is converted
+        rgb = part if part.mode == "RGB" else part.convert("RGB")
+        return np.asarray(rgb.resize(size, Image.Resampling.BILINEAR))
 
 
 def _decode_part(file: Source, choose: Callable[[int, int], tuple[int, int, int, int]]) -> Image.Image:
-    with no_warnings(), _open(file) as image:
+    with _open(file) as image:
         _check_pixels(image, image.width * image.height, 0)
         return image.crop(choose(*image.size))
 
