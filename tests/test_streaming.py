@@ -19,10 +19,12 @@ from engram.engine import buffers
 from engram.engine.buffers import DeviceBuffers
 from engram.engine.image_feed import ImageFeed, ImageRing
 from engram.experiment import image_placement
+from engram.experiment.runner import resume
 from engram.experiment.session import Session
 from engram.models.from_run import open_for_prediction
 from helpers import (
     assert_resumes_to,
+    last_state,
     learn_stage,
     make_stage,
     run_stopped,
@@ -32,6 +34,7 @@ from helpers import (
     tiny_session,
     toy_store,
 )
+from process_helpers import Group, values
 
 CPU = torch.device("cpu")
 
@@ -130,10 +133,10 @@ def test_a_feed_passes_on_what_goes_wrong_and_ends_when_it_is_closed() -> None:
     ring = ImageRing(CPU, 2, (2, 2), pad=1)
     ring.divide(2)
     images = torch.arange(20, dtype=torch.uint8).repeat_interleave(12).view(20, 2, 2, 3)
-    feed = ImageFeed(ring, images, [torch.tensor([i, i + 1]) for i in range(19)])
+    feed = ImageFeed(ring, ImageRows.of(images), [torch.tensor([i, i + 1]) for i in range(19)])
     for step in range(7):  # more than there are slots
         with feed.next_batch():
-            places = ring.places(0, 7)[step]
+            places = ring.places(0, [slice(0, 2)] * 7, 2)[step]
             assert ring.images[places][:, 1:3, 1:3].flatten(1).unique(dim=1).flatten().tolist() == [step, step + 1]
     feed.close()
     assert ring.next == 7 % ring.slots, "what was not taken is brought again"
@@ -147,6 +150,51 @@ def test_a_feed_passes_on_what_goes_wrong_and_ends_when_it_is_closed() -> None:
     with pytest.raises(EngramError, match="the disk is gone"), broken.next_batch():
         pass
     broken.close()
+
+
+# Several processes
+
+
+def stream_and_not(place: Path) -> dict[str, tuple[int, list[int]]]:
+    """Runs of some methods, resident and streamed; of the streamed ones, the images that this process reads for steps
+    of the base stage, and the images for which its rings have places in a batch."""
+    found: dict[str, tuple[int, list[int]]] = {}
+    config = {method: tiny_config(method, epochs=1, batch_size=11) for method in ("replay", "afc", "gdumb")}
+    config["gdumb"] = config["gdumb"].with_settings(rehearse__epochs=1, cutmix__probability=1.0)
+    store, read, make = toy_store(num_classes=4, per_class=8), ImageFeed._read, ImageRing.__init__
+    for method in config:
+        counts: list[int] = []
+        rings: list[int] = []
+
+        def watch(self: ImageFeed, padded: torch.Tensor, rows: torch.Tensor, counts: list[int] = counts) -> None:
+            counts.append(len(rows))
+            read(self, padded, rows)
+
+        def count(self: ImageRing, device: Any, size: int, *given: Any, rings: list[int] = rings) -> None:
+            rings.append(size)
+            make(self, device, size, *given)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ImageFeed, "_read", watch)
+            patch.setattr(ImageRing, "__init__", count)
+            list(run(config[method], store, place / f"{method}-streamed", images="streamed", stop_after_stage=0))
+            found[method] = sum(counts), list(rings)
+            list(resume(place / f"{method}-streamed", store, images="streamed"))
+        list(run(config[method], store, place / f"{method}-resident", images="resident"))
+    return found
+
+
+def test_each_of_two_processes_streams_only_what_it_needs(tmp_path: Path) -> None:
+    first, second = values(Group(2, stream_and_not, tmp_path))
+    # 16 images in batches of 11 and 5, of which the first process takes 5 and 2.
+    assert (first["replay"], second["replay"]) == ((7, [5]), (9, [6]))
+    assert first["gdumb"][0] == second["gdumb"][0], "images of the whole batch are mixed"
+    assert min(first["gdumb"][1]) >= 8
+    for method in first:
+        streamed, resident = (last_state(tmp_path / f"{method}-{images}") for images in ("streamed", "resident"))
+        assert streamed.keys() == resident.keys()
+        for name, value in streamed.items():
+            assert torch.equal(value, resident[name]), (method, name)
 
 
 # Where they are put

@@ -18,12 +18,14 @@ class BatchPlan:
     """Plan of S steps with B images each. rows: int64 (S, B) into the pool. draws: (S, B). lr: (S,).
 
     places: int64 (S, B), where the images are on the device if they are streamed; None: the pool's rows are there.
+    crops: float32 (S, B, numbers) on the CPU, if random crops come from photographs; None: images are not cropped so.
     """
 
     rows: Tensor
     draws: Draws
     lr: Tensor
     places: Tensor | None = None
+    crops: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.rows)

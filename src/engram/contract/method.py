@@ -43,6 +43,7 @@ class Method(ABC, Generic[SettingsT]):
     unbalanced_memory: whether the memory may hold more exemplars of some classes than of others, or none of a class.
     needs_maps: whether it reads feature maps, so that it needs a backbone that has some.
     needs_pooled_map: whether it needs a backbone whose embedding is the mean of its last map.
+    changes_images: whether its `exemplars` may return changed images; then they are not those of the files any longer.
     needs_image_gradients: whether it uses `Passes.sensitivity`, which not every layer supports.
     family: names the head, growth and training of the base stage, for `base_key`; None: the base stage is not shared.
 
@@ -60,6 +61,7 @@ class Method(ABC, Generic[SettingsT]):
     unbalanced_memory: bool = False
     needs_maps: bool = False
     needs_pooled_map: bool = False
+    changes_images: bool = False
     needs_image_gradients: bool = False
     family: str | None = None
 

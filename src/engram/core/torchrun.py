@@ -21,6 +21,11 @@ def launched_rank() -> int:
     return int(rank) if is_launched() and rank.isdigit() else 0
 
 
+def processes_here() -> int:
+    """The number of processes of this run on this machine."""
+    return max(1, launched_number("LOCAL_WORLD_SIZE")) if is_launched() and "LOCAL_WORLD_SIZE" in os.environ else 1
+
+
 def was_restarted() -> bool:
     """Whether torchrun or Slurm has started this command before, and now starts it again."""
     return start_number() != "0"

@@ -17,12 +17,10 @@ from engram.core.errors import EngramError
 from engram.core.fields import check_fields, limits
 from engram.core.serialize import ADDED
 from engram.data.operations import cut_out
+from engram.data.photographs import AREA, RATIO, TRIES
 from engram.data.policies import NO_POLICY, POLICIES, Policy
 
-# Random resized crops
-AREA = (0.08, 1.0)  # range of the crop's area, as a share of the image
-RATIO = 4 / 3  # largest ratio of its sides, either way
-TRIES = 10  # draws until one fits into the image; after that, the whole image is used
+# Random resized crops of stored squares; if none of TRIES draws fits, the whole image is used.
 GRID = 2**15  # resolution of sizes and positions along a side
 CENTRE = 0  # the draw for the central crop, not resized
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +12,16 @@ import torch
 from torch import Tensor
 
 Source = npt.NDArray[np.uint8]
+
+
+class Readable(Protocol):
+    """Images that are read or made when they are needed. Indexing gives those of some rows."""
+
+    def __getitem__(self, rows: Tensor, /) -> Readable: ...
+
+    def read_into(self, out: Source) -> None:
+        """Write the pixels into an array (N, H, W, 3)."""
+        ...
 
 
 class ImageRows:

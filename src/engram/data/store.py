@@ -19,6 +19,7 @@ from engram.core.errors import EngramError, option, suggest
 from engram.core.memory_limits import check_memory
 from engram.data.arrays import as_images, as_labels, read_dataset
 from engram.data.decode.image import Images
+from engram.data.photographs import Photographs
 
 ClassIds = npt.NDArray[np.int64]
 RGB = tuple[float, float, float]
@@ -68,6 +69,7 @@ class ImageStore:
     origin: kind of data set, as in `DataConfig.name`.
     held_out: share of the training images that replaces the test split, or None.
     known_fingerprint: fingerprint computed before, so that images on disk need not be read again.
+    photographs: original files of the training images, if the reader was asked for them.
     """
 
     name: str
@@ -80,6 +82,7 @@ class ImageStore:
     origin: str = "arrays"
     held_out: float | None = None
     known_fingerprint: str | None = None
+    photographs: Photographs | None = None
 
     def __repr__(self) -> str:
         height, width = self.image_size
@@ -143,6 +146,7 @@ class ImageStore:
             test=self.train.take(held),
             held_out=float(fraction),
             known_fingerprint=None,
+            photographs=None if self.photographs is None else self.photographs.take(kept),
         )
 
     @classmethod

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from engram.contract.batch_plan import BatchPlan, copy_ahead
 from engram.data.augment import pad_images
-from engram.data.image_rows import read_pixels
+from engram.data.image_rows import ImageRows, read_pixels
+from engram.data.photographs import Photographs, decoding_threads
+from engram.data.planned_crops import CentralParts, PlannedCrops
 from engram.data.stage import Stage
 from engram.engine.flat_optimiser import TERMS
 from engram.engine.image_feed import ImageFeed, ImageRing
@@ -41,13 +43,16 @@ class DeviceBuffers:
     """The pool, the plan, the step's counter, the history of the loss, and the loss weights.
 
     version changes whenever a tensor was replaced. streamed: the images of stages are not all on the device, but are
-    brought there batch by batch (`feeding`).
+    brought there batch by batch (`feeding`). photographs: of which random crops are taken; needs `streamed`, and what
+    is brought there has the size that the network sees. seen: this size.
     """
 
-    def __init__(self, device: torch.device, pad: int, numbers: int = 0) -> None:
+    def __init__(self, device: torch.device, pad: int, numbers: int = 0, seen: tuple[int, int] = (0, 0)) -> None:
         self.device = device
         self.version = 0
         self.streamed = False
+        self.photographs: Photographs | None = None
+        self._seen = seen
         self.counter = torch.zeros(1, dtype=torch.int64, device=device)
         self.first_step = torch.zeros(1, dtype=torch.int64, device=device)  # the counter of a plan of one step
         self.history = torch.zeros(PLANNED_STEPS, TERMS, device=device)
@@ -84,7 +89,7 @@ class DeviceBuffers:
     def pool(self, stage: Stage, batch_size: int = 0) -> DevicePool:
         """The stage's pool on the device; copied there once per stage.
 
-        batch_size: of the steps that will read it. If the images are streamed, their ring has places for such batches.
+        batch_size: the most images that a step will read of it. If they are streamed, their ring has places for them.
         """
         if self._pool is None or self._stage is not stage:
             self._load_pool(stage)
@@ -96,23 +101,23 @@ class DeviceBuffers:
     def _fit_ring(self, stage: Stage, batch_size: int) -> None:
         """Make the ring large enough for batches of that size."""
         assert self._pool is not None
-        height, width = stage.pool.images.shape[1:3]
         if self._ring is None or self._ring.largest < batch_size:
             self._ring = None  # free the old one first; a slice of it would keep it
             self._pool = replace(self._pool, padded=self._pool.padded.new_empty(0, *self._pool.padded.shape[1:]))
-            self._ring = ImageRing(self.device, batch_size, (height, width), self._pad)
+            self._ring = ImageRing(self.device, batch_size, self._image_size(stage), self._pad)
             self.version += 1
         self._pool = replace(self._pool, padded=self._ring.images)
 
     @contextmanager
     def feeding(
-        self, stage: Stage, plan: BatchPlan, rows: Tensor, sizes: Sequence[int], first: int = 0
+        self, stage: Stage, plan: BatchPlan, planned: BatchPlan, parts: Sequence[slice], first: int = 0
     ) -> Iterator[Callable[[], AbstractContextManager[None]]]:
         """Bring the images of a plan's steps to the device; yield a function that gives a context for each step.
 
         Resident images are there already.
 
-        rows: (S, B) of the plan, on the CPU. sizes: images of each step. first: the first step that is taken.
+        plan: on the device. planned: the same on the CPU. parts: the columns of each step that this process reads.
+        first: the first step that is taken.
         """
         if not self.streamed:
             yield nullcontext
@@ -120,11 +125,16 @@ class DeviceBuffers:
         ring = self._ring
         assert ring is not None
         assert plan.places is not None
-        ring.divide(rows.shape[1])
-        places = ring.places(ring.next - first, len(rows))
-        copy_ahead(plan.places, places)
-        batches = [rows[step, : sizes[step]] for step in range(first, len(rows))]
-        feed = ImageFeed(ring, stage.pool.images, batches)
+        ring.divide(max(part.stop - part.start for part in parts))
+        copy_ahead(plan.places, ring.places(ring.next - first, parts, planned.rows.shape[1]))
+        images, threads, rows = ImageRows.of(stage.pool.images), None, planned.rows
+        if self.photographs is not None and planned.crops is not None:
+            files = stage.pool.sources[rows].flatten()
+            images, threads = PlannedCrops(self.photographs, files, planned.crops.flatten(0, 1)), decoding_threads()
+            rows = torch.arange(rows.numel()).view_as(rows)
+        elif self.photographs is not None:
+            images = CentralParts(images)
+        feed = ImageFeed(ring, images, [rows[step, parts[step]] for step in range(first, len(parts))], threads)
         try:
             yield feed.next_batch
         finally:
@@ -137,6 +147,11 @@ class DeviceBuffers:
         padded = pad_images(read_pixels(stage.pool.images[rows]).to(self.device), self._pad)
         return padded, torch.arange(len(rows), device=self.device)
 
+    def _image_size(self, stage: Stage) -> tuple[int, int]:
+        """Height and width of the stage's images on the device, without their border."""
+        height, width = stage.pool.images.shape[1:3]
+        return (height, width) if self.photographs is None else self._seen
+
     def _capacity(self, count: int, image_bytes: int) -> int:
         """Rows for a pool of that many images: a small one has some to spare, a large one shrinks if half is unused."""
         held = 0 if self._pool is None else len(self._pool.labels)
@@ -146,7 +161,7 @@ class DeviceBuffers:
 
     def _load_pool(self, stage: Stage) -> None:
         samples, pad, count = stage.pool, self._pad, len(stage.pool)
-        height, width = samples.images.shape[1] + 2 * pad, samples.images.shape[2] + 2 * pad
+        height, width = (side + 2 * pad for side in self._image_size(stage))
         pool, capacity = self._pool, self._capacity(count, 0 if self.streamed else height * width * 3)
         resident = 0 if self.streamed else capacity
         like_before = None if pool is None else (*pool.padded.shape[1:3], len(pool.labels), self._is_streamed)

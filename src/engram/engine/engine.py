@@ -81,12 +81,14 @@ class Engine(Runtime):
         forward = self.bind(learner, size)
         forward.refresh()
         buffers = self.buffers
-        pool, plan, counter = buffers.pool(stage, size), buffers.plan(full + 1, size), buffers.counter
-        planned = plan_sweep(self.augmentation, rows, size, stage.index, learner.seed, self.image_size)
-        plan.load(planned)
-        sizes = [*[size] * full, rest]
-        arrival = buffers.arrival(stage, learner.network.head.capacity)
         processes = self.processes
+        parts = [*[processes.share(size).own] * full, *[processes.share(rest).own] * bool(rest)]
+        pool = buffers.pool(stage, max(part.stop - part.start for part in parts))
+        plan, counter = buffers.plan(full + 1, size), buffers.counter
+        seen, of_files = self.image_size, buffers.photographs is not None
+        planned = plan_sweep(self.augmentation, rows, size, stage.index, learner.seed, seen, of_files)
+        plan.load(planned)
+        arrival = buffers.arrival(stage, learner.network.head.capacity)
 
         def take(size: int, totals: list[Tensor]) -> list[Tensor]:
             share = processes.share(size)
@@ -112,7 +114,7 @@ class Engine(Runtime):
 
         counter.zero_()
         what = "the sweep after a stage"
-        with learner.network.in_training(), buffers.feeding(stage, plan, planned.rows, sizes) as next_images:
+        with learner.network.in_training(), buffers.feeding(stage, plan, planned, parts) as next_images:
             step = self.record(("sweep", size), (visit, size), partial(take, size, []), learner, what)
             if isinstance(step, CapturedStep):
                 for total in step.returned:

@@ -7,19 +7,21 @@ same whether the images of a stage are all on the device or streamed.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from engram.data.image_rows import ImageRows, Pixels
+from engram.data.image_rows import Readable
 
 # Batches in the ring. On a GPU the host is up to 80 steps ahead of the device (see STRIDES in loop.py).
 RING_BATCHES = {"cpu": 4, "cuda": 96}
 STAGED_BATCHES = 8  # on the host in pinned memory, on their way to a GPU
-READERS = 4  # threads that read the images of a batch for a GPU
+READERS = {"cpu": 1, "cuda": 4}  # threads that copy the images of a batch
+DECODED_BATCHES = 4  # decoded at the same time, so that no thread waits for the last image of a batch
 
 
 class ImageRing:
@@ -55,20 +57,29 @@ class ImageRing:
             self.arrived = [torch.cuda.Event() for _ in range(self.slots)]
             self.read = [torch.cuda.Event(blocking=True) for _ in range(self.slots)]
 
-    def places(self, first: int, count: int) -> Tensor:
-        """int64 (count, batch_size): the places of that many batches from a slot on."""
-        slots = (first + torch.arange(count)) % self.slots
-        return slots[:, None] * self.batch_size + torch.arange(self.batch_size)
+    def places(self, first: int, parts: Sequence[slice], width: int) -> Tensor:
+        """int64 (batches, width): the places of the images of batches from a slot on.
+
+        parts: the columns of each batch that are brought; the places of others mean nothing. width: of the batches.
+        """
+        slots = (first + torch.arange(len(parts))) % self.slots
+        columns = torch.arange(width) - torch.tensor([part.start for part in parts])[:, None]
+        return slots[:, None] * self.batch_size + columns.clamp(0, self.batch_size - 1)
 
 
 class ImageFeed:
     """Brings the images of some batches to a ring, in order, in a thread of its own.
 
-    batches: for each step the rows of its images. Close it when no further step is taken.
+    batches: for each step the rows of its images. threads: of images that are decoded, each by itself; None: they are
+    copied, in one part for each of READERS. Close it when no further step is taken.
     """
 
-    def __init__(self, ring: ImageRing, images: Pixels, batches: Sequence[Tensor]) -> None:
-        self._ring, self._images, self._batches = ring, ImageRows.of(images), batches
+    def __init__(
+        self, ring: ImageRing, images: Readable, batches: Sequence[Tensor], threads: int | None = None
+    ) -> None:
+        self._ring, self._images, self._batches = ring, images, batches
+        self._threads = READERS[ring.device.type] if threads is None else threads
+        self._decodes = threads is not None
         self._first, ring.next = ring.next, (ring.next + len(batches)) % ring.slots
         self._changed = threading.Condition()
         self._brought = self._taken = 0  # batches
@@ -85,7 +96,7 @@ class ImageFeed:
             if self._brought == self._taken:
                 assert self._error is not None
                 raise self._error
-        ring, slot = self._ring, (self._first + self._taken) % self._ring.slots
+        ring, slot = self._ring, self._slot(self._taken)
         if ring.is_cuda:
             torch.cuda.current_stream(ring.device).wait_event(ring.arrived[slot])
         yield
@@ -103,44 +114,78 @@ class ImageFeed:
         self._thread.join()
         if self._ring.is_cuda:
             self._ring.copying.synchronize()  # the next feed uses the staging memory, and the ring may be freed
-        self._ring.next = (self._first + self._taken) % self._ring.slots
+        self._ring.next = self._slot(self._taken)
 
     def _bring_all(self) -> None:
+        begun: deque[tuple[int, list[Future[None]]]] = deque()  # batches that are being read, the oldest first
+        most = DECODED_BATCHES if self._decodes else 1
         try:
-            with ThreadPoolExecutor(READERS if self._ring.is_cuda else 1) as readers:
-                for number, rows in enumerate(self._batches):
-                    with self._changed:
-                        self._changed.wait_for(lambda n=number: self._closed or n - self._taken < self._ring.slots)
-                        if self._closed:
-                            return
-                    self._bring((self._first + number) % self._ring.slots, number, rows, readers)
-                    with self._changed:
-                        self._brought += 1
-                        self._changed.notify_all()
+            with ThreadPoolExecutor(self._threads) as readers:
+                try:
+                    for number in range(len(self._batches)):
+                        while begun and (len(begun) == most or not self._has_place(number)):
+                            self._finish(*begun.popleft())
+                        with self._changed:
+                            self._changed.wait_for(lambda n=number: self._closed or self._has_place(n))
+                            if self._closed:
+                                return
+                        begun.append((number, self._begin(number, readers)))
+                    while begun:
+                        self._finish(*begun.popleft())
+                finally:
+                    for _, reading in begun:
+                        for each in reading:
+                            each.cancel()
         except BaseException as error:  # raised by the step that waits for the images
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
 
-    def _bring(self, slot: int, number: int, rows: Tensor, readers: ThreadPoolExecutor) -> None:
-        """Copy the images of batch `number` into a slot."""
-        ring, size = self._ring, self._ring.batch_size
-        target = ring.images[slot * size : slot * size + len(rows)]
-        if not ring.is_cuda:
-            self._read(target, rows)
-            return
-        staged = len(ring.staging) // size
-        if number >= staged:  # the copy that used this part of the staging memory last
-            ring.arrived[(self._first + number - staged) % ring.slots].synchronize()
-        place = number % staged * size
-        part = ring.staging[place : place + len(rows)]
-        pieces = zip(part.chunk(READERS), rows.chunk(READERS), strict=True)
-        for done in [readers.submit(self._read, *piece) for piece in pieces]:
+    def _has_place(self, number: int) -> bool:
+        """Whether the slot of a batch is free: the step that used it last was taken."""
+        return number - self._taken < self._ring.slots
+
+    def _begin(self, number: int, readers: ThreadPoolExecutor) -> list[Future[None]]:
+        """Begin to read the images of a batch."""
+        ring, rows = self._ring, self._batches[number]
+        if ring.is_cuda and number >= self._staged:  # the copy that used this part of the staging memory last
+            ring.arrived[(self._first + number - self._staged) % ring.slots].synchronize()
+        into, parts = self._read_to(number), len(rows) if self._decodes else self._threads
+        pieces = zip(into.chunk(parts), rows.chunk(parts), strict=True)
+        return [readers.submit(self._read, *piece) for piece in pieces]
+
+    def _finish(self, number: int, reading: Sequence[Future[None]]) -> None:
+        """Wait until a batch is read, and bring it to its slot."""
+        ring, slot = self._ring, self._slot(number)
+        for done in reading:
             done.result()
-        ring.read[slot].synchronize()  # an event that was never recorded does not wait
-        with torch.cuda.stream(ring.copying):
-            target.copy_(part, non_blocking=True)
-            ring.arrived[slot].record()
+        if ring.is_cuda:
+            ring.read[slot].synchronize()  # an event that was never recorded does not wait
+            with torch.cuda.stream(ring.copying):
+                self._part_of(ring.images, slot, number).copy_(self._read_to(number), non_blocking=True)
+                ring.arrived[slot].record()
+        with self._changed:
+            self._brought += 1
+            self._changed.notify_all()
+
+    @property
+    def _staged(self) -> int:
+        """The number of batches that the staging memory holds."""
+        return len(self._ring.staging) // self._ring.batch_size
+
+    def _slot(self, number: int) -> int:
+        return (self._first + number) % self._ring.slots
+
+    def _part_of(self, images: Tensor, slot: int, number: int) -> Tensor:
+        """The images of a batch that is in a slot."""
+        start = slot * self._ring.batch_size
+        return images[start : start + len(self._batches[number])]
+
+    def _read_to(self, number: int) -> Tensor:
+        """Where a batch is read to: its slot, or on its way to a GPU the staging memory."""
+        if self._ring.is_cuda:
+            return self._part_of(self._ring.staging, number % self._staged, number)
+        return self._part_of(self._ring.images, self._slot(number), number)
 
     def _read(self, padded: Tensor, rows: Tensor) -> None:
         """Read the images of these rows into padded ones; their border stays black."""

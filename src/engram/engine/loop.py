@@ -93,12 +93,14 @@ class PhaseLoop:
         if resume is not None and resume.image_state:
             stage.pool.state.update(resume.image_state)
             buffers.load_image_state(stage)
-        self._pool = buffers.pool(stage, self.batch_size)
         self._plan = buffers.plan(self.steps, self.batch_size)
         context = _Context(self, runtime, self._forward)
         saved = {} if resume is None else resume.extensions
         attached = (extension.attach(context, saved) for extension in phase.extensions)
         self._hooks: list[StepHooks] = [hooks for hooks in attached if hooks is not None]
+        self._mixing = [hooks for hooks in self._hooks if type(hooks).change_images is not StepHooks.change_images]
+        parts = [self._part(size) for size in {self.batch_size, self._last}]
+        self._pool = buffers.pool(stage, max(part.stop - part.start for part in parts))
         self._streams = _stream_slices(phase)
         self._weights, self._counter = buffers.weights(phase.weights), buffers.counter
         self._history, lr = buffers.history, learning_rates(phase.training, self.steps)
@@ -197,11 +199,12 @@ class PhaseLoop:
             self.phase.augment,
             self.phase.extensions,
             self._runtime.image_size,
+            self._runtime.buffers.photographs is not None,
         )
         self._feeding.close()
         self._plan.load(plan)
-        sizes = [*[self.batch_size] * (self.steps - 1), self._last] * ahead
-        feeding = self._runtime.buffers.feeding(self._stage, self._plan, plan.rows, sizes, self.step)
+        parts = [*[self._part(self.batch_size)] * (self.steps - 1), self._part(self._last)] * ahead
+        feeding = self._runtime.buffers.feeding(self._stage, self._plan, plan, parts, self.step)
         self._next_images = self._feeding.enter_context(feeding)
         for hooks in self._hooks:
             hooks.load_plan(plan, self._planned)
@@ -260,15 +263,18 @@ class PhaseLoop:
         (values.sum() if is_collected else part * values.sum()).backward()
         return self._forward.optimiser.sum_over(processes, part * values.detach())
 
+    def _part(self, size: int) -> slice:
+        """The images of a batch of that size that this process reads: its own, or all, if an extension mixes them."""
+        return slice(0, size) if self._mixing else self._processes.share(size).own
+
     def _images(self, size: int) -> Tensor:
         """The augmented images of the batch that the counter is at, of which this process takes its part."""
         phase, forward, share = self.phase, self._forward, self._processes.share(size)
-        mixed = [hooks for hooks in self._hooks if type(hooks).change_images is not StepHooks.change_images]
-        if share.is_split and not mixed:
+        if share.is_split and not self._mixing:
             own = self._plan.part(self._counter, share.own)
             return forward.images(self._pool, own, self._runtime.buffers.first_step, share.count, phase.augment)
         images = forward.images(self._pool, self._plan, self._counter, size, phase.augment)
-        for hooks in mixed:
+        for hooks in self._mixing:
             images = hooks.change_images(images)
         return images[share.own] if share.is_split else images
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,7 +13,8 @@ from engram.contract.extension import Extension
 from engram.contract.schedules import learning_rates
 from engram.contract.settings import Training
 from engram.core.rng import generator
-from engram.data.augment import Augmentation, Draws, draw, identity_draws
+from engram.data.augment import CENTRE, Augmentation, Draws, draw, identity_draws
+from engram.data.planned_crops import draw_numbers
 
 
 def plan_epochs(
@@ -25,6 +27,7 @@ def plan_epochs(
     augmented: bool = True,
     extensions: Sequence[Extension] = (),
     image_size: tuple[int, int] | None = None,
+    photographs: bool = False,
 ) -> BatchPlan:
     """The plan of some epochs over these rows, on the CPU; the same arguments give the same plan.
 
@@ -33,6 +36,7 @@ def plan_epochs(
     augmented: each image is augmented at random, else used unchanged.
     extensions: those with a stream put its images first in each batch.
     image_size: of images as the network sees them, for an augmentation with a policy.
+    photographs: random crops come from the original photographs, before an image is on the device.
 
     If the last batch of an epoch is smaller, its row of the plan ends in zeros.
     """
@@ -52,21 +56,39 @@ def plan_epochs(
         grid = torch.zeros(steps * size, dtype=torch.int64)
         grid[:used] = shuffled[:used]
         grids.append(grid.view(steps, size))
-    parts, drawn = [torch.cat(grids)], [draws(size)]
+
+    def crops(count: int, *stream: str) -> Tensor:
+        generators = (generator(seed, "crops", *purpose, *stream, epoch) for epoch in epochs)
+        return torch.cat([draw_numbers((steps, count), each) for each in generators])
+
+    is_cropped = photographs and augmented
+    parts, drawn, cropped = [torch.cat(grids)], [draws(size)], [crops(size)] if is_cropped else []
     for extension in reversed(extensions):
         stream = extension.stream()
         if stream is not None:
             name, count = stream
             parts.insert(0, extension.stream_rows(epochs, steps, purpose, seed))
             drawn.insert(0, draws(count, name))
+            if is_cropped:
+                cropped.insert(0, crops(count, name))
     lr = learning_rates(training, steps)[epochs.start * steps : epochs.stop * steps]
-    return BatchPlan(torch.cat(parts, dim=1), Draws.joined(drawn, dim=1), lr)
+    plan = BatchPlan(torch.cat(parts, dim=1), Draws.joined(drawn, dim=1), lr)
+    return _of_whole_images(plan, torch.cat(cropped, dim=1)) if is_cropped else plan
 
 
 def plan_sweep(
-    augmentation: Augmentation, rows: Tensor, size: int, stage: int, seed: int, image_size: tuple[int, int]
+    augmentation: Augmentation,
+    rows: Tensor,
+    size: int,
+    stage: int,
+    seed: int,
+    image_size: tuple[int, int],
+    photographs: bool = False,
 ) -> BatchPlan:
-    """A plan with every row once, shuffled, in batches of `size`; the last one is padded with zeros."""
+    """A plan with every row once, shuffled, in batches of `size`; the last one is padded with zeros.
+
+    photographs: as for `plan_epochs`.
+    """
     draws = draw(augmentation, (len(rows),), generator(seed, "augment", "sweep", stage), image_size)
     order = torch.randperm(len(rows), generator=generator(seed, "shuffle", "sweep", stage))
     steps = -(-len(rows) // size)
@@ -76,4 +98,13 @@ def plan_sweep(
         padded[: len(values)] = values[order]
         return padded.view(steps, size, *values.shape[1:])
 
-    return BatchPlan(grid(rows), Draws(*map(grid, draws.tensors())), torch.zeros(steps))
+    plan = BatchPlan(grid(rows), Draws(*map(grid, draws.tensors())), torch.zeros(steps))
+    if not photographs:
+        return plan
+    return _of_whole_images(plan, grid(draw_numbers((len(rows),), generator(seed, "crops", "sweep", stage))))
+
+
+def _of_whole_images(plan: BatchPlan, crops: Tensor) -> BatchPlan:
+    """The plan with crops of photographs: on the device they are whole images, of the size that the network sees."""
+    whole = torch.full_like(plan.draws.top, CENTRE)
+    return replace(plan, draws=replace(plan.draws, top=whole, left=whole), crops=crops)

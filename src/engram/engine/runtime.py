@@ -37,7 +37,7 @@ class Runtime(Compute):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.capture = self.device.type == "cuda"
-        self.buffers = DeviceBuffers(self.device, self.augmentation.pad, self.augmentation.numbers)
+        self.buffers = DeviceBuffers(self.device, self.augmentation.pad, self.augmentation.numbers, self.image_size)
         self._forward: Forward | None = None
         self._recordings: dict[Hashable, tuple[object, CapturedStep | None]] = {}
         self._memory: GraphMemory | None = None  # that the recordings share

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from engram.contract import Phase
+from engram.contract import Method, Phase
 from engram.contract.learner import Learner
 from engram.core.errors import EngramError, UnknownNameError, option
 from engram.core.memory_limits import MAX_SHARE, UNCHECKED_BYTES, free_device_memory
+from engram.data.photographs import Photographs, decoding_threads
+from engram.data.stage import Samples
+from engram.data.store import ImageStore
 from engram.engine import Engine
 from engram.engine.image_feed import RING_BATCHES, STAGED_BATCHES
 from engram.engine.runtime import RECORDINGS
+from engram.experiment.run_config import RunConfig
 from engram.nn.network import Network
 
 ImagePlacement = Literal["auto", "resident", "streamed"]
@@ -55,6 +59,49 @@ def check_placement(asked: str, phases: Sequence[Phase]) -> None:
         )
 
 
+def photographs_of(config: RunConfig, store: ImageStore) -> Photographs | None:
+    """The photographs that training crops from, if the configuration asks for them; refuses images without them."""
+    if config.data.crops != "photograph":
+        return None
+    if store.photographs is None:
+        raise EngramError(
+            f"{option('crops', 'photograph')} needs the files of the images, which the images that were given do not "
+            "have; give load_store(config.data) or the folder of ImageNet, or leave it out"
+        )
+    if config.augmentation.view is None:
+        raise EngramError(
+            f"{option('crops', 'photograph')} needs an augmentation that resizes its crops, but augmentation.view is "
+            "none; give it a share, as the ImageNet recipes do (0.875), or leave out the crops"
+        )
+    return store.photographs
+
+
+def check_photographs(asked: str, method: Method, phases: Sequence[Phase]) -> None:
+    """Refuse what cannot be trained on crops of photographs, which are decoded in every epoch."""
+    crops = option("crops", "photograph")
+    if asked == "resident":
+        raise EngramError(
+            f"{crops} decodes the images of every batch, so they cannot all stay on the device; leave out "
+            f"{option('images', 'resident')}"
+        )
+    if needs_all_images(phases):
+        raise EngramError(
+            "this method looks for neighbours among all images of a stage on the device, so its crops cannot come from "
+            f"the photographs; leave out {crops}"
+        )
+    if method.changes_images:
+        refuse_changed_images(method)
+
+
+def refuse_changed_images(method: Method, chosen: Iterable[Tensor | Samples] | None = None) -> None:
+    """Refuse exemplars that are changed images, of which there is no photograph. chosen: None: whatever they are."""
+    if chosen is None or any(isinstance(each, Samples) for each in chosen):
+        raise EngramError(
+            f"{type(method).__name__} changes the pixels of its exemplars, of which there are no photographs to crop "
+            f"from; leave out {option('crops', 'photograph')}"
+        )
+
+
 def needs_all_images(phases: Sequence[Phase]) -> bool:
     """Whether a phase needs all images of its stage on the device."""
     return any(extension.needs_all_images for phase in phases for extension in phase.extensions)
@@ -75,6 +122,9 @@ def stage_memory(
     pad, device = engine.augmentation.pad, engine.device
     image = (size[0] + 2 * pad) * (size[1] + 2 * pad) * 3
     batch = max((phase.batches(phase.images)[1] for phase in phases if phase.images), default=1)
+    # Of several processes, each reads its part of a batch; all of it, if an extension may mix its images.
+    is_whole = any(not extension.works_on_parts for phase in phases for extension in phase.extensions)
+    read = batch if is_whole else engine.processes.share(batch).count
     parameters = sum(parameter.numel() * parameter.element_size() for parameter in learner.network.parameters())
     activations = batch * activation_bytes * STEP_FACTOR
     recordings = 1
@@ -84,8 +134,8 @@ def stage_memory(
     teacher = parameters if learner.uses_teacher else 0
     # Parameters, gradients, mask, momentum, and a rounded copy or one to record from.
     work = 5 * parameters + teacher + int(recordings * activations)
-    staging = STAGED_BATCHES * batch * image if device.type == "cuda" else 0
-    return StageMemory(images * image, RING_BATCHES[device.type] * batch * image, staging, work)
+    staging = STAGED_BATCHES * read * image if device.type == "cuda" else 0
+    return StageMemory(images * image, RING_BATCHES[device.type] * read * image, staging, work)
 
 
 def count_activation_bytes(engine: Engine, network: Network) -> float:
@@ -112,16 +162,20 @@ def place_images(
     phases: Sequence[Phase],
     subject: str,
     memory: StageMemory,
+    decoded: bool = False,
 ) -> tuple[Literal["resident", "streamed"], str]:
     """Where to put the images of a stage, and a sentence about it.
 
     asked: "auto" streams them if they do not fit into most of the device's free memory together with the work.
-    subject: the images, for the sentence.
+    subject: the images, for the sentence. decoded: they are decoded in every epoch, which only works batch by batch.
     """
     free = free_device_memory(engine.device) + engine.buffers.image_bytes
     where = "on the GPU" if engine.device.type == "cuda" else "of memory"
     reason = "as asked"
-    if asked == "auto":
+    if decoded:
+        threads = decoding_threads()
+        reason, asked = f"and decoded in every epoch, by {threads} thread{'s' * (threads > 1)}", "streamed"
+    elif asked == "auto":
         asked = "resident" if memory.device("resident") <= MAX_SHARE * free else "streamed"
         taken = f"{memory.images / 1e9:.1f} GB of images and about {memory.work / 1e9:.1f} GB for the steps"
         reason = f"{taken}; {free / 1e9:.1f} GB are free {where}"
@@ -136,7 +190,7 @@ def place_images(
         )
         return "resident", f"{subject} are all {where.replace('of', 'in')} ({reason})"
     _refuse_too_many(memory.ring, free, "the batches that are streamed need", where, "use smaller batches")
-    return "streamed", f"{subject} are streamed batch by batch ({reason})"
+    return "streamed", f"{subject} are streamed batch by batch {reason if decoded else f'({reason})'}"
 
 
 def _refuse_too_many(need: int, free: int, subject: str, where: str, advice: str) -> None:

@@ -119,7 +119,10 @@ class RunConfig(LearnerConfig):
         """Return the configuration as plain data; these defaults are left out, as in files of earlier versions."""
         left_out = [name for name in ("blurry", "repeat") if not getattr(self, name)]
         left_out += ["norms"] if self.norms == "synchronised" else []
-        return {key: value for key, value in super().to_plain().items() if key not in left_out}
+        plain = {key: value for key, value in super().to_plain().items() if key not in left_out}
+        if self.data.crops == "square":
+            del plain["data"]["crops"]
+        return plain
 
     def fingerprint(self) -> str:
         """Return a short digest of everything but the recipe's name and the path of the images."""

@@ -19,7 +19,7 @@ from engram.data.sources.load import DataConfig, load_store
 from engram.data.store import ImageStore
 from engram.experiment.base_cache import StageCache, which_cache
 from engram.experiment.execution import RunExecution
-from engram.experiment.image_placement import ImagePlacement
+from engram.experiment.image_placement import ImagePlacement, photographs_of
 from engram.experiment.learner_config import resolve_device
 from engram.experiment.progress_display import show_progress
 from engram.experiment.recipes import named_by_recipe
@@ -103,6 +103,11 @@ def resume(
                 f"{option('data')}"
             )
         session = Session(config, store, images, processes)
+        if session.photographs is not None and session.photographs.digest != manifest.data.photographs:
+            raise EngramError(
+                f"the photographs are not those that the run in {path} started with (their names or sizes differ); "
+                f"give the same folder with {option('data')}"
+            )
         check_same(session)
         recorded = (manifest.order.class_ids, manifest.stage_sizes)
         if (tuple(session.stream.order), tuple(session.stream.sizes)) != recorded:
@@ -133,6 +138,7 @@ def check_same(session: Session) -> None:
         "images (by their digest)": session.fingerprint,
         "code (by its digest)": f"{code_digest(session.method)} {own_code(config.code_versions())}",
         "version of torch": torch.__version__,
+        "photographs (by their digest)": "-" if session.photographs is None else session.photographs.digest,
         "number of CPU threads": str(torch.get_num_threads() if session.engine.device.type == "cpu" else "-"),
     }
     session.processes.check_equal(values, "has another {name}")
@@ -184,6 +190,7 @@ def settle(config: RunConfig, store: ImageStore) -> RunConfig:
             f"the configuration has a held-out share of {asked:g}, but the images that were given have {has}; "
             f"give store.holdout({asked:g}, seed=0), or leave out data.holdout"
         )
+    photographs_of(config, store)
     # run.json must not name images that were not used, nor present held-out images as the test split.
     data = config.data if store.origin == config.data.name else DataConfig(store.origin)
     config = replace(config, data=replace(data, holdout=store.held_out))
@@ -241,6 +248,7 @@ def _manifest(session: Session) -> dict[str, Any]:
             "test_images": len(store.test),
             "skipped": list(store.skipped),
             "fingerprint": session.fingerprint,
+            **({} if session.photographs is None else {"photographs": session.photographs.digest}),
         },
         "order": {"name": config.order, "class_ids": list(stream.order)},
         "stage_sizes": list(stream.sizes),

@@ -29,8 +29,10 @@ from engram.engine import Engine
 from engram.experiment.image_placement import (
     ImagePlacement,
     StageMemory,
+    check_photographs,
     check_placement,
     count_activation_bytes,
+    photographs_of,
     place_images,
     stage_memory,
 )
@@ -88,6 +90,7 @@ class Session:
         device, precision = resolve_device(config.device, config.precision)
         seen = config.augmentation.view_size(store.image_size)
         self.engine = Engine(torch.device(device), precision, config.augmentation, seen, processes, config.norms)
+        self.photographs = self.engine.buffers.photographs = photographs_of(config, store)
         kept = store.train.images
         memory = Memory(config.memory, kept if is_mapped(kept) else None)
         mean, std = self.normalisation
@@ -148,6 +151,8 @@ class Session:
         }
         if self.processes.count > 1:  # the last bits of sums depend on it
             key["processes"] = [self.processes.count, self.config.norms]
+        if self.photographs is not None:  # the fingerprint is that of the stored squares
+            key["photographs"] = self.photographs.digest
         if self.config.weights is not None:
             key["weights"] = self.config.weights.digest
         if self.config.blurry or self.config.repeat:
@@ -171,14 +176,20 @@ class Session:
 
     def _place(self, index: int, count: int) -> None:
         """Decide where the images of a stage are while it is trained."""
-        engine, size = self.engine, self.store.image_size
+        engine, size, decoded = self.engine, self._streamed_size, self.photographs is not None
         self.placed = ("resident", None)
-        if self.images == "streamed" or count * size[0] * size[1] * 3 >= UNCHECKED_BYTES:
+        if self.images == "streamed" or decoded or count * size[0] * size[1] * 3 >= UNCHECKED_BYTES:
             phases = self._outlined_phases(index)
             memory = stage_memory(engine, self.learner, phases, count, size, self._activation_bytes)
-            subject = f"stage {index}: {count:,} images of {size[1]}x{size[0]} pixels"
-            self.placed = place_images(self.images, engine, phases, subject, memory)
+            kind = "photographs" if decoded else f"images of {size[1]}x{size[0]} pixels"
+            subject = f"stage {index}: {count:,} {kind}"
+            self.placed = place_images(self.images, engine, phases, subject, memory, decoded)
         engine.buffers.streamed = self.placed[0] == "streamed"
+
+    @property
+    def _streamed_size(self) -> tuple[int, int]:
+        """Height and width of images on the device."""
+        return self.store.image_size if self.photographs is None else self.engine.image_size
 
     def _images_of(self, source: Source, rows: np.ndarray) -> Pixels:
         """Images of the data set: a copy if they are few, else rows that are read where they are used."""
@@ -190,9 +201,8 @@ class Session:
     def memory_of(self, plan: StagePlan) -> StageMemory:
         """The memory that a planned stage needs."""
         phases = self._outlined_phases(plan.stage)
-        return stage_memory(
-            self.engine, self.learner, phases, plan.images, self.store.image_size, self._activation_bytes
-        )
+        size = self._streamed_size
+        return stage_memory(self.engine, self.learner, phases, plan.images, size, self._activation_bytes)
 
     @cached_property
     def _activation_bytes(self) -> float:
@@ -221,6 +231,8 @@ class Session:
             plans.append(StagePlan(index, names, new.stop, images, int(kept.sum()), planned))
         try_parts(seen, self.config.settings, self.config.memory)
         check_placement(self.images, seen)
+        if self.photographs is not None:
+            check_photographs(self.images, self.method, seen)
         return plans
 
     def _planned_exemplars(self, index: int) -> np.ndarray:

@@ -28,6 +28,7 @@ from engram.data.memory import MemoryConfig, try_selection
 from engram.data.stage import Stage
 from engram.engine import Engine, PhaseLoop, PhaseState
 from engram.experiment.feature_pass import FeaturePass, FeaturesTaken
+from engram.experiment.image_placement import refuse_changed_images
 from engram.nn.network import Network, Part
 from engram.runs.checked import Source, checked
 from engram.runs.stored_run import StagePosition
@@ -243,7 +244,10 @@ class StageWork:
             method.finish(learner, stage, engine)
         yield Working(stage.index, self.stages, "exemplars")
         with self.timed("exemplars"):
-            learner.memory.update(stage.pool, method.exemplars(learner, stage, engine), stage.num_seen)
+            chosen = method.exemplars(learner, stage, engine)
+            if engine.buffers.photographs is not None:
+                refuse_changed_images(method, chosen.values())
+            learner.memory.update(stage.pool, chosen, stage.num_seen)
             if need_means(method.predictors):
                 learner.class_means = class_means(learner, engine)
             learner.snapshot_teacher()

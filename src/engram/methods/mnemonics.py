@@ -215,6 +215,7 @@ class Mnemonics(RebalancingMethod[MnemonicsSettings]):
     """UCIR with tuned exemplars, and convolutions that are trained by factors."""
 
     logged_buffers = ("exemplars.changed",)
+    changes_images = True
 
     def backbone(self, backbone: Backbone) -> Backbone:
         factored = {id(weight) for weight in convolution_weights(backbone)}

@@ -28,12 +28,13 @@ class ClassOrder:
 
 @dataclass(frozen=True)
 class DataSummary:
-    """The data set of a run, as run.json describes it."""
+    """The data set of a run, as run.json describes it. photographs: digest of the files that it crops from, if any."""
 
     name: str
     fingerprint: str
     class_names: tuple[str, ...]
     image_size: tuple[Size, ...]
+    photographs: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -37,6 +37,7 @@ from engram.core.memory_limits import free_device_memory
 from engram.core.processes import ALONE
 from engram.core.torchrun import launched_rank, was_restarted
 from engram.data.image_rows import is_mapped
+from engram.data.photographs import decoding_threads
 from engram.data.sources.load import outline_store
 from engram.data.store import ImageStore
 from engram.experiment.members import refuse_other_settings
@@ -172,7 +173,9 @@ def _print_plan(config: RunConfig, store: ImageStore, place: Path, console: Cons
         stage = "base" if plan.stage == 0 else str(plan.stage)
         numbers = (f"{number:,}" for number in (plan.num_seen, plan.images, plan.exemplars))
         trained = ", ".join(f"{phase.name} {phase.epochs} x {phase.steps}" for phase in plan.phases)
-        bytes_on_device = (f"{needs.device(place) / 1e9:.2f} GB" for place in ("resident", "streamed"))
+        bytes_on_device = [f"{needs.device(place) / 1e9:.2f} GB" for place in ("resident", "streamed")]
+        if session.photographs is not None:
+            bytes_on_device[0] = "-"
         table.add_row(stage, shorten(plan.new_classes), *numbers, *bytes_on_device, trained)
     print_table(console, table)
     for line in (
@@ -193,7 +196,10 @@ def _describe_memory(session: Session, store: ImageStore, staging: int) -> list[
     what = "the GPU's memory" if device.type == "cuda" else "RAM"
     free = f"{free_device_memory(device) / 1e9:.1f} GB are free"
     pinned = f"; streaming pins {staging / 1e9:.2f} GB of RAM" if staging else ""
+    threads = decoding_threads()
+    decoded = f"training crops come from the photographs, which are decoded in every epoch, by {threads} thread"
     return [
         f"images: {images / 1e9:.2f} GB {where}{pinned}",
+        *([] if session.photographs is None else [decoded + "s" * (threads > 1)]),
         f"resident, streamed: estimated {what} of a stage with all its images there, or batch by batch; {free}",
     ]

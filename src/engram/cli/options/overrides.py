@@ -11,6 +11,7 @@ from engram.contract.settings import Role, with_role
 from engram.core.errors import EngramError, option
 from engram.core.io import typed_path
 from engram.data.memory import RESERVOIR, MemoryConfig
+from engram.data.sources.imagenet import IMAGENET
 from engram.data.sources.load import FOLDERS
 from engram.experiment.learner_config import kind_of_device, refuse_no_epochs, take_weights
 from engram.experiment.recipes import apply_changes, named_after_changes, online, recipe
@@ -124,10 +125,12 @@ def _with_data(config: RunConfig, flags: DataFlags) -> RunConfig:
         ("--image-size", flags.image_size is not None, FOLDERS),
         ("--test-fraction", flags.test_fraction is not None, ("folder",)),
         ("--skip-bad", flags.skip_bad, FOLDERS),
+        ("--crops", flags.crops == "photograph", tuple(IMAGENET)),
     ):
         if given and data.name not in takers:
-            raise EngramError(f"{flag} is for a folder of images, but {config.recipe} reads {data.name}; leave it out")
-    data = replace(data, **_given(flags, "image_size", "test_fraction", "holdout"))
+            kind = "ImageNet" if flag == "--crops" else "a folder of images"
+            raise EngramError(f"{flag} is for {kind}, but {config.recipe} reads {data.name}; leave it out")
+    data = replace(data, **_given(flags, "image_size", "test_fraction", "holdout", "crops"))
     return replace(config, data=replace(data, skip_bad=flags.skip_bad or data.skip_bad))
 
 

@@ -31,6 +31,9 @@ class DataFlags:
     """Leave out unreadable images of a folder, and name them."""
     test_fraction: Annotated[float | None, Shown("SHARE", "0.2")] = None
     """Share of a folder's images to test on, if it has no test/ or val/."""
+    crops: Annotated[Literal["square", "photograph"] | None, Shown("WHERE", OF_RECIPE)] = None
+    """Random crops of ImageNet's training images: of the stored square, or of the original photograph, as the protocol
+    does; then each is decoded in every epoch."""
     holdout: Annotated[float | None, Shown("SHARE")] = None
     """Evaluate on this share of the training images instead of the test split, for choosing settings."""
 

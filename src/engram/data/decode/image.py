@@ -137,6 +137,23 @@ def decode_protocol_square(file: Source, size: int) -> Images:
         return central_square(rgb, size, Image.Resampling.BILINEAR)
 
 
+def decode_crop(file: Source, choose: Callable[[int, int], tuple[int, int, int, int]], size: tuple[int, int]) -> Images:
+    """Decode an image as ImageNet's protocol does, and resize a part of it to (width, height), bilinear.
+
+    choose: returns left, top, right and bottom of the part, from width and height of the image.
+    """
+    with no_warnings():
+        part = _decode_part(file, choose)  # the rest of the image is freed, before the part is converted
+        rgb = part if part.mode == "RGB" else part.convert("RGB")
+        return np.asarray(rgb.resize(size, Image.Resampling.BILINEAR))
+
+
+def _decode_part(file: Source, choose: Callable[[int, int], tuple[int, int, int, int]]) -> Image.Image:
+    with _open(file) as image:
+        _check_pixels(image, image.width * image.height, 0)
+        return image.crop(choose(*image.size))
+
+
 def _check_pixels(image: Image.Image, stored: int, size: int | None) -> None:
     """Raise an error for an image that is too large. stored: number of pixels in the file."""
     longest, loaded, limit = max(image.size), image.width * image.height, Image.MAX_IMAGE_PIXELS

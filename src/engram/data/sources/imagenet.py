@@ -2,7 +2,7 @@
 
 Images are decoded once, to squares: the shorter side is resized to 256 pixels and the centre is cropped. Evaluation
 sees what the protocol prescribes (the central 224 pixels); training takes its random crops from the square instead of
-the whole photograph (docs/imagenet.md).
+the whole photograph, unless it is asked for the photographs' files (docs/imagenet.md).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from engram.core.io import data_home, reading, typed_path
 from engram.data.decode.formats import EXTENSIONS
 from engram.data.decode.image import decode_protocol_square, unreadable_error, why_unreadable
 from engram.data.decode.prefetch import Report
+from engram.data.photographs import Photographs
 from engram.data.sources.decoding import Decoding, check_files
 from engram.data.sources.image_cache import Description, FolderRecord, ImageCache, Notice, folder_name
 from engram.data.store import RGB, DataSplit, Images, ImageStore, some
@@ -56,6 +57,7 @@ def read_imagenet(
     *,
     side: int | None = None,
     skip_bad: bool = False,
+    photographs: bool = False,
     progress: Report | None = None,
     notice: Notice | None = None,
 ) -> ImageStore:
@@ -65,12 +67,13 @@ def read_imagenet(
     ----------
     name: "imagenet100" or "imagenet1000". The classes are the sorted wnids.
     skip_bad: leave out files that cannot be decoded, and list them in `skipped`.
+    photographs: also return the files of the training images, which are all listed then.
     progress: called with the number of images decoded and of all images.
     notice: called with a sentence if another process is decoding the same images, which this one waits for.
     """
     root, side = typed_path(path), SIDE if side is None else side
     cache = ImageCache(data_home() / CACHE)
-    known = _recognise(cache, name, side, root)
+    known = None if photographs else _recognise(cache, name, side, root)
     description = None if known is None else _usable(cache, known.key, known.classes, skip_bad)
     if known is not None and description is not None:
         return _store(name, known.classes, description, cache.images(known.key, description.images, side))
@@ -90,7 +93,23 @@ def read_imagenet(
                 description = replace(decoding.decode(skip_bad), source=str(root.resolve()))
                 cache.finish(key, description)
     cache.remember(folder_name(name, side, root), _record(root, key, wnids, files))
-    return _store(name, wnids, description, cache.images(key, description.images, side))
+    store = _store(name, wnids, description, cache.images(key, description.images, side))
+    return replace(store, photographs=_photographs(root, files["train"], store)) if photographs else store
+
+
+def _photographs(root: Path, files: Sequence[_File], store: ImageStore) -> Photographs:
+    """Return the files of the training images, which are in the order of the files without those that were skipped."""
+    skipped = set(store.skipped)
+    kept = [file for file in files if file.path not in skipped]
+    if [file.class_id for file in kept] != store.train.class_ids.tolist():
+        raise EngramError(
+            f"{root / 'train'} has {len(kept):,} readable image files, and {len(store.train):,} images were decoded "
+            f"from it; delete the decoded images in {data_home() / CACHE} to decode them again"
+        )
+    digest = hashlib.blake2b(digest_size=16)
+    for file in kept:
+        digest.update(repr((file.path, file.size)).encode())
+    return Photographs(root.resolve(), tuple(file.path for file in kept), digest.hexdigest())
 
 
 def _usable(cache: ImageCache, key: str, wnids: Sequence[str], skip_bad: bool) -> Description | None:
@@ -138,7 +157,9 @@ def _attempt(root: Path, side: int, path: str) -> Images | EngramError:
         return error
 
 
-def outline_imagenet(name: str, path: str | Path, side: int | None, skip_bad: bool) -> tuple[ImageStore, str] | None:
+def outline_imagenet(
+    name: str, path: str | Path, side: int | None, skip_bad: bool, photographs: bool = False
+) -> tuple[ImageStore, str] | None:
     """Return ImageNet with blank images, to plan a run, and what decoding it takes; None if it is decoded already."""
     root, side = typed_path(path), SIDE if side is None else side
     cache = ImageCache(data_home() / CACHE)
@@ -154,7 +175,8 @@ def outline_imagenet(name: str, path: str | Path, side: int | None, skip_bad: bo
     outline = Description(count, side, counts, fingerprint="not decoded")
     blank = np.broadcast_to(np.zeros((1, side, side, 3), np.uint8), (count, side, side, 3))
     takes = f"{count:,} images of {side}x{side} pixels into {cache.folder}, about {count * side**2 * 3 / 1e9:.2g} GB"
-    return _store(name, wnids, outline, blank), takes
+    store = _store(name, wnids, outline, blank)
+    return (replace(store, photographs=_photographs(root, files["train"], store)) if photographs else store), takes
 
 
 def _store(name: str, wnids: Sequence[str], description: Description, images: Images) -> ImageStore:
