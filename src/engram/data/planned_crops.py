@@ -1,4 +1,4 @@
-"""What a streamed step sees if crops come from photographs: planned crops of files, or the centres of stored images.
+"""Images of a streamed step if crops come from photographs: planned crops of files, or centres of stored images.
 
 Legend: K planned images, N images.
 """
