@@ -122,11 +122,12 @@ def stage_memory(
     pad, device = engine.augmentation.pad, engine.device
     image = (size[0] + 2 * pad) * (size[1] + 2 * pad) * 3
     batch = max((phase.batches(phase.images)[1] for phase in phases if phase.images), default=1)
-    # Of several processes, each reads its part of a batch; all of it, if an extension may mix its images.
+    # Of several processes, each computes and reads its part of a batch; it reads all, if an extension may mix images.
+    own = engine.processes.share(batch).count
     is_whole = any(not extension.works_on_parts for phase in phases for extension in phase.extensions)
-    read = batch if is_whole else engine.processes.share(batch).count
+    read = batch if is_whole else own
     parameters = sum(parameter.numel() * parameter.element_size() for parameter in learner.network.parameters())
-    activations = batch * activation_bytes * STEP_FACTOR
+    activations = own * activation_bytes * STEP_FACTOR
     recordings = 1
     if engine.capture and not engine.shares_memory:
         sizes = sum(len({*phase.batches(phase.images)[1:]}) for phase in phases if phase.images)
