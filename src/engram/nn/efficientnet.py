@@ -42,9 +42,15 @@ class SamePadConv(nn.Conv2d):
         down, across = (
             max((math.ceil(size / stride) - 1) * stride + kernel - size, 0) for size in (input.shape[2], input.shape[3])
         )
-        if down or across:
-            input = F.pad(input, (across // 2, across - across // 2, down // 2, down - down // 2))
-        return super().forward(input)
+        even = down // 2, across // 2
+        if down % 2 or across % 2:
+            input, even = F.pad(input, (across // 2, across - across // 2, down // 2, down - down // 2)), (0, 0)
+        return F.conv2d(input, self.weight, self.bias, self.stride, even, self.dilation, self.groups)
+
+
+def _relu6(x: Tensor) -> Tensor:
+    """ReLU6 in place: nothing else reads what it changes, and a map of a photograph is large."""
+    return F.relu6(x, inplace=True)
 
 
 def _norm(channels: int) -> nn.BatchNorm2d:
@@ -68,8 +74,8 @@ class InvertedBottleneck(nn.Module):
         self.expands = expansion > 1
 
     def forward(self, x: Tensor) -> Tensor:
-        out = F.relu6(self.bn0(self.expand_conv(x))) if self.expands else x
-        out = F.relu6(self.bn1(self.depthwise_conv(out)))
+        out = _relu6(self.bn0(self.expand_conv(x))) if self.expands else x
+        out = _relu6(self.bn1(self.depthwise_conv(out)))
         out = self.bn2(self.project_conv(out))
         return out + x if self.has_shortcut else out
 
@@ -112,13 +118,13 @@ class EfficientNetLite(Backbone):
         return None if published.startswith("_fc.") else re.sub(r"(^|\.)_", r"\1", published)
 
     def forward(self, x: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-        x = F.relu6(self.bn0(self.conv_stem(x)))
+        x = _relu6(self.bn0(self.conv_stem(x)))
         maps: list[Tensor] = []
         for number, block in enumerate(self.blocks, start=1):
             x = block(x)
             if number in self._ends:
                 maps.append(x)
-        x = F.relu6(self.bn1(self.conv_head(x)))
+        x = _relu6(self.bn1(self.conv_head(x)))
         return (*maps, x), x.mean(dim=(2, 3))
 
 
