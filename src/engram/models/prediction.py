@@ -16,10 +16,10 @@ from engram.models.doubt import Doubt
 from engram.models.inputs import file_side
 from engram.models.model import Model, refuse_not_finite
 
-# Pixels in a batch. On a CPU larger batches are slower: tens of megabytes are freed and allocated again each time.
-# On a GPU smaller ones are slower: it finishes them before Python has launched the next one.
+# Pixels in a batch, and the fewest images. On a CPU, EfficientNet-Lite0 reads four images of 224x224 pixels in two thirds
+# of the time of four single ones. On a GPU small batches are slow: it finishes each before Python launches the next.
 BATCH_PIXELS = {"cpu": 64 * 32 * 32, "cuda": 4096 * 32 * 32}
-FEWEST_ROUNDED = 4
+FEWEST = {"cpu": 4, "cuda": 1}
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,9 +107,7 @@ def default_batch(model: Model) -> int:
     """Return the number of images per batch that is fastest on the device."""
     height, width = model.config.image_size
     device = model.engine.device.type
-    # On a CPU the weights are rounded to bfloat16 again for every batch.
-    least = FEWEST_ROUNDED if device == "cpu" and model.engine.precision == "bf16" else 1
-    return max(least, BATCH_PIXELS[device] // (height * width))
+    return max(FEWEST[device], BATCH_PIXELS[device] // (height * width))
 
 
 class Mistake(NamedTuple):
