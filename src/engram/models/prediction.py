@@ -16,8 +16,8 @@ from engram.models.doubt import Doubt
 from engram.models.inputs import file_side
 from engram.models.model import Model, refuse_not_finite
 
-# Pixels in a batch, and the fewest images. On a CPU, EfficientNet-Lite0 reads four images of 224x224 pixels in two thirds
-# of the time of four single ones. On a GPU small batches are slow: it finishes each before Python launches the next.
+# Pixels in a batch, and the fewest images. On a CPU, EfficientNet-Lite0 reads four images of 224x224 pixels together in
+# two thirds of the time. On a GPU small batches are slow: it finishes each before Python launches the next.
 BATCH_PIXELS = {"cpu": 64 * 32 * 32, "cuda": 4096 * 32 * 32}
 FEWEST = {"cpu": 4, "cuda": 1}
 
