@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import errno
 import io
 import json
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import metadata
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,11 +28,13 @@ import torch
 from PIL import Image
 
 from engram import ImageStore, read_mini, recipe
+from engram.cli import options as cli_options
 from engram.cli.commands.run_common import follow_run
 from engram.cli.commands.setup import check_torch
 from engram.cli.main import main
+from engram.cli.options.all_commands import COMMANDS
 from engram.cli.options.overrides import configure
-from engram.cli.options.runs import COMMANDS, RunningFlags
+from engram.cli.options.runs import RunningFlags
 from engram.cli.parser import parse
 from engram.cli.signals import Interrupt
 from engram.cli.text import make_console
@@ -1155,3 +1158,14 @@ def test_demo_compares_four_methods_and_writes_the_report(
     assert engram("demo").err == "engram: the demo in runs/demo is finished; this one goes to runs/demo-2\n"
     (tmp_path / "runs/demo/report.html").unlink()
     assert "the demo in runs/demo was stopped; " in engram("demo").err
+
+
+@pytest.mark.parametrize("name", ["models", "model_changes", "runs"])
+def test_descriptions_of_options_are_on_one_line_of_the_source(name: str) -> None:
+    """tyro would keep the line breaks of others; they are an `arg(help=...)`."""
+    module = ast.parse(Path(cli_options.__path__[0], f"{name}.py").read_text())
+    classes = [each for each in module.body if isinstance(each, ast.ClassDef)]
+    assert classes
+    for field, text in chain.from_iterable(pairwise(each.body) for each in classes):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+            assert text.lineno == text.end_lineno, ast.unparse(field.target)

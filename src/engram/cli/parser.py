@@ -17,8 +17,8 @@ from typing import Annotated, Any, TextIO
 
 import tyro
 
+from engram.cli.options.all_commands import COMMANDS
 from engram.cli.options.declare import ARGUMENTS, Argument
-from engram.cli.options.runs import COMMANDS
 from engram.core.errors import EngramError, UnknownNameError, nearest, suggest
 
 ABOUT = """class-incremental learning you can use: a classifier that keeps learning new classes

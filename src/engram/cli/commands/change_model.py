@@ -12,7 +12,7 @@ from rich.console import Console
 
 from engram.cli.commands.model_common import exclude, find_label
 from engram.cli.commands.predict import check_paths, expand
-from engram.cli.options.models import Export, Merge, Move, Remove, Rename, Undo
+from engram.cli.options.model_changes import Export, Merge, Move, Remove, Rename, Undo
 from engram.cli.streams import confirmed, tell
 from engram.cli.text import back_to, count_classes, make_console, more_steps, print_line, shorten
 from engram.core.errors import EngramError

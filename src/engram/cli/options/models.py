@@ -77,9 +77,15 @@ class LessonFlags:
     """How often each image is trained on."""
     minutes: Annotated[float | None, Shown("M")] = None
     """Instead of --epochs: as many epochs as fit, estimated from the first steps."""
-    group_by: Annotated[str | None, Shown("HOW", "near-duplicates")] = None
-    """Hold out images together or not at all: folder (below the class), time=SECONDS (EXIF), or a regular expression
-    with one group that is searched in the path. Near-duplicates always stay together, unless it is none."""
+    group_by: Annotated[
+        str | None,
+        Shown("HOW", "near-duplicates"),
+        arg(
+            help="Hold out images together or not at all: folder (below the class), time=SECONDS (EXIF), or a "
+            "regular expression with one group that is searched in the path. Near-duplicates always stay "
+            "together, unless it is none."
+        ),
+    ] = None
     validate: Annotated[str | None, Shown("IMAGES")] = None
     """A folder of class folders to measure accuracy on. It is held out instead of a share of the images."""
     skip_bad: bool = False
@@ -137,9 +143,14 @@ class Learn:
     hardware: HardwareFlags
     model: Annotated[str, Shown("MODEL", positional=True)]
     """The model directory; created if it does not exist."""
-    images: Annotated[str, Shown("IMAGES", positional=True)]
-    """A folder with one folder of images per class, named after the class; or a table of paths and labels (.csv, .tsv,
-    .jsonl, .parquet)."""
+    images: Annotated[
+        str,
+        Shown("IMAGES", positional=True),
+        arg(
+            help="A folder with one folder of images per class, named after the class; or a table of paths and "
+            "labels (.csv, .tsv, .jsonl, .parquet)."
+        ),
+    ]
     by_class: bool = False
     """Print accuracy before and after for each class."""
     track: Track = ()
@@ -164,22 +175,36 @@ class Predict:
     """
 
     hardware: HardwareFlags
-    model: Annotated[str, Shown("MODEL", positional=True)]
-    """The model directory, the directory of a finished run, or a file of 'engram export', which onnxruntime computes:
-    faster for large images on a CPU."""
+    model: Annotated[
+        str,
+        Shown("MODEL", positional=True),
+        arg(
+            help="The model directory, the directory of a finished run, or a file of 'engram export', which "
+            "onnxruntime computes: faster for large images on a CPU."
+        ),
+    ]
     paths: Annotated[tuple[str, ...], Shown("PATH [PATH ...]", positional=True)]
     """Files, folders, patterns such as 'inbox/*.png', or - to read paths from standard input, one per line."""
     top: Annotated[int, Shown("K")] = 1
     """Print the K most probable classes of each image."""
     by: Predictor = None
-    unknown: Annotated[float | None, Shown("RATE")] = None
-    """Print 'unknown' or 'known' before the class. RATE is the share of images of known classes that are called unknown
-    by mistake, such as 0.05, measured on held-out images."""
+    unknown: Annotated[
+        float | None,
+        Shown("RATE"),
+        arg(
+            help="Print 'unknown' or 'known' before the class. RATE is the share of images of known classes that are "
+            "called unknown by mistake, such as 0.05, measured on held-out images."
+        ),
+    ] = None
     batch: Annotated[int | None, Shown("N", "by the image size")] = None
     """Images per batch."""
-    bf16: bool = False
-    """Compute in bfloat16 on a CPU too: about twice as fast for large images where the processor has AMX; the
-    probabilities change a little."""
+    bf16: Annotated[
+        bool,
+        arg(
+            help="Compute in bfloat16 on a CPU too: about twice as fast for large images where the processor has "
+            "AMX; the probabilities change a little."
+        ),
+    ] = False
     quiet: bool = False
     """Show no progress bar."""
     json: bool = False
@@ -221,9 +246,13 @@ class Evaluate:
     """Write an HTML page with the confusion matrix."""
     strangers: Annotated[str | None, Shown("FOLDER")] = None
     """A folder of images of other things: how well the model tells them from images of its classes."""
-    bf16: bool = False
-    """Compute in bfloat16 on a CPU too: about twice as fast for large images where the processor has AMX; the
-    probabilities change a little."""
+    bf16: Annotated[
+        bool,
+        arg(
+            help="Compute in bfloat16 on a CPU too: about twice as fast for large images where the processor has "
+            "AMX; the probabilities change a little."
+        ),
+    ] = False
     quiet: bool = False
     """Print only the accuracy."""
     json: Json = False
@@ -256,120 +285,6 @@ class Check:
 
 
 @options
-class Remove:
-    """Remove classes from a model: their rows, exemplars and held-out images are deleted from its files.
-
-    Either all of them are removed or none. The scores of the other classes do not change
-    (with lda: they become those of a model that never learned these). Write -- before a name that
-    begins with a dash. With --images, single images are removed instead: every exemplar and held-out image that equals
-    one of these files, resized to the model's image size. The exit status is 1 if none is found.
-
-    For example:
-        engram remove model cat
-        engram remove model --yes -- -cat
-        engram remove model --images photos/cat/0003.jpg withdrawn
-        engram remove model cat --no-undo
-    """
-
-    model: ModelDirectory
-    classes: Annotated[tuple[str, ...], Shown("CLASS [CLASS ...]", positional=True)]
-    """The class or classes; with --images, image files, folders or patterns."""
-    images: bool = False
-    """Remove single images instead of classes. This cannot be undone."""
-    no_undo: bool = False
-    """Delete all earlier states that are kept for 'engram undo', so that nothing of the classes is left."""
-    drop_learning: DropLearning = False
-    yes: Yes = False
-    quiet: Quiet = False
-    json: Json = False
-
-
-@options
-class Rename:
-    """Rename a class of a model; its scores, its images and everything else stay the same.
-
-    A name that another class has, or that differs from one only in case (dog, Dog), is refused. Write -- before a name
-    that begins with a dash.
-
-    For example:
-        engram rename model cat kitten
-        engram rename model -- -cat cat
-    """
-
-    model: ModelDirectory
-    old: Annotated[str, Shown("OLD", positional=True)]
-    """The class."""
-    new: Annotated[str, Shown("NEW", positional=True)]
-    """Its new name."""
-    drop_learning: DropLearning = False
-    quiet: Quiet = False
-    json: Json = False
-
-
-@options
-class Merge:
-    """Merge a class into another: its images become images of that class, as if they had been learned so.
-
-    This is exact with methods that keep statistics of each class (lda, bedrock); others refuse it. Write -- before a
-    name that begins with a dash.
-
-    For example:
-        engram merge model kitten cat
-    """
-
-    model: ModelDirectory
-    name: Annotated[str, Shown("CLASS", positional=True)]
-    """The class, which is gone afterwards."""
-    into: Annotated[str, Shown("INTO", positional=True)]
-    """The class that gets its images."""
-    drop_learning: DropLearning = False
-    quiet: Quiet = False
-    json: Json = False
-
-
-@options
-class Move:
-    """Move images to another class, for example because their label was wrong.
-
-    The images are those that the model learned or kept, found by their pixels. With lda it is as if they had been
-    learned as the other class. Other methods move the pictures that they kept, and keep in their weights what they
-    learned from them. The exit status is 1 if none is found.
-
-    For example:
-        engram move model --images photos/cat/0003.jpg --to dog
-    """
-
-    model: ModelDirectory
-    images: Annotated[tuple[str, ...], Shown("FILE [FILE ...]")]
-    """Image files, folders or patterns."""
-    to: Annotated[str, Shown("CLASS")]
-    """The class that they are of."""
-    drop_learning: DropLearning = False
-    quiet: Quiet = False
-    json: Json = False
-
-
-@options
-class Undo:
-    """Take the last change back, a lesson, a removal, a new name, a merge or a move: restore the whole model as it was
-    before, and print what is gone or back.
-
-    Again takes back the change before that, as long as earlier states are kept. 'engram info' shows what can be undone.
-    After 'engram remove --images' and 'engram remove --no-undo' there is nothing to undo.
-
-    For example:
-        engram undo model
-        engram undo model --yes --json
-    """
-
-    model: ModelDirectory
-    drop_learning: DropLearning = False
-    yes: Yes = False
-    quiet: Quiet = False
-    json: Json = False
-
-
-@options
 class Serve:
     """Open a page in the browser to predict with models and to teach them, and answer programs over HTTP.
 
@@ -393,9 +308,14 @@ class Serve:
     """Address to listen on; 0.0.0.0 is every address of this machine."""
     port: Annotated[int, Shown("N", "a free one")] = 0
     """Port to listen on."""
-    token: Annotated[str | None, Shown("TOKEN", "ENGRAM_TOKEN; made if one is needed")] = None
-    """Secret that requests must send as 'Authorization: Bearer TOKEN'. Other users can see it in the list of processes;
-    the variable ENGRAM_TOKEN is not seen."""
+    token: Annotated[
+        str | None,
+        Shown("TOKEN", "ENGRAM_TOKEN; made if one is needed"),
+        arg(
+            help="Secret that requests must send as 'Authorization: Bearer TOKEN'. Other users can see it in the "
+            "list of processes; the variable ENGRAM_TOKEN is not seen."
+        ),
+    ] = None
     allow_host: Annotated[UseAppendAction[tuple[str, ...]], Shown("NAME")] = ()
     """Another name that this server is reached by, such as a proxy's."""
     checkpoint_minutes: Annotated[float, Shown("M")] = 2.0
@@ -404,24 +324,3 @@ class Serve:
     """Do not open the page in a browser."""
     json: bool = False
     """Print a line of JSON with the address once the server answers."""
-
-
-@options
-class Export:
-    """Write a model's network as an ONNX file and check the file against the model in onnxruntime.
-
-    The network takes uint8 images (N, height, width, 3) and returns probabilities (N, classes); normalisation and class
-    names are included. Needs onnx and onnxruntime: pip install '.[onnx]' in the checkout.
-
-    For example:
-        engram export model model.onnx
-        engram export runs/afc-mini-b10-s5-order1-seed1 afc.onnx
-    """
-
-    model: ModelOrRun
-    out: Annotated[str, Shown("OUT.onnx", positional=True)]
-    """The file to write."""
-    by: Predictor = None
-    overwrite: bool = False
-    """Replace the file if it exists."""
-    json: Json = False

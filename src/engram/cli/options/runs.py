@@ -1,4 +1,4 @@
-"""Options of the commands that train and compare recipes, and all commands by name. Imports neither torch nor numpy."""
+"""Options of the commands that train and compare recipes. Imports neither torch nor numpy."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import Annotated, Final, Literal
 
 from tyro.conf import UseAppendAction, arg
 
-from engram.cli.options import models
 from engram.cli.options.declare import Shown, options
 from engram.cli.options.models import Json, Threads, Track
 
@@ -31,9 +30,14 @@ class DataFlags:
     """Leave out unreadable images of a folder, and name them."""
     test_fraction: Annotated[float | None, Shown("SHARE", "0.2")] = None
     """Share of a folder's images to test on, if it has no test/ or val/."""
-    crops: Annotated[Literal["square", "photograph"] | None, Shown("WHERE", OF_RECIPE)] = None
-    """Random crops of ImageNet's training images: of the stored square, or of the original photograph, as the protocol
-    does; then each is decoded in every epoch."""
+    crops: Annotated[
+        Literal["square", "photograph"] | None,
+        Shown("WHERE", OF_RECIPE),
+        arg(
+            help="Random crops of ImageNet's training images: of the stored square, or of the original photograph, as "
+            "the protocol does; then each is decoded in every epoch."
+        ),
+    ] = None
     holdout: Annotated[float | None, Shown("SHARE")] = None
     """Evaluate on this share of the training images instead of the test split, for choosing settings."""
 
@@ -48,16 +52,26 @@ class StreamFlags:
     """Number of new classes of each later stage; the last may have fewer."""
     increments: Annotated[str | None, Shown("N,N")] = None
     """New classes of each later stage, one number for each, such as 10,5,5,20; they add up to the rest."""
-    order: Annotated[str | None, Shown("ORDER", OF_RECIPE)] = None
-    """Class order: a number, seed:N, numpy:N (numpy:1993 is PyCIL's), natural, all classes by name (or by id) separated
-    by commas, or @FILE of them."""
+    order: Annotated[
+        str | None,
+        Shown("ORDER", OF_RECIPE),
+        arg(
+            help="Class order: a number, seed:N, numpy:N (numpy:1993 is PyCIL's), natural, all classes by name (or "
+            "by id) separated by commas, or @FILE of them."
+        ),
+    ] = None
     orders: Annotated[str | None, Shown("ORDER,ORDER")] = None
     """Several class orders, such as 1,2,3 or seed:1,seed:2 or @one.txt,@two.txt: one run for each."""
     memory: Annotated[str | None, Shown("BUDGET", OF_RECIPE)] = None
     """Exemplars to keep: per_class=20, total=2000, all or none."""
-    selection: Annotated[str | None, Shown("HOW", OF_RECIPE)] = None
-    """How exemplars are chosen: herding, closest (to the class mean), random, first (in the data set), reservoir (of
-    all images seen, with --memory total=N) or your own."""
+    selection: Annotated[
+        str | None,
+        Shown("HOW", OF_RECIPE),
+        arg(
+            help="How exemplars are chosen: herding, closest (to the class mean), random, first (in the data set), "
+            "reservoir (of all images seen, with --memory total=N) or your own."
+        ),
+    ] = None
     blurry: Annotated[float | None, Shown("SHARE")] = None
     """Share of each class's images that come in later stages than the class, such as 0.1."""
     repeat: Annotated[float | None, Shown("SHARE")] = None
@@ -111,9 +125,14 @@ class RunningFlags:
     """Save inside a stage every M minutes; after each stage it always saves."""
     no_cache: bool = False
     """Train the base stage even if an earlier run had the same one; 'engram list cache' shows those kept."""
-    images: Annotated[Literal["auto", "resident", "streamed"], Shown("WHERE")] = "auto"
-    """Images of a stage: all on the device (resident), or brought there batch by batch (streamed); auto streams them
-    if they do not fit. The result is the same."""
+    images: Annotated[
+        Literal["auto", "resident", "streamed"],
+        Shown("WHERE"),
+        arg(
+            help="Images of a stage: all on the device (resident), or brought there batch by batch (streamed); auto "
+            "streams them if they do not fit. The result is the same."
+        ),
+    ] = "auto"
     devices: Annotated[str | None, Shown("N,N")] = None
     """The GPUs to use, such as 0,1,2,3: several runs are spread over them."""
     track: Track = ()
@@ -233,10 +252,12 @@ class List:
     what: Annotated[
         Literal["overview", "recipes", "methods", "datasets", "backbones", "weights", "parts", "runs", "cache"],
         Shown("[WHAT]", positional=True),
+        arg(
+            help="overview (data sets, protocols and methods), recipes (all of them), methods, datasets, backbones, "
+            "weights (pretrained), parts (optimisers, schedules, exemplar selections, predictors, augmentation "
+            "policies), runs, or the cache of trained base stages and decoded images."
+        ),
     ] = "overview"
-    """overview (data sets, protocols and methods), recipes (all of them), methods, datasets, backbones, weights
-    (pretrained), parts (optimisers, schedules, exemplar selections, predictors, augmentation policies), runs, or the
-    cache of trained base stages and decoded images."""
     text: Annotated[str | None, Shown("[TEXT]", "all", positional=True)] = None
     """Only those that contain this text, such as cifar100 or icarl."""
     root: Annotated[str, Shown("DIR")] = RUNS
@@ -322,10 +343,16 @@ class Results:
         engram results summary summary.json results
     """
 
-    what: Annotated[Literal["merge", "table", "page", "summary"], Shown("WHAT", positional=True)]
-    """merge: a file of all runs, none twice. table: a row for each recipe with mean and standard deviation, as LaTeX
-    (.tex), Markdown (.md) or CSV (.csv). page: a Markdown page of the paper's tables with our numbers.
-    summary: a JSON file with mean and standard deviation of each recipe that was run unchanged."""
+    what: Annotated[
+        Literal["merge", "table", "page", "summary"],
+        Shown("WHAT", positional=True),
+        arg(
+            help="merge: a file of all runs, none twice. table: a row for each recipe with mean and standard "
+            "deviation, as LaTeX (.tex), Markdown (.md) or CSV (.csv). page: a Markdown page of the paper's "
+            "tables with our numbers. summary: a JSON file with mean and standard deviation of each recipe that "
+            "was run unchanged."
+        ),
+    ]
     out: Annotated[str, Shown("OUT", positional=True)]
     """The file to write; merge keeps the runs that are already in it."""
     inputs: Annotated[tuple[str, ...], Shown("IN [IN ...]", positional=True)]
@@ -360,13 +387,3 @@ class Doctor:
     """
 
     json: Json = False
-
-
-COMMANDS: Final[dict[str, type]] = {
-    kind.__name__.lower(): kind
-    for kind in (
-        *(Demo, models.Learn, models.Predict, models.Info, models.Evaluate, models.Check),
-        *(models.Remove, models.Rename, models.Merge, models.Move, models.Undo, models.Export, models.Serve),
-        *(Run, Submit, Resume, List, Report, Reproduce, Results, Prepare, Doctor),
-    )
-}
