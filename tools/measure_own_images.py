@@ -1,8 +1,8 @@
 """Measures learning from photographs on a pretrained network: python tools/measure_own_images.py OUT.csv NAME=FOLDER...
 
-FOLDER has the lessons lesson1, lesson2 ... and test, each with one folder of images per class. The network is
-EfficientNet-Lite0, frozen. Its features of every image, in two views, are computed once; then three class orders are
-learned in lessons (the first as the folders are, the others with the classes drawn again) by
+FOLDER has the lessons lesson1, lesson2 ... and test, each with one folder of images per class. The network is frozen,
+EfficientNet-Lite0 by default. Its features of every image, in LDA's views, are computed once; then three class orders
+are learned in lessons (the first as the folders are, the others with the classes drawn again) by
 
 - lda: the method of that name;
 - lda, 20 % held out: the same without a fifth of the images of each class, as `engram learn` does by default;
