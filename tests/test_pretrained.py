@@ -39,6 +39,7 @@ from engram.nn.efficientnet import efficientnet_lite0
 from engram.nn.imagenet_resnet import ImageNetResNet
 from engram.nn.mobilenet import LARGE, MobileNetV3
 from engram.nn.pretrained import KNOWN, find_weights, known_weights, load_weights, tensors_of
+from engram.nn.side_by_side import SideBySide
 from model_helpers import NAMES, pictures
 
 LITE0 = "efficientnet-lite0"
@@ -212,14 +213,13 @@ class LikeLibraries(Backbone):
 @pytest.mark.parametrize(
     ("make", "size"),
     [
-        (efficientnet_lite0, 33),
-        (lambda generator: ImageNetResNet((1, 2, 1, 1), True, generator), 33),
+        (lambda seed: SideBySide([efficientnet_lite0(seed), ImageNetResNet((1, 2, 1, 1), True, seed)]), 33),
         (lambda generator: MobileNetV3((*LARGE[:4], *LARGE[6:8], LARGE[10]), generator), 33),
         (lambda generator: ConvNeXt((8, 16, 24, 32), (1, 2, 1, 1), generator), 40),
         (lambda generator: DINOv2Transformer(24, 4, 2, generator), 30),
         (LikeLibraries, 32),
     ],
-    ids=["efficientnet", "resnet", "mobilenet", "convnext", "dinov2", "libraries"],
+    ids=["efficientnet beside resnet", "mobilenet", "convnext", "dinov2", "libraries"],
 )
 def test_onnxruntime_gives_the_same_embedding(make: Any, size: int) -> None:
     helper: Any = pytest.importorskip("onnx.helper", reason="engram[onnx] is not installed")

@@ -1,8 +1,8 @@
 """Measures learning from photographs on a pretrained network: python tools/measure_own_images.py OUT.csv NAME=FOLDER...
 
-FOLDER has the lessons lesson1, lesson2 ... and test, each with one folder of images per class. The network is
-EfficientNet-Lite0, frozen. Its features of every image, in two views, are computed once; then three class orders are
-learned in lessons (the first as the folders are, the others with the classes drawn again) by
+FOLDER has the lessons lesson1, lesson2 ... and test, each with one folder of images per class. The network is frozen,
+EfficientNet-Lite0 by default. Its features of every image, in LDA's views, are computed once; then three class orders
+are learned in lessons (the first as the folders are, the others with the classes drawn again) by
 
 - lda: the method of that name;
 - lda, 20 % held out: the same without a fifth of the images of each class, as `engram learn` does by default;
@@ -38,13 +38,14 @@ from engram.data.stage import Samples, content_ids
 from engram.data.store import stable_permutation
 from engram.engine import Engine
 from engram.methods import find_method
+from engram.methods.lda import LDA, LDASettings
 from engram.models.inputs import read_images
 from engram.nn.backbones import build_backbone
 from engram.nn.heads import LinearHead
 from engram.nn.network import Network
 from engram.nn.pretrained import load_weights
 
-WEIGHTS = "efficientnet-lite0"
+VIEWS = LDA(LDASettings()).feature_views()
 ORDERS = 3
 HELD_OUT = 0.2
 Scores = np.ndarray  # (N, K)
@@ -52,10 +53,10 @@ Learn = Callable[[list[tuple[np.ndarray, np.ndarray]]], Iterator[tuple[Callable[
 
 
 class Photographs:
-    """Embeddings (N, 2, D) of an image and its mirror image, classes (N,) and lessons (N,); lesson -1 is the test."""
+    """Embeddings (N, V, D) of an image in LDA's views, classes (N,) and lessons (N,); lesson -1 is the test."""
 
-    def __init__(self, folder: Path, cache: Path | None, side: int | None = None) -> None:
-        kept = None if cache is None else cache / f"{folder.name}-{side}.npz"
+    def __init__(self, folder: Path, cache: Path | None, weights: str, side: int | None = None) -> None:
+        kept = None if cache is None else cache / f"{folder.name}-{weights}-{side}.npz"
         if kept is not None and kept.is_file():
             held = np.load(kept)
             self.features, self.classes, self.lessons = held["features"], held["classes"], held["lessons"]
@@ -71,7 +72,7 @@ class Photographs:
         self.classes = np.array([names.index(label) for label in labels])
         self.lessons = np.array(lessons)
         started = time.process_time()
-        self.features = _embed(paths, side)
+        self.features = _embed(paths, weights, side)
         # Of one image, as each was read and embedded once.
         self.seconds = (time.process_time() - started) / len(paths)
         if kept is not None:
@@ -81,9 +82,9 @@ class Photographs:
             )
 
 
-def _embed(paths: list[str], side: int | None) -> np.ndarray:
-    record, tensors = load_weights(WEIGHTS)
-    backbone = build_backbone(WEIGHTS, torch.Generator())
+def _embed(paths: list[str], weights: str, side: int | None) -> np.ndarray:
+    record, tensors = load_weights(weights)
+    backbone = build_backbone(weights, torch.Generator())
     backbone.load_state_dict(tensors)
     network = Network(backbone, LinearHead(backbone.dim, 1), record.mean, record.std)
     size = (side or record.image_size, side or record.image_size)
@@ -91,7 +92,8 @@ def _embed(paths: list[str], side: int | None) -> np.ndarray:
     parts = []
     for start in range(0, len(paths), 64):
         images = torch.from_numpy(read_images(paths[start : start + 64], size))
-        views = [engine.features(network, images, mirror=mirror) for mirror in (False, True)]
+        inference = engine.inference(network)
+        views = [torch.cat([seen.embedding for seen in inference.outputs(images, view)]) for view in VIEWS]
         parts.append(torch.stack(views, dim=1).numpy())
         print(f"{start + len(images)} of {len(paths)} images", file=sys.stderr)
     return np.concatenate(parts)
@@ -196,6 +198,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("sets", nargs="+", metavar="NAME=FOLDER")
     parser.add_argument("--cache", type=Path, help="folder to keep the features in, for another call")
+    parser.add_argument("--weights", default="efficientnet-lite0", help="the network")
     parser.add_argument("--image-size", type=int, help="side of the images; by default that of the network")
     options = parser.parse_args()
     ways: dict[str, tuple[Learn, float]] = {
@@ -207,7 +210,7 @@ def main() -> None:
     rows: list[dict[str, object]] = []
     for given in options.sets:
         name, _, folder = given.partition("=")
-        data = Photographs(Path(folder), options.cache, options.image_size)
+        data = Photographs(Path(folder), options.cache, options.weights, options.image_size)
         for way, (learn, held_out) in ways.items():
             for order in range(1, ORDERS + 1):
                 rows.append({"set": name, "way": way, "order": order, **measure(data, order, learn, held_out)})

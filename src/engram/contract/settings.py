@@ -18,7 +18,8 @@ from engram.core.serialize import ADDED, to_plain
 #   correction: training of a few numbers after that
 #   variant: which reading, where a paper and its code differ
 #   distillation: weight of the distillation
-#   views: in which views an image is counted and predicted; "one" is only the image as it is
+#   views: in which views an image is counted and predicted; without mirror images it is "centre" instead of
+#       "mirror+centre", and else "one", which is only the image as it is
 Role = Literal["main", "later", "finetune", "correction", "variant", "distillation", "views"]
 MAIN_ROLES: tuple[Role, ...] = ("main", "later")
 TRAINING_ROLES: tuple[Role, ...] = ("main", "finetune", "later", "correction")

@@ -25,7 +25,7 @@ from engram.core.errors import EngramError
 from engram.methods.blocks.closed_form import AveragingNetwork, check_classes, check_tensors
 from engram.nn.backbone import Backbone
 from engram.nn.heads import Head, LinearHead
-from engram.nn.views import MIRRORED, PLAIN, View
+from engram.nn.views import CENTRE, MIRRORED, PLAIN, View
 
 # (K,) and (K, D): the number of images of each class, and the mean of their features.
 COUNTS, MEANS = "lda.counts", "lda.means"
@@ -39,7 +39,12 @@ NEGLIGIBLE = 1e-12  # length of a factor's row, relative to its longest
 # makes plain ones too confident. Held-out groceries and Tiny-ImageNet, 5 to 23 images a class: the confidence that fits
 # the accuracy is then that of a temperature between 0.9 and 1.5.
 MEAN_NOISE = 4.0
-VIEWS: dict[str, tuple[View, ...]] = {"one": (PLAIN,), "mirror": MIRRORED}
+VIEWS: dict[str, tuple[View, ...]] = {
+    "one": (PLAIN,),
+    "mirror": MIRRORED,
+    "centre": (PLAIN, CENTRE),
+    "mirror+centre": (*MIRRORED, CENTRE),
+}
 
 
 @dataclass(frozen=True)
@@ -48,13 +53,13 @@ class LDASettings(Settings):
 
     prior: weight of the assumption that all features vary alike, in images per feature: the covariance is that of the N
         images and of prior D further ones, whose features vary alike and independently. power: of the absolute value of
-        each feature; 1 leaves the features as they are. views: "one" (the image) or "mirror" (and its mirror image), in
-        the statistics and in predictions.
+        each feature; 1 leaves the features as they are. views: "one" (the image), with "mirror" also its mirror image,
+        with "centre" also its enlarged centre, in the statistics and in predictions.
     """
 
     prior: float = setting(0.5, above=0)
     power: float = setting(0.5, above=0, at_most=1)
-    views: Literal["one", "mirror"] = setting("mirror", role="views")
+    views: Literal["one", "mirror", "centre", "mirror+centre"] = setting("mirror+centre", role="views")
 
 
 class LDAHead(LinearHead):

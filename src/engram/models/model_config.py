@@ -174,7 +174,9 @@ class ModelConfig(LearnerConfig):
                 epochs_given |= path in main
         if flip is False and not isinstance(settings, Settings):
             named = {str(key) for key in settings or ()}
-            chosen = replace(chosen, **{name: "one" for name in with_role(chosen, "views") if name not in named})
+            views = {name: value for name, value in with_role(chosen, "views").items() if name not in named}
+            unmirrored = {name: "centre" if value == "mirror+centre" else "one" for name, value in views.items()}
+            chosen = replace(chosen, **unmirrored)
         refuse_no_epochs(chosen)
         augmentation = _default_augmentation(size) if augmentation is None else augmentation
         given = {name: value for name, value in (("flip", flip), ("policy", augment)) if value is not None}

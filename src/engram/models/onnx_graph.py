@@ -33,15 +33,20 @@ class Graph:
         self._pack: Any = numpy_helper
         self.nodes: list[Any] = []
         self.constants: list[Any] = []
+        self._tensors: dict[int, tuple[Tensor, str]] = {}  # by id; weights are used once for each view
 
     def constant(self, value: Any) -> str:
-        """Add a constant (a tensor, a number or a list of integers); return its name."""
+        """Add a constant (a tensor, a number or a list of integers), a tensor only once; return its name."""
+        if id(value) in self._tensors:
+            return self._tensors[id(value)][1]
         if isinstance(value, Tensor):
             array = value.detach().cpu().contiguous().numpy()
         else:
             kind = np.int64 if isinstance(value, (list, tuple)) else np.float32
             array = np.array(value, dtype=kind)
         name = f"c{len(self.constants)}"
+        if isinstance(value, Tensor):
+            self._tensors[id(value)] = value, name
         self.constants.append(self._pack.from_array(array, name))
         return name
 
