@@ -30,7 +30,7 @@ from engram.data.store import ImageStore
 from engram.engine.image_feed import ImageRing
 from engram.engine.planning import plan_epochs, plan_sweep
 from engram.experiment.run_config import RunConfig
-from engram.experiment.runner import resume
+from engram.experiment.runner import resume, settle
 from engram.experiment.session import Session
 from engram.methods.bounds import Replay
 from helpers import (
@@ -311,6 +311,14 @@ def test_what_cannot_be_trained_on_photographs_is_refused_before_it_trains(folde
     refused(
         config_of(folder, "mnemonics"), "Mnemonics changes the pixels of its exemplars.* leave out crops=photograph"
     )
+
+
+def test_images_of_another_data_set_keep_the_crops_that_were_asked_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(imagenet.IMAGENET, "imagenet100", 4)
+    store, asked = load_store(data_of(folder)), DataConfig("imagenet100", str(folder), crops="photograph")
+    assert settle(config_of(folder, data=asked), store).data == DataConfig("imagenet1000", crops="photograph")
 
 
 def test_changed_exemplars_that_a_method_did_not_announce_end_the_run(

@@ -192,7 +192,7 @@ def settle(config: RunConfig, store: ImageStore) -> RunConfig:
         )
     photographs_of(config, store)
     # run.json must not name images that were not used, nor present held-out images as the test split.
-    data = config.data if store.origin == config.data.name else DataConfig(store.origin)
+    data = config.data if store.origin == config.data.name else DataConfig(store.origin, crops=config.data.crops)
     config = replace(config, data=replace(data, holdout=store.held_out))
     return named_by_recipe(config).on_this_machine()
 
