@@ -12,7 +12,10 @@ import pytest
 
 from engram.core.errors import EngramError
 from engram.core.io import lock, parse_json, write_bytes
+from engram.core.memory_limits import keep_freed_memory
 from engram.core.safe_folder import Folder, MissingFile
+
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
@@ -88,6 +91,25 @@ def test_only_a_regular_file_is_locked(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(EngramError, match="not a regular file"):
         lock(tmp_path / "pipe")
+
+
+@pytest.mark.parametrize(("largest", "threshold"), [(2**26, 2**26), (2**25, 2**25), (0, None)])
+def test_a_c_library_that_allows_less_is_asked_for_less(
+    largest: int, threshold: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """glibc's limit was 32 MiB. If only the trim threshold is set, its own adjustment ends, and blocks are returned."""
+    settings: dict[int, int] = {}
+
+    class Library:
+        def mallopt(self, which: int, value: int) -> int:
+            if which == MMAP_THRESHOLD and value > largest:
+                return 0
+            settings[which] = value
+            return 1
+
+    monkeypatch.setattr("ctypes.CDLL", lambda _: Library())
+    keep_freed_memory()
+    assert settings == ({} if threshold is None else {MMAP_THRESHOLD: threshold, TRIM_THRESHOLD: 2**27})
 
 
 def test_freed_memory_is_used_again() -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 UNCHECKED_BYTES = 2**30  # smaller requests always pass
 MAX_SHARE = 0.9  # share of the free memory that images or weights may take
-_KEPT_BYTES = 2**26  # largest block that the C library keeps when it is freed
+_KEPT_BYTES = 2**26  # largest block that the C library keeps when it is freed, if it allows this
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 
 
@@ -62,8 +62,9 @@ def keep_freed_memory() -> None:
     """
     with suppress(OSError, AttributeError):
         library = ctypes.CDLL(None)
-        library.mallopt(_MMAP_THRESHOLD, _KEPT_BYTES)
-        library.mallopt(_TRIM_THRESHOLD, 2 * _KEPT_BYTES)
+        # Older versions of glibc refuse more than half of it. The second setting alone would return every large block.
+        if library.mallopt(_MMAP_THRESHOLD, _KEPT_BYTES) or library.mallopt(_MMAP_THRESHOLD, _KEPT_BYTES // 2):
+            library.mallopt(_TRIM_THRESHOLD, 2 * _KEPT_BYTES)
 
 
 def check_memory(
