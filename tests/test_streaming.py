@@ -152,6 +152,32 @@ def test_a_feed_passes_on_what_goes_wrong_and_ends_when_it_is_closed() -> None:
     broken.close()
 
 
+def test_the_images_of_a_batch_are_divided_among_the_threads_that_decode() -> None:
+    """A task for each image takes half as long as reading a small file, and Python runs one at a time."""
+    ring, pieces = ImageRing(CPU, 10, (2, 2), pad=0), list[int]()
+    ring.divide(10)
+    images = torch.arange(50, dtype=torch.uint8).repeat_interleave(12).view(50, 2, 2, 3)
+
+    class Watched:
+        def __init__(self, rows: torch.Tensor) -> None:
+            self.rows = rows
+
+        def __getitem__(self, rows: torch.Tensor) -> Watched:
+            return Watched(self.rows[rows])
+
+        def read_into(self, out: np.ndarray) -> None:
+            pieces.append(len(self.rows))
+            out[:] = images[self.rows].numpy()
+
+    feed = ImageFeed(ring, Watched(torch.arange(50)), list(torch.arange(50).split(10)), threads=3)
+    for step in range(5):
+        with feed.next_batch():
+            here = ring.images[ring.places(0, [slice(0, 10)] * 5, 10)[step]]
+            assert torch.equal(here, images[10 * step :][:10])
+    feed.close()
+    assert sorted(pieces) == [2] * 5 + [4] * 10
+
+
 # Several processes
 
 

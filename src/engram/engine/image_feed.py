@@ -70,8 +70,8 @@ class ImageRing:
 class ImageFeed:
     """Brings the images of some batches to a ring, in order, in a thread of its own.
 
-    batches: for each step the rows of its images. threads: of images that are decoded, each by itself; None: they are
-    copied, in one part for each of READERS. Close it when no further step is taken.
+    batches: for each step the rows of its images. threads: of images that are decoded; None: they are copied, by READERS.
+    Each batch is divided among the threads. Close it when no further step is taken.
     """
 
     def __init__(
@@ -150,8 +150,7 @@ class ImageFeed:
         ring, rows = self._ring, self._batches[number]
         if ring.is_cuda and number >= self._staged:  # the copy that used this part of the staging memory last
             ring.arrived[(self._first + number - self._staged) % ring.slots].synchronize()
-        into, parts = self._read_to(number), len(rows) if self._decodes else self._threads
-        pieces = zip(into.chunk(parts), rows.chunk(parts), strict=True)
+        pieces = zip(self._read_to(number).chunk(self._threads), rows.chunk(self._threads), strict=True)
         return [readers.submit(self._read, *piece) for piece in pieces]
 
     def _finish(self, number: int, reading: Sequence[Future[None]]) -> None:
