@@ -34,8 +34,8 @@ class DataFlags:
         Literal["square", "photograph"] | None,
         Shown("WHERE", OF_RECIPE),
         arg(
-            help="Random crops of ImageNet's training images: of the stored square, or of the original photograph, as "
-            "the protocol does; then each is decoded in every epoch."
+            help="Where random crops of ImageNet's training images come from. square: the stored images; photograph: "
+            "the original files, as in the protocol, which are then decoded in every epoch."
         ),
     ] = None
     holdout: Annotated[float | None, Shown("SHARE")] = None
