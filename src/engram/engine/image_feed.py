@@ -19,7 +19,7 @@ from engram.data.image_rows import Readable
 
 # Batches in the ring. On a GPU the host is up to 80 steps ahead of the device (see STRIDES in loop.py).
 RING_BATCHES = {"cpu": 4, "cuda": 96}
-STAGED_BATCHES = 8  # on the host in pinned memory, on their way to a GPU
+STAGED_BATCHES = 8  # on the host in pinned memory, on their way to a GPU; more than DECODED_BATCHES
 READERS = {"cpu": 1, "cuda": 4}  # threads that copy the images of a batch
 DECODED_BATCHES = 4  # decoded at the same time, so that no thread waits for the last image of a batch
 
@@ -70,8 +70,8 @@ class ImageRing:
 class ImageFeed:
     """Brings the images of some batches to a ring, in order, in a thread of its own.
 
-    batches: for each step the rows of its images. threads: of images that are decoded; None: they are copied, by READERS.
-    Each batch is divided among the threads. Close it when no further step is taken.
+    batches: for each step the rows of its images. threads: that decode the images, each a part of every batch; None:
+    the images are copied, by READERS. Close it when no further step is taken.
     """
 
     def __init__(
