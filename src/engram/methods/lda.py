@@ -90,6 +90,7 @@ class LDA(Method[LDASettings]):
     uses_teacher = False
     returning_classes = True
     keeps_statistics = True
+    lowest_temperature = 1.0
     class_buffers = (COUNTS, MEANS)
 
     def head(self, dim: int, capacity: int) -> Head:

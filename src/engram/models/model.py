@@ -331,8 +331,8 @@ class Model:
             found[by] = _accuracy(probabilities, samples)
             temperature = fit_temperature(probabilities, samples.labels.numpy()) if calibrate else None
             if temperature is not None:
-                self.temperatures[by] = temperature
-                logits[by] /= temperature
+                self.temperatures[by] = max(temperature, self.method.lowest_temperature)
+                logits[by] /= self.temperatures[by]
         self.doubts = self._fit_doubts(logits, outputs, samples.labels)
         self.classes = tuple(
             replace(known, accuracy={by: values[label] for by, values in found.items() if label in values})
