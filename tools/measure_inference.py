@@ -6,9 +6,9 @@ are passed in turn, round by round, by
 - the network alone: by torch's modules as they are, as engram runs them (channels last, norms folded, four images at
   a time), the same in bfloat16, compiled by torch, in onnxruntime, and there with 8-bit integers (weights and maps,
   calibrated on a quarter of the images);
-- commands: `engram predict`, and `engram learn` of a new model.
+- commands: `engram predict` with the model and with its exported file, and `engram learn` of a new model.
 
-A model with mirrored views passes each image twice; rates are passes a second. Of each way of the network the file
+A model passes each image once for each of its views; rates are passes a second. Of each way of the network the file
 also has the largest difference of an embedding from that of float32, relative to its length, and the share of the
 images whose class is the same.
 """
@@ -33,10 +33,12 @@ from onnxruntime import quantization
 from torch import Tensor
 
 from engram import open_model
+from engram.core.memory_limits import keep_freed_memory
 from engram.core.provenance import hardware, processor_name, versions
 from engram.data.augment import to_unit
 from engram.data.sources.folder import walk_images
 from engram.models.inputs import read_images
+from engram.models.onnx_export import export_onnx
 from engram.nn.folding import fold_norms
 
 BATCH = 4
@@ -120,6 +122,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     torch.set_grad_enabled(False)
+    keep_freed_memory()  # as the command line does
     model, _ = open_model(options.model, "cpu")
     assert model.learner is not None
     network, size = model.learner.network, model.config.image_size
@@ -129,6 +132,8 @@ def main() -> None:
     embeddings: dict[str, Tensor] = {}
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(temporary)
+        exported = work / "model.onnx"
+        export_onnx(model, exported)
         ways = ways_of(network.backbone, fold_norms(network.backbone, size), images, work)
         for number in range(options.rounds + 1):
             for name, embed in ways.items():
@@ -138,9 +143,10 @@ def main() -> None:
                 if number:  # the first one warms up
                     rates.setdefault(name, []).append(len(images) / seconds)
             if number:
-                passes = 2 * len(images)  # with the mirror image
-                seconds = command("predict", options.model, options.folder, "--quiet")
-                rates.setdefault("engram predict", []).append(passes / seconds)
+                passes = len(network.views) * len(images)
+                for name, file in (("engram predict", options.model), ("engram predict, exported", exported)):
+                    seconds = command("predict", file, options.folder, "--quiet")
+                    rates.setdefault(name, []).append(passes / seconds)
                 seconds = command("learn", work / f"model-{number}", options.folder, "--quiet")
                 rates.setdefault("engram learn", []).append(passes / seconds)
     whole = embeddings["torch, as it is"]
