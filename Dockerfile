@@ -7,7 +7,7 @@ FROM python:3.12-slim
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
 COPY src ./src
-# The pretrained weights (17 MB) are what a new model starts from. torch brings several gigabytes of CUDA, which a CPU
+# The pretrained weights (41 MB) are what a new model starts from. torch brings several gigabytes of CUDA, which a CPU
 # does not need; pytorch.org/get-started shows the arguments of pip for torch without CUDA:
 #   docker build -t engram --build-arg TORCH="ARGUMENTS" .
 ARG TORCH=torch

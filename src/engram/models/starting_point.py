@@ -10,7 +10,7 @@ from engram.methods.defaults import PRETRAINED_METHOD
 from engram.nn.pretrained import how_to_get, known_weights
 
 WEIGHTS: Final = "efficientnet-lite0"
-BETTER: Final = "efficientnet-lite0-lite2"  # used where both packages are installed
+BETTER: Final = "efficientnet-lite0-lite2"  # used where both packages are installed, as by the extra `pretrained`
 SMALLEST_SIDE: Final = 96  # in pixels; for smaller images the network is too coarse
 _CHOICES: Final = ("method", "backbone", "weights")
 _OF_TRAINING: Final = ("settings", "augmentation", "augment")

