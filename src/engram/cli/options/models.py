@@ -180,7 +180,7 @@ class Predict:
         Shown("MODEL", positional=True),
         arg(
             help="The model directory, the directory of a finished run, or a file of 'engram export', which "
-            "onnxruntime computes: faster for large images on a CPU."
+            "onnxruntime computes on the CPU."
         ),
     ]
     paths: Annotated[tuple[str, ...], Shown("PATH [PATH ...]", positional=True)]
