@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -155,7 +156,9 @@ def test_the_command_line(taught: Path, folders: Path, capsys: pytest.CaptureFix
     assert main(["evaluate", model, "known", "--strangers", "nowhere", *flags]) == 2
 
 
-def test_the_exported_network_has_the_same_doubt(taught: Path, tmp_path: Path) -> None:
+def test_the_exported_network_has_the_same_doubt(
+    taught: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("onnx")
     runtime = pytest.importorskip("onnxruntime")
     from engram.models.onnx_export import export_onnx
@@ -181,6 +184,16 @@ def test_the_exported_network_has_the_same_doubt(taught: Path, tmp_path: Path) -
     assert exported.threshold(0.1) == thresholds["0.1"]
     with pytest.raises(EngramError, match=r"0\.07: an exported model has limits for 0\.05, 0\.1, 0\.2 only"):
         exported.threshold(0.07)
+    answers: list[list[bool]] = []
+    for of in (taught, tmp_path / "m.onnx"):
+        assert main(["predict", str(of), *map(str, files), "--unknown", "0.1", "--json", "--device", "cpu"]) == 0
+        answers.append([json.loads(line)["unknown"] for line in capsys.readouterr().out.splitlines()])
+    assert answers[0] == answers[1]
+    assert set(answers[0]) == {True, False}
+    no_number = [np.full((1, 3), 1 / 3, np.float32), np.full(1, np.nan, np.float32)]
+    exported._session = SimpleNamespace(run=lambda *_: no_number)
+    with pytest.raises(EngramError, match="scores are not finite"):
+        next(exported.predict_files([str(files[0])], doubt=True))
 
 
 def test_strangers_are_refused_before_anything_is_evaluated(

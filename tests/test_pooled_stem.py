@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +15,12 @@ if DEVICE.type == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # triton looks when it is first imported, and again at each launch
 pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
 
+from engram.engine.compiled import _compiled  # noqa: E402
 from engram.kernels import pooled_stem as kernels  # noqa: E402
 from engram.kernels.pooled_stem import pooled_stem  # noqa: E402
+from engram.nn.heads import LinearHead  # noqa: E402
+from engram.nn.network import Network  # noqa: E402
+from engram.nn.resnet import BlockGroup, ResNet  # noqa: E402
 
 CHANNELS = 16
 
@@ -97,3 +102,46 @@ def test_nan_is_not_hidden() -> None:
     x[0, 0, 2, 2] = torch.nan
     norm.eval()
     assert pooled_stem(x, conv, norm).isnan().any()
+
+
+@pytest.mark.parametrize(("width", "is_ours"), [(16, True), (48, False)])
+def test_torch_compiles_the_stem_of_a_width_that_the_kernels_do_not_have(
+    width: int, is_ours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+
+    def count(images: Tensor, conv: nn.Conv2d, norm: nn.BatchNorm2d) -> Tensor:
+        calls.append(conv.out_channels)
+        return pooled_stem(images, conv, norm)
+
+    monkeypatch.setattr(kernels, "pooled_stem", count)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    backbone = ResNet([BlockGroup(width, 1, pooled=True), BlockGroup(64, 1, 2)], torch.Generator().manual_seed(0))
+    network = Network(backbone, LinearHead(backbone.dim, 2), (0.0,) * 3, (1.0,) * 3).to(DEVICE)
+    x = smooth_images(2, 12, 10)
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
+        maps, embedding = _compiled(network, own_stem=True)(x)
+        expected_maps, expected = backbone(x)
+    assert calls == [width] * is_ours
+    assert len(maps) == len(expected_maps)
+    assert relative(embedding, expected.double()) < 2e-2
+
+
+def test_places_are_kept_only_for_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[bool] = []
+    pooled_map = kernels.pooled_map
+
+    def count(*given: Any) -> tuple[Tensor, Tensor]:
+        kept.append(given[-1])
+        return pooled_map(*given)
+
+    monkeypatch.setattr(kernels, "pooled_map", count)
+    conv, norm = stem(3)
+    x = smooth_images(1, 6, 6)
+    pooled_stem(x, conv, norm)
+    with torch.no_grad():
+        pooled_stem(x, conv, norm)
+    conv.requires_grad_(False)
+    norm.requires_grad_(False)
+    assert not pooled_stem(x, conv, norm).requires_grad
+    assert kept == [True, False, False]

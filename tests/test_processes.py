@@ -18,6 +18,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+import engram.engine.compiled
+import engram.engine.runtime
 import engram.experiment.runner
 from engram.cli.main import main
 from engram.contract import Step, mean_over_images
@@ -27,14 +29,20 @@ from engram.core.events import BaseReused, EpochFinished, Event, RunFinished, St
 from engram.core.processes import ALONE, Processes, join_processes
 from engram.core.torchrun import was_restarted
 from engram.data.memory import MemoryConfig
+from engram.data.photographs import decoding_threads
+from engram.data.stage import Stage
 from engram.data.store import ImageStore
 from engram.engine import Engine
+from engram.engine.buffers import DevicePool
+from engram.engine.compiled import BackbonePass
+from engram.engine.image_feed import RING_BATCHES
 from engram.experiment.base_cache import StageCache
 from engram.experiment.run_config import RunConfig
 from engram.experiment.runner import resume, run
 from engram.experiment.session import Session
 from engram.methods import METHODS
 from engram.methods.bic import BiC
+from engram.nn.network import Network
 from helpers import begin_stage, last_state, tiny_config, tiny_session, toy_store
 from process_helpers import Group, values
 
@@ -362,6 +370,71 @@ class Doubled(Processes):
     """Two processes, of which the other one has zeros."""
 
     count = 2
+
+
+def test_each_process_compiles_the_passes_of_its_part_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    passed, compiled = list[int](), list[int]()
+
+    def as_compiled(network: Network, own_stem: bool) -> BackbonePass:
+        def run(images: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+            compiled.append(len(images))
+            return network.backbone(images)
+
+        return run
+
+    monkeypatch.setattr(engram.engine.compiled, "_compiled", as_compiled)
+    monkeypatch.setattr(engram.engine.runtime, "why_not_compiled", lambda *_: None)
+    config = replace(short_config("naive"), norms="replica")
+    for processes, parts in ((ALONE, [11, 5]), (Doubled(), [5, 2])):
+        session = Session(config, short_store(), processes=processes)
+        stage = begin_stage(session, 0)
+        (phase,) = session.method.phases(session.learner, stage, session.engine)
+        loop = session.engine.start(session.learner, stage, phase, 0)
+        student = loop._forward.student
+
+        def seen(images: Tensor, train_backbone: bool, student: Callable[..., Any] = student) -> Any:
+            passed.append(len(images))
+            return student(images, train_backbone)
+
+        monkeypatch.setattr(loop._forward, "student", seen)
+        for _ in loop:
+            pass
+        assert passed == parts
+        assert compiled == parts[:1]
+        passed.clear()
+        compiled.clear()
+
+
+def test_the_memory_of_a_stage_counts_a_last_batch_that_is_not_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    processes = Processes()
+    processes.count = 4
+    session = Session(short_config("naive", batch_size=9), short_store(), processes=processes)
+    stage = begin_stage(session, 0)
+    (phase,) = session.method.phases(session.learner, stage, session.engine)
+    assert phase.batches(len(stage.pool))[1:] == (9, 7)
+    held = list[int]()
+    pool = session.engine.buffers.pool
+
+    def counted(stage: Stage, batch_size: int = 0) -> DevicePool:
+        held.append(batch_size)
+        return pool(stage, batch_size)
+
+    monkeypatch.setattr(session.engine.buffers, "pool", counted)
+    session.engine.start(session.learner, stage, phase, 0)
+    memory = session.memory_of(session.plan()[0])
+    assert max(held) == 7
+    assert memory.ring == RING_BATCHES["cpu"] * 7 * (memory.images // len(stage.pool))
+
+
+def test_threads_decode_on_the_cores_that_the_processes_of_a_machine_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    assert decoding_threads() == 16
+    launched = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 16, "MASTER_ADDR": "here", "MASTER_PORT": 1}
+    for name, value in {**launched, "LOCAL_WORLD_SIZE": 8}.items():
+        monkeypatch.setenv(name, str(value))
+    assert decoding_threads() == 2
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "32")
+    assert decoding_threads() == 1
 
 
 def test_a_loss_that_needs_the_whole_batch_but_says_otherwise_is_refused() -> None:

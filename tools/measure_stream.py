@@ -7,6 +7,8 @@ steps     images a second of the base stage's step, and of the step with a teach
           the ratio; the peak of GPU memory beside its estimate, and of RAM
 sharing   whether recordings that share memory give the same weights, and what they save
 stem      the streamed steps with torch's stem in place of ours
+profile   milliseconds of each kernel in the streamed steps
+photographs  images a second if crops come from the JPEGs themselves (`--crops photograph`), and the cores that it takes
 limited   the base stage streamed with `--gpu-gb` of GPU memory allowed: images a second, peaks; in a process of its own
 resnet18  forward and backward passes of the backbone alone: torch's modules, recorded, and compiled by torch, with
           batches of 128 and 16; the share of the floor
@@ -50,6 +52,8 @@ from engram.nn.backbones import build_backbone
 FLOPS_PER_IMAGE = 41.0e9  # forward and backward of `resnet18` at 224 pixels; with a teacher's forward pass 54.8e9
 FLOPS_TAUGHT = 54.8e9
 PEAK_FLOPS = 790e12  # of an H200 in bf16, by arithmetic
+PROFILED_STEPS = 10
+KERNELS = 40  # listed in a profile
 
 
 def peaks(device: torch.device) -> dict[str, float]:
@@ -135,6 +139,17 @@ class Measurement:
         finally:
             CompiledForward.own_stem = True
 
+    def profile(self) -> dict[str, Any]:
+        return self._measure("streamed", profiled=True)[0]
+
+    def photographs(self) -> dict[str, Any]:
+        config, store = self.config, self._store
+        self.config, self._store = replace(config, data=replace(config.data, crops="photograph")), None
+        try:
+            return self._placed("streamed")
+        finally:
+            self.config, self._store = config, store
+
     def limited(self) -> dict[str, Any]:
         if not torch.cuda.is_available():
             return {"left out": "there is no GPU to limit"}
@@ -167,7 +182,9 @@ class Measurement:
     def _placed(self, placement: ImagePlacement) -> dict[str, Any]:
         return self._measure(placement)[0]
 
-    def _measure(self, placement: ImagePlacement, keep: bool = False) -> tuple[dict[str, Any], Session | None]:
+    def _measure(
+        self, placement: ImagePlacement, keep: bool = False, profiled: bool = False
+    ) -> tuple[dict[str, Any], Session | None]:
         """The step of the base stage, then the step with a teacher."""
         session = Session(self.config, self.store, placement)
         device = session.engine.device
@@ -183,7 +200,8 @@ class Measurement:
             steps = iter(loop)
             assert isinstance(steps, Generator)
             with closing(steps):
-                rates = self._time_steps(steps, loop.batch_size, device)
+                rates, cores = self._time_steps(steps, loop.batch_size, device)
+                kernels = self._profile(steps, device) if profiled else None
             flops = FLOPS_TAUGHT if index else FLOPS_PER_IMAGE
             median = sorted(rates)[len(rates) // 2]
             found[kind] = {
@@ -192,8 +210,11 @@ class Measurement:
                 "batch_size": loop.batch_size,
                 "images_per_second": {"median": median, "min": min(rates), "max": max(rates), "n": len(rates)},
                 "share_of_floor": median * flops / PEAK_FLOPS,
+                "cores_busy": cores,
                 **peaks(device),
             }
+            if kernels is not None:
+                found[kind]["milliseconds"] = kernels
             print(f"  {placement}, {kind}: {median:,.0f} images/s", flush=True)
             if index == 0:
                 started = time.perf_counter()
@@ -202,19 +223,39 @@ class Measurement:
                 found["seconds_after_the_base_stage"] = time.perf_counter() - started
         return found, session if keep else None
 
-    def _time_steps(self, steps: Iterator[None], batch_size: int, device: torch.device) -> list[float]:
-        """Images a second of each repetition."""
+    def _time_steps(self, steps: Iterator[None], batch_size: int, device: torch.device) -> tuple[list[float], float]:
+        """Images a second of each repetition, and the cores that this process kept busy in them."""
         options, rates = self.options, list[float]()
         for _ in range(options.warm_up):
             next(steps)
+        synchronise(device)
+        cpu, began = time.process_time(), time.perf_counter()
         for _ in range(options.repetitions):
-            synchronise(device)
             started = time.perf_counter()
             for _ in range(options.steps):
                 next(steps)
             synchronise(device)
             rates.append(options.steps * batch_size / (time.perf_counter() - started))
-        return rates
+        return rates, (time.process_time() - cpu) / (time.perf_counter() - began)
+
+    def _profile(self, steps: Iterator[None], device: torch.device) -> dict[str, Any]:
+        """Milliseconds of a step: of all kernels, and of each (on a CPU, of operations); the longest first."""
+        on_gpu = device.type == "cuda"
+        activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
+        synchronise(device)
+        with torch.profiler.profile(activities=[activity]) as recorded:
+            for _ in range(PROFILED_STEPS):
+                next(steps)
+            synchronise(device)
+        spent: dict[str, float] = {
+            str(each.key): (each.self_device_time_total if on_gpu else each.self_cpu_time_total) / 1000 / PROFILED_STEPS
+            for each in recorded.key_averages()
+        }
+        longest = sorted(spent, key=spent.__getitem__, reverse=True)[:KERNELS]
+        return {
+            "all": round(sum(spent.values()), 4),
+            "by_kernel": {name[:120]: round(spent[name], 4) for name in longest},
+        }
 
     def _time_passes(self, make: Callable[..., Callable[[], object]], batch: int, side: int, device: Any) -> float:
         """Seconds of one forward and backward pass."""
@@ -273,7 +314,7 @@ VARIANTS: dict[str, Callable[..., Callable[[], object]]] = {
     "compiled, recorded": lambda *where: backbone_pass(*where, compiled="reduce-overhead"),
     "compiled, tuned": lambda *where: backbone_pass(*where, compiled="max-autotune"),
 }
-PARTS = ("decode", "steps", "sharing", "stem", "limited", "resnet18")
+PARTS = ("decode", "steps", "sharing", "stem", "profile", "photographs", "limited", "resnet18")
 
 
 @contextmanager

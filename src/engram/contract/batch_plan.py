@@ -18,7 +18,7 @@ class BatchPlan:
     """Plan of S steps with B images each. rows: int64 (S, B) into the pool. draws: (S, B). lr: (S,).
 
     places: int64 (S, B), where the images are on the device if they are streamed; None: the pool's rows are there.
-    crops: float32 (S, B, numbers) on the CPU, if random crops come from photographs; None: images are not cropped so.
+    crops: float32 (S, B, numbers) on the CPU, if random crops come from photographs; None: they are made on the device.
     """
 
     rows: Tensor

@@ -74,7 +74,7 @@ class Forward:
     """The passes of a step over one learner, and its update, by torch's modules.
 
     height_dim: dimension of a batch of images that is their height; the width is the next. batch_size: the largest.
-    full_batch: the size of a batch of the present phase or sweep, except its last one.
+    full_batch: the images of a batch of the present phase or sweep that this process passes, except of the last one.
     """
 
     height_dim = 2

@@ -59,7 +59,7 @@ class Runtime(Compute):
             is_synchronised = self.processes.count > 1 and self.norms == "synchronised"
             forward = self._forward = self._kind(learner.network.backbone, is_synchronised)(self, learner, batch_size)
             self.buffers.version += 1
-        forward.full_batch = batch_size
+        forward.full_batch = self.processes.share(batch_size).count
         return forward
 
     def _kind(self, backbone: Backbone, is_synchronised: bool) -> type[Forward]:

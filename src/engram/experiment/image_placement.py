@@ -94,7 +94,10 @@ def check_photographs(asked: str, method: Method, phases: Sequence[Phase]) -> No
 
 
 def refuse_changed_images(method: Method, chosen: Iterable[Tensor | Samples] | None = None) -> None:
-    """Refuse exemplars that are changed images, of which there is no photograph. chosen: None: whatever they are."""
+    """Refuse exemplars that are changed images, of which there is no photograph.
+
+    chosen: the exemplars; None: refuse them unseen.
+    """
     if chosen is None or any(isinstance(each, Samples) for each in chosen):
         raise EngramError(
             f"{type(method).__name__} changes the pixels of its exemplars, of which there are no photographs to crop "
@@ -121,17 +124,17 @@ def stage_memory(
     """
     pad, device = engine.augmentation.pad, engine.device
     image = (size[0] + 2 * pad) * (size[1] + 2 * pad) * 3
-    batch = max((phase.batches(phase.images)[1] for phase in phases if phase.images), default=1)
-    # Of several processes, each computes and reads its part of a batch; it reads all, if an extension may mix images.
-    own = engine.processes.share(batch).count
+    batches = [phase.batches(phase.images)[1:] for phase in phases if phase.images] or [(1, 1)]
+    # Of several processes, each computes and reads its part of a batch, but all of one that is too small to be divided,
+    # as a last one may be. It reads all of every batch if an extension may mix images.
+    own = max(engine.processes.share(size).count for sizes in batches for size in sizes)
     is_whole = any(not extension.works_on_parts for phase in phases for extension in phase.extensions)
-    read = batch if is_whole else own
+    read = max(map(max, batches)) if is_whole else own
     parameters = sum(parameter.numel() * parameter.element_size() for parameter in learner.network.parameters())
     activations = own * activation_bytes * STEP_FACTOR
     recordings = 1
     if engine.capture and not engine.shares_memory:
-        sizes = sum(len({*phase.batches(phase.images)[1:]}) for phase in phases if phase.images)
-        recordings = max(1, min(RECORDINGS, sizes + 1))  # and that of a sweep
+        recordings = min(RECORDINGS, sum(len({*sizes}) for sizes in batches) + 1)  # and that of a sweep
     teacher = parameters if learner.uses_teacher else 0
     # Parameters, gradients, mask, momentum, and a rounded copy or one to record from.
     work = 5 * parameters + teacher + int(recordings * activations)

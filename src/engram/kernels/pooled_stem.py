@@ -31,7 +31,7 @@ PATCH = 32  # numbers of a patch in memory: 27 of the image, 4 zeros, and a one
 ONE = PATCH - 1
 BLOCK = 64  # pixels of a tile
 TILES = 32  # tiles of a program that sums
-NOWHERE = 9  # the place of a pooled value that the ReLU made zero
+CHANNELS = (16, 32, 64)  # that a map may have
 
 
 @triton.jit
@@ -197,7 +197,9 @@ class _PooledStem(torch.autograd.Function):
     """The stem in train mode; updates the running statistics of the norm."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, gamma: Tensor, beta: Tensor, norm: nn.BatchNorm2d) -> Tensor:
+    def forward(
+        ctx, x: Tensor, weight: Tensor, gamma: Tensor, beta: Tensor, norm: nn.BatchNorm2d, keep: bool
+    ) -> Tensor:
         matrix = as_matrix(weight, x.dtype)
         w, about = matrix.double(), moments(x)
         mean = _times(about[ONE], w)
@@ -206,7 +208,6 @@ class _PooledStem(torch.autograd.Function):
         scale = gamma * inverse
         pixels = x.numel() // 3
         _follow(norm, mean, variance * (pixels / max(1, pixels - 1)))
-        keep = any(ctx.needs_input_grad)
         out, places = pooled_map(x, matrix, scale.float(), (beta - mean * scale).float(), keep)
         if keep:
             ctx.save_for_backward(x, places, w, about, mean, inverse, scale)
@@ -223,7 +224,7 @@ class _PooledStem(torch.autograd.Function):
         centred = inverse * (_times(about, w) - mean * patch)  # the mean of the normalised map times the patch
         d_weight = (scale * (sums - d_beta * patch - d_gamma * centred))[:27]
         d_weight = d_weight.view(3, 3, 3, -1).permute(3, 2, 0, 1)
-        return None, d_weight.float(), d_gamma.float(), d_beta.float(), None
+        return None, d_weight.float(), d_gamma.float(), d_beta.float(), None, None
 
 
 def _times(rows: Tensor, w: Tensor) -> Tensor:
@@ -250,7 +251,9 @@ def pooled_stem(images: Tensor, conv: nn.Conv2d, norm: nn.BatchNorm2d) -> Tensor
     """
     x = images.detach().to(torch.bfloat16).permute(0, 2, 3, 1).contiguous()
     if norm.training:
-        out = _PooledStem.apply(x, conv.weight, norm.weight, norm.bias, norm)
+        parameters = (conv.weight, norm.weight, norm.bias)
+        keep = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in parameters)
+        out = _PooledStem.apply(x, *parameters, norm, keep)
     else:
         assert norm.running_mean is not None
         assert norm.running_var is not None

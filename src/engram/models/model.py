@@ -148,7 +148,8 @@ class Model:
     def probabilities(self, images: np.ndarray | Tensor, by: str | None = None) -> np.ndarray:
         """Return class probabilities (N, K) for uint8 images (N, H, W, 3).
 
-        With enough held-out images the confidence is calibrated: its mean over them is their accuracy.
+        With enough held-out images the confidence is calibrated: its mean over them is their accuracy, or with LDA at
+        most that.
 
         by: "cnn" (the head), "nme" (the class means) or another predictor of the method; None is its default.
         """

@@ -14,6 +14,7 @@ import torch
 from engram.core.errors import EngramError, option
 from engram.core.io import reading
 from engram.data.decode.prefetch import decode_stream
+from engram.models.doubt import FEWEST
 from engram.models.inputs import file_side
 from engram.models.labels import decode_label
 from engram.models.model import refuse_not_finite
@@ -62,8 +63,8 @@ class ExportedModel:
         """Return the familiarity below which an image is called unknown; the file has it for a few rates."""
         if not self._can_doubt or not self._limits:
             raise EngramError(
-                f"this file cannot tell unknown images: the model had too few held-out images; leave out "
-                f"{option('unknown')}"
+                f"this file cannot tell unknown images, as the model could not when it was exported: that needs at "
+                f"least {FEWEST} held-out images; leave out {option('unknown')}"
             )
         if rate not in self._limits:
             rates = ", ".join(f"{known:g}" for known in sorted(self._limits))
@@ -81,4 +82,4 @@ class ExportedModel:
                 if part.paths
                 else (np.empty((0, len(self.labels)), np.float32), *[np.empty(0, np.float32)] * doubt)
             )
-            yield Predicted(part.paths, refuse_not_finite(shares), part.skipped, *familiarity)
+            yield Predicted(part.paths, refuse_not_finite(shares), part.skipped, *map(refuse_not_finite, familiarity))

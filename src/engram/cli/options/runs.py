@@ -35,7 +35,7 @@ class DataFlags:
         Shown("WHERE", OF_RECIPE),
         arg(
             help="Where random crops of ImageNet's training images come from. square: the stored images; photograph: "
-            "the original files, as in the protocol, which are then decoded in every epoch."
+            "the original files, as in the protocol; they are then decoded in every epoch."
         ),
     ] = None
     holdout: Annotated[float | None, Shown("SHARE")] = None
