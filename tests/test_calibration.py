@@ -30,13 +30,14 @@ def drawn(right: int, wrong: int, sharpness: float, classes: int = 5) -> tuple[n
     return shares, labels
 
 
+@pytest.mark.parametrize("margin", [0.0, 0.05])
 @pytest.mark.parametrize("sharpness", [0.3, 3.0, 15.0], ids=["unsure", "sure", "certain"])
-def test_the_mean_confidence_becomes_the_share_that_is_right(sharpness: float) -> None:
+def test_the_mean_confidence_becomes_the_share_that_is_right_less_the_margin(sharpness: float, margin: float) -> None:
     shares, labels = drawn(right=58, wrong=40, sharpness=sharpness)
-    temperature = fit_temperature(shares, labels)
+    temperature = fit_temperature(shares, labels, margin)
     assert temperature is not None
     assert COLDEST <= temperature <= HOTTEST
-    assert mean_confidence(np.log(shares), temperature) == pytest.approx(59 / 100, abs=1e-6)
+    assert mean_confidence(np.log(shares), temperature) == pytest.approx(59 / 100 - margin, abs=1e-6)
 
 
 def test_no_number_of_images_makes_a_model_certain() -> None:

@@ -45,8 +45,8 @@ class Method(ABC, Generic[SettingsT]):
     needs_pooled_map: whether it needs a backbone whose embedding is the mean of its last map.
     changes_images: whether its `exemplars` may return changed images; then they are not those of the files any longer.
     needs_image_gradients: whether it uses `Passes.sensitivity`, which not every layer supports.
-    lowest_temperature: the lowest temperature that calibration may choose. With 1, held-out images may make the
-        probabilities less sure, and never more: they are often easier than the images to come.
+    confidence_margin: how far calibration leaves the mean confidence on held-out images below their accuracy, as a
+        share: they are often easier than the images to come.
     family: names the head, growth and training of the base stage, for `base_key`; None: the base stage is not shared.
 
     A method is immutable. What a stage leaves for the next goes into the learner (`Learner.store`), which is what a
@@ -65,7 +65,7 @@ class Method(ABC, Generic[SettingsT]):
     needs_pooled_map: bool = False
     changes_images: bool = False
     needs_image_gradients: bool = False
-    lowest_temperature: float = 0.0
+    confidence_margin: float = 0.0
     family: str | None = None
 
     _is_made = False

@@ -90,7 +90,7 @@ class LDA(Method[LDASettings]):
     uses_teacher = False
     returning_classes = True
     keeps_statistics = True
-    lowest_temperature = 1.0
+    confidence_margin = 0.05  # chosen by tools/measure_calibration.py
     class_buffers = (COUNTS, MEANS)
 
     def head(self, dim: int, capacity: int) -> Head:

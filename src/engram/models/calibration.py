@@ -10,8 +10,8 @@ CLOSE = 0.005  # allowed difference of the mean confidence from its target
 _HALVINGS = 40
 
 
-def fit_temperature(probabilities: np.ndarray, labels: np.ndarray) -> float | None:
-    """Return the temperature at which the mean confidence equals the accuracy, or None.
+def fit_temperature(probabilities: np.ndarray, labels: np.ndarray, margin: float = 0.0) -> float | None:
+    """Return the temperature at which the mean confidence equals the accuracy less a margin, or None.
 
     The confidence is the largest probability. It falls monotonically with the temperature, so there is at most one
     solution. The accuracy is estimated with one more correct and one more wrong image, so it is never 0 or 1. None if
@@ -24,7 +24,7 @@ def fit_temperature(probabilities: np.ndarray, labels: np.ndarray) -> float | No
         return None
     with np.errstate(divide="ignore"):
         logits = np.log(probabilities)
-    target = (np.count_nonzero(probabilities.argmax(axis=1) == labels) + 1) / (len(labels) + 2)
+    target = (np.count_nonzero(probabilities.argmax(axis=1) == labels) + 1) / (len(labels) + 2) - margin
     low, high = np.log(COLDEST), np.log(HOTTEST)
     for _ in range(_HALVINGS):
         middle = (low + high) / 2

@@ -148,8 +148,8 @@ class Model:
     def probabilities(self, images: np.ndarray | Tensor, by: str | None = None) -> np.ndarray:
         """Return class probabilities (N, K) for uint8 images (N, H, W, 3).
 
-        With enough held-out images the confidence is calibrated: its mean over them is their accuracy, or with LDA at
-        most that.
+        With enough held-out images the confidence is calibrated: its mean over them is their accuracy less
+        `Method.confidence_margin`.
 
         by: "cnn" (the head), "nme" (the class means) or another predictor of the method; None is its default.
         """
@@ -330,9 +330,10 @@ class Model:
             logits[by] = self._logits(by, outputs).cpu()
             probabilities = refuse_not_finite(logits[by].softmax(dim=1).numpy())
             found[by] = _accuracy(probabilities, samples)
-            temperature = fit_temperature(probabilities, samples.labels.numpy()) if calibrate else None
+            margin = self.method.confidence_margin
+            temperature = fit_temperature(probabilities, samples.labels.numpy(), margin) if calibrate else None
             if temperature is not None:
-                self.temperatures[by] = max(temperature, self.method.lowest_temperature)
+                self.temperatures[by] = temperature
                 logits[by] /= self.temperatures[by]
         self.doubts = self._fit_doubts(logits, outputs, samples.labels)
         self.classes = tuple(
