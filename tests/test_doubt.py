@@ -146,8 +146,19 @@ def test_the_command_line(taught: Path, folders: Path, capsys: pytest.CaptureFix
     assert main(["evaluate", model, "known", "--strangers", "strangers", "--json", "--device", "cpu"]) == 0
     found = json.loads(capsys.readouterr().out)["strangers"]
     assert found["images"] == 16
+    assert found["learned_from"] == 0
     assert 0.5 < found["auroc"] <= 1
     assert found["pass_at_95_kept"] < 100
+    learned = pictures(KNOWN, 48)[0]  # of which a quarter is held out
+    for number in range(4):
+        Path(f"strangers/learned{number}.png").write_bytes(png(learned[number]))
+    assert main(["evaluate", model, "known", "--strangers", "strangers", "--json", "--device", "cpu"]) == 0
+    said = capsys.readouterr()
+    count = json.loads(said.out)["strangers"]["learned_from"]
+    assert 0 < count <= 4
+    assert f"was trained on {count} of the 20 images in strangers, so these are no strangers" in said.err
+    for number in range(4):
+        Path(f"strangers/learned{number}.png").unlink()
     assert main(["evaluate", model, "known", "--strangers", "strangers", "--report", "page.html", *flags]) == 0
     assert "16 strangers: AUROC" in capsys.readouterr().out
     assert "Strangers: 16 images" in Path("page.html").read_text()

@@ -41,15 +41,16 @@ def predict_files(
     by: str | None = None,
     batch: int | None = None,
     doubt: Doubt | None = None,
+    learned: LearnedImages | None = None,
 ) -> Iterator[Predicted]:
     """Predict files in their order; threads decode the next ones meanwhile.
 
     paths: None among them yields the files before it at once, because the next path may take long to arrive.
     batch: None is `default_batch`.
-    doubt: measures the familiarity of the images.
+    doubt: measures the familiarity of the images. learned: counts those that the model was trained on.
     """
-    side = file_side(model.config.image_size)
-    return predict_batches(model, decode_stream(paths, side, batch=batch or default_batch(model)), by, doubt)
+    parts = decode_stream(paths, file_side(model.config.image_size), batch=batch or default_batch(model))
+    return predict_batches(model, parts if learned is None else learned.watch(parts), by, doubt)
 
 
 def predict_batches(
@@ -158,6 +159,26 @@ class Evaluated:
         return list(zip(self.counts.sum(axis=1).tolist(), right, strict=True))
 
 
+class LearnedImages:
+    """Counts images that a model was trained on, among those that pass."""
+
+    def __init__(self, model: Model) -> None:
+        self._digests = digests_in(b"".join(known.digests for known in model.classes) + model.learned_heldout)
+        self._lacks_some = any(known.images and not known.digests for known in model.classes)  # of an early version
+        self._count = 0
+
+    @property
+    def count(self) -> int | None:
+        """The images so far; None if the model has no digests of some class."""
+        return None if self._lacks_some else self._count
+
+    def watch(self, parts: Iterable[Decoded]) -> Iterator[Decoded]:
+        """Yield the batches, counting."""
+        for part in parts:
+            self._count += sum(digest_of(image) in self._digests for image in part.images) if self._digests else 0
+            yield part
+
+
 def evaluate_batches(
     model: Model, paths: Sequence[str], positions: Sequence[int], by: str | None = None, doubt: Doubt | None = None
 ) -> Iterator[Evaluated]:
@@ -166,20 +187,11 @@ def evaluate_batches(
     position_of = dict(zip(paths, positions, strict=True))
     counts = np.zeros((len(model.classes),) * 2, dtype=np.int64)
     skipped: list[tuple[str, str]] = []
-    trained = digests_in(b"".join(known.digests for known in model.classes) + model.learned_heldout)
-    unknown = any(known.images and not known.digests for known in model.classes)  # a model of an early version
-    learned = 0
-
-    def compared(parts: Iterable[Decoded]) -> Iterator[Decoded]:
-        nonlocal learned
-        for part in parts:
-            learned += sum(digest_of(image) in trained for image in part.images) if trained else 0
-            yield part
-
+    learned = LearnedImages(model)
     parts = decode_stream(paths, file_side(model.config.image_size), batch=default_batch(model))
     familiarity: list[float] = []
     mistakes: list[Mistake] = []
-    for part in predict_batches(model, compared(parts), by, doubt):
+    for part in predict_batches(model, learned.watch(parts), by, doubt):
         true = np.array([position_of[path] for path in part.paths], dtype=np.int64)
         predicted = part.shares.argmax(axis=1)
         np.add.at(counts, (true, predicted), 1)
@@ -189,4 +201,4 @@ def evaluate_batches(
         ]
         skipped += part.skipped
         familiarity += [] if part.familiarity is None else part.familiarity.tolist()
-        yield Evaluated(by, counts, skipped, None if unknown else learned, familiarity, mistakes)
+        yield Evaluated(by, counts, skipped, learned.count, familiarity, mistakes)

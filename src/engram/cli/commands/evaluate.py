@@ -41,7 +41,7 @@ from engram.models.doubt import Doubt, area_under_curve
 from engram.models.from_run import open_for_prediction
 from engram.models.labels import labels_by_name
 from engram.models.model import Model
-from engram.models.prediction import Evaluated, evaluate_batches, predict_files
+from engram.models.prediction import Evaluated, LearnedImages, evaluate_batches, predict_files
 from engram.report.thumbnails import SIDE
 
 MATRIX = 20  # largest number of classes for a confusion matrix in the terminal
@@ -124,16 +124,23 @@ def _strangers(model: Model, done: Evaluated, doubt: Doubt, threshold: float, op
     """
     assert options.strangers is not None
     familiarity: list[float] = []
-    for part in predict_files(model, walk_images(typed_path(options.strangers)), options.by, doubt=doubt):
+    learned, files = LearnedImages(model), walk_images(typed_path(options.strangers))
+    for part in predict_files(model, files, options.by, doubt=doubt, learned=learned):
         tell_unreadable(part.skipped, len(part.skipped))
         familiarity += [] if part.familiarity is None else part.familiarity.tolist()
     if not familiarity:
         raise EngramError(f"none of the images in {options.strangers} could be read")
+    if learned.count:
+        tell(
+            f"the model was trained on {learned.count} of the {len(familiarity)} images in {options.strangers}, so "
+            "these are no strangers; give images of classes that it does not know"
+        )
     known, strangers = np.array(done.familiarity), np.array(familiarity)
     rate = 1 - KEPT
     return {
         "folder": options.strangers,
         "images": len(strangers),
+        "learned_from": learned.count,
         "auroc": area_under_curve(known, strangers),
         "pass_at_95_kept": 100 * float((strangers >= np.quantile(known, rate)).mean()),
         "unknown_rate": rate,
