@@ -227,6 +227,7 @@ def test_a_run_directory_is_not_called_a_damaged_model(
     for command in (["predict", "run", photos], ["export", "run", "x.onnx"]):  # which take a run, but not a damaged one
         assert_refused(engram(*command), "run/run.json cannot be used: format is missing")
     assert_refused(engram("learn", "run", photos / "first"), "run is a run directory, not a model")
+    assert_refused(engram("export", tmp_path, "x.onnx"), f"{tmp_path} is a folder of runs", f"such as {tmp_path}/run")
     for command in ("report", "resume"):
         assert_refused(engram(command, model), "is a model, not a run directory", f"engram info {model}")
 

@@ -26,6 +26,7 @@ from engram.core.io import parse_json
 from engram.core.provenance import version
 from engram.core.safe_folder import Folder, MissingFile, digest
 from engram.runs.directory import MANIFEST as RUN
+from engram.runs.directory import find_runs
 
 FORMAT = 1
 POINTER, MANIFEST, LOCK, GENERATIONS, LEARNING = "current", "model.json", ".lock", "generations", "learning"
@@ -194,6 +195,11 @@ def not_a_model(path: Path) -> EngramError:
         return EngramError(
             f"{path} is a run directory, not a model: 'engram report {path}' shows its results, and "
             f"'engram learn MODEL IMAGES --from {path}' makes a model of it"
+        )
+    if runs := find_runs(path):
+        return EngramError(
+            f"{path} is a folder of runs, not a model; 'engram predict' and 'engram export' take one of them, such as "
+            f"{runs[0]}"
         )
     return EngramError(f"{path} is not a model directory: it has no file {POINTER!r}")
 
