@@ -357,6 +357,19 @@ def test_folders_of_class_folders_are_not_taken_for_classes(
     assert not (tmp_path / "new").exists()
 
 
+def test_folders_of_lessons_are_not_taken_for_classes(engram: Engram, model: Path, tmp_path: Path) -> None:
+    folder(tmp_path / "photos" / "first", NAMES[:3], count=2)
+    folder(tmp_path / "photos" / "later", NAMES[3:4], count=2)
+    for name in ("new", model):
+        refused = engram("learn", name, "photos", *QUICK)
+        assert_refused(refused, "photos/first,", "or, if they are groups of its images, give --group-by folder")
+    for of in ("none", model):
+        assert "folder of class folders" in engram("check", of, "photos").err
+    assert_refused(engram("evaluate", model, "photos"), "folder of class folders", "give photos/first,")
+    assert engram("learn", "new", "photos", "--group-by", "folder", *QUICK).status == 0
+    assert opened(tmp_path / "new").labels == ["first", "later"]
+
+
 def test_a_model_is_not_taken_for_images(engram: Engram, photos: Path, taught: Path, tmp_path: Path) -> None:
     for command in ("learn", "evaluate"):
         assert_refused(engram(command, photos / "first", taught), "is a model", f"engram {command} MODEL IMAGES")

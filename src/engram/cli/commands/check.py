@@ -5,10 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from engram.cli.commands.model_common import exclude, list_labelled, prepare_hardware, refuse_models, tell_unreadable
+from engram.cli.commands.model_common import (
+    exclude,
+    list_labelled,
+    nesting_problem,
+    prepare_hardware,
+    refuse_models,
+    tell_unreadable,
+)
 from engram.cli.main import UNREADABLE
 from engram.cli.options.models import Check
-from engram.cli.streams import printable
+from engram.cli.streams import printable, tell
 from engram.cli.text import bold, make_console, print_line
 from engram.core.errors import EngramError
 from engram.core.io import typed_path
@@ -40,6 +47,8 @@ def check_command(options: Check, typed: Sequence[str]) -> int:
     if options.model != NONE:
         model, _ = open_model(typed_path(options.model), options.hardware.device, images=False)
     paths, labels = list_labelled(options.images, options.table, [], skip_bad=True)
+    if (problem := nesting_problem(options.images, options.table)) is not None:
+        tell(problem)
     done = check_images(paths, labels, model)
     console = make_console()
     counts = {kind: len(done.of(kind)) for kind in TITLES}

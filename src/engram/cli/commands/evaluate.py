@@ -15,12 +15,13 @@ from rich.table import Table
 from engram.cli.commands.model_common import (
     exclude,
     list_labelled,
+    nesting_problem,
     prepare_hardware,
     refuse_models,
     tell_unreadable,
 )
 from engram.cli.main import UNREADABLE
-from engram.cli.options.models import Evaluate
+from engram.cli.options.models import Evaluate, TableFlags
 from engram.cli.streams import printable, tell
 from engram.cli.text import (
     bar,
@@ -62,7 +63,7 @@ def evaluate_command(options: Evaluate, typed: Sequence[str]) -> int:
         raise EngramError(f"no images found in {options.strangers}")
     paths, labels = list_labelled(options.images, options.table)
     model = open_for_prediction(typed_path(options.model), options.hardware.device, bf16=options.bf16)
-    paths, places, unknown = known_images(model, paths, labels, options.images)
+    paths, places, unknown = known_images(model, paths, labels, options.images, options.table)
     console = make_console()
     doubt = None if options.strangers is None else model.doubt_of(options.by)
     threshold = None if doubt is None else doubt.threshold(1 - KEPT)  # refuses before minutes of work
@@ -103,14 +104,15 @@ def _folder(text: str) -> Path:
 
 
 def known_images(
-    model: Model, paths: Sequence[str], labels: Sequence[str], folder: str
+    model: Model, paths: Sequence[str], labels: Sequence[str], folder: str, table: TableFlags
 ) -> tuple[list[str], list[int], dict[str, int]]:
     """Return the images of known classes, the positions of their classes, and the number of other images by class."""
     place_of = {name: model.position(label) for name, label in labels_by_name(model.labels).items()}
     unknown = dict(sorted(Counter(label for label in labels if label not in place_of).items()))
     pairs = [(path, place_of[label]) for path, label in zip(paths, labels, strict=True) if label in place_of]
     if not pairs:
-        raise EngramError(f"the model knows none of the classes in {folder}: {shorten(list(unknown), 60)}")
+        problem = nesting_problem(folder, table)
+        raise EngramError(problem or f"the model knows none of the classes in {folder}: {shorten(list(unknown), 60)}")
     if unknown:
         names = shorten([printable(name) for name in unknown], 60)
         tell(f"left out what the model does not know: {names}")

@@ -18,6 +18,7 @@ from engram.cli.commands.model_common import (
     config_arguments,
     exclude,
     list_labelled,
+    nesting_problem,
     prepare_hardware,
     read_files,
     refuse_models,
@@ -40,9 +41,8 @@ from engram.cli.text import (
 from engram.core.errors import EngramError
 from engram.core.events import EpochsChosen, Event, Learned, Stopped
 from engram.core.io import typed_path
-from engram.data.sources.folder import check_not_nested
 from engram.data.sources.table import is_table
-from engram.models.file_groups import NONE, check_grouping, group_keys
+from engram.models.file_groups import FOLDER, NONE, check_grouping, group_keys
 from engram.models.inputs import ImageFiles
 from engram.models.labels import labels_by_name
 from engram.models.learning import has_learning, learn_into
@@ -136,8 +136,9 @@ def _list_images(options: Learn, known: Sequence[Hashable], is_new: bool) -> tup
     """
     left_out: list[str] = []
     paths, labels = list_labelled(options.images, options.table, left_out, options.lesson.skip_bad)
-    if not options.table.nested and not is_table(options.images):
-        check_not_nested(options.images, is_new=is_new)
+    problem = nesting_problem(options.images, options.table, is_new)
+    if problem is not None and options.lesson.group_by != FOLDER:
+        raise EngramError(f"{problem} or, if they are groups of its images, give --group-by {FOLDER}")
     if left_out:
         _print_notice(f"left out class folders that have no image: {shorten(list(map(printable, left_out)), 60)}")
     by_name = labels_by_name(known)

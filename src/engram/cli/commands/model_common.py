@@ -16,7 +16,7 @@ from engram.core.errors import EngramError, suggest
 from engram.core.io import typed_path
 from engram.data.decode.formats import EXTENSIONS, HEIC_EXTENSIONS, READS_HEIC
 from engram.data.decode.prefetch import decode_files
-from engram.data.sources.folder import list_classes, list_ignored, list_nested
+from engram.data.sources.folder import list_classes, list_ignored, list_nested, why_not_class_folders
 from engram.data.sources.table import is_table, read_table
 from engram.data.store import Images
 from engram.models.model_config import LARGEST_SIDE
@@ -102,6 +102,11 @@ def list_labelled(
     found = list_nested(images) if flags.nested else list_classes(images, left_out, skip_bad)
     tell_skipped_files(images)
     return found
+
+
+def nesting_problem(images: str, flags: TableFlags, is_new: bool = True) -> str | None:
+    """Return a sentence if the class folders seem to be folders of class folders; see `why_not_class_folders`."""
+    return None if flags.nested or is_table(images) else why_not_class_folders(images, is_new)
 
 
 def tell_other_files(others: Counter[str]) -> None:

@@ -114,26 +114,30 @@ def list_ignored(path: str | Path) -> tuple[list[str], list[str]]:
     return others, [entry.name for entry in _entries(root) if is_image(entry.name) and not entry.is_dir()]
 
 
-def check_not_nested(path: str | Path, is_new: bool) -> None:
-    """Raise an EngramError if the class folders seem to be folders of class folders, and name the right folder.
+def why_not_class_folders(path: str | Path, is_new: bool) -> str | None:
+    """Return a sentence that names the right folder if the class folders seem to be folders of class folders.
 
     This is so if none of them contains images directly, one has several subfolders with images (for the only class of
-    a new model: one subfolder), and there is only one class or a class has the name of a split. Otherwise, the images
-    of a class may be in subfolders, by year, for example.
+    a new model: one subfolder), and there is only one class, a class has the name of a split, or no two of them have a
+    subfolder of the same name. Otherwise, the images of a class may be in subfolders, by year, for example.
     """
     root = typed_path(path)
     if any(_has_images(folder) for folder in _folders(root)):
-        return
+        return None
     folders = [folder for folder in _folders(root) if any(walk_images(folder))]
-    subfolders = [len({os.path.dirname(file) for file in walk_images(folder)}) for folder in folders]
-    if max(subfolders, default=0) < (1 if is_new and len(folders) == 1 else 2):
-        return
+    subfolders = [
+        {os.path.relpath(os.path.dirname(file), folder) for file in walk_images(folder)} for folder in folders
+    ]
+    if max(map(len, subfolders), default=0) < (1 if is_new and len(folders) == 1 else 2):
+        return None
     names = [folder.name for folder in folders]
-    if len(names) > 1 and not any(name.lower() in (*_TRAIN_FOLDERS, *_TEST_FOLDERS) for name in names):
-        return
+    has_split = any(name.lower() in (*_TRAIN_FOLDERS, *_TEST_FOLDERS) for name in names)
+    has_shared = sum(map(len, subfolders)) > len(set().union(*subfolders))
+    if len(names) > 1 and not has_split and has_shared:
+        return None
     likely = next((folder for folder in folders if folder.name.lower() in _TRAIN_FOLDERS), folders[0])
     subject = f"its folder {names[0]} has" if len(names) == 1 else f"its folders {some(names)} have"
-    raise EngramError(
+    return (
         f"{root} does not look like a folder of class folders: {subject} no image but folders of images; if these are "
         f"the classes, give {_class_root(likely)}, else put the images of a class directly into its folder"
     )
