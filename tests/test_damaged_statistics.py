@@ -17,7 +17,7 @@ from engram.core.events import Learned
 from engram.core.safe_folder import digest
 from engram.experiment import feature_pass
 from engram.models.model_config import ModelConfig
-from engram.models.store.generations import pointer_checksum
+from engram.models.store.generations import FEATURES_FILE, WEIGHTS, pointer_checksum
 from model_helpers import NAMES, SIZE, learn, make, opened, same, tiny
 
 Tensors = dict[str, torch.Tensor]
@@ -56,16 +56,16 @@ def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return request.param, path
 
 
-def change_weights(path: Path, change: Callable[[Tensors], object]) -> None:
-    """Change the tensors of a model and compute all checksums again."""
+def change_weights(path: Path, change: Callable[[Tensors], object], file: str = WEIGHTS) -> None:
+    """Change the tensors in a file of a model and compute all checksums again."""
     pointer = json.loads((path / "current").read_text())
     generation = path / "generations" / pointer["generation"]
-    tensors = load((generation / "weights.safetensors").read_bytes())
+    tensors = load((generation / file).read_bytes()) if (generation / file).exists() else {}
     change(tensors)
     content = save({name: value.contiguous() for name, value in tensors.items()})
-    (generation / "weights.safetensors").write_bytes(content)
+    (generation / file).write_bytes(content)
     manifest = json.loads((generation / "model.json").read_text())
-    manifest["files"]["weights.safetensors"] = [len(content), digest(content)]
+    manifest["files"][file] = [len(content), digest(content)]
     (generation / "model.json").write_text(json.dumps(manifest))
     pointer["digest"] = digest((generation / "model.json").read_bytes())
     (path / "current").write_text(json.dumps(pointer | {"checksum": pointer_checksum(pointer)}))
@@ -167,3 +167,30 @@ def test_another_width_of_features_is_found(interrupted: Path, tmp_path: Path) -
     save_checkpoint(file, Checkpoint(tensors, checkpoint.data))
     with pytest.raises(EngramError, match="its features are not those of the stage"):
         learn(path, NAMES[3:5])
+
+
+@pytest.mark.parametrize("how", [*(how for how in CHANGES if how not in VALUES), "narrower", "not a number", "further"])
+def test_damaged_features_of_held_out_images_are_refused(whole: tuple[str, Path], tmp_path: Path, how: str) -> None:
+    def change(tensors: Tensors) -> None:
+        if how == "narrower":
+            tensors["features"] = tensors["features"][:, :-1]
+        elif how == "not a number":
+            tensors["features"][0, 0] = torch.nan
+        elif how == "further":
+            tensors["others"] = torch.zeros(1)
+        else:
+            changed(tensors, "features", how)
+
+    path = Path(shutil.copytree(whole[1], tmp_path / "model"))
+    change_weights(path, change, FEATURES_FILE)
+    opened(path, images=False)  # predictions do not read it
+    with pytest.raises(EngramError, match="other features than those of the held-out images") as caught:
+        opened(path)
+    assert_one_sentence(caught.value)
+
+
+def test_features_in_a_model_whose_network_is_trained_are_refused(tmp_path: Path) -> None:
+    path = make(tmp_path / "model", NAMES[:2], config=tiny("icarl", epochs=1, validation=0.25))
+    change_weights(path, lambda tensors: tensors.update(features=torch.zeros(4, 32)), FEATURES_FILE)
+    with pytest.raises(EngramError, match="other features than those of the held-out images"):
+        opened(path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from engram.core.errors import EngramError
 from engram.core.events import Checkpointed, Learned, Progress, Stopped, Warned
+from engram.engine.forward import Inference
 from engram.experiment import feature_pass
 from engram.methods.lda import CLASSES, COUNTS, FACTORS, MEANS, Statistics, discriminants
 from engram.models import learning
@@ -26,11 +27,12 @@ from engram.models.edit import merge_classes, remove_class, save_model, undo
 from engram.models.edit_images import move_images, remove_images
 from engram.models.from_run import open_for_prediction
 from engram.models.learning import learn_into
-from engram.models.model import Model
+from engram.models.model import FEATURES, Model
 from engram.models.model_config import ModelConfig
 from engram.models.onnx_export import export_onnx
 from engram.models.store.codec import read_manifest
 from engram.nn.backbones import build_backbone
+from engram.nn.network import Output
 from engram.nn.pretrained import keep, load_weights
 from engram.nn.views import View, seen_as
 from helpers import Engram
@@ -284,6 +286,58 @@ def test_the_head_that_is_measured_has_not_learned_them(tmp_path: Path, weights:
     assert samples is not None
     shares = opened(without).accuracy_on(samples)["cnn"]
     assert [known.accuracy["cnn"] for known in model.classes] == [shares[place] for place in range(len(A + B))]
+
+
+def test_features_of_held_out_images_are_computed_once(
+    tmp_path: Path, weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passed: list[int] = []
+    outputs = Inference.outputs
+
+    def count(self: Inference, images: Any, view: View | None = None) -> Iterator[Output]:
+        passed.append(len(images))
+        return outputs(self, images, view)
+
+    path = make(tmp_path / "model", A, config=held(weights))
+    at_once = make(tmp_path / "once", A, B, config=held(weights))
+    monkeypatch.setattr(Inference, "outputs", count)
+    learn(path, B)
+    monkeypatch.setattr(Inference, "outputs", outputs)
+    assert passed[-1] == 2 * len(B)  # of 8 images of a class, two are held out; the others are seen in three views
+    assert sum(passed) == (3 * 6 + 2) * len(B)
+    passed.clear()
+    monkeypatch.setattr(Inference, "outputs", count)
+    for change in (lambda: merge_classes(path, B[0], B[1]), lambda: remove_class(path, A[0]), lambda: undo(path)):
+        change()
+        assert not passed
+    monkeypatch.setattr(Inference, "outputs", outputs)
+    remove_class(at_once, A[0])
+    undo(at_once)
+    merge_classes(at_once, B[0], B[1])
+    again = opened(path)
+    before = again.heldout.samples()
+    assert before is not None
+    kept = before.state[FEATURES]
+    again.forget_features()
+    again.measure()
+    after = again.heldout.samples()
+    assert after is not None
+    torch.testing.assert_close(after.state[FEATURES], kept)
+    assert_equal(again, opened(path))
+    assert_equal(opened(at_once), opened(path))
+
+
+def test_a_model_without_kept_features_opens_and_gets_them(tmp_path: Path, weights: Path) -> None:
+    path = make(tmp_path / "model", A, config=held(weights))
+    model = opened(path)
+    for label in model.heldout.labels:
+        del model.heldout.of(label).state[FEATURES]  # as earlier versions saved it
+    save_model(model, tmp_path / "early")
+    assert not list(tmp_path.glob("early/generations/*/heldout/features.safetensors"))
+    assert learn(tmp_path / "early", B)
+    learn(path, B)
+    assert_equal(opened(tmp_path / "early"), opened(path))
+    assert list(tmp_path.glob("early/generations/*/heldout/features.safetensors"))
 
 
 def test_changes_are_exact_with_held_out_images(tmp_path: Path, weights: Path) -> None:

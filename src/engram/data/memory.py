@@ -302,6 +302,12 @@ class Memory:
         self.keep(label, stays.nonzero().flatten())
         self._by_label = dict(sorted({**self._by_label, to: Samples.concatenate([*there, moved])}.items()))
 
+    def set_state(self, name: str, values: Tensor) -> None:
+        """Keep a tensor per image. values: (N, ...), in the order of `samples`."""
+        parts = values.split([len(samples) for samples in self._by_label.values()])
+        for samples, part in zip(self._by_label.values(), parts, strict=True):
+            samples.state[name] = part
+
     def state_dict(self) -> dict[str, Tensor]:
         """The exemplars as tensors."""
         samples = self.samples()

@@ -291,12 +291,18 @@ class Lesson:
             yield Warned(note)
         learner.notes.clear()
         yield Working(stage.index, stage.index + 1, "evaluate")
-        model.refuse_not_finite(stage.pool.pixels[:CHECKED])
-        self._record(work.phases[0].training.epochs if work.phases else 0, sum(clock.values()))
+        started = time.perf_counter()
+        if work.phases:
+            model.forget_features()
+        model.refuse_not_finite(stage.pool.pixels[: CHECKED if work.phases else 0])
+        self._record(work.phases[0].training.epochs if work.phases else 0, started - sum(clock.values()))
         return model
 
-    def _record(self, epochs: int, seconds: float) -> None:
-        """Measure the accuracy on held-out images and add the lesson to the history. epochs: of the main phase."""
+    def _record(self, epochs: int, started: float) -> None:
+        """Measure the accuracy on held-out images and add the lesson to the history.
+
+        epochs: of the main phase. started: when the lesson would have started if it had not been interrupted.
+        """
         model = self.model
         model.method = self.before.method
         model.learned_heldout = b""  # the lesson has set the head to the images learned
@@ -319,7 +325,7 @@ class Lesson:
             date=current_time(),
             images=self._given,
             epochs=epochs,
-            seconds=seconds,
+            seconds=time.perf_counter() - started,
             device=str(model.engine.device),
             precision=model.engine.precision,
             classes=len(self.new),

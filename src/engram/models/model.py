@@ -27,7 +27,11 @@ from engram.models.doubt import FEWEST, MOST_CLASSES, Doubt, DoubtByMeans, Doubt
 from engram.models.history import KnownClass, LessonRecord, current_time
 from engram.models.model_config import ModelConfig
 from engram.nn.backbone import Backbone
+from engram.nn.network import Output
 
+# What the head sees of a held-out image, kept with it if the network is frozen (a method that keeps statistics). Zeros:
+# not computed yet.
+FEATURES = "features"
 # NME's logits are the cosine similarities to the class means, multiplied by this.
 NME_SHARPNESS = 10.0
 
@@ -38,7 +42,8 @@ class Model:
     learner: None before the first lesson.
     sizes: number of new classes of each stage since the network was created.
     heldout: images that measure the accuracy, by label. A method that keeps statistics learns them after that: the head
-        that predicts has learned all images, and the one that was measured only the others.
+        that predicts has learned all images, and the one that was measured only the others. Then their features are
+        kept with them (FEATURES).
     learned_heldout: digests of the held-out images that the head has learned; empty if it has learned none.
     temperatures: divisor of the logits by predictor, for calibrated confidence; 1 if a predictor has none.
     doubts: what tells strangers from known images, by predictor; empty with too few held-out images.
@@ -232,11 +237,11 @@ class Model:
         return {by: _accuracy(self.probabilities(samples.pixels, by), samples) for by in self.predictors}
 
     def refuse_not_finite(self, images: Tensor) -> None:
-        """Refuse weights and class means that are not finite, and such scores of these images."""
+        """Refuse weights and class means that are not finite, and such scores of these images (which may be none)."""
         state = {**self._trained().network.state_dict(), "class_means": self._trained().class_means}
         wrong = [name for name, value in state.items() if value is not None and not value.isfinite().all()]
         try:
-            for by in self.predictors:
+            for by in self.predictors if len(images) else ():
                 self.probabilities(images, by)
         except EngramError:
             wrong.append("the scores")
@@ -325,7 +330,7 @@ class Model:
             return
         found: dict[str, dict[int, float]] = {}
         logits: dict[str, Tensor] = {}
-        outputs = ImageOutputs(self.engine.inference(learner.network).outputs(samples.images))
+        outputs = self._outputs_of_heldout(samples)
         for by in self.predictors:
             logits[by] = self._logits(by, outputs).cpu()
             probabilities = refuse_not_finite(logits[by].softmax(dim=1).numpy())
@@ -343,6 +348,30 @@ class Model:
         if self.method.keeps_statistics:
             self.method.solve(learner, outputs.features, samples.labels)
             self.learned_heldout = join_digests(samples.pixels.numpy())
+
+    @torch.no_grad()
+    def _outputs_of_heldout(self, samples: Samples) -> ImageOutputs:
+        """Return the network's outputs for the held-out images. A frozen network computes their features only once."""
+        network = self._trained().network
+        read = self.engine.inference(network)
+        if not self.method.keeps_statistics or self.predictors != ("cnn",):  # others may need the embedding
+            return ImageOutputs(read.outputs(samples.images))
+        kept = samples.state.get(FEATURES)
+        rows = torch.arange(len(samples)) if kept is None else (kept == 0).all(dim=1).nonzero().flatten()
+        if len(rows):
+            found = self.features(samples.pixels[rows]).cpu()
+            kept = found.new_zeros(len(samples), found.shape[1]) if kept is None else kept.clone()
+            kept[rows] = found
+            self.heldout.set_state(FEATURES, kept)
+        assert kept is not None
+        features = kept.to(self.engine.device)
+        return ImageOutputs([Output((), features, *network.score(features), features)])
+
+    def forget_features(self) -> None:
+        """Forget the features of held-out images, after the network was trained."""
+        samples = self.heldout.samples()
+        if samples is not None and FEATURES in samples.state:
+            self.heldout.set_state(FEATURES, torch.zeros_like(samples.state[FEATURES]))
 
     def _fit_doubts(self, logits: dict[str, Tensor], outputs: ImageOutputs, labels: Tensor) -> dict[str, Doubt]:
         """Estimate by predictor what known images look like. logits, outputs, labels: of the held-out images."""

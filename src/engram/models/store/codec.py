@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -24,8 +24,9 @@ from engram.experiment.learner_config import Device, Precision
 from engram.models.digests import DIGEST_BYTES
 from engram.models.doubt import Doubt, doubt_from_state
 from engram.models.history import LessonRecord
-from engram.models.model import Model
+from engram.models.model import FEATURES, Model
 from engram.models.store.generations import (
+    FEATURES_FILE,
     MANIFEST,
     POINTER,
     WEIGHTS,
@@ -102,6 +103,10 @@ def _files(model: Model, state: dict[str, Tensor]) -> Iterator[File]:
         for label in memory.labels:
             for rank, image in enumerate(memory.of(label).pixels.numpy()):
                 yield picture_name(kind, label, rank), partial(to_png, image)
+    held = model.heldout.samples()
+    if held is not None and FEATURES in held.state:
+        features = held.state[FEATURES][held.labels.argsort(stable=True)]  # in the order of the pictures' names
+        yield FEATURES_FILE, lambda: save({FEATURES: features})
 
 
 def open_model(
@@ -270,34 +275,59 @@ def _unpack(
     if images:
         skipped = {position for position, known in enumerate(model.classes) if known.label in without}
         names = [name for name in pictures if name not in sparing and class_position(name) not in skipped]
-        exemplars = [name for name in pictures if name.startswith(f"{EXEMPLARS}/")]
-        rows = [row for row, name in enumerate(exemplars) if name in set(names)]
-        _read_pictures(snapshot, model, names, {name: value[rows] for name, value in kept.items()})
+        exemplars, heldout = ([name for name in pictures if name.startswith(kind)] for kind in (EXEMPLARS, HELDOUT))
+        features = _features(snapshot, model, len(heldout)) if FEATURES_FILE in snapshot.names else {}
+        read, per_image = set(names), dict[str, dict[str, Tensor]]()
+        for kind, own, tensors in ((EXEMPLARS, exemplars, kept), (HELDOUT, heldout, features)):
+            rows = [row for row, name in enumerate(own) if name in read]
+            per_image[kind] = {name: value[rows] for name, value in tensors.items()}
+        _read_pictures(snapshot, model, names, per_image)
     return model
+
+
+def _features(snapshot: Snapshot, model: Model, count: int) -> dict[str, Tensor]:
+    """Return the features of the held-out images; refuse those that do not fit."""
+    path = snapshot.path / FEATURES_FILE
+    check_memory(2 * snapshot.size(FEATURES_FILE), f"the features in {path}")
+    found = _loaded(snapshot.read(FEATURES_FILE), path)
+    values = found.get(FEATURES)
+    assert model.learner is not None
+    if values is not None and found.keys() == {FEATURES} and model.method.keeps_statistics:
+        fits = values.dtype == torch.float32 and values.ndim == 2 and len(values) == count
+        with suppress(RuntimeError):  # of another width
+            if fits and bool(values.isfinite().all()):
+                model.learner.network.score(values[:1].to(model.engine.device))
+                return found
+    raise EngramError(f"{path} has other features than those of the held-out images; the model is damaged")
 
 
 def _picture_names(manifest: Manifest, snapshot: Snapshot) -> list[str]:
     """Return the names of all pictures; refuse counts that do not agree with the list of files."""
     path = snapshot.path / MANIFEST
     number = sum(entry.exemplars + entry.heldout for entry in manifest.classes)
-    if number + 1 != len(snapshot.names):
-        raise EngramError(f"{path} lists {len(snapshot.names)} files and counts {number + 1}; it is damaged")
+    listed = len(snapshot.names - {FEATURES_FILE})
+    if number + 1 != listed:
+        raise EngramError(f"{path} lists {listed} files and counts {number + 1}; it is damaged")
     names = [
         picture_name(kind, position, rank)
         for kind in (EXEMPLARS, HELDOUT)
         for position, entry in enumerate(manifest.classes)
         for rank in range(getattr(entry, kind))
     ]
-    if different := {WEIGHTS, *names} ^ snapshot.names:
+    if different := {WEIGHTS, *names} ^ (snapshot.names - {FEATURES_FILE}):
         raise EngramError(f"{path} counts {min(different)} and does not list it, or the reverse; it is damaged")
     return names
 
 
-def _tensors(content: bytes, path: Path) -> dict[str, Tensor]:
+def _loaded(content: bytes, path: Path) -> dict[str, Tensor]:
     try:
-        state = load(content)
+        return load(content)
     except Exception as error:  # safetensors has its own error types, and JSON and torch raise others
         raise EngramError(f"{path} is not a safetensors file ({type(error).__name__}); the model is damaged") from None
+
+
+def _tensors(content: bytes, path: Path) -> dict[str, Tensor]:
+    state = _loaded(content, path)
     for name, value in state.items():
         if not _is_allowed(name, value):
             raise EngramError(f"{path} holds {name!r:.80} ({value.dtype}), which is not part of a model")
@@ -359,8 +389,10 @@ def _check_head(model: Model, state: dict[str, Tensor], path: Path) -> None:
             raise EngramError(f"{path} does not fit the head that {MANIFEST} describes; the model is damaged")
 
 
-def _read_pictures(snapshot: Snapshot, model: Model, names: list[str], kept: dict[str, Tensor]) -> None:
-    """Read pictures into the model's memories. kept: the tensors per exemplar, in the order of the names."""
+def _read_pictures(
+    snapshot: Snapshot, model: Model, names: list[str], kept: Mapping[str, Mapping[str, Tensor]]
+) -> None:
+    """Read pictures into the model's memories. kept: by kind, the tensors per image, in the order of the names."""
     assert model.learner is not None
     height, width = model.config.image_size
     check_memory(2 * len(names) * height * width * 3, f"{len(names)} images of {width}x{height} pixels")
@@ -379,6 +411,5 @@ def _read_pictures(snapshot: Snapshot, model: Model, names: list[str], kept: dic
             labels = torch.tensor([class_position(name) for name in own])
             images = torch.from_numpy(pixels)
             state = {"images": images, "labels": labels, "sources": content_ids(images)}
-            if kind == EXEMPLARS:
-                state |= {f"{STATE}{name}": value for name, value in kept.items()}
+            state |= {f"{STATE}{name}": value for name, value in kept[kind].items()}
             memory.load_state_dict(state)

@@ -30,7 +30,7 @@ from engram.runs.directory import find_runs
 
 FORMAT = 1
 POINTER, MANIFEST, LOCK, GENERATIONS, LEARNING = "current", "model.json", ".lock", "generations", "learning"
-WEIGHTS = "weights.safetensors"
+WEIGHTS, FEATURES_FILE = "weights.safetensors", "heldout/features.safetensors"
 POINTER_BYTES, MANIFEST_BYTES, WEIGHTS_BYTES, PICTURE_BYTES = 4096, 2**26, 2**34, 2**24
 ATTEMPTS = 50  # a reader starts again when a writer has replaced the generation
 GENERATION = re.compile(r"\d{6,9}")
@@ -48,7 +48,7 @@ NOTHING_KEPT = {
     "damaged": "the state before its last lesson was damaged",  # written by early versions
     "": "the version of engram that wrote it kept no earlier state",
 }
-FILE = re.compile(r"weights\.safetensors|(exemplars|heldout)/\d{5}/\d{5,8}\.png")
+FILE = re.compile(r"weights\.safetensors|heldout/features\.safetensors|(exemplars|heldout)/\d{5}/\d{5,8}\.png")
 
 T = TypeVar("T")
 
@@ -123,7 +123,7 @@ class Snapshot:
         size, checksum = self._files[name]
         content = self._folder.read(name, size)
         if len(content) != size or digest(content) != checksum:
-            way = "" if name == WEIGHTS else ", or remove this image from the model with remove_images"
+            way = "" if not name.endswith(".png") else ", or remove this image from the model with remove_images"
             raise EngramError(
                 f"{self.path / name} is damaged (its checksum does not match); restore it from a copy of the model{way}"
             )
@@ -303,7 +303,7 @@ def _listed_files(content: dict[str, Any], path: Path) -> dict[str, tuple[int, s
         if not FILE.fullmatch(name):
             raise EngramError(f"{path} lists {name!r:.80}, which is not a file of a model; it is damaged")
         size, checksum = entry if isinstance(entry, list) and len(entry) == 2 else (None, None)
-        limit = WEIGHTS_BYTES if name == WEIGHTS else PICTURE_BYTES
+        limit = PICTURE_BYTES if name.endswith(".png") else WEIGHTS_BYTES
         if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size <= limit:
             raise EngramError(f"{path} gives {name} an impossible size; it is damaged")
         if not isinstance(checksum, str) or not _DIGEST.fullmatch(checksum):
