@@ -212,7 +212,7 @@ def test_merge_and_move_on_the_command_line(tmp_path: Path, weights: Path, engra
     path = make(tmp_path / "model", A, B, config=config(weights, validation=0.25))
     folder = write_folders(tmp_path / "photos", A, 8)
     told = engram("move", path, "--images", folder / A[0] / "1.png", "--to", A[1])
-    assert told.out == f"1 of 1 images of {A[0]} are now images of {A[1]}\n"
+    assert told.out == f"1 of 1 image moved from {A[0]} to {A[1]}\n"
     told = engram("move", path, "--images", folder / A[0] / "1.png", "--to", A[1])
     assert (told.status, told.err.count("nothing was moved")) == (1, 1)
     told = engram("remove", Path(shutil.copytree(path, tmp_path / "copy")), "--images", folder / A[2] / "3.png")

@@ -290,7 +290,7 @@ def test_a_model_starts_from_weights_and_opens_without_them(
     record = json.loads(engram("info", tmp_path / "m", "--json").out)["config"]["weights"]
     assert (record["name"], record["digest"]) == ("file-mine", model.config.weights.digest)  # pyright: ignore
     for given, said in (
-        ({"weights": "resnet18-imagenet"}, "resnet18-imagenet"),
+        ({"weights": "resnet18-imagenet"}, "was made with weights=file-mine, which cannot be changed"),
         ({"backbone": "resnet32"}, "backbone"),
     ):
         with pytest.raises(EngramError, match=said):

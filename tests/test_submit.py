@@ -147,4 +147,4 @@ def test_without_the_package_it_says_what_to_install(engram: Engram, monkeypatch
     monkeypatch.setattr(submit, "find_spec", lambda _: None)
     found = engram("submit", "replay-mini-b10-s5")
     assert found.status == 2
-    assert "pip install 'engram[submit]'" in found.err
+    assert "pip install submitit" in found.err

@@ -779,7 +779,7 @@ def test_images_are_removed_by_command(engram: Engram, model: Path, tmp_path: Pa
         (tmp_path / "withdrawn" / f"{number}.png").write_bytes(png(image))
     none = engram("remove", model, "--images", "withdrawn/2.png")
     assert (none.status, none.out) == (1, "")
-    assert none.err == "engram: the model has nothing of the 1 images; nothing was removed\n"
+    assert none.err == "engram: the model has none of 1 image; nothing was removed\n"
     assert_refused(engram("remove", model, "--images", "nowhere.png"), "there is no file or folder nowhere.png")
     (tmp_path / "broken.png").write_bytes(b"x")
     assert_refused(engram("remove", model, "--images", "broken.png"), "broken.png cannot be read")

@@ -91,7 +91,10 @@ def _wrapped_help() -> Iterator[None]:
 def _all_commands() -> Any:
     """Return a type whose help lists every command."""
     named = [
-        Annotated[options, tyro.conf.subcommand(name, description=(options.__doc__ or "").partition("\n")[0])]
+        Annotated[
+            options,
+            tyro.conf.subcommand(name, description=" ".join((options.__doc__ or "").partition("\n\n")[0].split())),
+        ]
         for name, options in COMMANDS.items()
     ]
     return typing.Union[tuple(named)]  # noqa: UP007  (a union of a variable number of types)

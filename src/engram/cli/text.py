@@ -116,6 +116,11 @@ def count_classes(count: int) -> str:
     return f"{count:,} class{'' if count == 1 else 'es'}"
 
 
+def count_images(count: int) -> str:
+    """Return "1 image", "2 images"."""
+    return f"{count:,} image{'' if count == 1 else 's'}"
+
+
 def back_to(undo: dict[str, Any]) -> str:
     """Describe the state that undo restores. undo: entry of `read_manifest`."""
     return f"back to lesson {undo['lesson']}, {count_classes(undo['classes'])}, of {undo['date'][:10]}"

@@ -235,7 +235,7 @@ class Learned(Event):
     refreshed_after: refreshed classes. new_accuracy: all classes of the lesson. by_class: for each class its name and
     its accuracy before (None if new) and after. These accuracies are balanced, means over classes; plain: the same of
     all images, by the names of these fields ("new" for new_accuracy). heldout: number of held-out images that "after",
-    "new" and "refreshed_after" were measured on.
+    "new" and "refreshed_after" were measured on. exemplars, held_out: number of images in the model now.
     """
 
     new: list[str]
@@ -252,6 +252,7 @@ class Learned(Event):
     path: str | None
     plain: dict[str, dict[str, float]] = field(default_factory=dict)
     heldout: dict[str, int] = field(default_factory=dict)
+    held_out: int = 0
 
 
 @dataclass(frozen=True)

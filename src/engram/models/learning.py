@@ -277,7 +277,9 @@ def _refuse_changes(ours: ModelConfig, wanted: ModelConfig | Mapping[str, Any], 
             )
         return
     for name, value in ours.changed_by(wanted).items():
-        made = f"with{'' if value else 'out'} mirrored images" if name == "flip" else f"with {option(name, value)}"
+        made = f"with {option(name, value)}"
+        if name == "flip" or (name == "weights" and not value):
+            made = f"with{'' if value else 'out'} {'mirrored images' if name == 'flip' else 'pretrained weights'}"
         raise EngramError(
             f"the model at {path} was made {made}, which cannot be changed; leave {option(name)} out, or start a new "
             "model"
@@ -319,6 +321,7 @@ def _differences(then: Any, now: dict[str, Any]) -> str:
     """Describe how a lesson differs from the interrupted one, in parentheses; empty if that is unknown."""
     if not isinstance(then, dict):
         return ""
+    then, now = ({key: "the default" if value is None else value for key, value in how.items()} for how in (then, now))
     keys = [key for key, value in now.items() if key in then and then[key] != value]
     return f" ({', '.join(f'{key}: {then[key]} then, {now[key]} now' for key in keys[:SHOWN])})" if keys else ""
 

@@ -374,6 +374,7 @@ class Lesson:
             path=path,
             plain=entry.plain,
             heldout=entry.heldout,
+            held_out=len(model.heldout),
         )
 
 

@@ -203,9 +203,13 @@ class Model:
         """Return what tells strangers from known images; refuse if too few images are held out."""
         found = self.doubts.get(self.predictor(by))
         if found is None:
+            way = (
+                "teach it more images" if self.config.validation else "make a new model that holds out a share of them"
+            )
             raise EngramError(
                 f"this model cannot tell unknown images: that needs at least {FEWEST} held-out images, some of every "
-                f"class, and 2 to {MOST_CLASSES} classes; learn with a share held out ({option('holdout', 0.2)})"
+                f"class, and 2 to {MOST_CLASSES} classes, and it has {len(self.heldout)} such images and "
+                f"{len(self.classes)} classes; {way}"
             )
         return found
 

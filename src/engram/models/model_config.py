@@ -118,15 +118,17 @@ class ModelConfig(LearnerConfig):
             memory = _memory(theirs["memory"], self.memory, find_method(self.method))
             theirs["memory"] = replace(memory, selection=self.memory.selection)
         changed = {name: ours[name] for name, value in theirs.items() if value != ours[name]}
+        if "weights" in changed:
+            changed["weights"] = "" if self.weights is None else self.weights.name
         if "image_size" in changed and len(set(self.image_size)) == 1:
             changed["image_size"] = self.image_size[0]
         return changed
 
-    def _same_weights(self, given: str | Path) -> PretrainedWeights:
-        """Return the weights of that name or file; the model's own if they have that name, without reading a file."""
+    def _same_weights(self, given: str | Path) -> PretrainedWeights | str:
+        """Return the weights of that file; of a name, the model's own if they have it, else the name."""
         if self.weights is not None and str(given) == self.weights.name:
             return self.weights
-        return take_weights(given, self.backbone)
+        return str(given) if str(given) in KNOWN else take_weights(given, self.backbone)
 
     @classmethod
     def choose(

@@ -202,7 +202,8 @@ class LessonSplit:
             names = some(map(str, self._undivided))
             notes.append(f"no image is held out of {names}: too many of its images belong together")
         if self._near_held:
-            notes.append(f"left out {self._near_held} near-duplicates of held-out images")
+            many = "s" if self._near_held > 1 else ""
+            notes.append(f"left out {self._near_held} near-duplicate{many} of held-out images")
         if self._leaking:
             notes.append(f"left out {self._leaking} of the images to hold out: they are, or resemble, images to learn")
         return notes

@@ -14,7 +14,7 @@ from engram.cli.commands.model_common import exclude, find_label
 from engram.cli.commands.predict import check_paths, expand
 from engram.cli.options.model_changes import Export, Merge, Move, Remove, Rename, Undo
 from engram.cli.streams import confirmed, tell
-from engram.cli.text import back_to, count_classes, make_console, more_steps, print_line, shorten
+from engram.cli.text import back_to, count_classes, count_images, make_console, more_steps, print_line, shorten
 from engram.core.errors import EngramError
 from engram.core.io import typed_path
 from engram.models.edit import Undone, merge_classes, remove_class, rename_class, undo
@@ -75,10 +75,12 @@ def move_command(options: Move, _: Sequence[str]) -> int:
         }
         print_line(make_console(), json.dumps({"given": moved.given, "found": moved.found, **counts}))
     elif not moved.found:
-        tell(f"the model has nothing of the {moved.given} images in another class; nothing was moved")
+        tell(
+            f"nothing was moved: none of {count_images(moved.given)} was learned or is kept as another class than {to}"
+        )
     elif not options.quiet:
         sources = shorten([str(label) for label in dict.fromkeys(label for own in kinds.values() for label in own)], 60)
-        print_line(make_console(), f"{moved.found} of {moved.given} images of {sources} are now images of {to}")
+        print_line(make_console(), f"{moved.found} of {count_images(moved.given)} moved from {sources} to {to}")
     return 0 if moved.found else 1
 
 
@@ -152,7 +154,7 @@ def _remove_images(options: Remove, place: Path, console: Console) -> int:
         found = {"given": removed.given, "found": removed.found, **counts, "before": removed.before}
         print_line(console, json.dumps(found))
     elif not removed.found:
-        tell(f"the model has nothing of the {removed.given} images; nothing was removed")
+        tell(f"the model has none of {count_images(removed.given)}; nothing was removed")
     elif not options.quiet:
         for line in _removed_lines(removed):
             print_line(console, line)

@@ -11,13 +11,13 @@ from engram.cli.commands.model_common import (
     nesting_problem,
     prepare_hardware,
     refuse_models,
+    report_path,
     tell_unreadable,
 )
 from engram.cli.main import UNREADABLE
 from engram.cli.options.models import Check
 from engram.cli.streams import printable, tell
 from engram.cli.text import bold, make_console, print_line
-from engram.core.errors import EngramError
 from engram.core.io import typed_path
 from engram.models.image_check import Checked, ImageFinding, check_images
 from engram.models.store.codec import open_model
@@ -38,9 +38,7 @@ def check_command(options: Check, typed: Sequence[str]) -> int:
     """Carry out `engram check`; return the exit status."""
     del typed
     exclude(options.quiet, options.json)
-    page = None if options.report is None else typed_path(options.report)
-    if page is not None and page.suffix.lower() not in (".html", ".htm"):
-        raise EngramError(f"the report must be a file that ends in .html, got {page}")
+    page = report_path(options.report)
     prepare_hardware(options.hardware)
     refuse_models("check", options.images)
     model = None

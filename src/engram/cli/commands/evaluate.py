@@ -18,6 +18,7 @@ from engram.cli.commands.model_common import (
     nesting_problem,
     prepare_hardware,
     refuse_models,
+    report_path,
     tell_unreadable,
 )
 from engram.cli.main import UNREADABLE
@@ -54,9 +55,7 @@ def evaluate_command(options: Evaluate, typed: Sequence[str]) -> int:
     """Carry out `engram evaluate`; return the exit status."""
     del typed
     exclude(options.quiet, options.json)
-    report = None if options.report is None else typed_path(options.report)
-    if report is not None and report.suffix.lower() not in (".html", ".htm"):
-        raise EngramError(f"the report must be a file that ends in .html, got {report}")
+    report = report_path(options.report)
     prepare_hardware(options.hardware)
     refuse_models("evaluate", options.images)
     if options.strangers is not None and next(walk_images(_folder(options.strangers)), None) is None:

@@ -70,17 +70,17 @@ def card(manifest: dict[str, Any]) -> dict[str, str]:
     budget = memory["budget"] if memory["budget"] in ("all", "none") else f"{memory['budget']}={memory['size']}"
     height, width = config["image_size"]
     kept, held = (sum(known[kind] for known in classes) for kind in ("exemplars", "heldout"))
-    learned = sum(entry["images"] for entry in manifest["history"])
+    learned = sum(known["images"] for known in classes)
     return {
         "method": f"{config['method']}, predicts by {' and '.join(manifest['predictors'])}",
         "network": f"{config['backbone']}, images of {width}x{height} pixels, seed {config['seed']}",
         **({} if config.get("weights") is None else {"pretrained": _pretrained(config["weights"])}),
         "memory": f"{budget}: {kept} exemplars, {_size(sizes['exemplars'])}",
-        "held out": f"{100 * config['validation']:g} % of new images: {held} images, {_size(sizes['heldout'])}",
+        "held out": f"{held} images, {_size(sizes['heldout'])}; of new images {100 * config['validation']:g} %",
         **({"head": _head(manifest["learned_heldout"])} if manifest["learned_heldout"] else {}),
         "accuracy": _accuracy(manifest),
         "confidence": _confidence(manifest, held),
-        "images seen": f"{learned:,}",
+        "learned from": f"{learned:,} images of the classes that it knows",
         "weights": _size(sizes["weights"]),
         "undo": _undo(manifest),
         "written by": f"engram {manifest['engram']}, generation {manifest['generation']}",

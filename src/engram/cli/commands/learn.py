@@ -30,6 +30,7 @@ from engram.cli.streams import printable, tell
 from engram.cli.text import (
     clock,
     count_classes,
+    count_images,
     duration,
     make_console,
     make_table,
@@ -171,7 +172,7 @@ def _print_notice(text: str) -> None:
 
 def _tell_start(console: Console, event: LessonRead, place: Path) -> None:
     names = list(dict.fromkeys(map(printable, event.labels)))
-    count = f"{event.images} image{'' if event.images == 1 else 's'} of {count_classes(len(names))}"
+    count = f"{count_images(event.images)} of {count_classes(len(names))}"
     print_line(console, f"{count}: {shorten(names, 60)}; read in {duration(event.seconds)}")
     config = event.config
     if config is not None:
@@ -274,7 +275,8 @@ def learned_line(event: Learned, with_accuracy: bool) -> str:
     ):
         said += [f"of {which} {_both(event, before)} before and {_both(event, after)} now"] if shares[after] else []
     accuracy = f"; held-out accuracy (mean over classes; plain: of all images) {', '.join(said)}"
-    exemplars = f"{event.exemplars} image{'s' if event.exemplars != 1 else ''} kept"
+    exemplars = f"{event.exemplars} exemplar{'s' if event.exemplars != 1 else ''}"
+    exemplars += f" and {event.held_out} held-out image{'s' if event.held_out != 1 else ''} kept"
     where = f" ({event.path})" if event.path else ""
     return (
         f"{', '.join(parts)} in {duration(event.seconds)}; {count_classes(event.num_classes)} known, {exemplars}"

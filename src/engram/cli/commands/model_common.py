@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -68,6 +70,19 @@ def config_arguments(flags: NewModelFlags, is_new: bool) -> dict[str, Any]:
         "seed": flags.seed,
         "settings": settings or None,
     }
+
+
+def report_path(typed: str | None) -> Path | None:
+    """Return the file that --report names; refuse one that cannot be written, before minutes of work."""
+    if typed is None:
+        return None
+    path = typed_path(typed)
+    if path.suffix.lower() not in (".html", ".htm"):
+        raise EngramError(f"the report must be a file that ends in .html, got {path}")
+    there = next(folder for folder in path.absolute().parents if folder.exists())
+    if path.is_dir() or not there.is_dir() or not os.access(path if path.exists() else there, os.W_OK):
+        raise EngramError(f"cannot write the report {path}: it is a folder, or there is no permission to write there")
+    return path
 
 
 def check_new_model(flags: NewModelFlags) -> None:

@@ -128,7 +128,7 @@ def submit_command(options: Submit, typed: Sequence[str]) -> int:
 def _check(options: Submit) -> None:
     """Refuse impossible values, before images are read."""
     if find_spec(PACKAGE) is None:
-        raise EngramError("engram submit needs the package submitit: pip install 'engram[submit]'")
+        raise EngramError("engram submit needs the package submitit: pip install submitit")
     for name, value, least in (("jobs", options.jobs, 1), ("gpus", options.gpus, 0), ("cpus", options.cpus, 1)):
         if value is not None and value < least:
             raise EngramError(f"--{name} must be at least {least}, got {value}")

@@ -12,10 +12,11 @@ from engram.cli.options.models import DropLearning, Json, ModelDirectory, ModelO
 class Remove:
     """Remove classes from a model: their rows, exemplars and held-out images are deleted from its files.
 
-    Either all of them are removed or none. The scores of the other classes do not change
-    (with lda: they become those of a model that never learned these). Write -- before a name that
-    begins with a dash. With --images, single images are removed instead: every exemplar and held-out image that equals
-    one of these files, resized to the model's image size. The exit status is 1 if none is found.
+    Either all of them are removed or none. The scores of the other classes do not change; with lda they become those of
+    a model that never learned these. Write -- before a name that begins with a dash.
+
+    With --images, single images are removed instead: every exemplar and held-out image that equals one of these files,
+    resized to the model's image size. The exit status is 1 if none is found.
 
     For example:
         engram remove model cat

@@ -86,8 +86,14 @@ class LessonFlags:
             "together, unless it is none."
         ),
     ] = None
-    validate: Annotated[str | None, Shown("IMAGES")] = None
-    """A folder of class folders to measure accuracy on. It is held out instead of a share of the images."""
+    validate: Annotated[
+        str | None,
+        Shown("IMAGES"),
+        arg(
+            help="A folder of class folders to measure accuracy on, held out instead of a share of the images. With "
+            "lda they are learned after that, so test on others."
+        ),
+    ] = None
     skip_bad: bool = False
     """Leave out unreadable images, and classes without a readable one, and name them."""
     restart: bool = False

@@ -276,7 +276,8 @@ def why_unreadable(error: Exception) -> str:
     if isinstance(error, Image.UnidentifiedImageError):
         return f"it is not a {format_names()} file"
     if isinstance(error, Image.DecompressionBombWarning | Image.DecompressionBombError):
-        return f"it claims more pixels than the {2 * (Image.MAX_IMAGE_PIXELS or 0)} allowed"
+        limit = Image.MAX_IMAGE_PIXELS or 0
+        return f"it claims more pixels than the {2 * limit} allowed in a JPEG and the {limit} in other files"
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return (text.splitlines() or [""])[0].rstrip(".") or type(error).__name__
 

@@ -20,6 +20,7 @@ from engram.data.decode.prefetch import Report, decode_stream
 from engram.data.store import DataSplit, Images, ImageStore, some, stratified_split
 
 _TEST_FOLDERS: Final = ("test", "val")
+SPREADSHEETS: Final = (".xls", ".xlsx", ".ods")
 _TRAIN_FOLDERS: Final = ("train", "training")
 
 
@@ -233,7 +234,8 @@ def _find_images(
     """Return the files of the training and test split, or of the one folder to split, and the class names."""
     if not root.is_dir():
         problem = f"{root} is a file" if root.exists() else f"there is no folder {root}"
-        raise EngramError(f"{problem}; give a folder with one folder of images per class")
+        table = ", or a table saved as CSV" if root.suffix.lower() in SPREADSHEETS else ""
+        raise EngramError(f"{problem}; give a folder with one folder of images per class{table}")
     if not _has_splits(root):
         names = tuple(_class_folders(root))
         if left_out is not None:

@@ -70,7 +70,10 @@ def _rows(place: Path) -> Iterator[Row]:
     with place.open(encoding="utf-8-sig", newline="") as file:
         if kind in (".csv", ".tsv"):
             csv.field_size_limit(LONGEST_FIELD)
-            yield from csv.DictReader(file, delimiter="\t" if kind == ".tsv" else ",", strict=True)
+            head = file.readline()
+            file.seek(0)
+            comma = ";" if ";" in head and "," not in head else ","  # spreadsheets write semicolons in many countries
+            yield from csv.DictReader(file, delimiter="\t" if kind == ".tsv" else comma, strict=True)
             return
         for number, line in enumerate(file, 1):
             if not line.strip():

@@ -136,6 +136,8 @@ def read_model(path: str | Path, reader: Callable[[Snapshot], T]) -> T:
     If a writer replaces and removes the generation during the read, the reader is called again with the new one.
     """
     root = Path(path)
+    if root.is_file():
+        raise EngramError(f"{path} is a file, and a model is a directory; only 'engram predict' takes an exported file")
     if not root.is_dir():
         raise EngramError(f"there is no model at {path}")
     seen: Pointer | None = None
@@ -206,7 +208,9 @@ def not_a_model(path: Path) -> EngramError:
 
 def looks_like_model(path: Path) -> bool:
     """Return whether there is a model at the path, finished or in its first lesson."""
-    return (path / POINTER).is_file() and any((path / name).is_dir() for name in (GENERATIONS, LEARNING))
+    with suppress(OSError):  # a folder that may not be read
+        return (path / POINTER).is_file() and any((path / name).is_dir() for name in (GENERATIONS, LEARNING))
+    return False
 
 
 def read_pointer(folder: Folder) -> Pointer:
