@@ -542,12 +542,36 @@ def test_folders_without_images_do_not_stop_a_lesson(engram: Engram, tmp_path: P
 def test_what_is_not_a_folder_of_images_is_said_to_be(engram: Engram, photos: Path, tmp_path: Path) -> None:
     (tmp_path / "labels.txt").write_text("a.png,cat")
     assert_refused(engram("learn", "model", "labels.txt"), "labels.txt is a file; give a folder with one folder")
+    (tmp_path / "labels.xlsx").write_text("PK")
+    assert_refused(engram("learn", "model", "labels.xlsx"), "labels.xlsx is a file; give a folder", "saved as CSV")
     (tmp_path / "photos" / "cat").mkdir(parents=True)
     for name in ("a.JXL", "b.svg", "c.raw", "d"):
         (tmp_path / "photos" / "cat" / name).write_bytes(b"x")
     for command in (["learn", "model", "photos"], ["evaluate", "model", "photos"]):
         assert_refused(engram(*command), "files of other kinds only (no extension, .jxl, .raw, .svg)", ".png, .jpg")
     assert not (tmp_path / "model").exists()
+
+
+def test_an_exported_file_is_not_taken_for_a_model(engram: Engram, photos: Path, tmp_path: Path) -> None:
+    (tmp_path / "m.onnx").write_bytes(b"x")
+    for command in (["info", "m.onnx"], ["evaluate", "m.onnx", photos / "test"]):
+        assert_refused(engram(*command), "m.onnx is a file, and a model is a directory; only 'engram predict' takes")
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_the_work(
+    engram: Engram, taught: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_early(*_: object) -> None:
+        raise AssertionError("worked")
+
+    monkeypatch.setattr("engram.cli.commands.evaluate._evaluate", too_early)
+    monkeypatch.setattr("engram.cli.commands.check.check_images", too_early)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder.html").mkdir()
+    for command in ("evaluate", "check"):
+        for page in ("file/page.html", "folder.html"):
+            refused = engram(command, taught, photos / "test", "--report", page)
+            assert_refused(refused, f"cannot write the report {page}")
 
 
 def test_minutes_that_are_too_few_are_said_to_be(engram: Engram, photos: Path) -> None:

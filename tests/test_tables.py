@@ -55,6 +55,8 @@ def test_columns_have_other_names_and_paths_are_relative_to_the_table(photos: li
     Path("tables").mkdir()
     Path("tables/t.csv").write_text("file,kind\n../photos/0.png,1\n")
     assert read_table("tables/t.csv", "file", "kind") == (["tables/../photos/0.png"], ["1"])
+    Path("tables/t.csv").write_text('path;label\n"../photos/0.png";"1, or 2"\n')  # of a spreadsheet
+    assert read_table("tables/t.csv") == (["tables/../photos/0.png"], ["1, or 2"])
 
 
 @pytest.mark.parametrize(
