@@ -208,8 +208,7 @@ class Model:
             )
             raise EngramError(
                 f"this model cannot tell unknown images: that needs at least {FEWEST} held-out images, some of every "
-                f"class, and 2 to {MOST_CLASSES} classes, and it has {len(self.heldout)} such images and "
-                f"{len(self.classes)} classes; {way}"
+                f"class, and 2 to {MOST_CLASSES} classes; {way}"
             )
         return found
 
