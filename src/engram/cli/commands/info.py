@@ -16,6 +16,7 @@ from engram.cli.text import (
     bold,
     card_table,
     count_classes,
+    count_images,
     duration,
     make_console,
     make_table,
@@ -147,7 +148,7 @@ def history_table(manifest: dict[str, Any]) -> Table:
     for first, last in _lines(manifest["history"]):
         entry, what, counts = manifest["history"][last], f"removed {count_classes(last - first + 1)}", ["", "", ""]
         if entry["what"] in ("merged", "moved"):
-            moved = f"moved {entry['images']} images to another class"
+            moved = f"moved {count_images(entry['images'])} to another class"
             what = "merged two classes" if entry["what"] == "merged" else moved
         if entry["what"] == "learned":
             what = _learned(manifest, last)
