@@ -221,3 +221,39 @@ def test_a_stream_without_rows_says_what_to_define() -> None:
     (main,) = session.method.phases(session.learner, stage, session.engine)
     with pytest.raises(EngramError, match=r"Unnamed adds a stream of images, .*define stream_rows\(epochs, steps, "):
         train_phase(session, stage, replace(main, extensions=(Unnamed(),)))
+
+
+class NoTeacher(LinearMethod[SteppedSettings]):
+    """Says that it has no teacher, and distils from one in the phases of its family."""
+
+    uses_teacher = False
+
+    def loss(self, step: Step) -> Terms:
+        assert step.teacher is not None
+        return {"classification": (step.student.embedding - step.teacher.embedding).square().mean()}
+
+
+class OnePhase(LinearMethod[SteppedSettings]):
+    """Returns a phase instead of a list of phases."""
+
+    def phases(self, learner: Learner, stage: Stage, passes: Passes) -> Any:
+        return super().phases(learner, stage, passes)[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (
+            NoTeacher,
+            "NoTeacher has uses_teacher = False, but its phase 'main' has teacher=True, .*leave uses_teacher out",
+        ),
+        (OnePhase, r"OnePhase.phases\(\) must return a list of Phase objects, .*but it returned Phase"),
+    ],
+)
+def test_phases_that_cannot_be_trained_are_refused_before_training(
+    kind: type[Method], message: str, own: Register, tmp_path: Path
+) -> None:
+    own(kind, settings=SteppedSettings)
+    with pytest.raises(EngramError, match=message):
+        next(run(tiny_config("own"), toy_store(), tmp_path / "run"))
+    assert not (tmp_path / "run" / "checkpoint").exists()

@@ -180,3 +180,22 @@ class Method(ABC, Generic[SettingsT]):
         Changed images can be returned instead of rows, also for old classes.
         """
         return choose_exemplars(learner, stage, passes)
+
+
+def stage_phases(method: Method[Any], learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
+    """Return the phases that a method declares for a stage; refuse those that cannot be trained."""
+    phases: Any = method.phases(learner, stage, passes)
+    name = type(method).__name__
+    if not isinstance(phases, (list, tuple)) or not all(isinstance(phase, Phase) for phase in phases):
+        found = [type(each).__name__ for each in phases] if isinstance(phases, (list, tuple)) else type(phases).__name__
+        raise EngramError(
+            f"{name}.phases() must return a list of Phase objects, such as [phase], but it returned {found}"
+        )
+    for phase in phases:
+        if phase.teacher and not method.uses_teacher:
+            raise EngramError(
+                f"{name} has uses_teacher = False, but its phase {phase.name!r} has teacher=True, so its loss would "
+                "see the random network that a teacher begins as; leave uses_teacher out, or define phases() with "
+                "teacher=False"
+            )
+    return list(phases)

@@ -14,6 +14,7 @@ import torch
 
 from engram.contract import Method, Phase
 from engram.contract.learner import Learner
+from engram.contract.method import stage_phases
 from engram.core import metrics
 from engram.core.errors import EngramError
 from engram.core.memory_limits import UNCHECKED_BYTES
@@ -247,7 +248,7 @@ class Session:
 
     def _planned_phases(self, outline: Stage) -> list[Phase]:
         try:
-            return self.method.phases(self.learner, outline, self.engine)
+            return stage_phases(self.method, self.learner, outline, self.engine)
         except EngramError:
             raise
         except Exception as error:

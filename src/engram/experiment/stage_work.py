@@ -17,6 +17,7 @@ from engram.contract import Method, Phase, Settings
 from engram.contract.exemplars import class_means
 from engram.contract.image_state import fit_image_state
 from engram.contract.learner import Learner
+from engram.contract.method import stage_phases
 from engram.contract.optimisers import find_optimiser, try_optimiser
 from engram.contract.predictors import ImageOutputs, need_means, predicted_scores
 from engram.contract.schedules import learning_rates
@@ -173,7 +174,7 @@ class StageWork:
         if resume is None:
             with self.timed("train"):
                 method.grow(learner, stage, engine)
-        self.phases = method.phases(learner, stage, engine)
+        self.phases = stage_phases(method, learner, stage, engine)
         try_parts(self.phases, method.settings, learner.memory.config)
         if state is not None:
             self._check_position(first, state)
