@@ -25,7 +25,7 @@ from engram.core.events import (
     Warned,
     Working,
 )
-from engram.core.provenance import version
+from engram.core.provenance import own_code, version
 from engram.engine import PhaseState
 from engram.experiment.base_cache import SharedBase, StageCache
 from engram.experiment.feature_pass import FeaturesTaken
@@ -260,7 +260,11 @@ class RunExecution:
             "dataset": self.session.store.name,
             "order": order_value(config.order),
             "seed": config.seed,
+            "precision": self.session.engine.precision,
         }
+        versions = config.code_versions() if self.files is None else self.files.manifest.get("versions", {})
+        code = own_code(versions)
+        identity |= {"code": code} if code else {}
         return summarise(identity, self.records)
 
     def _save(self, phase: tuple[int, PhaseState] | None) -> None:
