@@ -15,6 +15,8 @@ import pytest
 import torch
 
 from engram.contract import Extension, Learner, Method, Passes, Phase, Stage, Step, Terms, register
+from engram.contract.predictors import PREDICTORS
+from engram.contract.settings import SCHEDULES
 from engram.core.errors import EngramError
 from engram.core.events import EpochFinished, RunFinished, StageFinished
 from engram.data.memory import MemoryConfig
@@ -257,3 +259,44 @@ def test_phases_that_cannot_be_trained_are_refused_before_training(
     with pytest.raises(EngramError, match=message):
         next(run(tiny_config("own"), toy_store(), tmp_path / "run"))
     assert not (tmp_path / "run" / "checkpoint").exists()
+
+
+CELL = """
+from dataclasses import dataclass
+from engram.contract import *
+from engram.methods.blocks.lsc import LSCMethod, LSCSettings
+
+@dataclass(frozen=True)
+class CellSettings(LSCSettings):
+    factor: float = FACTOR
+
+@register("own", settings=CellSettings, title="In a cell")
+class Cell(LSCMethod):
+    factor = FACTOR
+
+@register_schedule("own")
+def schedule(training, steps):
+    return FACTOR
+
+@register_predictor("own")
+def predictor(learner, outputs):
+    return FACTOR
+"""
+
+
+def test_a_cell_that_is_run_again_replaces_its_method_and_its_parts(own: Register, clean_registries: None) -> None:
+    cell: dict[str, Any] = {"__name__": "__main__"}
+    for factor in ("1.0", "2.0"):
+        exec(CELL.replace("FACTOR", factor), cell)
+    assert METHODS["own"].kind.factor == METHODS["own"].settings().factor == 2.0  # pyright: ignore
+    assert SCHEDULES.find("own")(None, 1) == PREDICTORS.find("own").function(None, None) == 2.0  # pyright: ignore
+    config = tiny_config("own")
+    exec(CELL.replace("FACTOR", "3.0"), cell)
+    with pytest.raises(EngramError, match=r"own was registered again .*; make the configuration again"):
+        config.with_value("seed", 2)
+    for kind, text in (
+        ("method", CELL.replace("class Cell(", "class Other(")),
+        ("schedule", CELL.replace("def sch", "def x")),
+    ):
+        with pytest.raises(EngramError, match=f"a {kind} named 'own' is registered already .*; choose another name"):
+            exec(text.replace("FACTOR", "4.0"), cell)

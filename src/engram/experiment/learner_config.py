@@ -12,7 +12,7 @@ from engram.contract import Settings
 from engram.contract.predictors import PREDICTORS
 from engram.contract.settings import MAIN_ROLES, OPTIMISERS, SCHEDULES, trainings, with_role
 from engram.core.errors import EngramError, option, suggest
-from engram.core.registry import Registry, joined_versions
+from engram.core.registry import Registry, joined_versions, origin_of
 from engram.core.serialize import convert_setting, from_plain, to_plain
 from engram.data.augment import Augmentation
 from engram.data.memory import RESERVOIR, SELECTIONS, MemoryConfig
@@ -43,8 +43,12 @@ class LearnerConfig:
         """Convert every field to its declared type, and refuse values that do not fit the method."""
         method = find_method(self.method)
         if type(self.settings) is not method.settings:
+            again = origin_of(type(self.settings)) == origin_of(method.settings)
             raise EngramError(
-                f"{self.method} takes {method.settings.__name__} as its settings, got {type(self.settings).__name__}"
+                f"{self.method} was registered again since these settings were made; make the configuration again"
+                if again
+                else f"{self.method} takes {method.settings.__name__} as its settings, got "
+                f"{type(self.settings).__name__}"
             )
         if isinstance(self.weights, str | Path):
             object.__setattr__(self, "weights", take_weights(self.weights, self.backbone))
