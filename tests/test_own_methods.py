@@ -249,7 +249,7 @@ class OnePhase(LinearMethod[SteppedSettings]):
             NoTeacher,
             "NoTeacher has uses_teacher = False, but its phase 'main' has teacher=True, .*leave uses_teacher out",
         ),
-        (OnePhase, r"OnePhase.phases\(\) must return a list of Phase objects, .*but it returned Phase"),
+        (OnePhase, r"OnePhase.phases\(\) must return a list of Phase objects, .*but it returned a Phase"),
     ],
 )
 def test_phases_that_cannot_be_trained_are_refused_before_training(

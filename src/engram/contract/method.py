@@ -18,7 +18,7 @@ from engram.contract.learner import Learner
 from engram.contract.passes import Passes
 from engram.contract.phase import Phase
 from engram.contract.settings import SettingsT, base_settings
-from engram.core.errors import EngramError
+from engram.core.errors import EngramError, described
 from engram.core.rng import generator
 from engram.data.stage import Samples, Stage
 from engram.nn.backbone import Backbone
@@ -187,9 +187,8 @@ def stage_phases(method: Method[Any], learner: Learner, stage: Stage, passes: Pa
     phases: Any = method.phases(learner, stage, passes)
     name = type(method).__name__
     if not isinstance(phases, (list, tuple)) or not all(isinstance(phase, Phase) for phase in phases):
-        found = [type(each).__name__ for each in phases] if isinstance(phases, (list, tuple)) else type(phases).__name__
         raise EngramError(
-            f"{name}.phases() must return a list of Phase objects, such as [phase], but it returned {found}"
+            f"{name}.phases() must return a list of Phase objects, such as [phase], but it returned {described(phases)}"
         )
     for phase in phases:
         if phase.teacher and not method.uses_teacher:

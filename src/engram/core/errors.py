@@ -52,6 +52,14 @@ def spell_options(spelling: Spelling) -> Iterator[None]:
         _spelling = before
 
 
+def described(value: object) -> str:
+    """What a function returned, in a few words, for a message: its type, and the shape of a tensor."""
+    if (shape := getattr(value, "shape", None)) is not None:
+        return f"a {type(value).__name__.lower()} of the shape {tuple(shape)}"
+    kinds = sorted({type(each).__name__ for each in value}) if isinstance(value, (list, tuple)) else []
+    return f"a {type(value).__name__} of {', '.join(kinds)}" if kinds else f"a {type(value).__name__}"
+
+
 class EngramError(ValueError):
     """A mistake in the request or in its data. The command line prints the message and exits with status 2.
 
