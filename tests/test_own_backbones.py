@@ -426,7 +426,7 @@ def test_a_command_uses_it_and_records_its_code(
     forget(own, [name for name in BACKBONES.names() if not name.startswith("own-")])
     own.write_text(OWN + "\n# edited\n")
     resumed = engram("resume", "run", "--stop-after-stage", "1", "--json").out
-    assert "the code of the backbone own-bare was changed since run was trained" in resumed
+    assert "the code of the backbone own-bare in own.py was changed since run was trained" in resumed
     codes = json.loads(Path("run/run.json").read_text())["versions"]["backbone_code"].split(", ")
     assert (len(codes), codes[0]) == (2, code)
     monkeypatch.delenv("ENGRAM_METHODS")

@@ -38,6 +38,8 @@ from engram.methods.bounds import Replay
 
 @register("own", settings=LSCSettings, title="Replay that keeps a number from stage to stage")
 class Own(Replay):
+    uses_teacher = True  # lsc_phases gives it one
+
     def phases(self, learner, stage, passes):
         PLAN
         return lsc_phases(self.settings, learner, stage, passes, self.loss, {})
@@ -110,6 +112,30 @@ def test_an_error_in_a_method_names_its_line_and_the_run_continues_after_a_fix(c
     assert done.status == 0, done.err
     assert not (tmp_path / "run" / "error.txt").exists(), "it is deleted when the run continues"
     assert "stopped after stage 1" in call("list", "runs", "--root", ".").out
+
+
+def test_a_run_whose_method_lost_a_setting_is_named(call: Engram, tmp_path: Path) -> None:
+    file = write(tmp_path, kept="1.0", finish="pass")
+    plain = file.read_text()
+    more = "class More(LSCSettings):\n    extra: float = 1.0\n\n\n@register("
+    file.write_text(
+        "from dataclasses import dataclass\n"
+        + plain.replace("@register(", f"@dataclass(frozen=True)\n{more}").replace(
+            "settings=LSCSettings", "settings=More"
+        )
+    )
+    done = call("run", *RECIPE, "--out", "run", "--quiet", "--stop-after-stage", "0")
+    assert done.status == 0, done.err
+    file.write_text(plain)
+    for command in (("resume", "run"), ("export", "run", "x.onnx")):
+        failed = call(*command)
+        assert failed.status == 2
+        for words in (
+            "of the run in run do not fit the method own any more (there is no setting 'extra')",
+            "bring back",
+        ):
+            assert words in failed.err
+        assert "did you mean" not in failed.err
 
 
 def test_the_contract_tests_run_for_a_method_from_outside(tmp_path: Path) -> None:

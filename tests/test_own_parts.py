@@ -398,8 +398,43 @@ def test_a_run_that_goes_on_with_another_optimiser_says_so(
     list(run(config, store, tmp_path / "run", stop_after_stage=0))
     bring_in(monkeypatch, tmp_path / "own.py", more="# edited")
     told = [getattr(event, "message", "") for event in engram.resume(tmp_path / "run", store)]
-    assert any("the code of the optimiser was changed since" in text for text in told)
+    assert any("the code of the optimiser own in own.py was changed since" in text for text in told)
     assert read_manifest(tmp_path / "run").versions["optimiser_code"].count(", ") == 1
+
+
+def test_a_changed_file_with_several_parts_is_one_warning(
+    clean_registries: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "several.py"
+    text = """
+from engram.contract import register, register_predictor, register_schedule
+from engram.methods.blocks.lsc import LSCMethod, LSCSettings
+import torch
+register_schedule("own")(lambda training, steps: torch.full((training.epochs * steps,), 0.01))
+register_predictor("own")(lambda learner, outputs: outputs.scores[:, : learner.num_classes])
+@register("own", settings=LSCSettings, title="From a file with other parts")
+class Own(LSCMethod):
+    predictors = ("cnn", "own")
+"""
+    monkeypatch.setenv("ENGRAM_METHODS", str(file))
+    try:
+        for content in (text, text + "# edited"):
+            for registry in (SCHEDULES, PREDICTORS):
+                if "own" in registry:
+                    registry.remove("own")
+            METHODS.pop("own", None)
+            sys.modules.pop(str(file), None)
+            file.write_text(content)
+            load_plugins()
+            if content == text:
+                config = tiny_config("own", epochs=1).with_settings(train__schedule="own")
+                list(run(config, toy_store(4), tmp_path / "run", stop_after_stage=0))
+        told = [getattr(event, "message", "") for event in engram.resume(tmp_path / "run", toy_store(4))]
+    finally:
+        METHODS.pop("own", None)
+        sys.modules.pop(str(file), None)
+    (warning,) = [text for text in told if "was changed since" in text]
+    assert warning.startswith("the code of the method own, schedule own, predictor own in several.py was changed since")
 
 
 # Packages

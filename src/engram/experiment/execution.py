@@ -150,13 +150,19 @@ class RunExecution:
         """Warn if code of the user, such as a method or an optimiser, was edited since the run started."""
         assert self.files is not None
         config, from_start = self.session.config, not self.records and self.phase_at is None
-        for kind in self.files.record_code(config.code_versions(), from_start):
-            if not from_start:
-                named = " ".join(filter(None, (kind.replace("_", " "), getattr(config, kind, ""))))
-                yield Warned(
-                    f"the code of the {named} was changed since {self.directory} was trained, so the result will mix "
-                    "both versions; start a new run to use only one"
-                )
+        now, own = config.code_versions(), config.own_parts()
+        changed = self.files.record_code(now, from_start)
+        by_file: dict[str, list[str]] = {}
+        for kind in [] if from_start else changed:
+            file = now.get(f"{kind}_file", self.files.manifest["versions"].get(f"{kind}_file", ""))
+            by_file.setdefault(file, []).append(kind)
+        for file, kinds in by_file.items():
+            named = [name for kind in kinds for name in own.get(kind, [kind.replace("_", " ")])]
+            where = f" in {file}" if file else ""
+            yield Warned(
+                f"the code of the {', '.join(named)}{where} was changed since {self.directory} was trained, so the "
+                "result will mix both versions; start a new run to use only one"
+            )
 
     def _stage(self, index: int) -> Generator[Event, None, bool]:
         """Carry out one stage, from its start or from a checkpoint; return whether the run was stopped in it."""

@@ -11,7 +11,7 @@ import torch
 from engram.contract import Settings
 from engram.contract.predictors import PREDICTORS
 from engram.contract.settings import MAIN_ROLES, OPTIMISERS, SCHEDULES, trainings, with_role
-from engram.core.errors import EngramError, option, suggest
+from engram.core.errors import EngramError, UnknownNameError, option, suggest
 from engram.core.registry import Registry, joined_versions, origin_of
 from engram.core.serialize import convert_setting, from_plain, to_plain
 from engram.data.augment import Augmentation
@@ -83,11 +83,22 @@ class LearnerConfig:
 
     def code_versions(self) -> dict[str, str]:
         """Return file and digest of the user's code that the configuration names, for run.json; empty if none."""
-        method = find_method(self.method)
-        used = [*self.training_parts(), *((PREDICTORS, name) for name in method.predictors)]
+        return {**find_method(self.method).versions, **joined_versions(self._parts())}
+
+    def own_parts(self) -> dict[str, list[str]]:
+        """Return what comes from files of the user, by kind, such as "optimiser sgd2"; kinds as in `code_versions`."""
+        found = {"method": [f"method {self.method}"]} if find_method(self.method).versions else {}
+        for registry, name in dict.fromkeys(self._parts()):
+            if registry.versions(name):
+                found.setdefault(registry.kind.replace(" ", "_"), []).append(f"{registry.kind} {name}")
+        return found
+
+    def _parts(self) -> list[tuple[Registry[Any], str]]:
+        """What the configuration names, except the method, each with its registry."""
+        used = [*self.training_parts(), *((PREDICTORS, name) for name in find_method(self.method).predictors)]
         if self.memory.is_selected:
             used.append((SELECTIONS, self.memory.selection))
-        return {**method.versions, **joined_versions(used)}
+        return used
 
     def training_parts(self) -> list[tuple[Registry[Any], str]]:
         """Return the backbone, augmentation policy, optimisers and schedules in use, each with its registry."""
@@ -106,11 +117,21 @@ class LearnerConfig:
         return plain
 
     @classmethod
-    def from_plain(cls, data: Any) -> Self:
-        """Return the configuration that plain data describes."""
+    def from_plain(cls, data: Any, of: str = "") -> Self:
+        """Return the configuration that plain data describes. of: whose it is, for messages, if it was recorded."""
         if not isinstance(data, dict) or not isinstance(data.get("method"), str):
             raise EngramError("a configuration must name its method")
-        settings = from_plain(find_method(data["method"]).settings, data.get("settings", {}), "settings")
+        kind = find_method(data["method"]).settings
+        try:
+            settings = from_plain(kind, data.get("settings", {}), "settings")
+        except EngramError as error:
+            if not of:
+                raise
+            what = f"there is no setting {error.value!r}" if isinstance(error, UnknownNameError) else error
+            raise EngramError(
+                f"the recorded settings of {of} do not fit the method {data['method']} any more ({what}); bring back "
+                "the code that it was made with, or start anew with the present code"
+            ) from error
         return from_plain(cls, {**data, "settings": settings})
 
 

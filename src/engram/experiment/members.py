@@ -185,7 +185,7 @@ def progress_of(directory: Path, config: RunConfig, fingerprint: str) -> RunProg
 def refuse_other_settings(directory: Path, manifest: RunManifest, config: RunConfig) -> None:
     """Refuse the run in a directory if its configuration is not this one."""
     # Parsed by this version, so a run saved before a setting existed is still the same run.
-    theirs = RunConfig.from_plain(manifest.config)
+    theirs = RunConfig.from_plain(manifest.config, f"the run in {directory}")
     if theirs.fingerprint() != config.fingerprint():
         raise EngramError(
             f"{directory} holds a run with other settings ({_differences(theirs, config)}); "

@@ -90,7 +90,7 @@ def resume(
     """
     path = Path(directory)
     manifest = read_manifest(path)
-    config = RunConfig.from_plain(manifest.config)
+    config = RunConfig.from_plain(manifest.config, f"the run in {path}")
     processes = join_run(config)
     if store is None:
         store = processes.one_before_the_others(lambda: load_store(config.data))
