@@ -239,4 +239,10 @@ def test_what_is_not_an_augmentation_is_refused() -> None:
         register_augmentation("none-of-it", numbers=-1)(lambda images, numbers: images)
     with pytest.raises(EngramError, match="cannot be called 'none', which means no policy"):
         register_augmentation("none", numbers=0)(lambda images, numbers: images)
+    with pytest.raises(EngramError, match="makes other images of the same images and numbers"):
+        register_augmentation("drawing", numbers=0)(lambda images, _: images ^ torch.randint(256, images.shape).byte())
+    with pytest.raises(EngramError, match="draws other numbers from the same generator"):
+        register_augmentation("drawn", numbers=2, draw=lambda shape, *_: torch.rand(*shape, 2))(
+            lambda images, _: images
+        )
     assert "smaller" not in POLICIES
