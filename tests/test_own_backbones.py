@@ -373,6 +373,12 @@ def test_a_name_is_refused_that_is_taken_or_impossible(own: Path) -> None:
             register_backbone(name)(Mixed)
     with pytest.raises(EngramError, match=r"register_backbone takes a function of a torch.Generator"):
         register_backbone("other")("resnet32")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(EngramError, match=r"register_backbone takes a function of a torch.Generator"):
+        register_backbone("other")(lambda: Mixed(torch.Generator()))  # pyright: ignore
+    with pytest.raises(
+        EngramError, match=r'register_backbone takes a name, .* write @register_backbone\("my-backbone"\)'
+    ):
+        register_backbone(Mixed)  # pyright: ignore[reportArgumentType]
     with pytest.raises(EngramError, match=r"no backbone 'own-vti': did you mean 'own-vit'\?"):
         tiny_config(backbone="own-vti")
 

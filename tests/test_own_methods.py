@@ -326,3 +326,21 @@ def test_a_cell_that_is_run_again_replaces_its_method_and_its_parts(own: Registe
     ):
         with pytest.raises(EngramError, match=f"a {kind} named 'own' is registered already .*; choose another name"):
             exec(text.replace("FACTOR", "4.0"), cell)
+
+
+class NoHead(LinearMethod[SteppedSettings]):
+    """Returns a module that is no head."""
+
+    def head(self, dim: int, capacity: int) -> Any:
+        return torch.nn.Linear(dim, capacity)
+
+
+def test_what_is_no_head_no_tensor_and_no_store_is_refused(own: Register) -> None:
+    own(NoHead, settings=SteppedSettings)
+    with pytest.raises(EngramError, match=r"NoHead.head\(\) must return a Head, .*but it returned a Linear"):
+        tiny_session(tiny_config("own"))
+    with pytest.raises(EngramError, match=r"learner.store keeps a tensor, but 'x' is a dict; store each tensor"):
+        tiny_session().learner.store("x", {"y": torch.zeros(1)})  # pyright: ignore[reportArgumentType]
+    for wrong, said in ((np.zeros((4, 8, 8, 3)), r"an? ndarray of the shape"), ((1, 2), "a tuple of int")):
+        with pytest.raises(EngramError, match=f"the images of a run are an ImageStore, got {said}.*from_arrays"):
+            next(run(tiny_config("naive"), wrong))  # pyright: ignore[reportArgumentType]

@@ -54,10 +54,12 @@ def spell_options(spelling: Spelling) -> Iterator[None]:
 
 def described(value: object) -> str:
     """What a function returned, in a few words, for a message: its type, and the shape of a tensor."""
-    if (shape := getattr(value, "shape", None)) is not None:
-        return f"a {type(value).__name__.lower()} of the shape {tuple(shape)}"
-    kinds = sorted({type(each).__name__ for each in value}) if isinstance(value, (list, tuple)) else []
-    return f"a {type(value).__name__} of {', '.join(kinds)}" if kinds else f"a {type(value).__name__}"
+    kind = type(value).__name__
+    name = f"an {kind}" if kind.lower().startswith(("a", "e", "i", "o", "u", "nd")) else f"a {kind}"
+    if isinstance(shape := getattr(value, "shape", None), tuple):
+        return f"{name.lower()} of the shape {tuple(shape)}"
+    inner = sorted({type(each).__name__ for each in value}) if isinstance(value, (list, tuple)) else []
+    return f"{name} of {', '.join(inner)}" if inner else name
 
 
 class EngramError(ValueError):

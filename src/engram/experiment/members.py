@@ -16,7 +16,7 @@ from engram.data.store import ImageStore
 from engram.experiment.learner_config import resolve_device
 from engram.experiment.recipes import named_by_recipe
 from engram.experiment.run_config import RunConfig, directory_name
-from engram.experiment.runner import check_config, settle
+from engram.experiment.runner import check_config, check_store, settle
 from engram.experiment.session import Session
 from engram.runs.checked import Source, checked
 from engram.runs.directory import CHECKPOINT, MANIFEST, is_used
@@ -87,6 +87,7 @@ def plan_members(
     if parent is not None:
         check_parent(parent)
     stores: dict[DataConfig | None, tuple[ImageStore, str]] = {}
+    check_store(store)
     if store is not None:
         stores[None] = (store, store.fingerprint())
     members: list[Member] = []

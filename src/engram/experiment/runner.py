@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from engram.core.checkpoint import Checkpoint, fitting
-from engram.core.errors import EngramError, option
+from engram.core.errors import EngramError, described, option
 from engram.core.events import Event, RunFinished
 from engram.core.processes import Processes, join_processes
 from engram.core.provenance import code_digest, hardware, own_code
@@ -61,6 +61,7 @@ def run(
     must consume the events.
     """
     check_config(config)
+    check_store(store)
     processes = join_run(config)
     if store is None:
         store = processes.one_before_the_others(lambda: load_store(config.data))
@@ -88,6 +89,7 @@ def resume(
 
     store: the images, if the configuration does not name them or they have moved. Other parameters: as for `run`.
     """
+    check_store(store)
     path = Path(directory)
     manifest = read_manifest(path)
     config = RunConfig.from_plain(manifest.config, f"the run in {path}")
@@ -176,6 +178,15 @@ def check_config(config: Any) -> None:
     """Refuse anything that is not a configuration, such as the name of a recipe."""
     if not isinstance(config, RunConfig):
         raise EngramError(f"a run needs a configuration, such as recipe('afc-mini-b10-s5'), got {config!r}")
+
+
+def check_store(store: Any) -> None:
+    """Refuse images that are not in an ImageStore, such as an array."""
+    if store is not None and not isinstance(store, ImageStore):
+        raise EngramError(
+            f"the images of a run are an ImageStore, got {described(store)}; make one with ImageStore.from_arrays("
+            "images, labels, test_images, test_labels) or ImageStore.from_dataset(train, test)"
+        )
 
 
 def settle(config: RunConfig, store: ImageStore) -> RunConfig:
