@@ -154,7 +154,7 @@ class RunExecution:
         changed = self.files.record_code(now, from_start)
         by_file: dict[str, list[str]] = {}
         for kind in [] if from_start else changed:
-            file = now.get(f"{kind}_file", self.files.manifest["versions"].get(f"{kind}_file", ""))
+            file = str(now.get(f"{kind}_file") or self.files.manifest["versions"].get(f"{kind}_file", ""))
             by_file.setdefault(file, []).append(kind)
         for file, kinds in by_file.items():
             named = [name for kind in kinds for name in own.get(kind, [kind.replace("_", " ")])]

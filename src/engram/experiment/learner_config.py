@@ -73,10 +73,9 @@ class LearnerConfig:
             without = ", ".join(name for name, other in sorted(METHODS.items()) if other.memory in ("none", "optional"))
             raise EngramError(f"{self.method} needs a memory, got none; methods that learn without one: {without}")
         if self.memory.selection == RESERVOIR and not method.kind.unbalanced_memory:
-            able = ", ".join(name for name, other in sorted(METHODS.items()) if other.kind.unbalanced_memory)
             raise EngramError(
                 f"{self.method} needs as many exemplars of every class, which a reservoir does not keep; "
-                f"choose another selection, or a method that can: {able}"
+                f"choose another selection, or a method that can: {able_methods(self.method, 'unbalanced_memory')}"
             )
         if self.seed < 0:
             raise EngramError(f"the seed must be 0 or more, got {self.seed}")
@@ -133,6 +132,14 @@ class LearnerConfig:
                 "the code that it was made with, or start anew with the present code"
             ) from error
         return from_plain(cls, {**data, "settings": settings})
+
+
+def able_methods(name: str, attribute: str) -> str:
+    """Name the methods that declare an attribute; of a user's method without it, also how to declare it."""
+    able = ", ".join(each for each, other in sorted(METHODS.items()) if getattr(other.kind, attribute))
+    kind = find_method(name).kind
+    is_ours = kind.__module__.startswith("engram.")
+    return able if is_ours else f"{able}; if {name} can, declare {attribute} = True in its class {kind.__name__}"
 
 
 def take_weights(given: str | Path | PretrainedWeights, backbone: str | None = None) -> PretrainedWeights:
