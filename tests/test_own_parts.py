@@ -230,6 +230,18 @@ def test_the_help_names_every_selection_of_the_package(engram: Engram) -> None:
 Predict = Callable[[Learner, ImageOutputs], Any]
 
 
+def test_a_file_that_cannot_be_imported_is_named_with_its_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    monkeypatch.setenv("ENGRAM_METHODS", str(file))
+    for text, line in (
+        ("def f():\n    1 / 0\n\nf()", "line 2, in f"),
+        ("\nimport no_such_module", "line 2, in <module>"),
+    ):
+        file.write_text(text)
+        with pytest.raises(EngramError, match=re.escape(f"({file}, {line})")):
+            load_plugins()
+
+
 @pytest.fixture
 def predicting(clean_registries: None) -> Iterator[Callable[[Predict], None]]:
     """Registers a predictor "own", and a method "own" that predicts by it and by cnn."""
@@ -304,7 +316,7 @@ def test_a_model_of_own_images_predicts_by_it(predicting: Callable[[Predict], No
     assert shares.shape == (6, 3)
     assert np.allclose(shares.sum(axis=1), 1)
     assert (shares.argmax(axis=1) == 2).all()
-    with pytest.raises(EngramError, match="only the predictors cnn and nme can be exported, not 'own'"):
+    with pytest.raises(EngramError, match="only the predictors cnn and nme can be exported, not 'own'; choose by=cnn"):
         export_onnx(model, tmp_path / "model.onnx", "own")
     with pytest.raises(EngramError, match="predicts by cnn and own, not by 'nme'"):
         model.probabilities(images, "nme")

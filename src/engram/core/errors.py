@@ -172,12 +172,15 @@ def explain(error: BaseException) -> tuple[str, bool]:
         message = f"there is not enough memory for this; try a smaller {option('batch_size')} or {option('image_size')}"
     else:
         unexpected = True
-        message = f"unexpected error: {type(error).__name__}: {error}{_in_user_file(error)}"
+        message = f"unexpected error: {type(error).__name__}: {error}{in_user_file(error)}"
     return " ".join(spelled(message).split()), unexpected
 
 
-def _in_user_file(error: BaseException) -> str:
-    """The place of an error in a file outside this package and the installed ones, such as a user's method."""
+def in_user_file(error: BaseException) -> str:
+    """The place of an error in a file outside this package and the installed ones, in brackets; empty if there is none.
+
+    Such as " (own.py, line 3, in phases)", in a user's method.
+    """
     libraries = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
     installed = [str(Path(__file__).parents[1]), *libraries]
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
