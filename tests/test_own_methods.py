@@ -344,3 +344,21 @@ def test_what_is_no_head_no_tensor_and_no_store_is_refused(own: Register) -> Non
     for wrong, said in ((np.zeros((4, 8, 8, 3)), r"an? ndarray of the shape"), ((1, 2), "a tuple of int")):
         with pytest.raises(EngramError, match=f"the images of a run are an ImageStore, got {said}.*from_arrays"):
             next(run(tiny_config("naive"), wrong))  # pyright: ignore[reportArgumentType]
+
+
+class NaNs(LinearMethod[SteppedSettings]):
+    """Damages the head after training."""
+
+    predictors = ("cnn",)
+
+    @torch.no_grad()
+    def finish(self, learner: Learner, stage: Stage, passes: Passes) -> None:
+        learner.network.get_parameter("head.weight")[0] = torch.nan
+
+
+def test_weights_that_finish_damaged_are_named(own: Register) -> None:
+    own(NaNs, settings=SteppedSettings)
+    with pytest.raises(
+        EngramError, match=r"after stage 0, .*NaN\); head.weight .*look at what the method does after training"
+    ):
+        list(run(tiny_config("own"), toy_store()))

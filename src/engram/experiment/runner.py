@@ -192,7 +192,8 @@ def check_store(store: Any) -> None:
 def settle(config: RunConfig, store: ImageStore) -> RunConfig:
     """The final configuration of a run with these images on this machine; its name shows changes of its recipe.
 
-    Refuses images without the held-out share of the configuration: the run would be evaluated on the test split.
+    Refuses images without the held-out share of the configuration: the run would be evaluated on the test split. It
+    also refuses a cutout that hides the images.
     """
     asked = config.data.holdout
     if asked is not None and asked != store.held_out:
@@ -202,6 +203,7 @@ def settle(config: RunConfig, store: ImageStore) -> RunConfig:
             f"give store.holdout({asked:g}, seed=0), or leave out data.holdout"
         )
     photographs_of(config, store)
+    config.augmentation.check_cutout(store.image_size)
     # run.json must not name images that were not used, nor present held-out images as the test split.
     data = config.data if store.origin == config.data.name else DataConfig(store.origin, crops=config.data.crops)
     config = replace(config, data=replace(data, holdout=store.held_out))

@@ -270,7 +270,7 @@ class Session:
         rows = np.flatnonzero(self._test_labels < self.stream.num_seen(index))
         targets = self._test_labels[rows].astype(np.int16)
         images = self._images_of(self.store.test.images, rows)
-        scores = class_scores(self.learner, self.engine, images, self.method.predictors)
+        scores = class_scores(self.learner, self.engine, images, self.method.predictors, f"after stage {index}, ")
         sizes, arrays, predictions = self.stream.sizes[: index + 1], {"targets": targets}, {}
         for name in self.method.predictors:
             arrays[f"{PREDICTIONS}{name}"] = predictions[name] = best_label(scores[name])
