@@ -152,7 +152,7 @@ def test_a_run_that_goes_on_with_edited_code_says_so(engram: Engram, own: Path) 
     edit(own)
     for stage, warned in ((1, True), (2, False)):
         told = engram("resume", "run", "--stop-after-stage", str(stage), "--json").out
-        assert ("the code of the method steady was changed since" in told) is warned
+        assert ("the code of the method steady in steady.py was changed since" in told) is warned
         codes = versions("run")["method_code"].split(", ")
         assert (len(codes), codes[0]) == (2, begun)
     assert versions("run")["method_file"] == "steady.py"

@@ -261,6 +261,10 @@ def test_a_part_of_a_batch_can_be_written_and_a_name_must_be_declared() -> None:
     rows, values = images.written["seen"]
     assert rows.tolist() == [0, 4]
     assert not values.requires_grad
+    with pytest.raises(
+        EngramError, match=r"'seen' keeps a tensor of the shape \(2,\) for these 2 .*of the shape \(3,\)"
+    ):
+        images.write("seen", torch.zeros(3), slice(1, None))
     for use in (lambda: images.read("sen"), lambda: images.write("sen", torch.zeros(3))):
         with pytest.raises(EngramError, match=r"no tensor 'sen' is kept per image; .* image_state = \{\"sen\": Image"):
             use()

@@ -373,6 +373,12 @@ def test_a_name_is_refused_that_is_taken_or_impossible(own: Path) -> None:
             register_backbone(name)(Mixed)
     with pytest.raises(EngramError, match=r"register_backbone takes a function of a torch.Generator"):
         register_backbone("other")("resnet32")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(EngramError, match=r"register_backbone takes a function of a torch.Generator"):
+        register_backbone("other")(lambda: Mixed(torch.Generator()))  # pyright: ignore
+    with pytest.raises(
+        EngramError, match=r'register_backbone takes a name, .* write @register_backbone\("my-backbone"\)'
+    ):
+        register_backbone(Mixed)  # pyright: ignore[reportArgumentType]
     with pytest.raises(EngramError, match=r"no backbone 'own-vti': did you mean 'own-vit'\?"):
         tiny_config(backbone="own-vti")
 
@@ -426,7 +432,7 @@ def test_a_command_uses_it_and_records_its_code(
     forget(own, [name for name in BACKBONES.names() if not name.startswith("own-")])
     own.write_text(OWN + "\n# edited\n")
     resumed = engram("resume", "run", "--stop-after-stage", "1", "--json").out
-    assert "the code of the backbone own-bare was changed since run was trained" in resumed
+    assert "the code of the backbone own-bare in own.py was changed since run was trained" in resumed
     codes = json.loads(Path("run/run.json").read_text())["versions"]["backbone_code"].split(", ")
     assert (len(codes), codes[0]) == (2, code)
     monkeypatch.delenv("ENGRAM_METHODS")

@@ -15,6 +15,8 @@ import pytest
 import torch
 
 from engram.contract import Extension, Learner, Method, Passes, Phase, Stage, Step, Terms, register
+from engram.contract.predictors import PREDICTORS
+from engram.contract.settings import SCHEDULES
 from engram.core.errors import EngramError
 from engram.core.events import EpochFinished, RunFinished, StageFinished
 from engram.data.memory import MemoryConfig
@@ -36,6 +38,8 @@ from engram.methods.bounds import Replay
 
 @register("own", settings=LSCSettings, title="Replay that keeps a number from stage to stage")
 class Own(Replay):
+    uses_teacher = True  # lsc_phases gives it one
+
     def phases(self, learner, stage, passes):
         PLAN
         return lsc_phases(self.settings, learner, stage, passes, self.loss, {})
@@ -108,6 +112,30 @@ def test_an_error_in_a_method_names_its_line_and_the_run_continues_after_a_fix(c
     assert done.status == 0, done.err
     assert not (tmp_path / "run" / "error.txt").exists(), "it is deleted when the run continues"
     assert "stopped after stage 1" in call("list", "runs", "--root", ".").out
+
+
+def test_a_run_whose_method_lost_a_setting_is_named(call: Engram, tmp_path: Path) -> None:
+    file = write(tmp_path, kept="1.0", finish="pass")
+    plain = file.read_text()
+    more = "class More(LSCSettings):\n    extra: float = 1.0\n\n\n@register("
+    file.write_text(
+        "from dataclasses import dataclass\n"
+        + plain.replace("@register(", f"@dataclass(frozen=True)\n{more}").replace(
+            "settings=LSCSettings", "settings=More"
+        )
+    )
+    done = call("run", *RECIPE, "--out", "run", "--quiet", "--stop-after-stage", "0")
+    assert done.status == 0, done.err
+    file.write_text(plain)
+    for command in (("resume", "run"), ("export", "run", "x.onnx")):
+        failed = call(*command)
+        assert failed.status == 2
+        for words in (
+            "of the run in run do not fit the method own any more (there is no setting 'extra')",
+            "bring back",
+        ):
+            assert words in failed.err
+        assert "did you mean" not in failed.err
 
 
 def test_the_contract_tests_run_for_a_method_from_outside(tmp_path: Path) -> None:
@@ -221,3 +249,116 @@ def test_a_stream_without_rows_says_what_to_define() -> None:
     (main,) = session.method.phases(session.learner, stage, session.engine)
     with pytest.raises(EngramError, match=r"Unnamed adds a stream of images, .*define stream_rows\(epochs, steps, "):
         train_phase(session, stage, replace(main, extensions=(Unnamed(),)))
+
+
+class NoTeacher(LinearMethod[SteppedSettings]):
+    """Says that it has no teacher, and distils from one in the phases of its family."""
+
+    uses_teacher = False
+
+    def loss(self, step: Step) -> Terms:
+        assert step.teacher is not None
+        return {"classification": (step.student.embedding - step.teacher.embedding).square().mean()}
+
+
+class OnePhase(LinearMethod[SteppedSettings]):
+    """Returns a phase instead of a list of phases."""
+
+    def phases(self, learner: Learner, stage: Stage, passes: Passes) -> Any:
+        return super().phases(learner, stage, passes)[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (
+            NoTeacher,
+            "NoTeacher has uses_teacher = False, but its phase 'main' has teacher=True, .*leave uses_teacher out",
+        ),
+        (OnePhase, r"OnePhase.phases\(\) must return a list of Phase objects, .*but it returned a Phase"),
+    ],
+)
+def test_phases_that_cannot_be_trained_are_refused_before_training(
+    kind: type[Method], message: str, own: Register, tmp_path: Path
+) -> None:
+    own(kind, settings=SteppedSettings)
+    with pytest.raises(EngramError, match=message):
+        next(run(tiny_config("own"), toy_store(), tmp_path / "run"))
+    assert not (tmp_path / "run" / "checkpoint").exists()
+
+
+CELL = """
+from dataclasses import dataclass
+from engram.contract import *
+from engram.methods.blocks.lsc import LSCMethod, LSCSettings
+
+@dataclass(frozen=True)
+class CellSettings(LSCSettings):
+    factor: float = FACTOR
+
+@register("own", settings=CellSettings, title="In a cell")
+class Cell(LSCMethod):
+    factor = FACTOR
+
+@register_schedule("own")
+def schedule(training, steps):
+    return FACTOR
+
+@register_predictor("own")
+def predictor(learner, outputs):
+    return FACTOR
+"""
+
+
+def test_a_cell_that_is_run_again_replaces_its_method_and_its_parts(own: Register, clean_registries: None) -> None:
+    cell: dict[str, Any] = {"__name__": "__main__"}
+    for factor in ("1.0", "2.0"):
+        exec(CELL.replace("FACTOR", factor), cell)
+    assert METHODS["own"].kind.factor == METHODS["own"].settings().factor == 2.0  # pyright: ignore
+    assert SCHEDULES.find("own")(None, 1) == PREDICTORS.find("own").function(None, None) == 2.0  # pyright: ignore
+    config = tiny_config("own")
+    exec(CELL.replace("FACTOR", "3.0"), cell)
+    with pytest.raises(EngramError, match=r"own was registered again .*; make the configuration again"):
+        config.with_value("seed", 2)
+    for kind, text in (
+        ("method", CELL.replace("class Cell(", "class Other(")),
+        ("schedule", CELL.replace("def sch", "def x")),
+    ):
+        with pytest.raises(EngramError, match=f"a {kind} named 'own' is registered already .*; choose another name"):
+            exec(text.replace("FACTOR", "4.0"), cell)
+
+
+class NoHead(LinearMethod[SteppedSettings]):
+    """Returns a module that is no head."""
+
+    def head(self, dim: int, capacity: int) -> Any:
+        return torch.nn.Linear(dim, capacity)
+
+
+def test_what_is_no_head_no_tensor_and_no_store_is_refused(own: Register) -> None:
+    own(NoHead, settings=SteppedSettings)
+    with pytest.raises(EngramError, match=r"NoHead.head\(\) must return a Head, .*but it returned a Linear"):
+        tiny_session(tiny_config("own"))
+    with pytest.raises(EngramError, match=r"learner.store keeps a tensor, but 'x' is a dict; store each tensor"):
+        tiny_session().learner.store("x", {"y": torch.zeros(1)})  # pyright: ignore[reportArgumentType]
+    for wrong, said in ((np.zeros((4, 8, 8, 3)), r"an? ndarray of the shape"), ((1, 2), "a tuple of int")):
+        with pytest.raises(EngramError, match=f"the images of a run are an ImageStore, got {said}.*from_arrays"):
+            next(run(tiny_config("naive"), wrong))  # pyright: ignore[reportArgumentType]
+
+
+class NaNs(LinearMethod[SteppedSettings]):
+    """Damages the head after training."""
+
+    predictors = ("cnn",)
+
+    @torch.no_grad()
+    def finish(self, learner: Learner, stage: Stage, passes: Passes) -> None:
+        learner.network.get_parameter("head.weight")[0] = torch.nan
+
+
+def test_weights_that_finish_damaged_are_named(own: Register) -> None:
+    own(NaNs, settings=SteppedSettings)
+    with pytest.raises(
+        EngramError, match=r"after stage 0, .*NaN\); head.weight .*look at what the method does after training"
+    ):
+        list(run(tiny_config("own"), toy_store()))

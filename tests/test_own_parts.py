@@ -230,6 +230,18 @@ def test_the_help_names_every_selection_of_the_package(engram: Engram) -> None:
 Predict = Callable[[Learner, ImageOutputs], Any]
 
 
+def test_a_file_that_cannot_be_imported_is_named_with_its_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    monkeypatch.setenv("ENGRAM_METHODS", str(file))
+    for text, line in (
+        ("def f():\n    1 / 0\n\nf()", "line 2, in f"),
+        ("\nimport no_such_module", "line 2, in <module>"),
+    ):
+        file.write_text(text)
+        with pytest.raises(EngramError, match=re.escape(f"({file}, {line})")):
+            load_plugins()
+
+
 @pytest.fixture
 def predicting(clean_registries: None) -> Iterator[Callable[[Predict], None]]:
     """Registers a predictor "own", and a method "own" that predicts by it and by cnn."""
@@ -304,7 +316,7 @@ def test_a_model_of_own_images_predicts_by_it(predicting: Callable[[Predict], No
     assert shares.shape == (6, 3)
     assert np.allclose(shares.sum(axis=1), 1)
     assert (shares.argmax(axis=1) == 2).all()
-    with pytest.raises(EngramError, match="only the predictors cnn and nme can be exported, not 'own'"):
+    with pytest.raises(EngramError, match="only the predictors cnn and nme can be exported, not 'own'; choose by=cnn"):
         export_onnx(model, tmp_path / "model.onnx", "own")
     with pytest.raises(EngramError, match="predicts by cnn and own, not by 'nme'"):
         model.probabilities(images, "nme")
@@ -398,8 +410,43 @@ def test_a_run_that_goes_on_with_another_optimiser_says_so(
     list(run(config, store, tmp_path / "run", stop_after_stage=0))
     bring_in(monkeypatch, tmp_path / "own.py", more="# edited")
     told = [getattr(event, "message", "") for event in engram.resume(tmp_path / "run", store)]
-    assert any("the code of the optimiser was changed since" in text for text in told)
+    assert any("the code of the optimiser own in own.py was changed since" in text for text in told)
     assert read_manifest(tmp_path / "run").versions["optimiser_code"].count(", ") == 1
+
+
+def test_a_changed_file_with_several_parts_is_one_warning(
+    clean_registries: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "several.py"
+    text = """
+from engram.contract import register, register_predictor, register_schedule
+from engram.methods.blocks.lsc import LSCMethod, LSCSettings
+import torch
+register_schedule("own")(lambda training, steps: torch.full((training.epochs * steps,), 0.01))
+register_predictor("own")(lambda learner, outputs: outputs.scores[:, : learner.num_classes])
+@register("own", settings=LSCSettings, title="From a file with other parts")
+class Own(LSCMethod):
+    predictors = ("cnn", "own")
+"""
+    monkeypatch.setenv("ENGRAM_METHODS", str(file))
+    try:
+        for content in (text, text + "# edited"):
+            for registry in (SCHEDULES, PREDICTORS):
+                if "own" in registry:
+                    registry.remove("own")
+            METHODS.pop("own", None)
+            sys.modules.pop(str(file), None)
+            file.write_text(content)
+            load_plugins()
+            if content == text:
+                config = tiny_config("own", epochs=1).with_settings(train__schedule="own")
+                list(run(config, toy_store(4), tmp_path / "run", stop_after_stage=0))
+        told = [getattr(event, "message", "") for event in engram.resume(tmp_path / "run", toy_store(4))]
+    finally:
+        METHODS.pop("own", None)
+        sys.modules.pop(str(file), None)
+    (warning,) = [text for text in told if "was changed since" in text]
+    assert warning.startswith("the code of the method own, schedule own, predictor own in several.py was changed since")
 
 
 # Packages

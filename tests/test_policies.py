@@ -19,6 +19,7 @@ from engram.core.errors import EngramError
 from engram.data.augment import Augmentation, apply, draw, pad_images
 from engram.data.operations import CODES, GREY, OPERATIONS, cut_out, operate
 from engram.data.policies import AUTO, POLICIES, register_augmentation
+from engram.models.model_config import ModelConfig
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # triton looks when it is first imported, and again at each launch
@@ -224,6 +225,14 @@ def test_every_kind_of_pass_takes_a_policy(method: str) -> None:
     assert len(result["stages"]) == 2
 
 
+def test_a_box_larger_than_the_images_is_refused() -> None:
+    config = make_config("replay").with_value("augmentation.cutout", 9)
+    with pytest.raises(EngramError, match="cutout=9 hides images of 8x8 pixels; give a smaller box, such as cutout=2"):
+        train(config, make_store(4))
+    with pytest.raises(EngramError, match="cutout=9 hides images of 8x8"):
+        ModelConfig.choose("lda", images=10, image_size=8, augmentation=config.augmentation)
+
+
 def test_what_is_not_an_augmentation_is_refused() -> None:
     with pytest.raises(EngramError, match=r"no augmentation policy 'trivail': did you mean 'trivial'"):
         Augmentation(policy="trivail")
@@ -239,4 +248,10 @@ def test_what_is_not_an_augmentation_is_refused() -> None:
         register_augmentation("none-of-it", numbers=-1)(lambda images, numbers: images)
     with pytest.raises(EngramError, match="cannot be called 'none', which means no policy"):
         register_augmentation("none", numbers=0)(lambda images, numbers: images)
+    with pytest.raises(EngramError, match="makes other images of the same images and numbers"):
+        register_augmentation("drawing", numbers=0)(lambda images, _: images ^ torch.randint(256, images.shape).byte())
+    with pytest.raises(EngramError, match="draws other numbers from the same generator"):
+        register_augmentation("drawn", numbers=2, draw=lambda shape, *_: torch.rand(*shape, 2))(
+            lambda images, _: images
+        )
     assert "smaller" not in POLICIES

@@ -293,7 +293,7 @@ class TestRefusals:
         plain = make_config().to_plain()
         plain["settings"]["lambda_dics"] = plain["settings"].pop("lambda_disc")
         self.edit_manifest(stopped, config=plain, config_hash=config_hash(plain))
-        self.refused(stopped, "did you mean 'settings.lambda_disc'")
+        self.refused(stopped, r"do not fit the method afc any more \(there is no setting 'lambda_dics'\)")
 
     @pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "foreign"])
     def test_damaged_checkpoint(self, stopped: Path, damage: str) -> None:

@@ -7,6 +7,7 @@ import json
 import sys
 import types
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from engram import EngramError, RunResult, compare, train
 from engram.cli.main import main
 from engram.core.metrics import Estimate
 from engram.experiment import progress_display
+from engram.experiment.run_config import RunConfig
 from engram.report.svg import Drawing, drawing_style, finish
 from engram.reproduce.results_files import table_of
 from engram.runs.curve_svg import curve_svg
@@ -190,6 +192,45 @@ def test_other_precisions_and_settings_have_a_row_of_their_own() -> None:
     assert [row[1] for row in table.rows] == [1, 1]
     assert {row[2].mean for row in table.rows if isinstance(row[2], Estimate)} == {70.0, 50.0}
     assert any("float32" in str(row[0]) for row in table.rows)
+    first, second = (replace(make_record(name), versions={"method_code": code}) for code in ("aaaa", "bbbb"))
+    assert [row[0] for row in table_of([first, second]).rows] == [f"{name} [code aaaa]", f"{name} [code bbbb]"]
+
+
+def test_other_code_and_precision_stand_apart_and_the_latest_of_a_repeated_run_counts(
+    result: RunResult, tmp_path: Path
+) -> None:
+    shape: dict[str, Any] = {"stage_sizes": (4, 2, 2), "images_per_class": 6, "importance": False}
+    runs = [fake_run(tmp_path / str(number), final=final, **shape) for number, final in enumerate((60.0, 50.0, 40.0))]
+    for number, run in enumerate(runs):
+        manifest = json.loads((run / "run.json").read_text())
+        manifest["created"] = f"2026-01-0{3 - number}T00:00:00+00:00"
+        manifest["versions"] |= {"method_code": "edited"} if number == 2 else {}
+        (run / "run.json").write_text(json.dumps(manifest))
+    name = "afc-mini-b4-s2"
+    cells = [(row[0], row[1], row[3].mean) for row in compare(runs, "cnn").rows if isinstance(row[3], Estimate)]
+    assert cells == [
+        (f"{name} [code unknown]", 1, pytest.approx(60.0, abs=1)),
+        (f"{name} [code edited]", 1, pytest.approx(40.0, abs=1)),
+    ]
+    assert [row[1] for row in compare({"all": [*runs, result]}).rows] == [2]
+    content = dict(result.content)
+    without = [{key: value for key, value in content.items() if key != "order"} for _ in range(2)]
+    assert [row[1] for row in compare(without).rows] == [2], "early results do not say their class order"
+    float32, bf16 = ({**content, "precision": precision} for precision in ("float32", "bf16"))
+    assert [row[:2] for row in compare([float32, bf16, float32]).rows] == [
+        (f"{name} [float32]", 1),
+        (f"{name} [bf16]", 1),
+    ]
+
+
+def test_a_result_says_its_precision_and_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = train(make_config("naive"), make_store())
+    assert plain["precision"] == "float32"
+    assert "code" not in plain
+    monkeypatch.setattr(RunConfig, "code_versions", lambda self: {"method_file": "own.py", "method_code": "abcd"})
+    own = train(make_config("naive"), make_store())
+    assert own["code"] == "abcd"
+    assert [row[1] for row in compare([plain, plain, own]).rows] == [1, 1]
 
 
 def test_a_terminal_shows_a_bar_and_a_run_may_be_silent(monkeypatch: pytest.MonkeyPatch) -> None:

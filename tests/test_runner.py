@@ -46,8 +46,15 @@ def test_result_is_the_contract(config: RunConfig, store: ImageStore, tmp_path: 
     result = json.loads((directory / "result.json").read_text())
     assert result == returned
     assert list(result) == [
-        *("engram", "recipe", "method", "dataset", "order", "seed", "stages", "average_incremental_accuracy"),
-        *("final_accuracy", "backward_transfer", "forgetting", "average_task_accuracy", "final_task_accuracy"),
+        *("engram", "recipe", "method", "dataset", "order", "seed", "precision", "stages"),
+        *(
+            "average_incremental_accuracy",
+            "final_accuracy",
+            "backward_transfer",
+            "forgetting",
+            "average_task_accuracy",
+            "final_task_accuracy",
+        ),
         *("seconds", "seconds_by"),
     ]
     assert result["order"] == 1

@@ -77,6 +77,15 @@ def test_the_sensitivity_is_that_of_single_images(kind: str) -> None:
         torch.testing.assert_close(ours[name].double(), value, rtol=1e-3, atol=1e-5 * scale, msg=name)
 
 
+def test_what_passes_cannot_sum_is_refused() -> None:
+    session, stage = trained()
+    learner, engine, rows = session.learner, session.engine, stage.all_rows
+    with pytest.raises(EngramError, match=r"one value per image, .*it returned a tensor of the shape \(\)"):
+        engine.sensitivity(learner, stage, rows, lambda step, draws: squared_length(step, draws).mean(), power=1)
+    with pytest.raises(EngramError, match=r"visit of a sweep must return a list of tensors.*it returned a dict"):
+        engine.sweep(learner, stage, rows, lambda step: {"total": step.labels.sum()}, 4)  # pyright: ignore
+
+
 def test_a_norm_that_hardly_varies_counts_as_it_runs() -> None:
     """Of a channel whose running variance is as small as the norm's own epsilon, both are in what the norm sees."""
     session, stage = trained()

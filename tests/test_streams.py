@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from engram import EngramError, MemoryConfig, RunConfig, recipe
 from engram.cli.options.overrides import configure_all
 from engram.cli.parser import parse
+from engram.contract import register
 from engram.data.arrivals import arrival_stages
 from engram.data.memory import RESERVOIR, Memory, reservoir_order
 from engram.data.stage import Samples
@@ -23,6 +24,7 @@ from engram.data.stream import Stream
 from engram.experiment.recipes import online
 from engram.experiment.runner import train
 from engram.methods import METHODS
+from engram.methods.blocks.lsc import LSCMethod, LSCSettings
 from engram.methods.ridge import PRODUCTS, SUMS
 from engram.models.model_config import ModelConfig
 from tests.helpers import (
@@ -115,8 +117,21 @@ def test_methods_that_expect_each_class_once_are_refused() -> None:
         EngramError, match=r"er-ace cannot learn from new images of old classes.*methods that can: .*afc"
     ):
         tiny_config("er-ace", blurry=0.3)
-    with pytest.raises(EngramError, match=r"afc needs as many exemplars of every class.*derpp, er-ace, replay"):
+    with pytest.raises(EngramError, match=r"afc needs as many exemplars of every class.*derpp, er-ace, replay$"):
         tiny_config(memory=SMALL)
+
+
+def test_the_attribute_that_a_method_of_ones_own_lacks_is_named() -> None:
+    class Own(LSCMethod[LSCSettings]):
+        """Declares nothing."""
+
+    register("own", settings=LSCSettings, title="Own")(Own)
+    try:
+        for changes, attribute in (({"blurry": 0.3}, "returning_classes"), ({"memory": SMALL}, "unbalanced_memory")):
+            with pytest.raises(EngramError, match=f"; if own can, declare {attribute} = True in its class Own"):
+                tiny_config("own", **changes)  # pyright: ignore[reportArgumentType]
+    finally:
+        METHODS.pop("own")
 
 
 def test_a_share_of_zero_is_not_saved() -> None:
@@ -274,8 +289,9 @@ def test_online_refuses_a_memory_without_a_total() -> None:
         online(recipe("er-ace-mini-b10-s5"))
     with pytest.raises(EngramError, match="has the memory all"):
         online(recipe("joint-mini-b10-s5"))
-    with pytest.raises(EngramError, match="afc needs as many exemplars of every class"):
-        online(recipe("afc-cifar100-b0-s10"))
+    for name in ("afc-cifar100-b0-s10", "icarl-mini-b10-s5"):
+        with pytest.raises(EngramError, match=r"needs as many exemplars of every class.*keep; methods that can: derpp"):
+            online(recipe(name))
     assert online(recipe("naive-mini-b10-s5")).memory.budget == "none"
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from engram.core.errors import EngramError
+from engram.core.errors import EngramError, described
 from engram.data.stage import Samples
 
 
@@ -77,7 +77,14 @@ class ImageStateRows:
         """
         self._check(name)
         assert self.rows is not None
-        self.written[name] = (self.rows[part], values.detach().float())
+        rows = self.rows[part]
+        wanted = (len(rows), *self.pool[name].shape[1:])
+        if not isinstance(values, Tensor) or values.shape != wanted:
+            raise EngramError(
+                f"{name!r} keeps a tensor of the shape {wanted} for these {len(rows)} images, but "
+                f"step.images.write was given {described(values)}"
+            )
+        self.written[name] = (rows, values.detach().float())
 
     def _check(self, name: str) -> None:
         if name not in self.pool:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engram.core.errors import EngramError, described
 from engram.data.memory import Memory
 from engram.nn.network import Network
 
@@ -45,6 +46,11 @@ class Learner:
 
     def store(self, name: str, value: Tensor) -> None:
         """Keep a tensor of the method under a name, in place if one of that shape is there."""
+        if not isinstance(value, Tensor):
+            raise EngramError(
+                f"learner.store keeps a tensor, but {name!r} is {described(value)}; store each tensor under a name "
+                "of its own, a number as torch.tensor(number)"
+            )
         present = self.buffers.get(name)
         if present is not None and present.shape == value.shape:
             present.copy_(value)

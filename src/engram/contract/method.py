@@ -18,7 +18,7 @@ from engram.contract.learner import Learner
 from engram.contract.passes import Passes
 from engram.contract.phase import Phase
 from engram.contract.settings import SettingsT, base_settings
-from engram.core.errors import EngramError
+from engram.core.errors import EngramError, described
 from engram.core.rng import generator
 from engram.data.stage import Samples, Stage
 from engram.nn.backbone import Backbone
@@ -180,3 +180,21 @@ class Method(ABC, Generic[SettingsT]):
         Changed images can be returned instead of rows, also for old classes.
         """
         return choose_exemplars(learner, stage, passes)
+
+
+def stage_phases(method: Method[Any], learner: Learner, stage: Stage, passes: Passes) -> list[Phase]:
+    """Return the phases that a method declares for a stage; refuse those that cannot be trained."""
+    phases: Any = method.phases(learner, stage, passes)
+    name = type(method).__name__
+    if not isinstance(phases, (list, tuple)) or not all(isinstance(phase, Phase) for phase in phases):
+        raise EngramError(
+            f"{name}.phases() must return a list of Phase objects, such as [phase], but it returned {described(phases)}"
+        )
+    for phase in phases:
+        if phase.teacher and not method.uses_teacher:
+            raise EngramError(
+                f"{name} has uses_teacher = False, but its phase {phase.name!r} has teacher=True, so its loss would "
+                "see the random network that a teacher begins as; leave uses_teacher out, or define phases() with "
+                "teacher=False"
+            )
+    return list(phases)

@@ -14,6 +14,7 @@ from engram.contract.predictors import PREDICTORS, need_means
 from engram.contract.settings import Settings
 from engram.core.errors import EngramError, UnknownNameError
 from engram.core.provenance import user_code_versions
+from engram.core.registry import origin_of
 from engram.data.memory import SELECTIONS
 
 MemoryUse = Literal["needed", "none", "all", "optional"]
@@ -98,6 +99,8 @@ def register(
 ) -> Callable[[type[MethodT]], type[MethodT]]:
     """A class decorator that registers a method under a name: lower-case letters, digits and single dashes.
 
+    A new definition of the class, as in a notebook's cell that is run again, replaces the method.
+
     Parameters
     ----------
     memory: the memory that the method is defined for: a budget of exemplars ("needed"), none, every image ("all"), or a
@@ -111,6 +114,7 @@ def register(
     def decorate(cls: type[MethodT]) -> type[MethodT]:
         _check_name(name)
         _check_class(name, cls)
+        _check_free(name, cls)
         _check_settings(name, settings)
         _check_predictors(name, cls)
         named = (("memory", memory, get_args(MemoryUse)), ("selection", selection, SELECTIONS.names()))
@@ -165,13 +169,20 @@ def _check_name(name: str) -> None:
             f"a method cannot be called {name!r}: recipes of {name.removesuffix(NME_ENDING)} that predict by nme have "
             f"that name; choose a name that does not end in {NME_ENDING}"
         )
-    if name in METHODS:
-        raise EngramError(f"a method named {name!r} is registered already ({METHODS[name].kind.__qualname__})")
 
 
 def _check_class(name: str, cls: type) -> None:
     if not isinstance(cls, type) or not issubclass(cls, Method):
         raise EngramError(f"{name} is registered with {cls!r}; register takes a subclass of Method")
+
+
+def _check_free(name: str, cls: type) -> None:
+    """Refuse the name of another method; a new definition of the same class replaces it."""
+    held = METHODS.get(name)
+    if held is not None and origin_of(held.kind) != origin_of(cls):
+        raise EngramError(
+            f"a method named {name!r} is registered already ({held.kind.__qualname__}); choose another name"
+        )
 
 
 def _check_predictors(name: str, cls: type[Method]) -> None:

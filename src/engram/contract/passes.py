@@ -63,7 +63,7 @@ class Passes(Protocol):
     ) -> list[Tensor]:
         """The sums of what `visit` returns over one augmented pass in train mode; no parameter changes.
 
-        What it returns for a batch must be sums over the images, so that several processes can each visit a part.
+        It returns a list of tensors: sums over the images of a batch, so that several processes can each visit a part.
         """
         ...
 

@@ -52,6 +52,16 @@ def spell_options(spelling: Spelling) -> Iterator[None]:
         _spelling = before
 
 
+def described(value: object) -> str:
+    """What a function returned, in a few words, for a message: its type, and the shape of a tensor."""
+    kind = type(value).__name__
+    name = f"an {kind}" if kind.lower().startswith(("a", "e", "i", "o", "u", "nd")) else f"a {kind}"
+    if isinstance(shape := getattr(value, "shape", None), tuple):
+        return f"{name.lower()} of the shape {tuple(shape)}"
+    inner = sorted({type(each).__name__ for each in value}) if isinstance(value, (list, tuple)) else []
+    return f"{name} of {', '.join(inner)}" if inner else name
+
+
 class EngramError(ValueError):
     """A mistake in the request or in its data. The command line prints the message and exits with status 2.
 
@@ -162,12 +172,15 @@ def explain(error: BaseException) -> tuple[str, bool]:
         message = f"there is not enough memory for this; try a smaller {option('batch_size')} or {option('image_size')}"
     else:
         unexpected = True
-        message = f"unexpected error: {type(error).__name__}: {error}{_in_user_file(error)}"
+        message = f"unexpected error: {type(error).__name__}: {error}{in_user_file(error)}"
     return " ".join(spelled(message).split()), unexpected
 
 
-def _in_user_file(error: BaseException) -> str:
-    """The place of an error in a file outside this package and the installed ones, such as a user's method."""
+def in_user_file(error: BaseException) -> str:
+    """The place of an error in a file outside this package and the installed ones, in brackets; empty if there is none.
+
+    Such as " (own.py, line 3, in phases)", in a user's method.
+    """
     libraries = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
     installed = [str(Path(__file__).parents[1]), *libraries]
     for frame in reversed(traceback.extract_tb(error.__traceback__)):

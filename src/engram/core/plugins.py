@@ -12,7 +12,7 @@ import os
 import sys
 from importlib.metadata import EntryPoint, entry_points
 
-from engram.core.errors import EngramError
+from engram.core.errors import EngramError, in_user_file
 from engram.core.io import typed_path
 
 VARIABLE, GROUP = "ENGRAM_METHODS", "engram.plugins"
@@ -30,9 +30,9 @@ def load_plugins() -> None:
         try:
             _import_file(name) if name.endswith(".py") else _import_module(name)
         except EngramError as error:
-            raise EngramError(f"{VARIABLE} names {name}: {error}") from error
+            raise EngramError(f"{VARIABLE} names {name}: {error}{in_user_file(error)}") from error
         except (Exception, SystemExit) as error:
-            reason = f"{type(error).__name__}: {error}"
+            reason = f"{type(error).__name__}: {error}{in_user_file(error)}"
             raise EngramError(
                 f"{VARIABLE} names {name}, which cannot be imported ({reason}); ENGRAM_DEBUG=1 shows where"
             ) from error

@@ -25,11 +25,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Entry(Generic[T]):
-    """file, code: of the user's code, both empty for code of this package. code: None if the code cannot be read."""
+    """file, code: of the user's code, both empty for code of this package. code: None if the code cannot be read.
+
+    origin: module and qualified name of what was registered, by which a new definition of it is recognised.
+    """
 
     value: T
     file: str
     code: str | None
+    origin: tuple[str, str] | None = None
 
 
 class Registry(Generic[T]):
@@ -56,6 +60,8 @@ class Registry(Generic[T]):
     def add(self, name: str, value: T, *, code: Iterable[object] | None = None) -> None:
         """Register a value under a name: lower-case letters, digits and single dashes.
 
+        A new definition of what has the name, as in a notebook's cell that is run again, replaces it.
+
         code: the functions and classes that define the value; by default the value itself.
         """
         if not isinstance(name, str) or not NAME.fullmatch(name):
@@ -63,13 +69,15 @@ class Registry(Generic[T]):
                 f"{self._one} cannot be called {name!r}: a name is lower-case letters and digits, with single "
                 f"dashes between, such as 'my-{self.kind.replace(' ', '-')}2'"
             )
-        if name in self._entries:
+        parts = [value] if code is None else list(code)
+        origin = origin_of(parts[0])
+        if name in self._entries and (origin is None or origin != self._entries[name].origin):
             held = self._entries[name].value
             raise EngramError(
                 f"{self._one} named {name!r} is registered already ({getattr(held, '__qualname__', held)!s:.80}); "
                 "choose another name"
             )
-        self._entries[name] = _Entry(value, *_code_of([value] if code is None else code))
+        self._entries[name] = _Entry(value, *_code_of(parts), origin)
 
     def find(self, name: str) -> T:
         """The value of that name."""
@@ -108,6 +116,13 @@ class Registry(Generic[T]):
                 raise UnknownNameError(self.kind, name, self._entries, hint=self._hint)
             self._found[name] = _Entry(*found)
         return self._found[name]
+
+
+def origin_of(part: object) -> tuple[str, str] | None:
+    """Module and qualified name of a function or class; None for anything else."""
+    if inspect.isfunction(part) or isinstance(part, type):
+        return str(part.__module__), part.__qualname__
+    return None
 
 
 def joined_versions(used: Iterable[tuple[Registry[Any], str]]) -> dict[str, str]:

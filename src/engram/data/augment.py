@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engram.core.errors import EngramError
+from engram.core.errors import EngramError, option
 from engram.core.fields import check_fields, limits
 from engram.core.serialize import ADDED
 from engram.data.operations import cut_out
@@ -149,6 +149,15 @@ class Augmentation:
         if self.view is None:
             return size
         return max(1, round(self.view * size[0])), max(1, round(self.view * size[1]))
+
+    def check_cutout(self, size: tuple[int, int]) -> None:
+        """Refuse a box for cutout that is larger than the images of this height and width as the network sees them."""
+        height, width = self.view_size(size)
+        if self.cutout > max(height, width):
+            raise EngramError(
+                f"{option('cutout', self.cutout)} hides images of {width}x{height} pixels; give a smaller box, such as "
+                f"{option('cutout', max(height, width) // 4)}"
+            )
 
 
 @dataclass(frozen=True, eq=False)

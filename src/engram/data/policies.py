@@ -76,17 +76,29 @@ def _try(name: str, policy: Policy) -> None:
     batch, *size = TRIED
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(256, (*TRIED, 3), generator=generator).to(torch.uint8)
-    drawn = policy.draw((batch,), generator, (size[0], size[1]))
-    if drawn.shape != (batch, policy.numbers) or drawn.dtype != torch.float32:
+    with torch.random.fork_rng(devices=[]):
+        drawn, again = (policy.draw((batch,), torch.Generator().manual_seed(0), (size[0], size[1])) for _ in range(2))
+    if not isinstance(drawn, Tensor) or drawn.shape != (batch, policy.numbers) or drawn.dtype != torch.float32:
         raise EngramError(
             f"the augmentation {name} draws {_described(drawn)} for {batch} images; "
             f"it should be float32 of the shape {(batch, policy.numbers)}"
         )
-    made = policy.apply(images.clone(), drawn)
+    if not torch.equal(drawn, again):
+        raise EngramError(
+            f"the augmentation {name} draws other numbers from the same generator, so a resumed run would see other "
+            "images; draw all of them from the generator"
+        )
+    with torch.random.fork_rng(devices=[]):
+        made, other = (policy.apply(images.clone(), drawn.clone()) for _ in range(2))
     if not isinstance(made, Tensor) or made.shape != images.shape or made.dtype != torch.uint8:
         raise EngramError(
             f"the augmentation {name} makes {_described(made)} of uint8 images of the shape {tuple(images.shape)}; "
             "it must keep their shape and type"
+        )
+    if not torch.equal(made, other):
+        raise EngramError(
+            f"the augmentation {name} makes other images of the same images and numbers, so a resumed run would see "
+            "other images; take its random numbers from those that it is given"
         )
 
 

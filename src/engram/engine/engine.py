@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engram.contract.learner import Learner
 from engram.contract.phase import Phase, Step
+from engram.core.errors import EngramError, described
 from engram.data.image_rows import Pixels
 from engram.data.stage import Stage
 from engram.engine.capture import CapturedStep
@@ -103,6 +104,11 @@ class Engine(Runtime):
             sums = visit(
                 Step(labels, exemplar, output, None, {}, learner.buffers, arrival=arrival, stage=buffers.stage)
             )
+            if not isinstance(sums, (list, tuple)) or not all(isinstance(value, Tensor) for value in sums):
+                raise EngramError(
+                    f"the visit of a sweep must return a list of tensors, sums over the images, but it returned "
+                    f"{described(sums)}; with names, keep them in an order of your own"
+                )
             if not totals:
                 totals += [torch.zeros_like(value) for value in sums]
             for total, value in zip(totals, sums, strict=True):

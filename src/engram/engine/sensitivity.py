@@ -22,7 +22,7 @@ from torch.func import functional_call
 
 from engram.contract.learner import Learner
 from engram.contract.phase import Step
-from engram.core.errors import EngramError
+from engram.core.errors import EngramError, described
 from engram.core.rng import generator
 from engram.data.augment import centre, to_unit
 from engram.data.image_rows import read_pixels
@@ -71,6 +71,11 @@ def sensitivity(
                 output = functional_call(network, weights, (unit.requires_grad_(),))
                 step = Step(labels, exemplar, output, None, {}, learner.buffers, arrival=arrival, stage=index)
                 values = objective(step, numbers.to(device))
+                if not isinstance(values, Tensor) or values.shape != labels.shape:
+                    raise EngramError(
+                        f"the objective of sensitivity must return one value per image, a tensor of the shape "
+                        f"({len(labels)},) here, but it returned {described(values)}; leave out the mean over images"
+                    )
                 if scale is not None:
                     totals["head.scale"] += _sum(_by_scale(values, scale), power)
                 torch.autograd.grad(values.sum(), unit)

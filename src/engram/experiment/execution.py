@@ -25,7 +25,7 @@ from engram.core.events import (
     Warned,
     Working,
 )
-from engram.core.provenance import version
+from engram.core.provenance import own_code, version
 from engram.engine import PhaseState
 from engram.experiment.base_cache import SharedBase, StageCache
 from engram.experiment.feature_pass import FeaturesTaken
@@ -150,13 +150,19 @@ class RunExecution:
         """Warn if code of the user, such as a method or an optimiser, was edited since the run started."""
         assert self.files is not None
         config, from_start = self.session.config, not self.records and self.phase_at is None
-        for kind in self.files.record_code(config.code_versions(), from_start):
-            if not from_start:
-                named = " ".join(filter(None, (kind.replace("_", " "), getattr(config, kind, ""))))
-                yield Warned(
-                    f"the code of the {named} was changed since {self.directory} was trained, so the result will mix "
-                    "both versions; start a new run to use only one"
-                )
+        now, own = config.code_versions(), config.own_parts()
+        changed = self.files.record_code(now, from_start)
+        by_file: dict[str, list[str]] = {}
+        for kind in [] if from_start else changed:
+            file = str(now.get(f"{kind}_file") or self.files.manifest["versions"].get(f"{kind}_file", ""))
+            by_file.setdefault(file, []).append(kind)
+        for file, kinds in by_file.items():
+            named = [name for kind in kinds for name in own.get(kind, [kind.replace("_", " ")])]
+            where = f" in {file}" if file else ""
+            yield Warned(
+                f"the code of the {', '.join(named)}{where} was changed since {self.directory} was trained, so the "
+                "result will mix both versions; start a new run to use only one"
+            )
 
     def _stage(self, index: int) -> Generator[Event, None, bool]:
         """Carry out one stage, from its start or from a checkpoint; return whether the run was stopped in it."""
@@ -260,7 +266,11 @@ class RunExecution:
             "dataset": self.session.store.name,
             "order": order_value(config.order),
             "seed": config.seed,
+            "precision": self.session.engine.precision,
         }
+        versions = config.code_versions() if self.files is None else self.files.manifest.get("versions", {})
+        code = own_code(versions)
+        identity |= {"code": code} if code else {}
         return summarise(identity, self.records)
 
     def _save(self, phase: tuple[int, PhaseState] | None) -> None:

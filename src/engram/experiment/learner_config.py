@@ -11,8 +11,8 @@ import torch
 from engram.contract import Settings
 from engram.contract.predictors import PREDICTORS
 from engram.contract.settings import MAIN_ROLES, OPTIMISERS, SCHEDULES, trainings, with_role
-from engram.core.errors import EngramError, option, suggest
-from engram.core.registry import Registry, joined_versions
+from engram.core.errors import EngramError, UnknownNameError, option, suggest
+from engram.core.registry import Registry, joined_versions, origin_of
 from engram.core.serialize import convert_setting, from_plain, to_plain
 from engram.data.augment import Augmentation
 from engram.data.memory import RESERVOIR, SELECTIONS, MemoryConfig
@@ -43,8 +43,12 @@ class LearnerConfig:
         """Convert every field to its declared type, and refuse values that do not fit the method."""
         method = find_method(self.method)
         if type(self.settings) is not method.settings:
+            again = origin_of(type(self.settings)) == origin_of(method.settings)
             raise EngramError(
-                f"{self.method} takes {method.settings.__name__} as its settings, got {type(self.settings).__name__}"
+                f"{self.method} was registered again since these settings were made; make the configuration again"
+                if again
+                else f"{self.method} takes {method.settings.__name__} as its settings, got "
+                f"{type(self.settings).__name__}"
             )
         if isinstance(self.weights, str | Path):
             object.__setattr__(self, "weights", take_weights(self.weights, self.backbone))
@@ -69,21 +73,31 @@ class LearnerConfig:
             without = ", ".join(name for name, other in sorted(METHODS.items()) if other.memory in ("none", "optional"))
             raise EngramError(f"{self.method} needs a memory, got none; methods that learn without one: {without}")
         if self.memory.selection == RESERVOIR and not method.kind.unbalanced_memory:
-            able = ", ".join(name for name, other in sorted(METHODS.items()) if other.kind.unbalanced_memory)
             raise EngramError(
                 f"{self.method} needs as many exemplars of every class, which a reservoir does not keep; "
-                f"choose another selection, or a method that can: {able}"
+                f"choose another selection, or a method that can: {able_methods(self.method, 'unbalanced_memory')}"
             )
         if self.seed < 0:
             raise EngramError(f"the seed must be 0 or more, got {self.seed}")
 
     def code_versions(self) -> dict[str, str]:
         """Return file and digest of the user's code that the configuration names, for run.json; empty if none."""
-        method = find_method(self.method)
-        used = [*self.training_parts(), *((PREDICTORS, name) for name in method.predictors)]
+        return {**find_method(self.method).versions, **joined_versions(self._parts())}
+
+    def own_parts(self) -> dict[str, list[str]]:
+        """Return what comes from files of the user, by kind, such as "optimiser sgd2"; kinds as in `code_versions`."""
+        found = {"method": [f"method {self.method}"]} if find_method(self.method).versions else {}
+        for registry, name in dict.fromkeys(self._parts()):
+            if registry.versions(name):
+                found.setdefault(registry.kind.replace(" ", "_"), []).append(f"{registry.kind} {name}")
+        return found
+
+    def _parts(self) -> list[tuple[Registry[Any], str]]:
+        """What the configuration names, except the method, each with its registry."""
+        used = [*self.training_parts(), *((PREDICTORS, name) for name in find_method(self.method).predictors)]
         if self.memory.is_selected:
             used.append((SELECTIONS, self.memory.selection))
-        return {**method.versions, **joined_versions(used)}
+        return used
 
     def training_parts(self) -> list[tuple[Registry[Any], str]]:
         """Return the backbone, augmentation policy, optimisers and schedules in use, each with its registry."""
@@ -102,12 +116,30 @@ class LearnerConfig:
         return plain
 
     @classmethod
-    def from_plain(cls, data: Any) -> Self:
-        """Return the configuration that plain data describes."""
+    def from_plain(cls, data: Any, of: str = "") -> Self:
+        """Return the configuration that plain data describes. of: whose it is, for messages, if it was recorded."""
         if not isinstance(data, dict) or not isinstance(data.get("method"), str):
             raise EngramError("a configuration must name its method")
-        settings = from_plain(find_method(data["method"]).settings, data.get("settings", {}), "settings")
+        kind = find_method(data["method"]).settings
+        try:
+            settings = from_plain(kind, data.get("settings", {}), "settings")
+        except EngramError as error:
+            if not of:
+                raise
+            what = f"there is no setting {error.value!r}" if isinstance(error, UnknownNameError) else error
+            raise EngramError(
+                f"the recorded settings of {of} do not fit the method {data['method']} any more ({what}); bring back "
+                "the code that it was made with, or start anew with the present code"
+            ) from error
         return from_plain(cls, {**data, "settings": settings})
+
+
+def able_methods(name: str, attribute: str) -> str:
+    """Name the methods that declare an attribute; of a user's method without it, also how to declare it."""
+    able = ", ".join(each for each, other in sorted(METHODS.items()) if getattr(other.kind, attribute))
+    kind = find_method(name).kind
+    is_ours = kind.__module__.startswith("engram.")
+    return able if is_ours else f"{able}; if {name} can, declare {attribute} = True in its class {kind.__name__}"
 
 
 def take_weights(given: str | Path | PretrainedWeights, backbone: str | None = None) -> PretrainedWeights:

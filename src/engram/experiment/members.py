@@ -16,7 +16,7 @@ from engram.data.store import ImageStore
 from engram.experiment.learner_config import resolve_device
 from engram.experiment.recipes import named_by_recipe
 from engram.experiment.run_config import RunConfig, directory_name
-from engram.experiment.runner import check_config, settle
+from engram.experiment.runner import check_config, check_store, settle
 from engram.experiment.session import Session
 from engram.runs.checked import Source, checked
 from engram.runs.directory import CHECKPOINT, MANIFEST, is_used
@@ -87,6 +87,7 @@ def plan_members(
     if parent is not None:
         check_parent(parent)
     stores: dict[DataConfig | None, tuple[ImageStore, str]] = {}
+    check_store(store)
     if store is not None:
         stores[None] = (store, store.fingerprint())
     members: list[Member] = []
@@ -185,7 +186,7 @@ def progress_of(directory: Path, config: RunConfig, fingerprint: str) -> RunProg
 def refuse_other_settings(directory: Path, manifest: RunManifest, config: RunConfig) -> None:
     """Refuse the run in a directory if its configuration is not this one."""
     # Parsed by this version, so a run saved before a setting existed is still the same run.
-    theirs = RunConfig.from_plain(manifest.config)
+    theirs = RunConfig.from_plain(manifest.config, f"the run in {directory}")
     if theirs.fingerprint() != config.fingerprint():
         raise EngramError(
             f"{directory} holds a run with other settings ({_differences(theirs, config)}); "

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from functools import partial
 
 from engram.contract import Method
-from engram.core.errors import EngramError
+from engram.core.errors import EngramError, described
 from engram.core.rng import generator
 from engram.engine.sensitivity import check_layers
 from engram.experiment.learner_config import LearnerConfig
 from engram.nn.backbone import Backbone
 from engram.nn.backbones import BACKBONES, build_backbone
+from engram.nn.heads import Head
 from engram.nn.network import Network
 from engram.nn.pretrained import tensors_of
 from engram.nn.trial import check_backbone
@@ -55,7 +56,13 @@ def make_network(
 ) -> Network:
     """The untrained network of a configuration, for up to that many classes. start: as for `make_backbone`."""
     backbone = make_backbone(config, method, start)
-    return method.network(backbone, method.head(backbone.dim, classes), mean, std)
+    head: object = method.head(backbone.dim, classes)
+    if not isinstance(head, Head):
+        raise EngramError(
+            f"{type(method).__name__}.head() must return a Head, such as engram.nn.heads.LinearHead(dim, capacity), "
+            f"but it returned {described(head)}"
+        )
+    return method.network(backbone, head, mean, std)
 
 
 def check_network(config: LearnerConfig, method: Method, network: Network, image_size: tuple[int, int]) -> None:

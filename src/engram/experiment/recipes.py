@@ -22,8 +22,9 @@ from engram.core.serialize import flatten
 from engram.data.augment import Augmentation
 from engram.data.memory import RESERVOIR, MemoryConfig
 from engram.data.sources.load import DataConfig
+from engram.experiment.learner_config import able_methods
 from engram.experiment.run_config import RunConfig
-from engram.methods import METHODS
+from engram.methods import METHODS, find_method
 
 # New classes of a stage by the number of stages: the columns of the paper's Tables 1 and 2.
 CIFAR100_STAGES = {50: 1, 25: 2, 10: 5, 5: 10}
@@ -88,6 +89,11 @@ def online(config: RunConfig, batch_size: int = ONLINE_BATCH) -> RunConfig:
     balanced set, for methods that have such a phase. The memory must have a total budget, or be none.
     """
     memory = config.memory
+    if memory.budget in ("total", "per_class") and not find_method(config.method).kind.unbalanced_memory:
+        raise EngramError(
+            f"{config.method} needs as many exemplars of every class, which the reservoir of online learning does not "
+            f"keep; methods that can: {able_methods(config.method, 'unbalanced_memory')}"
+        )
     if memory.budget == "total":
         memory = replace(memory, selection=RESERVOIR)
     elif memory.budget != "none":

@@ -19,8 +19,15 @@ from engram.data.sources.load import DataConfig
 from engram.data.store import ImageStore
 from engram.data.stream import Stream, class_order, describe_order, order_text
 from engram.engine.forward import Norms
-from engram.experiment.learner_config import Device, LearnerConfig, Precision, resolve_device, take_weights
-from engram.methods import METHODS, find_method
+from engram.experiment.learner_config import (
+    Device,
+    LearnerConfig,
+    Precision,
+    able_methods,
+    resolve_device,
+    take_weights,
+)
+from engram.methods import find_method
 from engram.nn.pretrained import PretrainedWeights, describe_weights
 from engram.runs.reader import config_hash
 
@@ -74,10 +81,10 @@ class RunConfig(LearnerConfig):
         if self.blurry and self.repeat:
             raise EngramError(f"{option('blurry')} and {option('repeat')} exclude each other; give only one of them")
         if (self.blurry or self.repeat) and not find_method(self.method).kind.returning_classes:
-            able = ", ".join(name for name, other in sorted(METHODS.items()) if other.kind.returning_classes)
             raise EngramError(
                 f"{self.method} cannot learn from new images of old classes, which "
-                f"{option('blurry' if self.blurry else 'repeat')} brings; methods that can: {able}"
+                f"{option('blurry' if self.blurry else 'repeat')} brings; methods that can: "
+                f"{able_methods(self.method, 'returning_classes')}"
             )
         for name in ("base", "increment"):
             count = getattr(self, name)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from engram.core.checkpoint import Checkpoint, fitting
-from engram.core.errors import EngramError, option
+from engram.core.errors import EngramError, described, option
 from engram.core.events import Event, RunFinished
 from engram.core.processes import Processes, join_processes
 from engram.core.provenance import code_digest, hardware, own_code
@@ -61,6 +61,7 @@ def run(
     must consume the events.
     """
     check_config(config)
+    check_store(store)
     processes = join_run(config)
     if store is None:
         store = processes.one_before_the_others(lambda: load_store(config.data))
@@ -88,9 +89,10 @@ def resume(
 
     store: the images, if the configuration does not name them or they have moved. Other parameters: as for `run`.
     """
+    check_store(store)
     path = Path(directory)
     manifest = read_manifest(path)
-    config = RunConfig.from_plain(manifest.config)
+    config = RunConfig.from_plain(manifest.config, f"the run in {path}")
     processes = join_run(config)
     if store is None:
         store = processes.one_before_the_others(lambda: load_store(config.data))
@@ -178,10 +180,20 @@ def check_config(config: Any) -> None:
         raise EngramError(f"a run needs a configuration, such as recipe('afc-mini-b10-s5'), got {config!r}")
 
 
+def check_store(store: Any) -> None:
+    """Refuse images that are not in an ImageStore, such as an array."""
+    if store is not None and not isinstance(store, ImageStore):
+        raise EngramError(
+            f"the images of a run are an ImageStore, got {described(store)}; make one with ImageStore.from_arrays("
+            "images, labels, test_images, test_labels) or ImageStore.from_dataset(train, test)"
+        )
+
+
 def settle(config: RunConfig, store: ImageStore) -> RunConfig:
     """The final configuration of a run with these images on this machine; its name shows changes of its recipe.
 
-    Refuses images without the held-out share of the configuration: the run would be evaluated on the test split.
+    Refuses images without the held-out share of the configuration: the run would be evaluated on the test split. It
+    also refuses a cutout that hides the images.
     """
     asked = config.data.holdout
     if asked is not None and asked != store.held_out:
@@ -191,6 +203,7 @@ def settle(config: RunConfig, store: ImageStore) -> RunConfig:
             f"give store.holdout({asked:g}, seed=0), or leave out data.holdout"
         )
     photographs_of(config, store)
+    config.augmentation.check_cutout(store.image_size)
     # run.json must not name images that were not used, nor present held-out images as the test split.
     data = config.data if store.origin == config.data.name else DataConfig(store.origin, crops=config.data.crops)
     config = replace(config, data=replace(data, holdout=store.held_out))

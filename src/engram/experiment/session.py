@@ -14,6 +14,7 @@ import torch
 
 from engram.contract import Method, Phase
 from engram.contract.learner import Learner
+from engram.contract.method import stage_phases
 from engram.core import metrics
 from engram.core.errors import EngramError
 from engram.core.memory_limits import UNCHECKED_BYTES
@@ -247,7 +248,7 @@ class Session:
 
     def _planned_phases(self, outline: Stage) -> list[Phase]:
         try:
-            return self.method.phases(self.learner, outline, self.engine)
+            return stage_phases(self.method, self.learner, outline, self.engine)
         except EngramError:
             raise
         except Exception as error:
@@ -269,7 +270,7 @@ class Session:
         rows = np.flatnonzero(self._test_labels < self.stream.num_seen(index))
         targets = self._test_labels[rows].astype(np.int16)
         images = self._images_of(self.store.test.images, rows)
-        scores = class_scores(self.learner, self.engine, images, self.method.predictors)
+        scores = class_scores(self.learner, self.engine, images, self.method.predictors, f"after stage {index}, ")
         sizes, arrays, predictions = self.stream.sizes[: index + 1], {"targets": targets}, {}
         for name in self.method.predictors:
             arrays[f"{PREDICTIONS}{name}"] = predictions[name] = best_label(scores[name])

@@ -17,6 +17,7 @@ from engram.contract import Method, Phase, Settings
 from engram.contract.exemplars import class_means
 from engram.contract.image_state import fit_image_state
 from engram.contract.learner import Learner
+from engram.contract.method import stage_phases
 from engram.contract.optimisers import find_optimiser, try_optimiser
 from engram.contract.predictors import ImageOutputs, need_means, predicted_scores
 from engram.contract.schedules import learning_rates
@@ -173,7 +174,7 @@ class StageWork:
         if resume is None:
             with self.timed("train"):
                 method.grow(learner, stage, engine)
-        self.phases = method.phases(learner, stage, engine)
+        self.phases = stage_phases(method, learner, stage, engine)
         try_parts(self.phases, method.settings, learner.memory.config)
         if state is not None:
             self._check_position(first, state)
@@ -363,11 +364,21 @@ def best_label(scores: Tensor) -> np.ndarray:
     return scores.argmax(dim=1).to("cpu", torch.int16).numpy()
 
 
-def class_scores(learner: Learner, engine: Engine, images: Pixels, predictors: Iterable[str]) -> dict[str, Tensor]:
-    """The scores (N, K) of uint8 images (N, H, W, 3) for the classes seen, by predictor."""
+def class_scores(
+    learner: Learner, engine: Engine, images: Pixels, predictors: Iterable[str], when: str = ""
+) -> dict[str, Tensor]:
+    """The scores (N, K) of uint8 images (N, H, W, 3) for the classes seen, by predictor.
+
+    when: for messages, such as "after stage 1, ".
+    """
     outputs = ImageOutputs(engine.inference(learner.network).outputs(images))
     found = {name: predicted_scores(name, learner, outputs) for name in predictors}
     for name, scores in found.items():
         if bool(scores.isnan().any()):
-            raise EngramError(f"the predictor {name!r} returned scores that are not numbers (NaN)")
+            state = learner.network.state_dict()
+            wrong = next((key for key, value in state.items() if bool(value.isnan().any())), None)
+            where = f"look at the predictor {name!r}"
+            if wrong is not None:
+                where = f"{wrong} of the network has such values: look at what the method does after training (finish)"
+            raise EngramError(f"{when}the predictor {name!r} returned scores that are not numbers (NaN); {where}")
     return found

@@ -67,7 +67,8 @@ def open_run(directory: str | Path, device: str | torch.device = "cpu") -> Train
     """Open the trained network of the run in a directory, from its last checkpoint. The images are not needed."""
     path = Path(directory)
     manifest = read_manifest(path)
-    config, names = RunConfig.from_plain(manifest.config), manifest.data.class_names
+    config = RunConfig.from_plain(manifest.config, f"the run in {path}")
+    names = manifest.data.class_names
     checkpoint = read_run_checkpoint(path, manifest)
     method = find_method(config.method).make(config.settings)
     network = make_network(config, method, len(names), (0.0,) * 3, (1.0,) * 3)  # mean and std are loaded below

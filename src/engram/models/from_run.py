@@ -55,7 +55,7 @@ def model_from_run(
     """
     path = Path(directory)
     manifest = read_manifest(path)
-    run = RunConfig.from_plain(manifest.config)
+    run = RunConfig.from_plain(manifest.config, f"the run in {path}")
     checkpoint = read_run_checkpoint(path, manifest)
     records = checkpoint.data["records"]
     if checkpoint.data["phase"] is not None or not records:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 
+from engram.contract.method import stage_phases
 from engram.core.errors import EngramError, option, spelled
 from engram.core.events import EpochsChosen, Event, ImagesRead, Warned
 from engram.data.store import some
@@ -208,7 +209,7 @@ def _work(lesson: Lesson, epochs: int) -> float:
     model, learner = lesson.model, lesson.model.learner
     assert learner is not None
     method = find_method(model.config.method).make(model.config.lesson_settings(epochs))
-    phases = method.phases(learner, lesson.stage, model.engine)
+    phases = stage_phases(method, learner, lesson.stage, model.engine)
     return sum(PhasePlan.of(phase).work for phase in phases)
 
 

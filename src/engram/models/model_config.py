@@ -198,6 +198,7 @@ class ModelConfig(LearnerConfig):
             epochs_given=epochs_given,
             weights=pretrained,
         )
+        config.augmentation.check_cutout(size)
         return config.with_epochs(epochs)
 
 

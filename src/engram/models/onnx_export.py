@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engram.core.errors import EngramError
+from engram.core.errors import EngramError, option
 from engram.core.io import write_bytes
 from engram.core.provenance import version
 from engram.core.serialize import to_plain
@@ -92,9 +92,9 @@ def export_onnx(model: Model, path: str | Path, by: str | None = None) -> Export
     require_onnx()
     by = model.predictor(by)
     if by not in EXPORTED:
-        raise EngramError(
-            f"only the predictors {' and '.join(EXPORTED)} can be exported, not {by!r}; choose one of them"
-        )
+        able = [name for name in EXPORTED if name in model.predictors]
+        advice = f"choose {option('by', able[0])}" if able else "its method has none of them"
+        raise EngramError(f"only the predictors {' and '.join(EXPORTED)} can be exported, not {by!r}; {advice}")
     content = _to_onnx(model, by)
     images = _images_to_check(model)
     difference = _difference(model, content, images, by)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -35,8 +36,11 @@ def register_backbone(name: str) -> Callable[[MakeT], MakeT]:
     docstring.
     """
 
+    if not isinstance(name, str):
+        raise EngramError(f'register_backbone takes a name, got {name!r:.80}; write @register_backbone("my-backbone")')
+
     def decorate(make: MakeT) -> MakeT:
-        if not callable(make):
+        if not callable(make) or not _takes_one(make):
             raise EngramError(
                 f"the backbone {name} is registered with {make!r:.80}; register_backbone takes a function of a "
                 "torch.Generator that returns a module"
@@ -45,6 +49,17 @@ def register_backbone(name: str) -> Callable[[MakeT], MakeT]:
         return make
 
     return decorate
+
+
+def _takes_one(make: Callable[..., object]) -> bool:
+    """Whether a function can be called with one argument, as far as it tells."""
+    try:
+        inspect.signature(make).bind(None)
+    except TypeError:
+        return False
+    except ValueError:  # it has no signature that can be read
+        return True
+    return True
 
 
 def build_backbone(name: str, generator: torch.Generator) -> Backbone:

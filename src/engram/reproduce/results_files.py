@@ -20,11 +20,11 @@ from engram.experiment.recipes import recipe, recipe_names
 from engram.report.formatting import natural_key
 from engram.reproduce.paper import PAPERS
 from engram.reproduce.records import KIND, Record, parse_line, protocol_key, read_record
-from engram.runs.comparison import compare_results
+from engram.runs.comparison import Compared, compare_results, same_settings
 from engram.runs.directory import MANIFEST, runs_in
 from engram.runs.reader import parse_result, read_manifest
 from engram.runs.result_table import ResultTable
-from engram.runs.stored_run import RunManifest, RunResult
+from engram.runs.stored_run import RunManifest
 
 SUFFIX = ".jsonl"
 _SHOWN = 3
@@ -159,26 +159,18 @@ def table_of(records: Sequence[Record]) -> ResultTable:
     The latest run of each class order and seed counts. Runs of a recipe with other settings, precision or code of the
     user have a row of their own.
     """
-    found: dict[str, dict[str, dict[tuple[str, int], Record]]] = {}
-    for record in sorted(records, key=_sort_key):
-        kind = json.dumps([record.precision, record.method_code, _settings(record), record.data.fingerprint])
-        runs = found.setdefault(record.recipe, {}).setdefault(kind, {})
-        known = runs.setdefault((record.order.name, record.seed), record)
-        if record.created > known.created:
-            runs[record.order.name, record.seed] = record
-    rows: dict[str, list[RunResult]] = {}
-    for name, kinds in found.items():
-        for number, runs in enumerate(kinds.values(), start=1):
-            first = next(iter(runs.values()))
-            several = f" [{number}: {first.precision} on {first.machine}]" if len(kinds) > 1 else ""
-            rows[name + several] = [record.result for record in runs.values()]
-    return compare_results(rows)
-
-
-def _settings(record: Record) -> dict[str, Any]:
-    """The settings in which repetitions of a run agree."""
-    free = ("recipe", "order", "seed", "device", "precision", "predictor", "data")
-    return {key: value for key, value in sorted(record.config.items()) if key not in free}
+    return compare_results(
+        Compared(
+            record.result,
+            record.precision,
+            record.method_code,
+            rest=json.dumps([same_settings(record.config), record.data.fingerprint]),
+            order=record.order.name,
+            created=record.created,
+            machine=record.machine,
+        )
+        for record in sorted(records, key=_sort_key)
+    )
 
 
 def _is_unchanged(record: Record, name: str) -> bool:

@@ -29,6 +29,8 @@ class Result(TypedDict):
     dataset: str
     order: int | str
     seed: int
+    precision: NotRequired[str]
+    code: NotRequired[str]
     stages: list[StageResult]
     average_incremental_accuracy: dict[str, float]
     final_accuracy: dict[str, float]
@@ -103,7 +105,7 @@ def task_metrics(stages: Sequence[Mapping[str, float]]) -> dict[str, dict[str, f
 
 
 def summarise(identity: dict[str, Any], records: Sequence[StageRecord]) -> Result:
-    """The content of result.json. identity: its keys up to the seed."""
+    """The content of result.json. identity: its keys up to the stages."""
     by_predictor = {
         name: stage_metrics(
             [record.accuracy[name] for record in records], [record.accuracy_by_stage[name] for record in records]

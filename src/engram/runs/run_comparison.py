@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from engram.core.errors import EngramError
-from engram.runs.comparison import AnyResult, compare_results, is_result
+from engram.runs.comparison import AnyResult, Compared, compare_results, is_result, same_settings
 from engram.runs.reader import read_run
 from engram.runs.result_table import ResultTable
 
@@ -20,8 +21,9 @@ def compare(
 ) -> ResultTable:
     """Return a table of results in percent: average incremental accuracy, final accuracy and forgetting.
 
-    The table is shown in a notebook, and has `to_frame()`, `to_markdown()` and `to_latex()`. A standard deviation is
-    that of a sample (n - 1).
+    Runs of a recipe with other code or another precision have a row of their own. If a class order and seed is there
+    twice, the latest counts. The table is shown in a notebook, and has `to_frame()`, `to_markdown()` and `to_latex()`.
+    A standard deviation is that of a sample (n - 1).
 
     Parameters
     ----------
@@ -43,8 +45,16 @@ def _read_all(given: Any) -> list[Any]:
     return [_read(each) if isinstance(each, (str, os.PathLike)) else each for each in several]
 
 
-def _read(directory: str | os.PathLike[str]) -> AnyResult:
+def _read(directory: str | os.PathLike[str]) -> Compared:
     run = read_run(Path(directory))
     if run.stopped:
         raise EngramError(f"{run.directory} is a run that was {run.stopped}; finish it, or leave it out")
-    return run.result
+    manifest = run.manifest
+    return Compared(
+        run.result,
+        manifest.config.get("precision"),
+        manifest.method_code,
+        rest=json.dumps([same_settings(manifest.config), manifest.data.fingerprint]),
+        order=manifest.order.name,
+        created=manifest.created,
+    )

@@ -129,7 +129,7 @@ def _continue(directory: str, images: str | None, flags: RunningFlags) -> int:
             print_finished(console, finished, flags.quiet)
         return 0
     check_last_stage(flags, len(manifest.stage_sizes))
-    config = RunConfig.from_plain(manifest.config)
+    config = RunConfig.from_plain(manifest.config, f"the run in {place}")
     data = config.data if images is None else replace(config.data, path=images_at(images))
     # The threads it began with: with another number a CPU's sums differ in their last bits.
     use_threads(flags.threads or manifest.hardware.get("threads"))
