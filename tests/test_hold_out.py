@@ -128,7 +128,7 @@ def test_more_of_a_held_out_burst_is_not_learned(tmp_path: Path) -> None:
     more = np.stack([burst(first, 3)[2], *(burst(seed, 1)[0] for seed in range(30, 33))])
     events = list(learn_into(tmp_path / "m", more, ["a"] * 4, known="refresh", epochs=1, device="cpu"))
     said = [event.message for event in events if isinstance(event, LessonNotice)]
-    assert "left out 1 near-duplicates of held-out images" in said
+    assert "left out 1 near-duplicate of held-out images" in said
     assert opened(tmp_path / "m").classes[-1].images == 3 + 2  # and two exemplars
 
 

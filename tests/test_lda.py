@@ -222,7 +222,7 @@ def test_merge_and_move_on_the_command_line(tmp_path: Path, weights: Path, engra
     assert json.loads(told.out) == {"merged": A[2], "into": A[0], "classes": 4}
     info = " ".join(engram("info", path).out.split())
     assert "merged two classes" in info
-    assert "moved 1 images to another class" in info
+    assert "moved 1 image to another class" in info
     assert "back to lesson 2" in info
     assert "2 more changes can be undone" in info
     assert engram("undo", path).out.startswith(f"the merging of classes was undone; back: {A[2]}; back to lesson 2")
