@@ -571,7 +571,7 @@ def test_a_report_that_cannot_be_written_is_refused_before_the_work(
     for command in ("evaluate", "check"):
         for page in ("file/page.html", "folder.html"):
             refused = engram(command, taught, photos / "test", "--report", page)
-            assert_refused(refused, f"cannot write the report {page}")
+            assert_refused(refused, f"the report {page} cannot be written")
 
 
 def test_minutes_that_are_too_few_are_said_to_be(engram: Engram, photos: Path) -> None:

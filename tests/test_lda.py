@@ -26,8 +26,9 @@ from engram.models.doubt import DoubtByMeans
 from engram.models.edit import merge_classes, remove_class, save_model, undo
 from engram.models.edit_images import move_images, remove_images
 from engram.models.from_run import open_for_prediction
+from engram.models.heldout_features import FEATURES, forget_features
 from engram.models.learning import learn_into
-from engram.models.model import FEATURES, Model
+from engram.models.model import Model
 from engram.models.model_config import ModelConfig
 from engram.models.onnx_export import export_onnx
 from engram.models.store.codec import read_manifest
@@ -318,7 +319,7 @@ def test_features_of_held_out_images_are_computed_once(
     before = again.heldout.samples()
     assert before is not None
     kept = before.state[FEATURES]
-    again.forget_features()
+    forget_features(again.heldout)
     again.measure()
     after = again.heldout.samples()
     assert after is not None

@@ -132,7 +132,7 @@ def test_a_run_whose_method_lost_a_setting_is_named(call: Engram, tmp_path: Path
         assert failed.status == 2
         for words in (
             "of the run in run do not fit the method own any more (there is no setting 'extra')",
-            "bring back",
+            "restore the code",
         ):
             assert words in failed.err
         assert "did you mean" not in failed.err

@@ -53,13 +53,11 @@ def spell_options(spelling: Spelling) -> Iterator[None]:
 
 
 def described(value: object) -> str:
-    """What a function returned, in a few words, for a message: its type, and the shape of a tensor."""
-    kind = type(value).__name__
-    name = f"an {kind}" if kind.lower().startswith(("a", "e", "i", "o", "u", "nd")) else f"a {kind}"
+    """Describe a value in a message: a tensor by its shape, anything else by its type."""
     if isinstance(shape := getattr(value, "shape", None), tuple):
-        return f"{name.lower()} of the shape {tuple(shape)}"
+        return f"a {type(value).__name__.lower()} of the shape {tuple(shape)}"
     inner = sorted({type(each).__name__ for each in value}) if isinstance(value, (list, tuple)) else []
-    return f"{name} of {', '.join(inner)}" if inner else name
+    return f"a {type(value).__name__} of {', '.join(inner)}" if inner else f"a {type(value).__name__}"
 
 
 class EngramError(ValueError):

@@ -94,9 +94,9 @@ def check_photographs(asked: str, method: Method, phases: Sequence[Phase]) -> No
 
 
 def refuse_changed_images(method: Method, chosen: Iterable[Tensor | Samples] | None = None) -> None:
-    """Refuse exemplars that are changed images, of which there is no photograph.
+    """Refuse a method whose exemplars are changed images: there are no photographs of these.
 
-    chosen: the exemplars; None: refuse them unseen.
+    chosen: its exemplars, which are refused if images are among them; None: refuse in any case.
     """
     if chosen is None or any(isinstance(each, Samples) for each in chosen):
         raise EngramError(

@@ -93,7 +93,7 @@ class LearnerConfig:
         return found
 
     def _parts(self) -> list[tuple[Registry[Any], str]]:
-        """What the configuration names, except the method, each with its registry."""
+        """Return all registered parts in use except the method: registry and name of each."""
         used = [*self.training_parts(), *((PREDICTORS, name) for name in find_method(self.method).predictors)]
         if self.memory.is_selected:
             used.append((SELECTIONS, self.memory.selection))
@@ -128,8 +128,8 @@ class LearnerConfig:
                 raise
             what = f"there is no setting {error.value!r}" if isinstance(error, UnknownNameError) else error
             raise EngramError(
-                f"the recorded settings of {of} do not fit the method {data['method']} any more ({what}); bring back "
-                "the code that it was made with, or start anew with the present code"
+                f"the recorded settings of {of} do not fit the method {data['method']} any more ({what}); restore "
+                "the code that it was made with, or start a new run"
             ) from error
         return from_plain(cls, {**data, "settings": settings})
 

@@ -24,6 +24,7 @@ from engram.experiment.feature_pass import PHASE, FeaturesTaken
 from engram.experiment.stage_work import PhasePlan, StageWork, StepTaken, TimeEstimate
 from engram.methods import find_method
 from engram.models.accuracies import balanced_accuracy, plain_accuracy
+from engram.models.heldout_features import forget_features
 from engram.models.history import KnownClass, LessonRecord, current_time
 from engram.models.hold_out import HoldOut
 from engram.models.labels import in_order
@@ -293,7 +294,7 @@ class Lesson:
         yield Working(stage.index, stage.index + 1, "evaluate")
         started = time.perf_counter()
         if work.phases:
-            model.forget_features()
+            forget_features(model.heldout)
         model.refuse_not_finite(stage.pool.pixels[: CHECKED if work.phases else 0])
         self._record(work.phases[0].training.epochs if work.phases else 0, started - sum(clock.values()))
         return model

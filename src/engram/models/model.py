@@ -24,14 +24,12 @@ from engram.methods import find_method
 from engram.models.calibration import fit_temperature
 from engram.models.digests import digests_in, join_digests
 from engram.models.doubt import FEWEST, MOST_CLASSES, Doubt, DoubtByMeans, DoubtByScores
+from engram.models.heldout_features import kept_features
 from engram.models.history import KnownClass, LessonRecord, current_time
 from engram.models.model_config import ModelConfig
 from engram.nn.backbone import Backbone
 from engram.nn.network import Output
 
-# What the head sees of a held-out image, kept with it if the network is frozen (a method that keeps statistics). Zeros:
-# not computed yet.
-FEATURES = "features"
 # NME's logits are the cosine similarities to the class means, multiplied by this.
 NME_SHARPNESS = 10.0
 
@@ -43,7 +41,7 @@ class Model:
     sizes: number of new classes of each stage since the network was created.
     heldout: images that measure the accuracy, by label. A method that keeps statistics learns them after that: the head
         that predicts has learned all images, and the one that was measured only the others. Then their features are
-        kept with them (FEATURES).
+        kept with them (`heldout_features.py`).
     learned_heldout: digests of the held-out images that the head has learned; empty if it has learned none.
     temperatures: divisor of the logits by predictor, for calibrated confidence; 1 if a predictor has none.
     doubts: what tells strangers from known images, by predictor; empty with too few held-out images.
@@ -203,9 +201,7 @@ class Model:
         """Return what tells strangers from known images; refuse if too few images are held out."""
         found = self.doubts.get(self.predictor(by))
         if found is None:
-            way = (
-                "teach it more images" if self.config.validation else "make a new model that holds out a share of them"
-            )
+            way = "teach it more images" if self.config.validation else "make a new one that holds out a share"
             raise EngramError(
                 f"this model cannot tell unknown images: that needs at least {FEWEST} held-out images, some of every "
                 f"class, and 2 to {MOST_CLASSES} classes; {way}"
@@ -356,25 +352,10 @@ class Model:
     def _outputs_of_heldout(self, samples: Samples) -> ImageOutputs:
         """Return the network's outputs for the held-out images. A frozen network computes their features only once."""
         network = self._trained().network
-        read = self.engine.inference(network)
         if not self.method.keeps_statistics or self.predictors != ("cnn",):  # others may need the embedding
-            return ImageOutputs(read.outputs(samples.images))
-        kept = samples.state.get(FEATURES)
-        rows = torch.arange(len(samples)) if kept is None else (kept == 0).all(dim=1).nonzero().flatten()
-        if len(rows):
-            found = self.features(samples.pixels[rows]).cpu()
-            kept = found.new_zeros(len(samples), found.shape[1]) if kept is None else kept.clone()
-            kept[rows] = found
-            self.heldout.set_state(FEATURES, kept)
-        assert kept is not None
-        features = kept.to(self.engine.device)
+            return ImageOutputs(self.engine.inference(network).outputs(samples.images))
+        features = kept_features(self.heldout, samples, self.features).to(self.engine.device)
         return ImageOutputs([Output((), features, *network.score(features), features)])
-
-    def forget_features(self) -> None:
-        """Forget the features of held-out images, after the network was trained."""
-        samples = self.heldout.samples()
-        if samples is not None and FEATURES in samples.state:
-            self.heldout.set_state(FEATURES, torch.zeros_like(samples.state[FEATURES]))
 
     def _fit_doubts(self, logits: dict[str, Tensor], outputs: ImageOutputs, labels: Tensor) -> dict[str, Doubt]:
         """Estimate by predictor what known images look like. logits, outputs, labels: of the held-out images."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engram.core.errors import EngramError
+from engram.core.errors import EngramError, described
 from engram.nn.backbone import Backbone, Make
 from engram.nn.backbones import BACKBONES, build_backbone
 
@@ -121,7 +121,7 @@ class _Trial:
         if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[0], tuple):
             self._refuse(
                 "must return (maps, embedding), where maps is a tuple of tensors, perhaps empty, but it returns "
-                f"{_described(returned)}"
+                f"{described(returned)}"
             )
         maps, embedding = returned
         for what, value, dimensions in (
@@ -130,7 +130,7 @@ class _Trial:
         ):
             if not isinstance(value, Tensor) or value.ndim != dimensions or len(value) != len(self._images):
                 shape = "(B, C, H, W)" if dimensions == 4 else "(B, dim)"
-                self._refuse(f"must return {what} of the shape {shape}, but it is {_described(value)} for 2 images")
+                self._refuse(f"must return {what} of the shape {shape}, but it is {described(value)} for 2 images")
             if value.dtype != torch.float32 or not bool(value.isfinite().all()):
                 self._refuse(f"returns {what} that is not float32 or not finite for random images")
         if embedding.shape[1] != backbone.dim:
@@ -149,12 +149,6 @@ def _first_difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) ->
     if one.keys() != other.keys():
         return min(one.keys() ^ other.keys())
     return next((name for name, value in one.items() if not torch.equal(value, other[name])), None)
-
-
-def _described(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of the shape {tuple(value.shape)}"
-    return f"{type(value).__name__} of {len(value)}" if isinstance(value, (tuple, list)) else type(value).__name__
 
 
 def _listed(widths: tuple[int, ...]) -> str:

@@ -72,7 +72,10 @@ def rows_by_recipe(given: Iterable[Compared]) -> dict[str, list[Compared]]:
 
 
 def _labels(firsts: Sequence[Compared]) -> list[str]:
-    """What distinguishes the rows of a recipe, given a run of each: code, precision, else a number."""
+    """Return a label for each row of a recipe: its code and precision where these differ, else a number.
+
+    firsts: one run of each row.
+    """
     codes, precisions = ({getattr(each, name) for each in firsts} for name in ("code", "precision"))
     labels: list[str] = []
     for each in firsts:

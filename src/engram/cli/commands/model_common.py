@@ -81,7 +81,7 @@ def report_path(typed: str | None) -> Path | None:
         raise EngramError(f"the report must be a file that ends in .html, got {path}")
     there = next(folder for folder in path.absolute().parents if folder.exists())
     if path.is_dir() or not there.is_dir() or not os.access(path if path.exists() else there, os.W_OK):
-        raise EngramError(f"cannot write the report {path}: it is a folder, or there is no permission to write there")
+        raise EngramError(f"the report {path} cannot be written: it is a folder, or you may not write there")
     return path
 
 

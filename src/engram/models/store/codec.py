@@ -23,8 +23,9 @@ from engram.data.stage import content_ids
 from engram.experiment.learner_config import Device, Precision
 from engram.models.digests import DIGEST_BYTES
 from engram.models.doubt import Doubt, doubt_from_state
+from engram.models.heldout_features import features_to_save, read_features
 from engram.models.history import LessonRecord
-from engram.models.model import FEATURES, Model
+from engram.models.model import Model
 from engram.models.store.generations import (
     FEATURES_FILE,
     MANIFEST,
@@ -103,10 +104,8 @@ def _files(model: Model, state: dict[str, Tensor]) -> Iterator[File]:
         for label in memory.labels:
             for rank, image in enumerate(memory.of(label).pixels.numpy()):
                 yield picture_name(kind, label, rank), partial(to_png, image)
-    held = model.heldout.samples()
-    if held is not None and FEATURES in held.state:
-        features = held.state[FEATURES][held.labels.argsort(stable=True)]  # in the order of the pictures' names
-        yield FEATURES_FILE, lambda: save({FEATURES: features})
+    if features := features_to_save(model.heldout):
+        yield FEATURES_FILE, lambda: save(features)
 
 
 def open_model(
@@ -276,29 +275,13 @@ def _unpack(
         skipped = {position for position, known in enumerate(model.classes) if known.label in without}
         names = [name for name in pictures if name not in sparing and class_position(name) not in skipped]
         exemplars, heldout = ([name for name in pictures if name.startswith(kind)] for kind in (EXEMPLARS, HELDOUT))
-        features = _features(snapshot, model, len(heldout)) if FEATURES_FILE in snapshot.names else {}
+        features = read_features(snapshot, model.learner.network, len(heldout))
         read, per_image = set(names), dict[str, dict[str, Tensor]]()
         for kind, own, tensors in ((EXEMPLARS, exemplars, kept), (HELDOUT, heldout, features)):
             rows = [row for row, name in enumerate(own) if name in read]
             per_image[kind] = {name: value[rows] for name, value in tensors.items()}
         _read_pictures(snapshot, model, names, per_image)
     return model
-
-
-def _features(snapshot: Snapshot, model: Model, count: int) -> dict[str, Tensor]:
-    """Return the features of the held-out images; refuse those that do not fit."""
-    path = snapshot.path / FEATURES_FILE
-    check_memory(2 * snapshot.size(FEATURES_FILE), f"the features in {path}")
-    found = _loaded(snapshot.read(FEATURES_FILE), path)
-    values = found.get(FEATURES)
-    assert model.learner is not None
-    if values is not None and found.keys() == {FEATURES} and model.method.keeps_statistics:
-        fits = values.dtype == torch.float32 and values.ndim == 2 and len(values) == count
-        with suppress(RuntimeError):  # of another width
-            if fits and bool(values.isfinite().all()):
-                model.learner.network.score(values[:1].to(model.engine.device))
-                return found
-    raise EngramError(f"{path} has other features than those of the held-out images; the model is damaged")
 
 
 def _picture_names(manifest: Manifest, snapshot: Snapshot) -> list[str]:
@@ -319,15 +302,11 @@ def _picture_names(manifest: Manifest, snapshot: Snapshot) -> list[str]:
     return names
 
 
-def _loaded(content: bytes, path: Path) -> dict[str, Tensor]:
+def _tensors(content: bytes, path: Path) -> dict[str, Tensor]:
     try:
-        return load(content)
+        state = load(content)
     except Exception as error:  # safetensors has its own error types, and JSON and torch raise others
         raise EngramError(f"{path} is not a safetensors file ({type(error).__name__}); the model is damaged") from None
-
-
-def _tensors(content: bytes, path: Path) -> dict[str, Tensor]:
-    state = _loaded(content, path)
     for name, value in state.items():
         if not _is_allowed(name, value):
             raise EngramError(f"{path} holds {name!r:.80} ({value.dtype}), which is not part of a model")
