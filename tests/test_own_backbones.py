@@ -300,7 +300,7 @@ def counting(backbone: Mixed, x: Tensor, embedding: Tensor) -> Any:
 
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "embedding only": ({"forward": lambda b, x, e: e}, r"must return \(maps, embedding\).* a tensor of the shape \(2,"),
-    "a list of maps": ({"forward": lambda b, x, e: ([], e)}, r"maps is a tuple of tensors, .* returns a tuple of Tensor, list"),
+    "a list of maps": ({"forward": lambda b, x, e: ([], e)}, r"maps is a tuple of tensors, .* a tuple of Tensor, list"),
     "map without pixels": ({"forward": lambda b, x, e: ((e,), e)}, r"map 0 of the shape \(B, C, H, W\)"),
     "one embedding": ({"forward": lambda b, x, e: ((), e[:1])}, r"of the shape \(B, dim\), but it is a tensor"),
     "other dim": ({"forward": lambda b, x, e: ((), e[:, :4])}, r"has dim=6, but its embedding has 4 values"),
